@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from serverless_gpu.serialized import from_json
+
 _FILE = "tracking.json"
 _FILE_BYTES_MAX = 65_536
 _LINK = re.compile(r"(?P<uri>https?://[^#]*?)/?#.*/experiments/(?P<experiment>[\w-]+)/runs/(?P<run>[\w-]+)(?:/.*)?")
@@ -61,7 +63,7 @@ def from_directory(directory: Path) -> TrackedRun | None:
     """Return the run that an attempt's directory on this machine says, or None where it says none."""
     try:
         with (directory / _FILE).open("rb") as file:
-            written = msgspec.json.decode(file.read(_FILE_BYTES_MAX), type=_Written)
+            written = from_json(file.read(_FILE_BYTES_MAX), _Written)
     except (OSError, msgspec.MsgspecError):
         return None
     return from_link(written.url, written.run_id) if written.state == "ready" else None

@@ -30,6 +30,7 @@ from serverless_gpu.client.program import calling_program, commit_of, submitted_
 from serverless_gpu.model.arguments import argument_texts
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.serialized import from_builtins
 
 SWITCH = "SERVERLESS_GPU_TRACKING"
 URI = "MLFLOW_TRACKING_URI"
@@ -332,7 +333,7 @@ def _tracking(
         tags=tags,
         params=_params(arguments),
     )
-    return msgspec.convert(_sendable(msgspec.to_builtins(made)), Tracking)
+    return from_builtins(_sendable(msgspec.to_builtins(made)), Tracking)
 
 
 def _params(arguments: Mapping[str, object]) -> dict[str, str]:

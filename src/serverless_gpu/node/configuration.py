@@ -38,6 +38,7 @@ from serverless_gpu.model.pricing import OfDbus, Tariff, parse_prices
 from serverless_gpu.model.retention import DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.home import Home
+from serverless_gpu.serialized import from_builtins
 
 
 class _OwnType(msgspec.Struct, forbid_unknown_fields=True):
@@ -164,6 +165,6 @@ def _xids(tables: Mapping[str, object]) -> dict[int, Kind]:
 
 def _converted(tables: Mapping[str, object], name: str, kind: type[T]) -> T:
     try:
-        return msgspec.convert(tables.get(name, {}), kind)
+        return from_builtins(tables.get(name, {}), kind)
     except msgspec.ValidationError as error:
         raise InvalidValue(f"table {name}: {error}") from None

@@ -29,6 +29,7 @@ from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, cpu_slots
 from serverless_gpu.node.nvml import NO_DRIVER, Answer, Asker, Bounded, Nvml, NvmlReader, Silent
 from serverless_gpu.node.nvml_process import NvmlProcess
 from serverless_gpu.node.usages import MIB, GpuProcess, Unavailable, Usage, unknown_usage
+from serverless_gpu.serialized import from_json
 
 NVML_LIMIT_S = 5.0
 FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"
@@ -150,7 +151,7 @@ class FakeProvider:
                 text = file.read(_FAKE_STATE_BYTES_MAX)
         except FileNotFoundError:
             return {}
-        return msgspec.json.decode(text, type=dict[str, _FakeUsage])
+        return from_json(text, dict[str, _FakeUsage])
 
 
 def _as_usage(fake: _FakeUsage) -> Usage:

@@ -30,6 +30,7 @@ from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.serialized import from_json
 
 NOT_STARTED = "NOT_STARTED"
 UNREADABLE = "UNREADABLE"
@@ -158,7 +159,7 @@ def first_facts(directory: Path) -> list[Fact]:
     facts: list[Fact] = []
     with contextlib.suppress(OSError, msgspec.MsgspecError):  # the last line may be half written, or cut off by us
         for line in _read(directory / "facts.jsonl", _FACTS_BYTES).splitlines():
-            facts.append(msgspec.json.decode(line, type=Fact))
+            facts.append(from_json(line, Fact))
     return facts
 
 
@@ -177,7 +178,7 @@ def meter_of(directory: Path) -> tuple[Meter, int]:
     meter, count = Meter(), 0
     with contextlib.suppress(OSError, msgspec.MsgspecError), _opened(directory / "facts.jsonl") as file:
         for line in file:
-            meter.add(msgspec.json.decode(line, type=Fact))
+            meter.add(from_json(line, Fact))
             count += 1
     return meter, count
 
@@ -250,11 +251,11 @@ def _last_attempt(directory: Path) -> Path | None:
 
 def _read_spec(directory: Path) -> tuple[_Written, RunSpec | None, str]:
     try:
-        written = msgspec.json.decode(_read(directory / "spec.json"), type=_Written)
+        written = from_json(_read(directory / "spec.json"), _Written)
     except (OSError, msgspec.MsgspecError) as error:
         return _Written(), None, f"spec.json cannot be read: {getattr(error, 'strerror', None) or error}"
     try:
-        return written, msgspec.json.decode(bytes(written.spec), type=RunSpec), ""
+        return written, from_json(bytes(written.spec), RunSpec), ""
     except msgspec.MsgspecError:  # of a session, or of another version
         return written, None, ""
 
@@ -275,7 +276,7 @@ def _ended_ns(directory: Path) -> int:
 
 def _decoded(path: Path, kind: type[T]) -> T | None:
     try:
-        return msgspec.json.decode(_read(path), type=kind)
+        return from_json(_read(path), kind)
     except (OSError, msgspec.MsgspecError):
         return None
 

@@ -16,6 +16,7 @@ import msgspec
 
 from serverless_gpu.model.xid import Hit
 from serverless_gpu.node.flocks import OPEN, opened, opened_directory, read_note
+from serverless_gpu.serialized import from_json
 
 _HITS_MAX = 16
 _PRINCIPAL_MAX = 100  # so many of so long names fit into what is read of a note
@@ -64,7 +65,7 @@ def read_hits(directory: Path, uuids: Iterable[str]) -> dict[str, tuple[Hit, ...
 
 def _read(fd: int) -> tuple[Hit, ...]:
     try:
-        hits = msgspec.json.decode(read_note(fd), type=tuple[Hit, ...])
+        hits = from_json(read_note(fd), tuple[Hit, ...])
     except msgspec.MsgspecError:
         return ()
     return tuple(msgspec.structs.replace(hit, principal=_plain(hit.principal)) for hit in hits)

@@ -51,6 +51,7 @@ from serverless_gpu.node.flocks import (
     read_note,
 )
 from serverless_gpu.node.processes import Left
+from serverless_gpu.serialized import from_json
 
 MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
 """Where real GPUs are locked, best first: /run/lock is not writable for everybody on every distribution."""
@@ -319,7 +320,7 @@ class Ticket:
 
     def _last(self, directory: int, counter: int) -> int:
         with contextlib.suppress(msgspec.MsgspecError):
-            return max(msgspec.json.decode(read_note(counter), type=int), *self._numbers(directory), 0)
+            return max(from_json(read_note(counter), int), *self._numbers(directory), 0)
         return max(self._numbers(directory), default=0)
 
 
@@ -435,7 +436,7 @@ def _write(fd: int, content: Holder | Quarantine | int) -> None:
 
 def _read_holder(fd: int, uuid: str) -> Holder:
     try:
-        holder = msgspec.json.decode(read_note(fd), type=Holder)
+        holder = from_json(read_note(fd), Holder)
     except msgspec.MsgspecError:  # taken this moment and not yet written, or not written by us
         return Holder(uuid=uuid, run_id="", user="", pid=0, since_wall_ns=0)
     return msgspec.structs.replace(holder, uuid=uuid, run_id=_plain(holder.run_id), user=_plain(holder.user))
@@ -450,7 +451,7 @@ def _read_quarantine(directory: int, uuid: str) -> Quarantine | None:
         return Quarantine(f"the quarantine note cannot be read: {error.strerror}", 0)
     try:
         text = read_note(fd)
-        note = msgspec.json.decode(text, type=Quarantine) if text else None
+        note = from_json(text, Quarantine) if text else None
     except (OSError, msgspec.MsgspecError) as error:
         return Quarantine(f"the quarantine note cannot be read: {error}", 0)
     finally:

@@ -22,6 +22,7 @@ from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.history import touched_ns
+from serverless_gpu.serialized import from_json
 
 FILE = "remote.json"
 UNSENT_DAYS_MAX = 30
@@ -62,7 +63,7 @@ def read_remote(directory: Path) -> Remote | None:
     """Return what an attempt's directory says about its server; None for an attempt of this node's own."""
     try:
         with (directory / FILE).open("rb") as file:
-            return msgspec.json.decode(file.read(_BYTES_MAX), type=Remote)
+            return from_json(file.read(_BYTES_MAX), Remote)
     except (OSError, msgspec.MsgspecError):
         return None
 

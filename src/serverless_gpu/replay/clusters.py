@@ -22,6 +22,7 @@ import msgspec
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import Pool
 from serverless_gpu.replay.values import GANG_GPUS, Cluster, Machine, cluster_of
+from serverless_gpu.serialized import from_builtins
 from serverless_gpu.units import parse_duration_s
 
 _SHAPE = re.compile(r"(\d{1,6})\s*[x×]\s*(\d{1,6})", re.ASCII)
@@ -70,7 +71,7 @@ def read_cluster(text: str) -> Cluster:
     try:
         if path.stat().st_size > _BYTES_MAX:
             raise InvalidValue(f"{path} is larger than 1 MiB: no file of a cluster is")
-        told = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File)
+        told = from_builtins(tomllib.loads(path.read_text(encoding="utf-8")), _File)
         return _cluster(told)
     except OSError as error:
         message = f"{text!r} is no cluster: no file of that name can be read ({error.strerror or error})"

@@ -21,6 +21,7 @@ import msgspec
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.model.scheduling.values import CLASSES, NORMAL
 from serverless_gpu.replay.values import Job, Trace, trace_of
+from serverless_gpu.serialized import from_builtins
 
 NEEDED = ("submit_time_s", "duration_s", "num_gpus")
 _BYTES_MAX = 2 * 1024**3
@@ -209,7 +210,7 @@ class _Philly(msgspec.Struct):
 
 def _philly(row: Row) -> Row:
     """Return a job of Philly's log: it lasted as long as its attempts together, with the GPUs of the largest."""
-    job = msgspec.convert(row, _Philly)
+    job = from_builtins(row, _Philly)
     duration_s, gpus = 0.0, 0
     for attempt in job.attempts or ():
         began, ended = _moment(attempt.start_time), _moment(attempt.end_time)

@@ -16,6 +16,7 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.secrets import Pinned
+from serverless_gpu.serialized import from_json
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts, nodes
 
@@ -100,7 +101,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def secrets(self) -> tuple[Pinned, ...]:
         """Return which versions of secrets it has."""
-        return () if self.secrets_json == "[]" else msgspec.json.decode(self.secrets_json, type=tuple[Pinned, ...])
+        return () if self.secrets_json == "[]" else from_json(self.secrets_json, tuple[Pinned, ...])
 
     @property
     def gang(self) -> str:

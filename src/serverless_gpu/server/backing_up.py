@@ -35,6 +35,7 @@ from blake3 import blake3
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, ServerProblem, StorageError
+from serverless_gpu.serialized import from_json
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.version import __version__
 
@@ -136,7 +137,7 @@ def read_manifest(backup: Path) -> Manifest:
         InvalidValue: it is none, or one of a newer version.
     """
     try:
-        manifest = msgspec.json.decode((backup / MANIFEST).read_bytes(), type=Manifest)
+        manifest = from_json((backup / MANIFEST).read_bytes(), Manifest)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidValue(f"{backup} is no backup: {error}", hint="it is a directory with a manifest.json") from error
     if manifest.version != _VERSION:

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.facts import Fact
+from serverless_gpu.serialized import from_json
 from serverless_gpu.server import charges
 from serverless_gpu.server import runs as run_rows
 from serverless_gpu.server.attempts import COLUMNS, JOINED, Gang, StoredAttempt, from_row
@@ -213,7 +214,7 @@ def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[Gang, tuple[
 
 def _seen(text: str) -> SeenReceipt:
     try:
-        return msgspec.json.decode(text, type=SeenReceipt)
+        return from_json(text, SeenReceipt)
     except (msgspec.DecodeError, RecursionError):  # of another version: its node knows what it means
         return SeenReceipt()
 

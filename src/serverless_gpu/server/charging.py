@@ -34,6 +34,7 @@ from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Entry, Line, post
 from serverless_gpu.model.receipt import observed
+from serverless_gpu.serialized import from_json
 from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
 from serverless_gpu.server.attempts import Gang, StoredAttempt
 from serverless_gpu.server.charges import New, Posted, Utilisation
@@ -337,7 +338,7 @@ def _seen(receipt: str | None) -> _Seen | None:
     if receipt is None:
         return None
     try:
-        return msgspec.json.decode(receipt, type=_Seen)
+        return from_json(receipt, _Seen)
     except (msgspec.DecodeError, RecursionError):  # of another version, or of no node's: its facts say all the same
         return _Seen()
 

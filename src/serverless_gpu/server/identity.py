@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
 from serverless_gpu.model.access import ROLES, SCOPES
+from serverless_gpu.serialized import from_json
 from serverless_gpu.server.attempts import WITHOUT_REPORT
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.keys import PREFIX as ATTEMPT_PREFIX
@@ -321,7 +322,7 @@ def _token_view(row: sa.Row[tuple[object, ...]]) -> TokenView:
         id=row.id,
         principal=row.principal,
         label=row.label,
-        scopes=msgspec.json.decode(row.scopes_json, type=tuple[str, ...]),
+        scopes=from_json(row.scopes_json, tuple[str, ...]),
         created_ns=row.created_ns,
         expires_ns=row.expires_ns,
         revoked_ns=row.revoked_ns,
@@ -366,7 +367,7 @@ def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: K
         kind=row.kind,
         role=row.role,
         teams=tuple(sorted(one.team for one in rows if one.team is not None)),
-        scopes=msgspec.json.decode(row.scopes_json, type=tuple[str, ...]),
+        scopes=from_json(row.scopes_json, tuple[str, ...]),
         token_id=row.id,
     )
 

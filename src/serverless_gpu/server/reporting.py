@@ -42,6 +42,7 @@ from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
+from serverless_gpu.serialized import from_json
 from serverless_gpu.server import attempt_tokens, attempts, audit, facts, files, nodes, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
@@ -452,7 +453,7 @@ def _detail(said: Report) -> str:
     if said.ending is None or said.sentence or stopped is None:
         return _sentence(said) if said.ending is not None else ""
     try:
-        cause = msgspec.json.decode(stopped, type=_Stopped).cause
+        cause = from_json(stopped, _Stopped).cause
     except msgspec.DecodeError:  # of another version; the client may know it
         return ""
     if cause is None or not cause.detail:

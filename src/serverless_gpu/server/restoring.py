@@ -33,6 +33,7 @@ from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.run_lifecycle import Restored
 from serverless_gpu.node.home import Home
+from serverless_gpu.serialized import from_json
 from serverless_gpu.server import audit, orders, runs, transitions
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
@@ -95,7 +96,7 @@ def settle(database: Transactions, directory: Path, *, measures: Measures, now_n
     """
     path = directory / FILE
     try:
-        mark = msgspec.json.decode(path.read_bytes(), type=Mark)
+        mark = from_json(path.read_bytes(), Mark)
     except FileNotFoundError:
         return
     except msgspec.MsgspecError as error:

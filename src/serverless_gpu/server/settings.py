@@ -39,6 +39,7 @@ import msgspec
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.policy import MAX_RUN_S
 from serverless_gpu.model.scheduling.values import QueuePolicy
+from serverless_gpu.serialized import from_builtins
 from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.principals import OnDisabled
 
@@ -331,7 +332,7 @@ def _converted(name: str, value: object, origin: str) -> object:
         known = ", ".join(_Options.__struct_fields__)
         raise InvalidOption(f"{origin}: there is no setting {name!r}", hint=f"settings: {known}")
     try:
-        return getattr(msgspec.convert({name: value}, _Options), name)
+        return getattr(from_builtins({name: value}, _Options), name)
     except msgspec.ValidationError as error:
         raise InvalidOption(f"{origin}: {error}") from error
 

@@ -49,6 +49,7 @@ from serverless_gpu.model.tracking_rules import (
     status_of,
     valid_key,
 )
+from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking import documents
 from serverless_gpu.tracking.base import Tracked, Tracker, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.memory import Ending, load_memory, memory_path, save_memory
@@ -415,7 +416,7 @@ class Delivery:
                 self._upload("receipt.json", data)
                 self._memory.done.add("receipt.json")
             with self._together.lock, contextlib.suppress(msgspec.MsgspecError):  # of another version: the file says it
-                tags = receipt_tags(self._tracking, msgspec.json.decode(data, type=Receipt))
+                tags = receipt_tags(self._tracking, from_json(data, Receipt))
                 if not self._has_later():
                     self._log_tags(tags)
         self._memory.done.add("receipt")

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.model.tracking_rules import cut
+from serverless_gpu.serialized import from_json
 
 FILE_BYTES_MAX = 1 << 20
 LOG_BYTES_MAX = 64 << 10
@@ -75,7 +76,7 @@ def _failed(directory: Path) -> list[int]:
                 ranks.add(int(path.stem))
     cause: int | None = None
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        stopped = msgspec.json.decode(_head(directory / "stopped.json"), type=_Stopped)
+        stopped = from_json(_head(directory / "stopped.json"), _Stopped)
         cause = stopped.cause.rank if stopped.cause is not None else None
     first = [] if cause is None else [cause]
     return (first + sorted(ranks - set(first)))[:RANKS_MAX]
@@ -84,7 +85,7 @@ def _failed(directory: Path) -> list[int]:
 def _failure_text(directory: Path, rank: int) -> str:
     parts: list[str] = []
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        record = msgspec.json.decode(_head(directory / "failures" / f"{rank}.json"), type=_Record)
+        record = from_json(_head(directory / "failures" / f"{rank}.json"), _Record)
         parts.append(record.traceback.strip() or f"{record.type}: {record.message}")
     stack = _head(directory / "failures" / f"{rank}.stack").decode(errors="replace").strip()
     if stack:

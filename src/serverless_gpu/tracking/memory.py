@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking.base import Tracked
 
 _BYTES_MAX = 1 << 20
@@ -62,7 +63,7 @@ def memory_path(directory: Path, node_rank: int) -> Path:
 def load_memory(path: Path) -> Memory:
     """Return what was remembered; an empty memory where nothing was, or nothing can be read."""
     with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
-        return msgspec.json.decode(file.read(_BYTES_MAX), type=Memory)
+        return from_json(file.read(_BYTES_MAX), Memory)
     return Memory()
 
 

@@ -33,6 +33,7 @@ import httpx2
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking.addresses import split_userinfo
 from serverless_gpu.tracking.base import TrackerAway, TrackerRefused
 from serverless_gpu.version import __version__
@@ -115,7 +116,7 @@ class Rest:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         found = self._send(method, path, content, headers, query or {}, timeout_s)
         try:
-            decoded = msgspec.json.decode(found.body, type=answer)
+            decoded = from_json(found.body, answer)
         except msgspec.MsgspecError as error:
             raise self._strange(f"its answer is not MLflow's ({_shown(str(error))})") from None
         self._known = True
@@ -212,7 +213,7 @@ class Rest:
     def _problem(self, found: _Answer) -> Exception:
         """Return what an answer of 300 or more means."""
         try:
-            problem = msgspec.json.decode(found.body, type=Problem)
+            problem = from_json(found.body, Problem)
         except msgspec.MsgspecError:
             problem = None
         text = problem.message if problem is not None else found.body.decode(errors="replace")

@@ -35,6 +35,7 @@ from serverless_gpu.errors import (
     ServerUnavailable,
     error_class,
 )
+from serverless_gpu.serialized import decoder, from_json
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API, PROTOCOL, Problem, Request
@@ -133,7 +134,7 @@ class Connection:
         """Return how the server is, also when it is not well; as `ask` otherwise."""
         response = self._patiently("GET", "/health", fine=(503,))
         try:
-            return msgspec.json.decode(response.content, type=Health)
+            return from_json(response.content, Health)
         except msgspec.MsgspecError:  # something in front of the server says that it is away
             raise _problem(response) from None
 
@@ -179,7 +180,7 @@ class Connection:
             ServerUnavailable: the server is away, or the connection broke.
             ServerlessGpuError: the server refused.
         """
-        decoder = msgspec.json.Decoder(answer)
+        decode = decoder(answer).decode
         headers = {"Accept": "text/event-stream"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -197,7 +198,7 @@ class Connection:
                     source.response.read()
                     raise _problem(source.response)
                 for event in source:
-                    yield decoder.decode(event.data)
+                    yield decode(event.data)
         except httpx2.TransportError as error:
             raise self._away(error) from None
         except msgspec.MsgspecError as error:
@@ -286,7 +287,7 @@ def _always(text: str) -> Callable[[], str]:
 
 def _decoded(response: httpx2.Response, answer: type[T]) -> T:
     try:
-        return msgspec.json.decode(response.content, type=answer)
+        return from_json(response.content, answer)
     except msgspec.MsgspecError as error:
         raise ServerProblem(f"the answer of {response.request.url} cannot be understood: {error}") from None
 
@@ -294,7 +295,7 @@ def _decoded(response: httpx2.Response, answer: type[T]) -> T:
 def _problem(response: httpx2.Response) -> ServerlessGpuError:
     """Return the exception for an answer of 400 or more."""
     try:
-        problem = msgspec.json.decode(response.content, type=Problem)
+        problem = from_json(response.content, Problem)
     except msgspec.MsgspecError:
         cls = ServerUnavailable if response.status_code in _AWAY else ServerProblem
         text = response.text[:_TEXT_CHARACTERS_MAX].strip()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.model.scheduling.values import Holder, Wait, WaitReason
+from serverless_gpu.serialized import from_builtins
 from serverless_gpu.wire.base import Answer
 
 HOLDERS_MAX = 16
@@ -82,7 +83,7 @@ class WaitView(Answer, frozen=True, kw_only=True):
 
 def wait_view(wait: Wait) -> WaitView:
     """Return why a run waits, as it travels."""
-    view = msgspec.convert(wait, WaitView, from_attributes=True)
+    view = from_builtins(wait, WaitView, from_attributes=True)
     rest = wait.holders[HOLDERS_MAX:]
     return msgspec.structs.replace(view, holders=view.holders[:HOLDERS_MAX], others=sum(each.count for each in rest))
 
@@ -91,6 +92,6 @@ def wait_of(view: WaitView, run_id: str) -> Wait | None:
     """Return what a view says of a run, as decisions have it; None for a reason that this version does not know."""
     if view.reason not in _REASONS:
         return None
-    wait = msgspec.convert(msgspec.to_builtins(view) | {"run_id": run_id}, Wait)
+    wait = from_builtins(msgspec.to_builtins(view) | {"run_id": run_id}, Wait)
     others = (Holder(title="others", count=view.others),) if view.others else ()
     return msgspec.structs.replace(wait, run_id=run_id, holders=(*wait.holders, *others))

@@ -25,6 +25,7 @@ from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.locks import DeviceLocks, Holder, lock_directory
 from serverless_gpu.node.monitor import words
+from serverless_gpu.serialized import from_json
 
 _AGAIN_NS = 3_000_000_000
 _SILENT_NS = 5_000_000_000
@@ -158,7 +159,7 @@ def _holder(directory: Path, uuid: str) -> Owner | None:
     if note is None:
         return None
     try:
-        holder = msgspec.json.decode(note, type=Holder)
+        holder = from_json(note, Holder)
     except msgspec.MsgspecError:  # taken this moment, or not by us
         return Owner(run_id="", name="", rank=None, user="")
     return Owner(run_id=holder.run_id, name="(session)" if holder.session else "", rank=None, user=holder.user)

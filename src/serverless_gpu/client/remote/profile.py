@@ -20,6 +20,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.node.home import storage_error
+from serverless_gpu.serialized import from_json
 
 SERVER = "SERVERLESS_GPU_SERVER"
 TOKEN = "SERVERLESS_GPU_TOKEN"
@@ -138,7 +139,7 @@ def _read(path: Path) -> Profile:
     except OSError as error:
         raise ServerNotConfigured(f"{path} cannot be read: {error.strerror}") from None
     try:
-        return msgspec.json.decode(data, type=Profile)
+        return from_json(data, Profile)
     except msgspec.MsgspecError as error:
         raise InvalidValue(f"{path} cannot be understood: {error}", hint="`sgpu login` writes it anew") from None
 

@@ -32,6 +32,7 @@ from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.node import protocol
+from serverless_gpu.serialized import from_json
 from serverless_gpu.wire.attempts import NOT_SENT
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (
@@ -292,7 +293,7 @@ class Watched(Source):
             self._over = True
             return
         write_whole(self.directory / "receipt.json", bytes(receipt))
-        self._receipt = msgspec.json.decode(receipt, type=Receipt)
+        self._receipt = from_json(receipt, Receipt)
         self._pending.append(protocol.Finished(receipt=self._receipt))
 
     def _turn_to(self, fence: int, node: str) -> None:
@@ -332,7 +333,7 @@ def _with_why(said: protocol.Stopped, message: EndedMessage) -> protocol.Stopped
 def _stopped(message: EndedMessage) -> protocol.Stopped:
     """Return the supervisor's word, or the server's where there is none."""
     if message.ending is not msgspec.UNSET:
-        said = msgspec.json.decode(message.ending, type=protocol.Stopped)
+        said = from_json(message.ending, protocol.Stopped)
         if said.state is message.state and said.reason is message.reason:
             return _with_why(said, message) if message.reason in _DISPLACED else said
     cause = None

@@ -19,6 +19,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts, TorchFacts, Unknown
 from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.doctor.gathering.children import Ended, look
+from serverless_gpu.serialized import from_builtins
 
 # Two processes: what is built on torch, and what is built on NumPy.
 _FAMILIES = (("torch", "torchvision", "torchaudio"), ("numpy", "scipy", "sklearn", "pandas", "pyarrow", "numba", "cv2"))
@@ -35,7 +36,7 @@ def look_at_packages(limit_s: float) -> InterpreterFacts | Unknown:
     ended = _run("packages.py", (), limit_s)
     for record in _records(ended):
         if record and record[0] == "packages":
-            return msgspec.convert(record[1], InterpreterFacts)
+            return from_builtins(record[1], InterpreterFacts)
     return Unknown(f"{ended.why}. {ended.written.strip()[-300:]}".strip())
 
 
@@ -97,7 +98,7 @@ def read_imports(records: Sequence[tuple[object, ...]], ended: Ended) -> ImportF
             case ("end", str() as name, str() as outcome, str() as error, str() as written):
                 modules[name], begun = Imported(outcome=outcome, error=error, written=written), ""
             case ("torch", dict() as said):
-                torch = msgspec.convert(said, TorchFacts)
+                torch = from_builtins(said, TorchFacts)
             case ("openmp", list() as paths):
                 openmp = tuple(str(path) for path in paths)
     if begun == "torch.cuda" and torch is not None:

@@ -19,6 +19,7 @@ from serverless_gpu.node.home import find_home
 from serverless_gpu.node.kernel_log import KERNEL, KernelLog
 from serverless_gpu.node.locks import MACHINE_DIRECTORIES, DeviceLocks, Holder
 from serverless_gpu.node.spawning import clean_process
+from serverless_gpu.serialized import from_json
 
 _PCI = Path("/sys/bus/pci/devices")
 
@@ -40,7 +41,7 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
         limit_s,
     )
     try:
-        facts = msgspec.json.decode(ended.answer, type=GpuFacts)
+        facts = from_json(ended.answer, GpuFacts)
     except msgspec.MsgspecError:
         return Unknown(f"NVML said nothing: {ended.why}. {ended.written.strip()[-300:]}")
     directory = next((path for path in MACHINE_DIRECTORIES if path.is_dir()), None)
@@ -66,7 +67,7 @@ def _held(directory: Path) -> dict[str, str]:
 
 def _run_of(text: bytes) -> str:
     try:
-        return msgspec.json.decode(text, type=Holder).run_id
+        return from_json(text, Holder).run_id
     except msgspec.MsgspecError:
         return ""
 

@@ -24,6 +24,7 @@ from serverless_gpu.doctor.facts import ServerFacts, ServerNode
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.loading import load
 from serverless_gpu.node.home import find_home
+from serverless_gpu.serialized import from_json
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
@@ -70,7 +71,7 @@ def _asked(facts: ServerFacts, profile: Profile) -> ServerFacts:
     try:
         try:
             data, headers = connection.fetch("/version")
-            version = msgspec.json.decode(data, type=state.Version)
+            version = from_json(data, state.Version)
         except (ServerlessGpuError, msgspec.MsgspecError) as error:
             return replace(facts, away=getattr(error, "message", "") or f"what answers there is no server: {error}")
         facts = replace(
@@ -104,7 +105,7 @@ class _Certificate(msgspec.Struct, frozen=True):
 def _written(home: Path) -> float | None:
     """Return how long the certificate of this home's server is good: it is asked over loopback, where it shows none."""
     try:
-        found = msgspec.json.decode((home / "server" / "certificate.json").read_bytes(), type=_Certificate)
+        found = from_json((home / "server" / "certificate.json").read_bytes(), _Certificate)
     except (OSError, msgspec.MsgspecError):
         return None
     return (found.until_ns - SystemClock().wall_ns()) / 1e9

@@ -25,6 +25,8 @@ from typing import TypeVar
 
 import msgspec
 
+from serverless_gpu.serialized import from_msgpack
+
 LINKED = "linked"
 """Below the root: links lead to files of units, so these are looked at before each use."""
 _RENAME_EXCHANGE = 2
@@ -102,7 +104,7 @@ class Places:
 def read_document(path: Path, kind: type[_Value]) -> _Value | None:
     """Return a document of ours; None when it is not there or cannot be read."""
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
+        return from_msgpack(path.read_bytes(), kind)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return None
 

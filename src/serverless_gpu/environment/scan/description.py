@@ -8,6 +8,7 @@ import msgspec
 
 from serverless_gpu.environment.documents import Interpreter
 from serverless_gpu.errors import EnvironmentUnsupported
+from serverless_gpu.serialized import from_builtins
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,7 @@ def read_description(described: dict[str, object]) -> Description:
         EnvironmentUnsupported: something is missing or of another type.
     """
     try:
-        return msgspec.convert(described, Description)
+        return from_builtins(described, Description)
     except msgspec.ValidationError as error:
         raise EnvironmentUnsupported(
             f"the interpreter's description of itself cannot be read: {error}",

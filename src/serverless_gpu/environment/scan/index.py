@@ -34,6 +34,7 @@ from serverless_gpu.environment.scan.canonical import flat_path
 from serverless_gpu.environment.scan.listing import Directory, File
 from serverless_gpu.environment.scan.roots import Spot
 from serverless_gpu.environment.scan.survey import Area, KeptDistribution
+from serverless_gpu.serialized import from_msgpack
 
 _PartT = TypeVar("_PartT")
 
@@ -225,7 +226,7 @@ class IndexFile:
                     return None
                 file.seek(_HEADER.size + sum(fields[: 2 * number : 2]))
                 part = file.read(length)
-            return msgspec.msgpack.decode(part, type=kind) if blake3(part).digest() == digest else None
+            return from_msgpack(part, kind) if blake3(part).digest() == digest else None
         except (OSError, struct.error, msgspec.DecodeError):
             return None
 

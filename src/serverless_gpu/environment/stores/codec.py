@@ -16,6 +16,7 @@ import msgspec
 from serverless_gpu.environment.compression import LEVEL_REMOTE, compress, decompress
 from serverless_gpu.environment.documents import VERSION, Snapshot
 from serverless_gpu.errors import EnvironmentRejected
+from serverless_gpu.serialized import from_msgpack
 
 DOCUMENT_BYTES_MAX = 256 * 1024 * 1024
 """Most bytes of a document before compression: a million rows of 250 bytes."""
@@ -71,8 +72,8 @@ def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
     try:
         if kind is Snapshot:
             _check_values(content, what)
-        _check_shape(msgspec.msgpack.decode(content, type=_Shape), what)
-        document = msgspec.msgpack.decode(content, type=kind)
+        _check_shape(from_msgpack(content, _Shape), what)
+        document = from_msgpack(content, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EnvironmentRejected(f"{what} cannot be read: {error}") from None
     if msgspec.msgpack.encode(document) != content:

@@ -27,6 +27,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from serverless_gpu.node.home import Home
+from serverless_gpu.serialized import from_json
 
 DEFAULT = "default"
 HOST = "127.0.0.1"
@@ -140,7 +141,7 @@ class Place:
     def noted(self) -> Noted:
         """Return what was written down; nothing much where there is nothing."""
         with contextlib.suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(_read(self.directory / "server.json"), type=Noted)
+            return from_json(_read(self.directory / "server.json"), Noted)
         return Noted()
 
     def uri(self, noted: Noted) -> str:

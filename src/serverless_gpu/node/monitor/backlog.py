@@ -26,6 +26,7 @@ import msgspec
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.monitor.words import Observe
+from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking.addresses import split_userinfo
 
 KEPT_MAX = 10_000
@@ -160,7 +161,7 @@ class Backlog:
 
     def _read(self, held: Held) -> Kept | None:
         try:
-            kept = msgspec.json.decode(os.pread(held.fd, _BYTES_MAX, 0), type=Kept)
+            kept = from_json(os.pread(held.fd, _BYTES_MAX, 0), Kept)
         except msgspec.MsgspecError:
             if self._clock.wall_ns() - os.fstat(held.fd).st_mtime_ns > _FOREIGN_NS:
                 held.path.unlink(missing_ok=True)

@@ -34,6 +34,7 @@ from serverless_gpu.node.inside import mlflow_job
 from serverless_gpu.node.mlflow_server.serving import ensure_server
 from serverless_gpu.node.monitor import words
 from serverless_gpu.node.monitor.backlog import Held, Kept
+from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking.addresses import split_userinfo
 from serverless_gpu.tracking.base import Tracked, TrackerAway
 from serverless_gpu.tracking.delivery import Delivery, Job
@@ -217,7 +218,7 @@ class Delivering:
 
     def _noted(self) -> Note:
         with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
-            return msgspec.json.decode(file.read(_BYTES_MAX), type=Note)
+            return from_json(file.read(_BYTES_MAX), Note)
         return Note()
 
     def _note(self, note: Note) -> None:

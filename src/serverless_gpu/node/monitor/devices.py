@@ -26,6 +26,7 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.telemetry import SECOND_NS, GpuSample, RankSample
 from serverless_gpu.node.gpus import FAKE_STATE_FILE
 from serverless_gpu.node.nvml import NvmlBroken, errors, initialised, sees_all_pids
+from serverless_gpu.serialized import from_builtins, from_json
 
 _WAIT_S = 0.05
 _STALE_NS = 5 * SECOND_NS
@@ -224,7 +225,7 @@ def fake_state(home: Path) -> dict[str, FakeGpu]:
     """Return what the state file of fakes says, by uuid; nothing where there is none, or it cannot be read."""
     try:
         with (home / FAKE_STATE_FILE).open("rb") as file:
-            return msgspec.json.decode(file.read(_FAKE_STATE_BYTES_MAX), type=dict[str, FakeGpu])
+            return from_json(file.read(_FAKE_STATE_BYTES_MAX), dict[str, FakeGpu])
     except (OSError, msgspec.MsgspecError):
         return {}
 
@@ -256,7 +257,7 @@ def from_rank(device: Device, rank: RankSample | None, share: int, state: Mappin
         **fake.sampled,
     }
     try:
-        return msgspec.convert([figures[name] for name in GpuSample.__struct_fields__], GpuSample)
+        return from_builtins([figures[name] for name in GpuSample.__struct_fields__], GpuSample)
     except msgspec.ValidationError:  # half a byte of memory, for example
         return derived
 

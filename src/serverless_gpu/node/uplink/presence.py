@@ -37,6 +37,7 @@ from serverless_gpu.node.locks import DeviceLocks, Holder, Quarantine, lock_dire
 from serverless_gpu.node.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.node.usages import Usage, unknown_usage
+from serverless_gpu.serialized import from_json
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
@@ -239,6 +240,6 @@ def _drains(uuid: str, note: Quarantine) -> str:
 
 def _run_of(note: bytes) -> str:
     try:
-        return msgspec.json.decode(note, type=Holder).run_id
+        return from_json(note, Holder).run_id
     except msgspec.MsgspecError:
         return ""

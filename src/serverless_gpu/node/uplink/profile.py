@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.serialized import from_json
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,7 @@ def read_profile(path: Path) -> Profile:
         InvalidValue: it cannot be read.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        return from_json(path.read_bytes(), Profile)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidValue(f"{path} does not say how the server is reached: {error}") from None
 

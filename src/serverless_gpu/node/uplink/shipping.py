@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, cast
 import msgspec
 
 from serverless_gpu.model.facts import Fact
+from serverless_gpu.serialized import from_json
 from serverless_gpu.wire.attempts import File, LogPiece
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, INLINE_OUTPUT_BYTES_MAX, LOG_REPORT_BYTES_MAX
 
@@ -158,7 +159,7 @@ class Facts:
                 break  # half written
             self._next += len(line)
             try:
-                facts.append(msgspec.json.decode(line, type=Fact))
+                facts.append(from_json(line, Fact))
             except msgspec.MsgspecError:  # a disk that was full in the middle of a line
                 continue
         return tuple(facts)

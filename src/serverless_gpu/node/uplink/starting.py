@@ -26,6 +26,7 @@ from serverless_gpu.node.home import Home, storage_error
 from serverless_gpu.node.inventory import offered
 from serverless_gpu.node.remote import Remote, has_remote, write_remote
 from serverless_gpu.node.submission import write_submission
+from serverless_gpu.serialized import from_json
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.connection import Connection
@@ -178,7 +179,7 @@ def _fetch(reference: BlobReference, path: Path, route: str, connection: Connect
 def _context(order: Start) -> protocol.Context:
     """Return what ranks take on; which devices are declared, and where its user lives, is this node's own matter."""
     try:
-        context = msgspec.json.decode(order.context, type=protocol.Context)
+        context = from_json(order.context, protocol.Context)
     except msgspec.MsgspecError as error:
         raise InvalidValue(f"the caller's context cannot be understood: {error}") from None
     environ = {name: value for name, value in context.environ.items() if name != _FAKE}

@@ -26,6 +26,7 @@ from serverless_gpu.node.history import first_facts, meter_of, read_ending, read
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import MACHINE_DIRECTORIES, Holder
 from serverless_gpu.node.remote import Remote
+from serverless_gpu.serialized import from_json
 
 _COUNTED = "the time is counted up to the last sign of life of the run's supervisor; how much more it was is not known"
 
@@ -131,6 +132,6 @@ def _kind(gpus: tuple[str, ...]) -> DeviceKind:
 
 def _holder(note: bytes) -> str:
     try:
-        return msgspec.json.decode(note, type=Holder).run_id
+        return from_json(note, Holder).run_id
     except msgspec.MsgspecError:
         return ""

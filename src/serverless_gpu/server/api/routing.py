@@ -50,6 +50,7 @@ from starlette.responses import Response, StreamingResponse
 
 from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
+from serverless_gpu.serialized import from_builtins, from_json
 from serverless_gpu.server import log_context
 from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.callers import Caller
@@ -252,7 +253,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if self.body is bytes:
             return data
         try:
-            return _decoded(lambda: msgspec.json.decode(data, type=self.body))
+            return _decoded(lambda: from_json(data, self.body))
         except InvalidValue as error:
             raise _newer(request.headers.get("sgpu-protocol", ""), error) from None
 
@@ -342,7 +343,7 @@ def _query(request: HttpRequest, kind: Any) -> object:
         if name in asked:
             raise InvalidValue(f"the parameter {name[:64]!r} is there twice")
         asked[name] = value
-    return msgspec.convert(asked, kind, strict=False)
+    return from_builtins(asked, kind, strict=False)
 
 
 def _identified(parts: typing.Mapping[str, object]) -> dict[str, object]:
