@@ -6,22 +6,20 @@ import os
 import subprocess
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State, TreeEmpty
+from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.node import protocol
+from serverless_gpu.node.emptying import Emptying
 from serverless_gpu.node.gpus import CpuProvider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import DeviceLocks
 from serverless_gpu.node.processes import Left, left_in
 from serverless_gpu.node.remote import Remote
 from serverless_gpu.node.reservation import retest_quarantined
-from serverless_gpu.node.supervisor import Supervisor
 from serverless_gpu.node.uplink import minder as minder_room
 from serverless_gpu.node.uplink.minder import Minder
 from serverless_gpu.node.uplink.server import Server
@@ -34,6 +32,11 @@ class Full:
     """A gang of which a process does not end."""
 
     is_empty = False
+    kills = 0
+
+    def kill(self) -> None:
+        """Note that it was."""
+        self.kills += 1
 
     def left(self) -> tuple[Left, ...]:
         """Return what is."""
@@ -44,41 +47,29 @@ class Full:
         return self.is_empty
 
 
-def supervisor(killed_s: float) -> tuple[Any, list[object]]:
-    """Return a supervisor whose ranks were killed so long ago, and what it says and does."""
-    happened: list[object] = []
-    clock = FakeClock()
-    made = cast(Any, Supervisor.__new__(Supervisor))
-    made._clock, made._kill_ns = clock, clock.boottime_ns()
-    made._gang = Full()
-    made._eyes, made._attempt, made._reservation = SimpleNamespace(faults=lambda *_: ()), None, None
-    made._told_full = False
-    made._audience = SimpleNamespace(tell=happened.append)
-    made._account = SimpleNamespace(notes=[])
-    made._apply = happened.append
-    made._say = lambda sentence: happened.append(protocol.Waiting(sentence=sentence))
-    clock.advance(killed_s)
-    return made, happened
+def killed(ago_s: float) -> tuple[Emptying, Any, FakeClock, list[str]]:
+    """Return the wait for ranks that were killed so long ago, the ranks, the clock, and what was said."""
+    said: list[str] = []
+    clock, gang = FakeClock(), cast(Any, Full())
+    made = Emptying(clock, said.append)
+    made.begin(gang)
+    clock.advance(ago_s)
+    return made, gang, clock, said
 
 
 def test_F09_who_waits_is_told_once_what_does_not_end() -> None:
-    made, happened = supervisor(11.0)
-    made._look_for_empty()
-    made._look_for_empty()
-    assert happened == [protocol.Waiting(sentence="process 4242 (python) does not end, though it was killed")]
-    made._gang.is_empty = True
-    made._look_for_empty()
-    assert happened[1:] == [TreeEmpty()]
+    made, gang, _, said = killed(11.0)
+    assert not made.is_over(gang) and not made.is_over(gang)
+    assert said == ["process 4242 (python) does not end, though it was killed"]
+    gang.is_empty = True
+    assert made.is_over(gang) and len(said) == 1 and gang.kills == 1
 
 
 def test_F09_a_run_is_over_a_minute_after_the_kill_whatever_is_left() -> None:
-    made, happened = supervisor(59.0)
-    made._told_full = True
-    made._look_for_empty()
-    assert happened == []
-    made._clock.advance(2.0)
-    made._look_for_empty()
-    assert happened == [TreeEmpty()]
+    made, gang, clock, _ = killed(59.0)
+    assert not made.is_over(gang)
+    clock.advance(2.0)
+    assert made.is_over(gang)
 
 
 def test_F09_a_device_is_lent_again_when_what_was_left_is_gone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,17 +29,7 @@ from serverless_gpu.model.attempt import (
     StemLost,
 )
 from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.placement import (
-    NODE_COMMAND_PRESETS,
-    TRACKED_PRESETS,
-    RankPlace,
-    default_variables,
-    node_variables,
-    rank_variables,
-    share_of_cores,
-    threads_per_rank,
-)
-from serverless_gpu.model.secrets import DIRECTORY, Delivered
+from serverless_gpu.model.placement import share_of_cores, threads_per_rank
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node import reserve
 from serverless_gpu.node.account import Account, write_text
@@ -50,10 +40,10 @@ from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
 from serverless_gpu.node.processes import Left, MemoryWatch, cgroup_empty, kill_cgroup, left_in, remove_cgroup
 from serverless_gpu.node.protocol import Context, Launch, original
+from serverless_gpu.node.rank_environment import STOP_FILE, RankEnvironment
 from serverless_gpu.node.raycluster import Cluster
 from serverless_gpu.units import format_bytes
 
-STOP_FILE = "stop_reason"
 RESULT_BYTES_MAX = 16 << 30
 _HOLDS_AT_ONCE = 200  # a packet carries 253 descriptors at most
 _SENTENCE_CHARACTERS_MAX = 1_000
@@ -101,13 +91,12 @@ class Gang:
         self.account = account
         self.processes = launch.spec.processes(launch.world_size)
         self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
-        self._checkpoints = checkpoints
+        self.environment = RankEnvironment(launch, self.context, checkpoints)
         self._stop_file = Path(launch.directory) / STOP_FILE
         self._failed: set[int] = set()
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
         self.devices: tuple[Device, ...] = ()  # by rank, once they are started
-        self.tracked: Mapping[str, str] = {}  # variables with which an MLflow in a rank finds its run
         self.stacks: dict[int, int] = {}  # the descriptor in each rank that it writes its stacks to
         self.on_said: Callable[[str], None] = lambda sentence: None  # a rank's own word for whoever watches
         self._sentences_left = _SENTENCES_MAX
@@ -191,6 +180,7 @@ class Gang:
             OSError: the stem is gone, or no descriptors are left.
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
+        master = ("127.0.0.1", port.getsockname()[1])
         self.devices = tuple(devices)
         self._cgroup_memory()
         if spec.ray is not None:
@@ -201,7 +191,7 @@ class Gang:
         for rank in range(self.processes):
             shown = spec.ranks_log is None or rank in spec.ranks_log
             log = self.logs[rank] = RankLog(rank, directory / "logs", viewer if shown else None, SystemClock())
-            self._say({"op": "rank", "rank": rank, "env": self._environment(rank, devices, port)}, log.write_ends())
+            self._say({"op": "rank", "rank": rank, "env": self.environment.of(rank, devices, master)}, log.write_ends())
             log.close_write_ends()
         context = self.context
         self._say(
@@ -326,34 +316,6 @@ class Gang:
         if self.memory.note:
             self.account.notes.append(self.memory.note)
 
-    def _environment(self, rank: int, devices: Sequence[Device], port: socket.socket) -> dict[str, str]:
-        size = 1 if self.launch.spec.ray is not None else self.launch.world_size  # the driver is alone
-        place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=size, local_world_size=size, num_nodes=1)
-        per_node = self._command is not None and self._command.per == "node"
-        describe = node_variables if per_node else rank_variables
-        variables = describe(
-            place,
-            devices=devices,
-            run_id=self.launch.run_id,
-            fence=self.launch.fence,
-            master=("127.0.0.1", port.getsockname()[1]),
-        )
-        variables["SGPU_STOP_FILE"] = str(self._stop_file)
-        if self._checkpoints:
-            variables["SGPU_CHECKPOINT_DIR"] = f"{self._checkpoints}/{self.launch.run_id}/{self.launch.fence}"
-        if self._command is not None:
-            variables["CODE_SOURCE_PATH"] = original(self.context.cwd)
-        if self.launch.secrets is not None:
-            variables[DIRECTORY] = self.launch.secrets.directory
-        caller = {original(name): original(value) for name, value in self.context.environ.items()}
-        caller |= _secret_variables(self.launch.secrets)
-        if self._command is not None:
-            caller["PATH"] = _path_with(caller.get("PATH", os.defpath), original(self.context.python))
-        presets = NODE_COMMAND_PRESETS if per_node else {}
-        if self.launch.spec.tracker is not None:
-            presets = {**presets, **TRACKED_PRESETS}
-        return {**default_variables(devices), **presets, **caller, **self.tracked, **variables}
-
     def _argv(self, command: Command) -> list[str]:
         """Return the program; the caller's interpreter is that of a restored environment, where there is one."""
         program, *arguments = command.argv
@@ -434,20 +396,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _secret_variables(secrets: Delivered | None) -> dict[str, str]:
-    """Return the variables that are secrets; they go from their file to the ranks, and are kept nowhere else."""
-    if secrets is None:
-        return {}
-    place = Path(secrets.directory)
-    return {variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()}
-
-
-def _path_with(path: str, python: str) -> str:
-    """Return a PATH on which the environment's own programs are found, activated or not: `python`, `torchrun`."""
-    own = os.path.dirname(python)
-    return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"
 
 
 def _command_ended(rank: int, message: inside.Message) -> RankReturned | RankFailed:

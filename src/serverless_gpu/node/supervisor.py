@@ -56,6 +56,7 @@ from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advan
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.borrowed import Borrowed
+from serverless_gpu.node.emptying import LOOK_S, Emptying
 from serverless_gpu.node.ending import killed_text, left_text, make_stopped, stopped_sentence, verdicts_of
 from serverless_gpu.node.eyes import Eyes
 from serverless_gpu.node.gang import Gang
@@ -73,9 +74,6 @@ from serverless_gpu.node.taking import first_of, take_attempt
 from serverless_gpu.node.watchers import Audience, Watcher
 
 _RETRY_S = 0.05  # between two looks at devices that were taken
-_EMPTYING_S = 0.002  # between two looks at a tree that is being ended
-_EMPTYING_S_MAX = 60.0
-_EMPTYING_S_TOLD = 10.0
 _TURN_S = 5.0
 
 Callback = Callable[[], None]
@@ -117,9 +115,8 @@ class Supervisor:
         self._begin_pending = False
         self._confirmed = launch.confirmed
         self._client: Watcher | None = None
-        self._kill_ns: int | None = None
+        self._emptying = Emptying(self._clock, self._say)
         self._lease_ns = launch.lease_ns
-        self._told_full = False
         self._done = False
 
     def serve(self, client: Channel) -> None:
@@ -236,7 +233,7 @@ class Supervisor:
         self._account.starting(self._devices)
         try:
             self._port = reserve_port()
-            self._gang.tracked = self._observation.environ
+            self._gang.environment.tracked = self._observation.environ
             self._gang.start(self._reservation.devices, self._port, self._reservation.fds, self._audience)
         except NoPort as error:
             self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
@@ -278,7 +275,7 @@ class Supervisor:
     def _stem_ended(self) -> None:
         assert self._gang is not None
         self._unwatch(self._gang.stem_pidfd)
-        if self._kill_ns is not None:
+        if self._emptying.since_ns is not None:
             self._look_for_empty()
         else:
             out_of_memory = self._gang.out_of_memory()
@@ -313,11 +310,9 @@ class Supervisor:
                     self._conclude()
 
     def _kill(self) -> None:
-        self._kill_ns = self._clock.boottime_ns()
+        kill_ns = self._emptying.begin(self._gang)
         if self._attempt.killed:
-            self._account.notes.append(killed_text(self._attempt, self._kill_ns))
-        if self._gang is not None:
-            self._gang.kill()
+            self._account.notes.append(killed_text(self._attempt, kill_ns))
 
     def _hear_gpus(self) -> None:
         """Take what the driver says of the devices; before a rank's death is judged, for it may be what it died of."""
@@ -337,7 +332,7 @@ class Supervisor:
         if self._attempt.state is State.QUEUED:
             self._try_devices()
         self._hear_gpus()
-        if self._kill_ns is not None and self._attempt.state is State.STOPPING:
+        if self._emptying.since_ns is not None and self._attempt.state is State.STOPPING:
             self._look_for_empty()
         if self._lease_ns is not None and self._clock.boottime_ns() > self._lease_ns:
             self._expire()
@@ -357,14 +352,9 @@ class Supervisor:
             self._apply(LeaseExpired())
 
     def _look_for_empty(self) -> None:
-        assert self._kill_ns is not None
         self._hear_gpus()
-        waited_s = (self._clock.boottime_ns() - self._kill_ns) / 1e9
-        if self._gang is None or self._gang.empty() or waited_s > _EMPTYING_S_MAX:
+        if self._emptying.is_over(self._gang):
             self._apply(TreeEmpty())
-        elif waited_s > _EMPTYING_S_TOLD and not self._told_full:
-            self._told_full = True
-            self._say(f"{left_text(self._gang.left())} does not end, though it was killed")
 
     def _conclude(self) -> None:
         """Tell how it ended, prove the devices free, give them back, tell that."""
@@ -374,7 +364,7 @@ class Supervisor:
         # What cannot be ended, or has failed, is not the user's to pay for: their time ends before, nothing is freed.
         lost_ns = self._attempt.fault_ns if self._attempt.reason is Reason.GPU_LOST else None
         if "exec" in self._account.marks:
-            self._fact(FactKind.EXITED, lost_ns or (None if proven else self._kill_ns))
+            self._fact(FactKind.EXITED, lost_ns or (None if proven else self._emptying.since_ns))
         left = gang.left() if gang is not None and not proven else ()
         if left:
             self._account.notes.append(f"{left_text(left)} of this run cannot be ended; no device is lent before it is")
@@ -473,8 +463,8 @@ class Supervisor:
         if self._attempt.state is State.QUEUED:
             ahead = self._reservation.ahead if self._reservation is not None else 0
             return _RETRY_S * min(20, 1 + ahead)
-        if self._kill_ns is not None:
-            return _EMPTYING_S
+        if self._emptying.since_ns is not None:
+            return LOOK_S
         behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
         pauses = [_RETRY_S if behind else min(_TURN_S, self._eyes.gpus.pause_s)]
         hold_ns = self._observation.hold_ns if self._begin_pending else None

@@ -1,0 +1,101 @@
+"""What is in a rank's environment, from the weakest to the strongest: presets, the caller's variables and secrets,
+where the run is tracked, and who the rank is.
+
+Secrets go from their files to the ranks, and are kept nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.placement import (
+    NODE_COMMAND_PRESETS,
+    TRACKED_PRESETS,
+    RankPlace,
+    default_variables,
+    node_variables,
+    rank_variables,
+)
+from serverless_gpu.model.secrets import DIRECTORY, Delivered
+from serverless_gpu.model.spec import Command
+from serverless_gpu.node.protocol import Context, Launch, original
+
+STOP_FILE = "stop_reason"
+
+
+class RankEnvironment:
+    """The variables of one attempt's ranks on this node.
+
+    Args:
+        launch: what to run.
+        context: what ranks take on.
+        checkpoints: directory of all runs' checkpoints, or "".
+
+    Attributes:
+        tracked: variables with which an MLflow in a rank finds its run.
+    """
+
+    def __init__(self, launch: Launch, context: Context, checkpoints: str = "") -> None:
+        self.tracked: Mapping[str, str] = {}
+        self._launch = launch
+        self._context = context
+        self._checkpoints = checkpoints
+        self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
+
+    def of(self, rank: int, devices: Sequence[Device], master: tuple[str, int]) -> dict[str, str]:
+        """Return the variables of one rank.
+
+        Args:
+            rank: its number.
+            devices: all of the attempt's, in LOCAL_RANK order.
+            master: address and port of rank 0's rendezvous.
+
+        Raises:
+            OSError: a secret cannot be read.
+        """
+        launch = self._launch
+        size = 1 if launch.spec.ray is not None else launch.world_size  # the driver is alone
+        place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=size, local_world_size=size, num_nodes=1)
+        per_node = self._command is not None and self._command.per == "node"
+        describe = node_variables if per_node else rank_variables
+        variables = describe(place, devices=devices, run_id=launch.run_id, fence=launch.fence, master=master)
+        presets = NODE_COMMAND_PRESETS if per_node else {}
+        if launch.spec.tracker is not None:
+            presets = {**presets, **TRACKED_PRESETS}
+        own = {**variables, **self._places()}
+        return {**default_variables(devices), **presets, **self._callers(), **self.tracked, **own}
+
+    def _places(self) -> dict[str, str]:
+        """Return where a rank finds what is the attempt's: why it is to stop, checkpoints, code, secrets."""
+        launch = self._launch
+        places = {"SGPU_STOP_FILE": str(Path(launch.directory) / STOP_FILE)}
+        if self._checkpoints:
+            places["SGPU_CHECKPOINT_DIR"] = f"{self._checkpoints}/{launch.run_id}/{launch.fence}"
+        if self._command is not None:
+            places["CODE_SOURCE_PATH"] = original(self._context.cwd)
+        if launch.secrets is not None:
+            places[DIRECTORY] = launch.secrets.directory
+        return places
+
+    def _callers(self) -> dict[str, str]:
+        caller = {original(name): original(value) for name, value in self._context.environ.items()}
+        caller |= _secret_variables(self._launch.secrets)
+        if self._command is not None:
+            caller["PATH"] = _path_with(caller.get("PATH", os.defpath), original(self._context.python))
+        return caller
+
+
+def _secret_variables(secrets: Delivered | None) -> dict[str, str]:
+    if secrets is None:
+        return {}
+    place = Path(secrets.directory)
+    return {variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()}
+
+
+def _path_with(path: str, python: str) -> str:
+    """Return a PATH on which the environment's own programs are found, activated or not: `python`, `torchrun`."""
+    own = os.path.dirname(python)
+    return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"
