@@ -62,4 +62,4 @@ def test_a_clean_process_finds_packages_and_single_modules_wherever_they_lie(
         return spec_from_file_location(name, tmp_path / "three" / f"{name}.py") if name == "pynvml" else None
 
     monkeypatch.setattr("importlib.util.find_spec", found)
-    assert spawning._search_path()[1:] == [str(tmp_path / place) for place in ("one", "two", "three")]
+    assert spawning.search_path()[1:] == [str(tmp_path / place) for place in ("one", "two", "three")]

@@ -84,7 +84,7 @@ def clean_process(
     Raises:
         OSError: no process can be started.
     """
-    paths = _search_path()
+    paths = search_path()
     program = f"import sys; sys.path += {paths!r}; from {module} import main; main(*{list(arguments)!r})"
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", program],
@@ -98,7 +98,7 @@ def clean_process(
     )
 
 
-def _search_path() -> list[str]:
+def search_path() -> list[str]:
     """Return the directories of this package and of its few dependencies, which may be in several places."""
     found = [str(_PACKAGE.parent)]
     for name in _DEPENDENCIES:

@@ -21,10 +21,11 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import machine
+from serverless_gpu.node.private_files import write_private
 from serverless_gpu.server import audit, identity
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.identity import NewToken
-from serverless_gpu.server.keys import sha256, write_private
+from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.services import Transactions
 from serverless_gpu.wire.principals import PrincipalRequest
 

@@ -21,13 +21,12 @@ import base64
 import contextlib
 import hashlib
 import hmac
-import os
 import re
 import secrets
 from pathlib import Path
 
-from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
+from serverless_gpu.node.private_files import write_private
 
 KEY_BYTES = 32
 PREFIX = "sgpa_"
@@ -114,36 +113,6 @@ def sha256(token: str) -> str:
 def encode(data: bytes) -> str:
     """Return bytes as letters, digits, "-" and "_"."""
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
-
-
-def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a file durably that only its owner can read; all of it is there, or nothing.
-
-    Args:
-        path: of the file; its directory is made if needed.
-        data: all of it.
-        replace: whether one that is there is replaced; else it stays, also one that another process makes meanwhile.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        faults.reach("before_file_is_named")
-        if replace:
-            beside.replace(path)
-        else:
-            with contextlib.suppress(FileExistsError):
-                os.link(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def remove_unnamed(directory: Path) -> None:

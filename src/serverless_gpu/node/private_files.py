@@ -1,0 +1,58 @@
+"""Files that only their owner can read: tokens, keys, and what names them.
+
+Failure cases: no room, no permission (said as `OSError`); a process killed in the middle leaves a file that begins with
+a dot and ends with 16 digits, and the one of the right name as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from serverless_gpu import faults
+
+
+def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
+    """Write a file durably that only its owner can read; all of it is there, or nothing.
+
+    Args:
+        path: of the file; its directory is made if needed.
+        data: all of it.
+        replace: whether one that is there is replaced; else it stays, also one that another process makes meanwhile.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        faults.reach("before_file_is_named")
+        if replace:
+            beside.replace(path)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def readers(path: Path) -> str:
+    """Return who else but this user can read or change a file, or "".
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to another user (uid {status.st_uid})"
+    mode = stat.S_IMODE(status.st_mode)
+    return f"its mode is {mode:04o}, so others can read it" if mode & 0o077 else ""
