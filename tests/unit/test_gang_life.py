@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.gang_life import Cause, Crew, Halt, Over, fold, told_to_stop
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp
 
@@ -69,7 +69,7 @@ def test_the_first_that_failed_by_itself_is_the_cause_and_stays_it() -> None:
     crews[2] = msgspec.structs.replace(crews[2], halt=RAISED)
     found = fold(crews)
     assert found.cause == Cause(crew=2, reason=Reason.RANK_RAISED, rank=9, detail="ValueError: no")
-    assert [told_to_stop(crew, found.cause) for crew in crews] == [True, True, False]
+    assert [told_to_stop(crew, found.cause) for crew in crews] == [True, True, False]  # the last one knows
     crews[0] = msgspec.structs.replace(crews[0], halt=Halt(reason=Reason.GPU_LOST))
     assert fold(crews, found.cause).cause == found.cause
 
@@ -125,11 +125,104 @@ def test_a_failure_that_was_told_outlives_its_node() -> None:
 
 def test_one_crew_says_what_the_attempt_is() -> None:
     """A gang on one node is as it was before there were others."""
-    for reason in Reason:
+    for reason in set(Reason) - {Reason.PEER_FAILED}:
         over = Over(reason=reason, began=True)
         assert fold([Crew(number=0, over=over)]).over == Ended(reason, began=True)
         gone = Over(reason=reason, began=True, given_up=True)
         assert fold([Crew(number=0, over=gone)]).over == GivenUp(reason)
+
+
+def test_a_stop_that_reaches_one_node_first_is_the_story_of_what_fails_on_the_other() -> None:
+    """NCCL's watchdog ends the ranks of the node that has not heard of it: that is no failure of the run."""
+    crews = _crews(R, STOPPING)
+    assert fold(crews, stop=StopReason.PREEMPT).cause is None
+    crews[0] = msgspec.structs.replace(crews[0], halt=Halt(reason=Reason.RANK_SIGNAL, rank=0))
+    cause = fold(crews, stop=StopReason.PREEMPT).cause
+    assert cause == Cause(crew=None, reason=Reason.PREEMPTED)
+    crews = [
+        msgspec.structs.replace(crews[0], over=Over(reason=Reason.RANK_SIGNAL, began=True)),
+        msgspec.structs.replace(crews[1], over=Over(reason=Reason.PREEMPTED, began=True)),
+    ]
+    assert fold(crews, cause, stop=StopReason.PREEMPT).over == Ended(Reason.PREEMPTED, began=True)
+    before = fold([msgspec.structs.replace(crews[0], over=None), crews[1]]).cause
+    assert before is not None and before.reason is Reason.RANK_SIGNAL, "it failed before anybody asked for a stop"
+
+
+def test_what_is_proven_of_a_node_is_not_asked_why() -> None:
+    """A node that is gone, or a GPU that failed, is the story of a run that was asked to stop, too."""
+    gone = Crew(number=1, state=U, began=True, over=GONE)
+    cause = fold([Crew(number=0, state=STOPPING, began=True), gone], stop=StopReason.DRAIN).cause
+    assert cause is not None and cause.reason is Reason.NODE_GONE
+
+
+def test_release_and_failure_exclude_each_other() -> None:
+    """Who has returned beside a crew that failed is told that, and not to exit as if all were well."""
+    returned = Crew(number=0, state=R, began=True, returned=True)
+    failed = Crew(number=1, state=STOPPING, began=True, returned=True, halt=Halt(reason=Reason.RUNTIME_LOST))
+    assert not fold([returned, failed]).releases
+    assert not fold([returned, Crew(number=1, state=STOPPING, returned=True, over=GONE)]).releases
+    assert not fold([returned, msgspec.structs.replace(returned, number=1)], stop=StopReason.CANCEL).releases
+    assert fold([returned, failed], released=True).releases
+
+
+def test_once_all_may_exit_only_results_that_do_not_come_are_a_failure() -> None:
+    """What a supervisor says of ranks that had returned is no story; that its node is lost, with results, is."""
+    late = Crew(number=1, state=STOPPING, began=True, returned=True, halt=Halt(reason=Reason.RUNTIME_LOST))
+    assert fold([Crew(number=0, over=DONE), late], released=True).cause is None
+    lost = msgspec.structs.replace(late, over=GONE)
+    assert fold([Crew(number=0, over=DONE), lost], released=True).over == GivenUp(Reason.NODE_GONE)
+
+
+def test_a_crash_that_is_reaped_after_the_word_of_a_peer_is_the_story() -> None:
+    """The connection that closed was heard of, and told, before the kernel's word about who closed it."""
+    lost = Crew(number=0, halt=LOST_PEER, over=Over(reason=Reason.RANK_RAISED, began=True, peer_lost=True))
+    told = Halt(reason=Reason.PEER_FAILED)
+    crashed = Crew(number=1, halt=told, over=Over(reason=Reason.HOST_OOM, began=True, rank=9))
+    cause = fold([lost, Crew(number=1, state=STOPPING, halt=told)]).cause
+    assert fold([lost, crashed], cause).over == Ended(Reason.HOST_OOM, began=True)
+
+
+def test_a_gpu_that_failed_on_one_node_explains_what_another_raised() -> None:
+    """As on one node, whoever was heard of first."""
+    raised = Crew(number=0, halt=RAISED, over=Over(reason=Reason.RANK_RAISED, began=True))
+    gpu = Crew(number=1, halt=Halt(reason=Reason.PEER_FAILED), over=Over(reason=Reason.GPU_LOST, began=True))
+    assert fold([raised, gpu], fold([raised, Crew(number=1)]).cause).over == Ended(Reason.GPU_LOST, began=True)
+
+
+def test_a_process_that_died_beside_a_silent_node_is_believed_once_that_speaks() -> None:
+    """The node may have been off for a minute, and the process have died of it."""
+    crews = [
+        Crew(number=0, state=STOPPING, began=True, halt=Halt(reason=Reason.RANK_SIGNAL, rank=0)),
+        Crew(number=1, state=U, before=R, began=True),
+    ]
+    cause = fold(crews).cause
+    assert cause is not None and not cause.final
+    gone = msgspec.structs.replace(crews[1], over=GONE)
+    ended = msgspec.structs.replace(crews[0], over=Over(reason=Reason.RANK_SIGNAL, began=True))
+    assert fold([ended, gone], cause).over == GivenUp(Reason.NODE_GONE)
+
+
+def test_who_dies_after_it_said_why_is_believed() -> None:
+    """Its caller was told; that its supervisor was killed afterwards changes nothing."""
+    crew = Crew(number=0, halt=RAISED, over=Over(reason=Reason.SUPERVISOR_LOST, began=True))
+    assert fold([crew, Crew(number=1, over=FOLLOWED)]).over == Ended(Reason.RANK_RAISED, began=True)
+
+
+def test_that_it_failed_elsewhere_is_no_end_of_a_run() -> None:
+    """Where no crew says that it was the one, the platform does not know; nobody is told of another node."""
+    assert fold([Crew(number=0, over=FOLLOWED), Crew(number=1, over=FOLLOWED)]).over == Ended(
+        Reason.RUNTIME_LOST, began=True
+    )
+    unbegun = Over(reason=Reason.PEER_FAILED)
+    assert fold([Crew(number=0, over=unbegun), Crew(number=1, over=unbegun)]).over == Ended(
+        Reason.GANG_START, began=False
+    )
+
+
+def test_both_nodes_that_do_not_reach_each_other_are_told() -> None:
+    """The server's own story blames nobody."""
+    cause = Cause(crew=None, reason=Reason.NODES_APART, detail="n1 does not reach n2")
+    assert all(told_to_stop(crew, cause) for crew in _crews(S, S))
 
 
 _OVERS = st.builds(

@@ -205,6 +205,7 @@ def test_only_what_ran_nothing_of_the_user_may_be_retried_and_faults_of_the_plat
     assert {reason for reason, m in MEANINGS.items() if m.may_retry} == never_started
     assert {reason for reason, m in MEANINGS.items() if not m.is_billed} == never_started | {
         Reason.GPU_LOST,
+        Reason.PEER_FAILED,
         Reason.SECRET_MISSING,
         Reason.UNSATISFIABLE,
         Reason.SESSION_ENDED,

@@ -8,6 +8,8 @@ from serverless_gpu.model.attempt import (
     Attempt,
     Event,
     Failure,
+    GpuFailed,
+    HangConfirmed,
     Limits,
     PeerFailed,
     Phase,
@@ -19,6 +21,7 @@ from serverless_gpu.model.attempt import (
     Reason,
     Released,
     State,
+    StemLost,
     StopReason,
     StopRequested,
     Tick,
@@ -95,6 +98,21 @@ def test_what_its_ranks_say_of_that_is_a_consequence() -> None:
         *RUNNING, lost, PeerFailed("rank 0"), RankFailed(Failure(rank=9, reason=Reason.RANK_RAISED, at_ns=6 * S))
     )
     assert attempt.cause is not None and attempt.cause.reason is Reason.PEER_FAILED
+
+
+def test_a_crash_that_is_reaped_after_the_word_of_a_peer_is_the_story() -> None:
+    """The peer lost its connection to a rank that the kernel had ended here; that is heard of a moment later."""
+    killed = RankExited(rank=8, signal=9, out_of_memory=True)
+    attempt, _ = _play(*RUNNING, PeerFailed("rank 0 lost a peer"), killed)
+    assert attempt.cause is not None and attempt.cause.reason is Reason.HOST_OOM
+
+
+def test_nothing_touches_ranks_that_have_all_returned() -> None:
+    """Their results are durable: whoever waits for other nodes neither stands still nor is lost with its stem."""
+    for event in (HangConfirmed("rank 0 is elsewhere"), StemLost(detail="gone"), GpuFailed("GPU-1: Xid 79")):
+        attempt, done = _play(*RETURNED, event, *[Tick()] * 70)
+        assert (attempt.state, attempt.phase) == (State.RUNNING, Phase.RETURNED), event
+        assert Instruction.TERMINATE_RANKS not in done and Instruction.KILL_TREE not in done
 
 
 def test_its_own_failure_comes_first() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
-from serverless_gpu.model.meeting import Address, Apart, Chosen, Offer, Reach, Tried, choose, variables, word
+from serverless_gpu.model.meeting import Address, Apart, Chosen, Offer, Reach, Tried, choose, kind_of, variables, word
 
 ETH, IB, LO, DOCKER = "eth0", "ib0", "lo", "docker0"
 
@@ -25,12 +26,12 @@ def _reach(crew: int, *tried: tuple[int, str, int | None]) -> Reach:
     )
 
 
-def test_the_address_that_all_others_reach_soonest_is_taken() -> None:
-    """Each node's interface may have another name; the master is rank 0's node and the port that is held there."""
+def test_the_first_address_of_each_node_that_all_others_reach_is_taken() -> None:
+    """In the node's own order: microseconds say nothing of bandwidth. Interfaces may have other names elsewhere."""
     offers = [
-        _offer(0, (ETH, "10.0.0.1"), (IB, "192.168.0.1")),
-        _offer(1, (ETH, "10.0.0.2"), ("ib1", "192.168.0.2")),
-        _offer(2, (ETH, "10.0.0.3"), (IB, "192.168.0.3")),
+        _offer(0, (IB, "192.168.0.1"), (ETH, "10.0.0.1")),
+        _offer(1, ("ib1", "192.168.0.2"), (ETH, "10.0.0.2")),
+        _offer(2, (IB, "192.168.0.3"), (ETH, "10.0.0.3")),
     ]
     reaches = [
         _reach(
@@ -39,7 +40,7 @@ def test_the_address_that_all_others_reach_soonest_is_taken() -> None:
                 (other, f"{net}{other + 1}", us)
                 for other in range(3)
                 if other != me
-                for net, us in (("10.0.0.", 900), ("192.168.0.", 90))
+                for net, us in (("10.0.0.", 119), ("192.168.0.", 120))
             ),
         )
         for me in range(3)
@@ -51,6 +52,60 @@ def test_the_address_that_all_others_reach_soonest_is_taken() -> None:
         addresses=("192.168.0.1", "192.168.0.2", "192.168.0.3"),
     )
     assert variables(chosen, 1) == {"NCCL_SOCKET_IFNAME": "=ib1", "GLOO_SOCKET_IFNAME": "ib1"}
+    assert choose(offers[::-1], reaches[::-1], ["n1", "n2", "n3"]) == chosen
+
+
+def test_one_that_is_far_away_is_passed_over_where_another_is_near() -> None:
+    """A VPN that comes first answers, too."""
+    offers = [_offer(0, ("tun0", "10.8.0.1"), (ETH, "10.0.0.1")), _offer(1, (ETH, "10.0.0.2"))]
+    reaches = [_reach(0, (1, "10.0.0.2", 300)), _reach(1, (0, "10.8.0.1", 40_000), (0, "10.0.0.1", 300))]
+    chosen = choose(offers, reaches, ["n1", "n2"])
+    assert isinstance(chosen, Chosen) and chosen.addresses == ("10.0.0.1", "10.0.0.2")
+
+
+def test_all_have_addresses_of_one_kind() -> None:
+    """NCCL and Gloo take one family for a gang; loopback is shared by all or nobody."""
+    offers = [_offer(0, (ETH, "fd00::1"), (ETH, "10.0.0.1")), _offer(1, (ETH, "fd00::2"), (ETH, "10.0.0.2"))]
+    both = [
+        _reach(0, (1, "fd00::2", 5), (1, "10.0.0.2", 5)),
+        _reach(1, (0, "fd00::1", 5), (0, "10.0.0.1", 5)),
+    ]
+    chosen = choose(offers, both, ["n1", "n2"])
+    assert isinstance(chosen, Chosen) and chosen.addresses == ("10.0.0.1", "10.0.0.2")
+    six = [_reach(0, (1, "fd00::2", 5)), _reach(1, (0, "fd00::1", 5), (0, "10.0.0.1", 5))]
+    chosen = choose(offers, six, ["n1", "n2"])
+    assert isinstance(chosen, Chosen) and chosen.addresses == ("fd00::1", "fd00::2")
+    neither = [_reach(0, (1, "fd00::2", 5)), _reach(1, (0, "10.0.0.1", 5))]
+    assert isinstance(choose(offers, neither, ["n1", "n2"]), Apart)
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        ("10.0.0.1", "IPv4"),
+        ("fd00::1", "IPv6"),
+        ("127.0.0.1", "loopback IPv4"),
+        ("::1", "loopback IPv6"),
+        ("::ffff:127.0.0.1", "loopback IPv4"),
+        ("fe80::1", ""),
+        ("fd00::1%eth0", ""),
+        ("169.254.1.1", ""),
+        ("0.0.0.0", ""),
+        ("n1", ""),
+    ],
+)
+def test_kinds_of_addresses(address: str, kind: str) -> None:
+    """What only its own node understands is none."""
+    assert kind_of(address) == kind
+
+
+def test_offers_that_cannot_be_are_refused() -> None:
+    """A crew that is missing, comes twice, or has no port."""
+    one, two = _offer(0, (ETH, "10.0.0.1")), _offer(1, (ETH, "10.0.0.2"))
+    no_port = Offer(crew=0, port=1, rendezvous_port=0, addresses=one.addresses)
+    for offers in ([one], [one, one], [no_port, two], [two, Offer(crew=0, port=70_000, addresses=())]):
+        with pytest.raises(ValueError, match="crew"):
+            choose(offers, [], ["n1", "n2"])
 
 
 def test_an_address_that_one_of_them_does_not_reach_is_not_taken() -> None:

@@ -203,7 +203,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.UNSATISFIABLE: Meaning(
         State.FAILED, False, False, "nothing that has joined could ever serve the run, for as long as it may wait so"
     ),
-    Reason.PEER_FAILED: Meaning(State.FAILED, False, True, "the run failed on another of its nodes"),
+    Reason.PEER_FAILED: Meaning(State.FAILED, False, False, "the run failed on another of its nodes"),
     Reason.NODES_APART: Meaning(State.FAILED, True, False, "the run's nodes do not reach each other"),
 }
 
@@ -427,12 +427,14 @@ def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | 
 
     A rank that only says its peer went away explains nothing while any other failure is known. After the stop began,
     only a crash counts (a rank that dies has closed its sockets before it can be reaped); exceptions from then on are
-    consequences. A GPU that failed explains whatever its rank says of that, and may be heard of a moment later.
+    consequences. A GPU that failed explains whatever its rank says of that, and may be heard of a moment later. That it
+    failed on another node explains what ranks say of their peers, and no crash.
     """
 
-    def weight(failure: Failure) -> tuple[bool, bool, int, int]:
-        is_of_a_rank = failure.reason is not Reason.GPU_LOST
-        return (is_of_a_rank, failure.peer_lost, failure.at_ns, -1 if failure.rank is None else failure.rank)
+    def weight(failure: Failure) -> tuple[bool, bool, bool, int, int]:
+        is_of_a_rank, is_of_here = failure.reason is not Reason.GPU_LOST, failure.reason is not Reason.PEER_FAILED
+        rank = -1 if failure.rank is None else failure.rank
+        return (is_of_a_rank, failure.peer_lost, failure.peer_lost and is_of_here, failure.at_ns, rank)
 
     crashes = (Reason.RANK_SIGNAL, Reason.HOST_OOM, Reason.GPU_LOST)
     eligible = [f for f in failures if stop_ns is None or f.at_ns <= stop_ns or f.reason in crashes]

@@ -9,12 +9,15 @@
 Each crew tells its own story to the server; this puts them together. With one crew it says what that one says.
 
 - **The cause** is the first crew that failed by itself. One that only says that a peer closed its connection explains
-  nothing while another one has more to say, so its word is replaced once, by that of a crew that failed itself or was
-  lost; nothing replaces that. A crew that ended because it was told to explains nothing.
+  nothing while another one has more to say, nor does one whose process died while another node is silent: such a word
+  is replaced once, by that of a crew that failed itself or was lost. Nothing replaces that one but a GPU that failed.
+- **A crew that ended because it was told to** explains nothing, unless the kernel says that it had crashed before it
+  was told. Once the run was asked to stop, whatever fails is a consequence of that.
 - **An attempt is over when all of its crews are**: another one might meet what is left of it. What its caller is told
   of the cause need not wait for that.
-- **A rank that has returned waits for those on other nodes**: rank 0's store is on its node, and closing it is what the
-  others would die of. So no crew lets its ranks exit before all have returned everywhere.
+- **Ranks that have returned on one node wait for those on others**: rank 0's store is on its node, and closing it is
+  what the others would die of. That all may exit is decided once, and only while nothing has failed and nobody asked
+  for a stop; from then on the run has succeeded, if only its results come.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp
 
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
-_FOLLOWED = frozenset({Reason.PEER_FAILED})
-"""A crew that ends so was told to: another one is the story."""
+_CRASHES = frozenset({Reason.RANK_SIGNAL, Reason.HOST_OOM, Reason.GPU_LOST})
+"""What the kernel, or the driver, says of a node: true whatever the crew had been told before."""
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,13 +56,15 @@ class Over(msgspec.Struct, frozen=True, kw_only=True):
         began: whether user code of its ranks had started.
         proven: whether no process of it is left.
         given_up: whether that is certain without its word: its node restarted, or never came back.
-        detail: for people.
+        rank: as in `Halt`; peer_lost: likewise; detail: likewise.
     """
 
     reason: Reason
     began: bool = False
     proven: bool = True
     given_up: bool = False
+    rank: int | None = None
+    peer_lost: bool = False
     detail: str = ""
 
 
@@ -88,11 +93,11 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Why a gang ends before its end.
 
     Attributes:
-        crew: whose story it is.
+        crew: whose story it is; None where it is the server's: the run was asked to stop, or its nodes did not meet.
         final: whether nothing that is heard later replaces it.
     """
 
-    crew: int
+    crew: int | None
     reason: Reason
     rank: int | None = None
     detail: str = ""
@@ -109,7 +114,7 @@ class Fold(msgspec.Struct, frozen=True, kw_only=True):
         began: whether user code has started anywhere.
         cause: why it ends before its end, or None.
         releases: whether all ranks have returned, and may exit.
-        over: how the attempt ended, once all of its crews have.
+        over: how the attempt ended, once all of its crews have. `GivenUp` says nothing of `began`.
     """
 
     state: State
@@ -120,30 +125,35 @@ class Fold(msgspec.Struct, frozen=True, kw_only=True):
     over: Ended | GivenUp | None
 
 
-def fold(crews: Sequence[Crew], cause: Cause | None = None) -> Fold:
+def fold(
+    crews: Sequence[Crew], cause: Cause | None = None, *, stop: StopReason | None = None, released: bool = False
+) -> Fold:
     """Return what crews amount to.
 
     Args:
         crews: all of a gang, by their numbers; at least one.
         cause: as it was decided before, or None.
+        stop: why the run is asked to stop, or None.
+        released: whether it was decided before that all ranks may exit.
     """
     began = any(crew.began or (crew.over is not None and crew.over.began) for crew in crews)
-    cause = _cause(crews, cause)
+    cause = _cause(crews, cause, stop=stop, released=released)
     is_silent = any(crew.over is None and crew.state is State.UNREACHABLE for crew in crews)
     known = _known(crews)
+    untroubled = cause is None and stop is None
     return Fold(
         state=State.UNREACHABLE if is_silent else known,
         before=known if is_silent else None,
         began=began,
         cause=cause,
-        releases=all(crew.returned or _succeeded(crew) for crew in crews),
+        releases=released or (untroubled and all(crew.returned or _succeeded(crew) for crew in crews)),
         over=_over(crews, cause, began=began) if all(crew.over is not None for crew in crews) else None,
     )
 
 
 def told_to_stop(crew: Crew, cause: Cause | None) -> bool:
-    """Return whether a crew is to be told that another one failed."""
-    return cause is not None and crew.number != cause.crew and crew.over is None and crew.halt is None
+    """Return whether a crew is to be told that the gang ends; one that says so itself knows."""
+    return cause is not None and crew.over is None and crew.halt is None
 
 
 def _known(crews: Sequence[Crew]) -> State:
@@ -157,37 +167,60 @@ def _succeeded(crew: Crew) -> bool:
     return crew.over is not None and MEANINGS[crew.over.reason].state is State.SUCCEEDED
 
 
-def _cause(crews: Sequence[Crew], before: Cause | None) -> Cause | None:
+def _cause(crews: Sequence[Crew], before: Cause | None, *, stop: StopReason | None, released: bool) -> Cause | None:
     if before is not None and before.final:
         return before
-    found = [cause for crew in crews if (cause := _story(crew)) is not None]
+    found = [cause for crew in crews if (cause := _story(crew, crews, released=released)) is not None]
+    if stop is not None and before is None:
+        # Whatever fails from now on may fail of that; what is proven of a node is not asked why.
+        proofs = [cause for cause in found if cause.reason is Reason.GPU_LOST or _is_given_up(crews, cause)]
+        asked = Cause(crew=None, reason=STOPPED_BY[stop])
+        return proofs[0] if proofs else asked if found else None
     final = next((cause for cause in found if cause.final), None)
     return final or before or (found[0] if found else None)
 
 
-def _story(crew: Crew) -> Cause | None:
+def _story(crew: Crew, crews: Sequence[Crew], *, released: bool) -> Cause | None:
     """Return what a crew has to say of its own end; nothing of one that was told to end, or goes on, or succeeded."""
     halt, over = crew.halt, crew.over
-    if over is not None and over.given_up:
+    has_said = halt is not None and halt.reason is not Reason.PEER_FAILED
+    if over is not None and over.given_up and not (has_said and halt is not None and not halt.peer_lost):
         return Cause(crew=crew.number, reason=over.reason, detail=over.detail)
-    if halt is not None and halt.reason not in _FOLLOWED:
-        return Cause(crew=crew.number, reason=halt.reason, rank=halt.rank, detail=halt.detail, final=not halt.peer_lost)
-    if over is not None and over.reason not in _FOLLOWED and not _succeeded(crew):
-        return Cause(crew=crew.number, reason=over.reason, detail=over.detail)
-    return None
+    if has_said and halt is not None and not (released and crew.returned):
+        # The process of a rank may have died of a node of which nothing is heard.
+        doubtful = halt.reason is Reason.RANK_SIGNAL and any(other.state is State.UNREACHABLE for other in crews)
+        final = not halt.peer_lost and not doubtful
+        return Cause(crew=crew.number, reason=halt.reason, rank=halt.rank, detail=halt.detail, final=final)
+    if over is None or _succeeded(crew) or over.reason is Reason.PEER_FAILED:
+        return None
+    return Cause(crew=crew.number, reason=over.reason, rank=over.rank, detail=over.detail, final=not over.peer_lost)
+
+
+def _is_given_up(crews: Sequence[Crew], cause: Cause) -> bool:
+    over = crews[cause.crew].over if cause.crew is not None else None
+    return over is not None and over.given_up
 
 
 def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Ended | GivenUp:
     ends = [crew.over for crew in crews if crew.over is not None]
     proven = all(over.proven for over in ends)
     if cause is None:
-        # All succeeded; or all say that another one failed, and none that it did: what they say, then.
-        failed = next((over.reason for over in ends if MEANINGS[over.reason].state is not State.SUCCEEDED), None)
-        return Ended(failed or ends[0].reason, began=began, proven=proven)
-    lost = crews[cause.crew].over
-    if lost is None or lost.given_up:
-        is_its_end = lost is not None and lost.reason is cause.reason and proven
-        return GivenUp(cause.reason) if is_its_end else Ended(cause.reason, began=began, proven=proven)
-    # What was heard while its processes ended may explain it better: a GPU that failed, memory that ran out.
-    is_story = lost.reason not in _FOLLOWED and MEANINGS[lost.reason].state is not State.SUCCEEDED
-    return Ended(lost.reason if is_story else cause.reason, began=began, proven=proven)
+        if all(_succeeded(crew) for crew in crews):
+            return Ended(ends[0].reason, began=began, proven=proven)
+        # All say that it failed on another node, and none that it was the one.
+        return Ended(Reason.RUNTIME_LOST if began else Reason.GANG_START, began=began, proven=proven)
+    lost = ends[cause.crew] if cause.crew is not None else None
+    if lost is not None and lost.given_up and lost.reason is cause.reason and proven:
+        return GivenUp(cause.reason)
+    return Ended(_explained(crews, cause), began=began, proven=proven)
+
+
+def _explained(crews: Sequence[Crew], cause: Cause) -> Reason:
+    """Return the reason that explains an end best: what was heard while processes ended may say more than the cause."""
+    if any(crew.over is not None and crew.over.reason is Reason.GPU_LOST for crew in crews):
+        return Reason.GPU_LOST
+    over = crews[cause.crew].over if cause.crew is not None else None
+    if over is None or over.given_up or MEANINGS[over.reason].state is State.SUCCEEDED:
+        return cause.reason
+    says_more = not cause.final and over.reason is not Reason.PEER_FAILED
+    return over.reason if says_more or over.reason in _CRASHES else cause.reason

@@ -197,6 +197,8 @@ def _exit_failure(event: RankExited, now_ns: int) -> Failure:
 
 
 def _stem_lost(attempt: Attempt, event: StemLost, now_ns: int) -> Step:
+    if attempt.phase is Phase.RETURNED:  # all results are there; what waited for those of other nodes is gone
+        return msgspec.structs.replace(attempt, exited=attempt.returned), ()
     reason = Reason.HOST_OOM if event.out_of_memory else Reason.RUNTIME_LOST
     if attempt.exec_ns is None and not event.out_of_memory:
         reason = Reason.START_FAILED
@@ -221,6 +223,8 @@ def _asked_again(attempt: Attempt, event: StopRequested, _: int) -> Step:
 
 
 def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
+    if attempt.phase is Phase.RETURNED:
+        return attempt, ()
     failure = Failure(rank=None, reason=Reason.COLLECTIVE_HANG, at_ns=now_ns, detail=event.detail)
     return _stop_for_failure(_with_failure(attempt, failure), now_ns)
 
@@ -232,6 +236,8 @@ def _gpu_failed_at_start(attempt: Attempt, event: GpuFailed, now_ns: int) -> Ste
 def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
     """The rank that has it dies soon, and says so; or hangs, which nobody would have to wait for."""
     attempt = _gpu_failed_while_stopping(attempt, event, now_ns)[0]
+    if attempt.phase is Phase.RETURNED:
+        return attempt, ()
     fault_ns = now_ns if attempt.fault_ns is None else attempt.fault_ns
     wake_ns = fault_ns + FAULT_NS if attempt.wake_ns is None else min(attempt.wake_ns, fault_ns + FAULT_NS)
     return msgspec.structs.replace(attempt, fault_ns=fault_ns, wake_ns=wake_ns), ()
@@ -243,8 +249,8 @@ def _gpu_failed_while_stopping(attempt: Attempt, event: GpuFailed, now_ns: int) 
 
 
 def _peer_failed(attempt: Attempt, event: PeerFailed, now_ns: int) -> Step:
-    """End as for a failure of one's own; ranks that fail of it from now on are consequences."""
-    failure = Failure(rank=None, reason=Reason.PEER_FAILED, at_ns=now_ns, detail=event.detail)
+    """End as for a failure of one's own. What ranks say from now on are consequences; a crash that is reaped is not."""
+    failure = Failure(rank=None, reason=Reason.PEER_FAILED, at_ns=now_ns, peer_lost=True, detail=event.detail)
     attempt = _with_failure(attempt, failure)
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, Reason.PEER_FAILED)

@@ -13,6 +13,7 @@ all.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -21,6 +22,12 @@ ADDRESSES_MAX = 16
 """A node offers no more: a machine with Docker has dozens of bridges."""
 PROBE_S = 3.0
 """How long one address is tried; all are tried at once."""
+PROBLEM_CHARACTERS_MAX = 200
+FAR_TIMES, FAR_US = 10, 1_000
+"""An address is far where it takes so many times as long as a nearer one of the same node, and so long at least."""
+
+_Way = tuple[int, int, str]
+"""Who tries, whom, at which address."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,73 +115,108 @@ def word(nonce: str, *, frm: int, to: int) -> bytes:
 def choose(offers: Sequence[Offer], reaches: Sequence[Reach], nodes: Sequence[str]) -> Chosen | Apart:
     """Return how a gang meets, or who does not reach whom.
 
-    Of the addresses of a node that every other one reached, the one that the slowest of them reached soonest; loopback
-    only where nothing else will do.
+    One kind of address for all, as NCCL and Gloo take it: IPv4, else IPv6, else loopback, which all share or nobody.
+    Of a node's addresses of that kind the first that every other one reached, in the node's own order: how long a
+    connection takes says nothing of bandwidth. Only one that is far away where another is near is passed over.
 
     Args:
-        offers: of all crews, by their numbers.
+        offers: of all crews.
         reaches: likewise.
         nodes: names of the crews' nodes, by their numbers.
+
+    Raises:
+        ValueError: crews are missing, come twice, or have ports that cannot be.
     """
+    offers = sorted(offers, key=lambda offer: offer.crew)
+    _check(offers, nodes)
     tried = {(reach.crew, one.crew, one.address): one for reach in reaches for one in reach.tried}
-    found: list[Address] = []
-    for offer in offers:
-        others = [other.crew for other in offers if other.crew != offer.crew]
-        usable = [
-            (_slowest(tried, others, offer.crew, address), place, address)
-            for place, address in enumerate(offer.addresses[:ADDRESSES_MAX])
-        ]
-        reached = [
-            (is_loopback(address.address), us, place, address) for us, place, address in usable if us is not None
-        ]
-        if not reached:
-            return _apart(offer, others, tried, nodes)
-        found.append(min(reached, key=lambda one: one[:3])[3])
-    return Chosen(
-        master=(found[0].address, offers[0].rendezvous_port),
-        interfaces=tuple(address.interface for address in found),
-        addresses=tuple(address.address for address in found),
-    )
+    for kind in ("IPv4", "IPv6", "loopback IPv4", "loopback IPv6"):
+        found = [_nearest(offer, offers, tried, kind) for offer in offers]
+        taken = [address for address in found if address is not None]
+        if len(taken) == len(offers):
+            return Chosen(
+                master=(taken[0].address, offers[0].rendezvous_port),
+                interfaces=tuple(address.interface for address in taken),
+                addresses=tuple(address.address for address in taken),
+            )
+    return _apart(offers, tried, nodes)
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether an address is only this machine's own."""
-    return address.startswith("127.") or address == "::1"
+def kind_of(address: str) -> str:
+    """Return of which kind an address is, or "" for one that no other node can use as it is: link-local, or none.
+
+    Args:
+        address: numeric.
+    """
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:  # also one with a scope that is only its own node's
+        return ""
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if ip.is_link_local or ip.is_unspecified or ip.is_multicast or "%" in address:
+        return ""
+    return f"{'loopback ' if ip.is_loopback else ''}IPv{ip.version}"
 
 
-def _slowest(
-    tried: Mapping[tuple[int, int, str], Tried], others: Sequence[int], crew: int, address: Address
-) -> int | None:
+def _check(offers: Sequence[Offer], nodes: Sequence[str]) -> None:
+    if [offer.crew for offer in offers] != list(range(len(nodes))) or len(nodes) < 2:
+        raise ValueError(f"{len(nodes)} crews meet, and offers are of {[offer.crew for offer in offers][:8]}")
+    ports = [offers[0].rendezvous_port, *(offer.port for offer in offers)]
+    if not all(0 < port < 1 << 16 for port in ports):
+        raise ValueError(f"a crew offers a port that cannot be: {ports[:8]}")
+
+
+def _nearest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], kind: str) -> Address | None:
+    """Return the address of a kind at which all others reach a crew, or None."""
+    reached = [
+        (address, took)
+        for address in _offered(offer)
+        if kind_of(address.address) == kind and (took := _slowest(offer, offers, tried, address)) is not None
+    ]
+    if not reached:
+        return None
+    far_us = max(FAR_US, FAR_TIMES * min(took for _, took in reached))
+    return next(address for address, took in reached if took <= far_us)
+
+
+def _slowest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], address: Address) -> int | None:
     """Return how long the slowest of the others took to reach an address, or None where one did not."""
-    took = [tried[other, crew, address.address] for other in others if (other, crew, address.address) in tried]
-    times = [one.microseconds for one in took if one.microseconds is not None]
-    return max(times, default=0) if len(times) == len(others) else None
+    found = [tried.get((other.crew, offer.crew, address.address)) for other in offers if other.crew != offer.crew]
+    times = [one.microseconds for one in found if one is not None and one.microseconds is not None]
+    return max(times) if len(times) == len(found) else None
 
 
-def _apart(
-    offer: Offer, others: Sequence[int], tried: Mapping[tuple[int, int, str], Tried], nodes: Sequence[str]
-) -> Apart:
-    """Return the first crew that reached nothing of another one; where each reached something, one that fails."""
-    missing = {
-        other: [address.address for address in offer.addresses if _time(tried, other, offer, address) is None]
-        for other in others
-    }
-    worst = max(others, key=lambda other: (len(missing[other]), -other))
-    named = nodes[offer.crew]
-    if not offer.addresses:
-        return Apart(pair=(worst, offer.crew), sentence=f"{named} has no address at which it could be reached")
-    told = []
-    for address in missing[worst][:3]:
-        one = tried.get((worst, offer.crew, address))
-        told.append(f"{address} ({one.problem or 'no answer'})" if one is not None else f"{address} (not tried)")
-    more = f" and {len(missing[worst]) - 3} more" if len(missing[worst]) > 3 else ""
-    sentence = f"{nodes[worst]} does not reach {named}: tried {', '.join(told)}{more}"
-    return Apart(pair=(worst, offer.crew), sentence=sentence)
+def _apart(offers: Sequence[Offer], tried: Mapping[_Way, Tried], nodes: Sequence[str]) -> Apart:
+    """Return the first crew that not all others reach, and the one that reaches the least of it.
+
+    Where all are reached, but not by one kind of address: the first, and who reaches the least of it.
+    """
+    lonely = [to for to in offers if all(_slowest(to, offers, tried, address) is None for address in _offered(to))]
+    to = (lonely or list(offers))[0]
+    frm = max((one for one in offers if one.crew != to.crew), key=lambda one: len(_missing(one, to, tried)))
+    if not to.addresses:
+        sentence = f"{nodes[to.crew]} has no address at which it could be reached"
+        return Apart(pair=(frm.crew, to.crew), sentence=sentence)
+    missing = _missing(frm, to, tried)
+    told = ", ".join(f"{address} ({why})" for address, why in missing[:3])
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    sentence = f"{nodes[frm.crew]} does not reach {nodes[to.crew]}: tried {told}{more}"
+    return Apart(pair=(frm.crew, to.crew), sentence=sentence)
 
 
-def _time(tried: Mapping[tuple[int, int, str], Tried], frm: int, offer: Offer, address: Address) -> int | None:
-    one = tried.get((frm, offer.crew, address.address))
-    return one.microseconds if one is not None else None
+def _offered(offer: Offer) -> tuple[Address, ...]:
+    return offer.addresses[:ADDRESSES_MAX]
+
+
+def _missing(frm: Offer, to: Offer, tried: Mapping[_Way, Tried]) -> list[tuple[str, str]]:
+    """Return the addresses of a crew that another one did not reach, and why, in words."""
+    missing: list[tuple[str, str]] = []
+    for address in _offered(to):
+        one = tried.get((frm.crew, to.crew, address.address))
+        if one is None or one.microseconds is None:
+            why = "not tried" if one is None else one.problem[:PROBLEM_CHARACTERS_MAX] or "no answer"
+            missing.append((address.address, why))
+    return missing
 
 
 def variables(chosen: Chosen, crew: int) -> dict[str, str]:
