@@ -221,6 +221,32 @@ def small_change(quick: bool) -> Row:
         )
 
 
+def to_nodes(quick: bool) -> Row:
+    """An environment of 128 MiB from a bucket through the server to eight cold nodes at once, beside one."""
+    sets.need_room(3 * sets.GIGABYTE)
+    names = ("many_line", "one_line", "many_line_without", "one_direct", "many_direct", "many_direct_without")
+    labels = (
+        "1 node",
+        "8 nodes, the server keeps no copies",
+        "1 node, no limit on the server's line",
+        "8 nodes, likewise",
+        "8 nodes, likewise, the server keeps no copies",
+    )
+    with Stage([f"units.{name}" for name in names], labels, round_s_max=_ROUND_S_MAX) as stage:
+        stage.play(2 if quick else 5)
+        most = max(stage.timing(0, "", "most").values)
+        read = [stage.timing(index, "", "mb").median for index in (0, 2)]
+        return Row(
+            name="environment of 128 MiB to 8 cold nodes at once, bucket 200 MB/s, the server's line 1 Gbit/s",
+            ours=stage.timing(0, "until the last node has it laid out"),
+            against=stage.against(),
+            bar="each object of the bucket is read once",
+            met=most == 1,
+            value=f"{most:.0f} read of each, {read[0]:.0f} MB; {read[1]:.0f} MB without copies",
+            problems=stage.problems(),
+        )
+
+
 ROWS: dict[str, Callable[[bool], Row]] = {
     "env-unchanged": unchanged,
     "env-unchanged-100k": unchanged_large,
@@ -229,6 +255,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "env-restore-links": restore_linked,
     "env-restore-cold": restore_cold,
     "env-small-change": small_change,
+    "units-to-nodes": to_nodes,
     "env-sent-edit": sent_after_edit,
     "env-sent-package": sent_after_install,
     "env-sent-upgrade": sent_after_upgrade,

@@ -18,7 +18,7 @@ from serverless_gpu.environment.questions import Abandon, Ask, Checked, Failed, 
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.interpreter import describe
 from serverless_gpu.errors import StoreUnavailable
-from serverless_gpu.server.storage import open_storage
+from serverless_gpu.server.storage import Room, open_storage
 from tests.environment.scans import write
 from tests.server.listening import app_of, listening
 
@@ -145,7 +145,7 @@ def test_what_the_server_lacks_is_found_beside_the_start_and_sent_there(caller: 
     taken = caller.hear(1, Taken)
     assert isinstance(taken, Taken)
     (tmp_path / "server").mkdir()
-    storage = open_storage(tmp_path / "server", "", {}, clock=SystemClock(), kept_free_bytes=0)
+    storage = open_storage(tmp_path / "server", "", {}, clock=SystemClock(), room=Room(kept_free_bytes=0))
     with listening(app_of(storage)) as url:
         for number, says in ((2, ("the server does not have it, or not any more",)), (3, ())):
             caller.ask(number, store=f"sgpu+{url}", token="member")

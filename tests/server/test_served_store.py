@@ -29,7 +29,7 @@ from serverless_gpu.errors import (
     StoreUnavailable,
 )
 from serverless_gpu.server import environments as rooms
-from serverless_gpu.server.storage import Storage, open_storage
+from serverless_gpu.server.storage import Room, Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance, empty_unit, pack_key
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
@@ -40,7 +40,7 @@ from tests.unit.environments_in_stores import capture, make_pack, make_unit, sna
 
 
 def stored_in(directory: Path, *, kept_free_bytes: int = 0) -> Storage:
-    return open_storage(directory, "", {}, clock=SystemClock(), kept_free_bytes=kept_free_bytes)
+    return open_storage(directory, "", {}, clock=SystemClock(), room=Room(kept_free_bytes=kept_free_bytes))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
@@ -40,9 +41,16 @@ def start(
 
 
 def main(store: str, cache: str, log: str, stop_at: str, *addresses: str) -> None:
-    """Ensure the units, once standard input ends, and say how many this process fetched."""
+    """Ensure the units, once standard input ends; say what is waited for, and how many this process fetched."""
+
+    def report(progress: Progress) -> None:
+        if progress.waits_for and progress.waits_for not in said:
+            said.append(progress.waits_for)
+            print(f"waits for {progress.waits_for}", file=sys.stderr, flush=True)
+
+    said: list[str] = []
     sys.stdin.read()
-    ensured = Cache(Path(cache)).ensure(addresses, Blobs(Logged(Path(store), Path(log), stop_at)))
+    ensured = Cache(Path(cache)).ensure(addresses, Blobs(Logged(Path(store), Path(log), stop_at)), report)
     print(ensured.fetched)
 
 

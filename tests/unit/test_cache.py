@@ -299,6 +299,8 @@ def test_a_process_killed_while_it_fetches_leaves_the_work_to_the_next(
     until(lambda: cache.unit(two.unit.address).with_name(f".new-{two.unit.address}").exists())
     waiting = fetching_process.start(store, cache.root, log, [one.unit.address, two.unit.address])
     until(lambda: cache.unit(one.unit.address).exists())  # it goes on with what is free
+    assert waiting.stderr is not None
+    assert waiting.stderr.readline() == f"waits for unit {two.unit.address[:12]} (102.6 kB)\n"
     assert waiting.poll() is None
     killed.kill()
     killed.communicate(timeout=60)

@@ -177,3 +177,5 @@ def test_how_far_a_restore_is_in_words() -> None:
     assert sentence(Progress(phase="fetch", bytes_done=1_000_000, bytes_total=4_000_000)) == "fetching 1.0 MB of 4.0 MB"
     assert sentence(Progress(phase="compile", files_done=3, files_total=9)) == "compiling 3 of 9 files"
     assert sentence(Progress(phase="restore")) == "laying out"
+    waits = Progress(phase="fetch", bytes_total=9, waits_for="unit 3f9a (1.0 MB) and 2 more")
+    assert sentence(waits) == "waiting for another process here, which fetches unit 3f9a (1.0 MB) and 2 more"

@@ -21,6 +21,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         files_total: of how many; 0 while not known.
         moved_bytes: bytes that really went to or came from the store, compressed.
         name: what is being dealt with, for example ``torch 2.13.0``, or "".
+        waits_for: what somebody else brings, and is waited for, or "".
     """
 
     phase: Phase
@@ -30,6 +31,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     files_total: int = 0
     moved_bytes: int = 0
     name: str = ""
+    waits_for: str = ""
 
 
 Report = Callable[[Progress], None]

@@ -280,6 +280,8 @@ _DOING: Mapping[str, str] = {"fetch": "fetching", "restore": "laying out", "comp
 
 def sentence(progress: Progress) -> str:
     """Return how far a restore is, for a person."""
+    if progress.waits_for:
+        return f"waiting for another process here, which fetches {progress.waits_for}"
     doing = _DOING.get(progress.phase, progress.phase)
     if progress.bytes_total:
         return f"{doing} {format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"

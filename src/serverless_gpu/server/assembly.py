@@ -65,7 +65,7 @@ from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.space import space_problem
-from serverless_gpu.server.storage import open_storage
+from serverless_gpu.server.storage import Room, open_storage
 from serverless_gpu.server.usage_folding import Folding
 
 LOOP_S = 10.0
@@ -115,7 +115,14 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             _do_without_key(database, sealer, now_ns=clock.wall_ns())
         else:
             _check_key(database, sealer)
-        storage = open_storage(settings.directory, settings.store, os.environ, clock=clock, measures=measures)
+        storage = open_storage(
+            settings.directory,
+            settings.store,
+            os.environ,
+            clock=clock,
+            room=Room(nearby_bytes_max=settings.nearby_bytes_max),
+            measures=measures,
+        )
         services = Services(
             settings=settings,
             clock=clock,
@@ -168,6 +175,7 @@ def _looking_after(services: Services, engine: Engine | None, database: Database
 
     def tend(now_ns: int) -> int:
         database.reserve.tend()
+        services.environments.tend()
         return now_ns + round(reserve.EVERY_S * 1e9)
 
     def loop(name: str, tick: Tick, *, late_s: float = LATE_S) -> Loop:

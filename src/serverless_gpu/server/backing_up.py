@@ -45,7 +45,7 @@ _VERSION = 1
 _PIECE = 1 << 20
 _PARTIAL = ".partial-"
 # Of this process and this machine, or on their way: nothing that is missed.
-_LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", "restored.json", "incoming"})
+_LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", "restored.json", "incoming", "nearby"})
 _ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", "-wal", "-shm", "-journal")
 
 

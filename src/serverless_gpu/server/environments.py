@@ -1,7 +1,7 @@
 """Captured environments, as the server gives them to clients and nodes: a store behind its own rules.
 
     client's helper ── present, put ─▶ checked against its name, and the rules ─▶ store (a directory, or a bucket)
-    node's agent    ◀── get, in pieces ──────────────────────────────────────────┘
+    node's agent    ◀── get, in pieces ── copies on this disk (`nearby.py`) ◀── a bucket, once for all who ask ─┘
 
 Nothing comes in that no restore could use: a pack is what its digest says, a unit or snapshot has its address and
 breaks no rule, and a unit's packs are there before it. A unit that is there and whole stays as it is, because its
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Unit
@@ -34,10 +35,12 @@ from serverless_gpu.errors import (
     StorageError,
     StoreUnavailable,
 )
+from serverless_gpu.server.nearby import PIECE_BYTES as COPIED_BYTES
+from serverless_gpu.server.nearby import Nearby
 from serverless_gpu.server.probing import Unwell
 from serverless_gpu.server.space import KEPT_FREE_BYTES, check_room, full
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = COPIED_BYTES
 """What is read of a store at once: nobody holds a whole object in memory to send it."""
 CHECKS_AT_ONCE = 2
 """Documents that are decoded at the same time; a large one takes some hundred MB."""
@@ -55,11 +58,23 @@ class Environments:
         store: where they lie.
         clock: how long ago something was looked at.
         kept_free_bytes: what is left on the store's disk.
+        nearby: directory for copies of what nodes read, and the bytes these may take; None for a store that is a disk
+            itself.
     """
 
-    def __init__(self, store: Store, *, clock: Clock, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        kept_free_bytes: int = KEPT_FREE_BYTES,
+        nearby: tuple[Path, int] | None = None,
+    ) -> None:
         self._store = store
         self._clock = clock
+        self._nearby = nearby and Nearby(
+            store, *nearby, judge=self._judge, clock=clock, kept_free_bytes=kept_free_bytes
+        )
         self._kept_free_bytes = kept_free_bytes
         self._checks = threading.Semaphore(CHECKS_AT_ONCE)
         self._seen: dict[str, int] = {}  # snapshot → boottime
@@ -75,8 +90,11 @@ class Environments:
 
         Raises:
             NotFound: there is no such object.
+            EnvironmentCorrupt: a bucket has something else under that name, also when it was asked again.
             EnvironmentRejected: it is no key, or no range.
         """
+        if self._nearby is not None and not key.startswith("gc/"):
+            return self._read_nearby(self._nearby, key, start, length)
         first = self._piece(key, start, length)
         return self._pieces(first, key, start, length)
 
@@ -110,6 +128,9 @@ class Environments:
             self._store.put({key: data})
         except StorageError as error:
             raise full(error.message) from error
+        finally:
+            if self._nearby is not None:
+                self._nearby.forget((key,))
 
     def try_store(self) -> str:
         """Ask the store for something; return "".
@@ -142,7 +163,11 @@ class Environments:
     def delete(self, keys: Collection[str]) -> None:
         """Remove objects; those that are not there are no error."""
         self._seen.clear()
-        self._store.delete(keys)
+        try:
+            self._store.delete(keys)
+        finally:
+            if self._nearby is not None:
+                self._nearby.forget([key for key in keys if not key.startswith("gc/")])
 
     def free_bytes(self) -> int | None:
         """Return how much more can be put, or None where that is not known."""
@@ -193,7 +218,21 @@ class Environments:
         """
         done = collect(Documents(self._store, clock=self._clock), in_use=in_use)
         self._seen.clear()
+        if self._nearby is not None:
+            self._nearby.forget_documents()
         return done
+
+    def tend(self) -> None:
+        """Have copies of a bucket's objects give way to whoever else needs this server's disk."""
+        if self._nearby is not None:
+            self._nearby.tend()
+
+    def _read_nearby(self, nearby: Nearby, key: str, start: int, length: int | None) -> Iterator[bytes]:
+        try:
+            return nearby.read(key, start, length)
+        except KeyError:
+            nearby.forget_documents()  # what names a pack that is gone may have been put anew meanwhile
+            raise NotFound(f"{key[:80]} is not on the server") from None
 
     def _piece(self, key: str, start: int, length: int | None) -> bytes:
         wanted = PIECE_BYTES if length is None else min(length, PIECE_BYTES)
@@ -212,17 +251,26 @@ class Environments:
 
     def _check(self, key: str, data: bytes | memoryview) -> bool:
         """Check an object against its name and the rules; return whether the store is to keep the one it has."""
+        if not key.startswith("units/"):
+            self._judge(key, data)
+            return False
+        with self._checks:
+            self._need_packs(unit_of(bytes(data), key.partition("/")[2]))
+            return self._has_another(key, data)
+
+    def _judge(self, key: str, data: bytes | memoryview) -> None:
+        """Compare an object with its name.
+
+        Raises:
+            Altered: it is something else.
+            EnvironmentRejected: it breaks the rules.
+        """
         kind, _, name = key.partition("/")
         if kind == "packs":
             pack_of(data, name)
-        elif kind == "snapshots":
+        elif kind in ("snapshots", "units"):
             with self._checks:
-                snapshot_of(bytes(data), name)
-        elif kind == "units":
-            with self._checks:
-                self._need_packs(unit_of(bytes(data), name))
-                return self._has_another(key, data)
-        return False
+                (snapshot_of if kind == "snapshots" else unit_of)(bytes(data), name)
 
     def _need_packs(self, unit: Unit) -> None:
         keys = frozenset(f"packs/{digest}" for digest in unit.packs)

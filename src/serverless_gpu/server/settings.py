@@ -99,6 +99,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unsatisfiable_after: str = "24h"
     max_run: str = "7d"
     logs_gib: Annotated[float, msgspec.Meta(gt=0)] = 100.0
+    nearby_gib: Annotated[float, msgspec.Meta(ge=0)] = 20.0
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     on_owner_disabled: OnDisabled = "finish"
     currency: Annotated[str, msgspec.Meta(pattern="^[A-Z]{3,8}$")] = CURRENCY
@@ -142,6 +143,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         unsatisfiable_after_s: a run that nothing that has joined can ever serve ends after so long; 0 is never.
         max_run_s: the longest an attempt runs where its usage policy does not say; None for as long as it likes.
         logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
+        nearby_bytes_max: what copies of environments in a bucket may take on this disk; 0 for none.
         runs_waiting_max: runs of one principal that may wait at once.
         on_owner_disabled: what becomes of the runs of somebody who may start none any more: finish, or stop.
         currency: of prices, and of what is charged.
@@ -174,6 +176,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     unsatisfiable_after_s: float = DAY_S
     max_run_s: float | None = MAX_RUN_S
     logs_bytes_max: int = 100 << 30
+    nearby_bytes_max: int = 20 << 30
     runs_waiting_max: int = 20_000
     on_owner_disabled: OnDisabled = "finish"
     currency: str = CURRENCY
@@ -243,6 +246,7 @@ def read_settings(
         unsatisfiable_after_s=checked.unsatisfiable_after_s(merged),
         max_run_s=checked.max_run_s(merged),
         logs_bytes_max=round(merged.logs_gib * 2**30),
+        nearby_bytes_max=round(merged.nearby_gib * 2**30),
         runs_waiting_max=merged.runs_waiting,
         on_owner_disabled=merged.on_owner_disabled,
         currency=merged.currency,
@@ -357,7 +361,7 @@ _KINDS: Mapping[str, Callable[[str], object]] = {
     **dict.fromkeys(("hosts", "behind_proxy"), tuple),
     **dict.fromkeys(("node", "key_lost", "mlflow"), bool),
     **dict.fromkeys(("port", "runs_waiting", "queue_reservations", "queue_preemptions"), int),
-    **dict.fromkeys(("logs_gib", "queue_nearly"), float),
+    **dict.fromkeys(("logs_gib", "nearby_gib", "queue_nearly"), float),
 }
 
 

@@ -4,6 +4,7 @@
 <home>/server/incoming/   large bodies until they are whole     always here
 blobs                     <home>/server/blobs, or <store>/blobs where the store is a bucket
 environments              <home>/server/store, or the store
+<home>/server/nearby/     copies of what nodes read of it       where the store is a bucket
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.opening import is_remote, open_store
+from serverless_gpu.server import nearby
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.logs import Logs
@@ -25,6 +27,16 @@ from serverless_gpu.server.space import KEPT_FREE_BYTES
 
 STORE_S = 40.0
 """How long one request waits for a bucket: less than whoever asks waits for the answer, so that they ask again."""
+
+
+class Room(NamedTuple):
+    """How much of each disk is left free, and what copies of a bucket's objects may take of it; 0 for none."""
+
+    kept_free_bytes: int = KEPT_FREE_BYTES
+    nearby_bytes_max: int = 20 << 30
+
+
+_USUAL = Room()
 
 
 class Storage(NamedTuple):
@@ -42,7 +54,7 @@ def open_storage(
     environ: Mapping[str, str],
     *,
     clock: Clock,
-    kept_free_bytes: int = KEPT_FREE_BYTES,
+    room: Room = _USUAL,
     measures: Measures | None = None,
 ) -> Storage:
     """Return what the server keeps bytes with; nothing is looked at or made yet.
@@ -52,7 +64,7 @@ def open_storage(
         store: url or path of the store of environments, or "" for the server's own directory.
         environ: where credentials of object stores come from.
         clock: the machine's.
-        kept_free_bytes: what is left on each disk.
+        room: what may be taken of disks.
         measures: where calls to stores are counted.
 
     Raises:
@@ -65,12 +77,15 @@ def open_storage(
 
     parts = f"{store.rstrip('/')}/blobs" if is_remote(store) else directory / "blobs"
     return Storage(
-        logs=Logs(directory / "logs", kept_free_bytes=kept_free_bytes),
-        blobs=Blobs(opened(parts, "blobs"), clock=clock, kept_free_bytes=kept_free_bytes),
+        logs=Logs(directory / "logs", kept_free_bytes=room.kept_free_bytes),
+        blobs=Blobs(opened(parts, "blobs"), clock=clock, kept_free_bytes=room.kept_free_bytes),
         environments=Environments(
             opened(store or directory / "store", "environments"),
             clock=clock,
-            kept_free_bytes=kept_free_bytes,
+            kept_free_bytes=room.kept_free_bytes,
+            nearby=(directory / nearby.DIRECTORY, room.nearby_bytes_max)
+            if room.nearby_bytes_max and is_remote(store)
+            else None,
         ),
-        spool=Spool(directory / "incoming", kept_free_bytes=kept_free_bytes),
+        spool=Spool(directory / "incoming", kept_free_bytes=room.kept_free_bytes),
     )

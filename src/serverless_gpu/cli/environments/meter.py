@@ -72,7 +72,9 @@ class Meter:
             parts.append(f"{format_bytes(rate)}/s")
             if seen.bytes_total > seen.bytes_done:
                 parts.append(f"{_seconds_text(seen.bytes_total - seen.bytes_done, rate)} left")
-        if seen.name:
+        if seen.waits_for:
+            parts.append(f"waiting for another process here, which fetches {seen.waits_for}")
+        elif seen.name:
             parts.append(seen.name)
         return f"{_WORDS[self.phase]}: {' · '.join(parts)}"
 

@@ -49,6 +49,9 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option("--max-run", metavar="DURATION", help="The longest an attempt runs where no usage policy says it; 7d.")
 @click.option("--logs-gib", type=float, metavar="GIB", help="What the output of all runs may take; 100.")
 @click.option(
+    "--nearby-gib", type=float, metavar="GIB", help="What copies of environments in a bucket take here; 20. 0: none."
+)
+@click.option(
     "--on-owner-disabled",
     type=click.Choice(["finish", "stop"]),
     help="Runs of somebody who may start none any more; finish.",

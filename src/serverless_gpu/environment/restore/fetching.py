@@ -2,7 +2,7 @@
 
     all missing units ─ room for them above the floor of free disk; what was not used for longest goes first
       each: its lock is free? ─ .new-<address>, every byte verified ─▶ <address>, from here on anybody may use it
-            somebody fetches it? it is looked at again when the others are done
+            somebody fetches it? it is looked at again when the others are done; the report says which is waited for
 
 Units are unpacked as one stream (`unpack_each`), so a small one does not wait for its own round trip. Who is killed
 leaves `.new-<address>` and a lock that the kernel has freed: the next who gets the lock begins anew.
@@ -30,6 +30,7 @@ from serverless_gpu.environment.restore.places import Note, Places, delete, make
 from serverless_gpu.environment.restore.unpacking import unpack_each
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentCorrupt, StorageError
+from serverless_gpu.units import format_bytes
 
 WAIT_S = 3600.0  # nobody else's fetch of one unit takes longer, or it hangs
 _PAUSE_S = 0.02
@@ -79,7 +80,8 @@ class Fetch:
         self._report = report
         self._locks: dict[str, int] = {}
         self._waiting: dict[str, Unit] = {}
-        self._before = Progress(phase="fetch")
+        self._before = self._total = Progress(phase="fetch")
+        self._waits_for = ""
         self.fetched: list[Unit] = []
 
     def run(self, units: Iterable[Unit], is_good: IsGood) -> None:
@@ -90,12 +92,12 @@ class Fetch:
             is_good: asked when a unit's lock is held.
         """
         self._waiting = {unit.address: unit for unit in units}
-        total = totals(self._waiting.values())
+        self._total = totals(self._waiting.values())
         self._make_space(sum(map(size_of, self._waiting.values())))
         deadline = time.monotonic() + WAIT_S
         while self._waiting:
             count = len(self._waiting)
-            self._try(lambda: self._round(self._jobs(is_good), total))
+            self._try(lambda: self._round(self._jobs(is_good)))
             if len(self._waiting) < count:
                 deadline = time.monotonic() + WAIT_S
             elif time.monotonic() > deadline:
@@ -105,6 +107,8 @@ class Fetch:
                     hint=f"find out which: fuser {self._places.unit_lock(address)}",
                 )
             if self._waiting:
+                if len(self._waiting) < count or not self._waits_for:
+                    self._waits_for = self._for_what()
                 time.sleep(_PAUSE_S)
 
     def bring(self, unit: Unit) -> Path:
@@ -116,6 +120,12 @@ class Fetch:
 
         self._try(once)
         return self._fresh(unit.address)
+
+    def _for_what(self) -> str:
+        """Return what another process of this node fetches, the largest first."""
+        unit = max(self._waiting.values(), key=size_of)
+        more = f" and {len(self._waiting) - 1} more" if len(self._waiting) > 1 else ""
+        return f"unit {unit.address[:12]} ({format_bytes(size_of(unit))}){more}"
 
     def _try(self, work: Callable[[], None]) -> None:
         """Do it, and once more when that may help: bytes altered on their way, a disk that others filled."""
@@ -135,10 +145,10 @@ class Fetch:
                 self._make_space(needed)
         raise AssertionError("the last try returns or raises")
 
-    def _round(self, jobs: Iterator[tuple[Unit, Path]], total: Progress) -> None:
+    def _round(self, jobs: Iterator[tuple[Unit, Path]]) -> None:
         self._before = totals(self.fetched)
         try:
-            for directory in unpack_each(jobs, self._blobs, report=self._tell, totals=total):
+            for directory in unpack_each(jobs, self._blobs, report=self._tell, totals=self._total):
                 unit = self._waiting[directory.name.removeprefix(".new-")]
                 self._describe(directory, unit)
                 self._publish(directory, unit)
@@ -154,6 +164,7 @@ class Fetch:
             if fd is None:
                 continue
             self._locks[address] = fd
+            self._waits_for = ""
             if is_good(address):
                 del self._waiting[address]
                 os.close(self._locks.pop(address))
@@ -194,7 +205,7 @@ class Fetch:
         return StorageError(f"{error.filename or self._places.units} cannot be written: {error.strerror}.")
 
     def _tell(self, progress: Progress) -> None:
-        """Add what earlier rounds brought to what this one says."""
+        """Add what earlier rounds brought to what this one says, and for what it waits."""
         before = self._before
         self._report(
             msgspec.structs.replace(
@@ -202,6 +213,7 @@ class Fetch:
                 bytes_done=before.bytes_done + progress.bytes_done,
                 files_done=before.files_done + progress.files_done,
                 moved_bytes=before.moved_bytes + progress.moved_bytes,
+                waits_for=self._waits_for,
             )
         )
 
