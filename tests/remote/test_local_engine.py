@@ -16,9 +16,13 @@ from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, read_profile
-from serverless_gpu.testing.engines import EngineConformance, Shares
+from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
 
 PROFILE = Profile(url="http://127.0.0.1:9", token="none", name="here")  # nobody answers on the discard port
+
+
+def refuse(*_: object) -> bool:
+    raise AgentUnavailable("the uplink of this node could not be started: no processes left")
 
 
 @pytest.fixture
@@ -46,6 +50,16 @@ class TestLocalEngine(EngineConformance):
     def shares(self) -> Shares:
         """Return a gang."""
         return (Share(node="here", gpu_type="CPU", count=1),)
+
+    @pytest.fixture
+    def losing(self, monkeypatch: pytest.MonkeyPatch, shares: Shares) -> Losing | None:
+        """Return this machine, which may have no room for an uplink."""
+        ensure = control.ensure
+        return Losing(
+            shares,
+            lambda: monkeypatch.setattr(control, "ensure", refuse),
+            lambda: monkeypatch.setattr(control, "ensure", ensure),
+        )
 
 
 def uplink(home: Path) -> int:
@@ -83,9 +97,6 @@ def test_the_profile_says_how_the_server_is_reached_now(made: Callable[[], Local
 def test_a_machine_that_cannot_start_an_uplink_is_lost_and_found(
     made: Callable[[], LocalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> bool:
-        raise AgentUnavailable("the uplink of this node could not be started: no processes left")
-
     engine = made()
     with monkeypatch.context() as patch:
         patch.setattr(control, "ensure", refuse)

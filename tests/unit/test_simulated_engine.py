@@ -9,7 +9,7 @@ import pytest
 from serverless_gpu.engines.base import EngineNode, Gang, Impossible, NodeLost, NodeUp, Placed, Share, Waiting
 from serverless_gpu.engines.simulated import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.testing.engines import EngineConformance, Shares
+from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
 
 NODES = (
     EngineNode(name="n1", devices=parse_fake("H100:8")),
@@ -44,6 +44,22 @@ class TestSimulatedEngine(EngineConformance):
     def full(self) -> Shares | None:
         """Return a whole node."""
         return (Share(node="n1", gpu_type="H100", count=8),)
+
+    @pytest.fixture
+    def too_many(self) -> Shares | None:
+        """Return more than a node has."""
+        return (Share(node="n2", gpu_type="A10", count=3),)
+
+    @pytest.fixture
+    def spread(self) -> Shares | None:
+        """Return more than half of two nodes."""
+        return (Share(node="n1", gpu_type="H100", count=5), Share(node="n2", gpu_type="A10", count=2))
+
+    @pytest.fixture
+    def losing(self, engine: SimulatedEngine) -> Losing | None:
+        """Return a node that loses power."""
+        shares = (Share(node="n1", gpu_type="H100", count=1),)
+        return Losing(shares, lambda: engine.lose("n1", "lost power"), lambda: engine.bring_back("n1"))
 
 
 def test_sentences_say_what_is_missing() -> None:

@@ -103,6 +103,10 @@ class Engine(abc.ABC):
         """Return the nodes that can be counted on now."""
 
     @abc.abstractmethod
+    def has(self, node: str) -> bool:
+        """Return whether a node is one of this engine's, which reserves what runs there, lost or not."""
+
+    @abc.abstractmethod
     def plan(self, gang: Gang) -> Request:
         """Return what `submit` would do; pure."""
 

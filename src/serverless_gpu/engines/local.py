@@ -60,6 +60,10 @@ class LocalEngine(Engine):
         """Return this machine."""
         return [] if self._problem else [self._node]
 
+    def has(self, node: str) -> bool:
+        """Return whether a node is this machine."""
+        return node == self._node.name
+
     def plan(self, gang: Gang) -> Request:
         """Return what would be started."""
         shares = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)

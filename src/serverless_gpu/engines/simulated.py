@@ -57,6 +57,11 @@ class SimulatedEngine(Engine):
         with self._lock:
             return [node for name, node in self._nodes.items() if name not in self._lost]
 
+    def has(self, node: str) -> bool:
+        """Return whether a node is one of the cluster's."""
+        with self._lock:
+            return node in self._nodes
+
     def plan(self, gang: Gang) -> Request:
         """Return a reservation, written out."""
         shares = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)

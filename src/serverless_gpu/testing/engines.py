@@ -8,20 +8,46 @@
         @pytest.fixture
         def restarted(self): return lambda: MyEngine(...)                        # on what the first one left behind
 
-The engine of each test is fresh and has nothing reserved. An engine that counts devices overrides `full`, too: shares
-that fit alone and leave no room for themselves again. Nothing here sleeps.
+The engine of each test is fresh, knows all of its nodes and has nothing reserved. More is asked of an engine that
+overrides more fixtures:
+
+    full       shares that fit alone and leave no room for themselves again: it counts devices
+    too_many   shares that will never fit, on a node that is there
+    spread     shares on two nodes, each of which takes more than half of its node: it has several
+    losing     a node that the test may have it lose, and bring back
+
+Nothing here sleeps: what takes a while is waited for, up to `LIMIT_S`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.engines.base import Engine, Gang, Impossible, NodeLost, NodeUp, Placed, Share, Waiting
 
 Shares = tuple[Share, ...]
+LIMIT_S = 60.0
+_LOOK_S = 0.02
+
+
+class Losing(NamedTuple):
+    """A node that can be lost.
+
+    Attributes:
+        shares: what fits there.
+        lose: has the engine lose it, as it would happen.
+        bring_back: has it come back.
+    """
+
+    shares: Shares
+    lose: Callable[[], None]
+    bring_back: Callable[[], None]
 
 
 class EngineConformance:
@@ -30,6 +56,21 @@ class EngineConformance:
     @pytest.fixture
     def full(self) -> Shares | None:
         """Return shares that fill a node, or None where the engine does not count."""
+        return None
+
+    @pytest.fixture
+    def too_many(self) -> Shares | None:
+        """Return shares that will never fit, or None where the engine does not count."""
+        return None
+
+    @pytest.fixture
+    def spread(self) -> Shares | None:
+        """Return shares on two nodes, or None where there is only one."""
+        return None
+
+    @pytest.fixture
+    def losing(self) -> Losing | None:
+        """Return a node that can be lost, or None where that cannot be tested."""
         return None
 
     def test_every_node_is_said_to_be_up_before_anything_else(self, engine: Engine) -> None:
@@ -43,6 +84,8 @@ class EngineConformance:
         """A name means one node."""
         names = [node.name for node in engine.nodes()]
         assert len(set(names)) == len(names)
+        assert all(engine.has(name) for name in names)
+        assert not engine.has("no-such-node")
 
     def test_a_plan_says_what_it_would_do_and_does_nothing(self, engine: Engine, shares: Shares) -> None:
         """The same gang is planned the same way, the text names it, and nothing is reserved."""
@@ -121,7 +164,100 @@ class EngineConformance:
             list(pool.map(engine.release, ["run:1"] * 32))
         assert engine.recover() == []
 
+    def test_more_than_a_node_has_is_impossible_and_not_waited_for(
+        self, engine: Engine, too_many: Shares | None
+    ) -> None:
+        """What never fits is refused at once, with the node's name, and reserves nothing."""
+        if too_many is None:
+            pytest.skip("this engine does not count devices; the scheduler does")
+        answer = engine.submit(engine.plan(Gang(id="run:1", shares=too_many)))
+        assert isinstance(answer, Impossible)
+        assert too_many[0].node in answer.sentence
+        assert engine.recover() == []
+
+    def test_a_gang_on_two_nodes_is_one_gang_to_the_next_process_too(
+        self, engine: Engine, restarted: Callable[[], Engine], spread: Shares | None
+    ) -> None:
+        """All shares are reserved together, found together, and given back together."""
+        if spread is None:
+            pytest.skip("this engine has one node")
+        gang, parts = Gang(id="run:1", shares=spread), [Gang(id=f"part:{one.node}", shares=(one,)) for one in spread]
+        assert engine.submit(engine.plan(gang)) == Placed(gang=gang)
+        engine.close()
+        again = restarted()
+        assert again.recover() == ["run:1"]
+        assert again.submit(again.plan(gang)) == Placed(gang=gang)
+        assert [type(again.submit(again.plan(part))) for part in parts] == [Waiting, Waiting]
+        assert again.recover() == ["run:1"]
+        again.release("run:1")
+        assert [again.submit(again.plan(part)) for part in parts] == [Placed(gang=part) for part in parts]
+        for part in parts:
+            again.release(part.id)
+        assert again.recover() == []
+        again.close()
+
+    def test_half_a_gang_is_never_reserved(self, engine: Engine, spread: Shares | None) -> None:
+        """A gang whose one node is taken leaves the other one to others."""
+        if spread is None:
+            pytest.skip("this engine has one node")
+        first, second = (Gang(id=f"part:{one.node}", shares=(one,)) for one in spread)
+        assert engine.submit(engine.plan(first)) == Placed(gang=first)
+        answer = engine.submit(engine.plan(Gang(id="run:1", shares=spread)))
+        assert isinstance(answer, Waiting)
+        assert answer.sentence
+        assert engine.recover() == [first.id]
+        assert engine.submit(engine.plan(second)) == Placed(gang=second)
+
+    def test_a_lost_node_is_told_once_keeps_its_gangs_and_may_come_back(
+        self, engine: Engine, losing: Losing | None
+    ) -> None:
+        """`NodeLost` means that nothing new goes there, and nothing else."""
+        if losing is None:
+            pytest.skip("no node of this engine can be lost in a test")
+        node = losing.shares[0].node
+        others = [other for other in engine.nodes() if other.name != node]
+        first, second = Gang(id="run:1", shares=losing.shares), Gang(id="run:2", shares=losing.shares)
+        assert engine.submit(engine.plan(first)) == Placed(gang=first)
+        engine.events()
+        losing.lose()
+        (lost,) = _heard(engine)
+        assert isinstance(lost, NodeLost) and lost.node == node and lost.sentence
+        assert engine.nodes() == others
+        assert engine.has(node)
+        assert engine.recover() == ["run:1"]
+        answer = engine.submit(engine.plan(second))
+        assert isinstance(answer, Waiting)
+        assert answer.sentence
+        assert engine.events() == []
+        engine.release("run:1")
+        assert engine.recover() == []
+        losing.bring_back()
+        (up,) = _heard(engine)
+        assert isinstance(up, NodeUp) and up.node.name == node
+        assert up.node in engine.nodes() and len(engine.nodes()) == len(others) + 1
+        _wait(lambda: engine.submit(engine.plan(second)) == Placed(gang=second), f"{node} is used again")
+
     def test_closing_twice_is_closing(self, engine: Engine) -> None:
         """Leaving is idempotent, too."""
         engine.close()
         engine.close()
+
+
+def _heard(engine: Engine) -> list[NodeUp | NodeLost]:
+    """Return the events that come next."""
+    heard: list[NodeUp | NodeLost] = []
+
+    def listen() -> bool:
+        heard.extend(engine.events())
+        return bool(heard)
+
+    _wait(listen, "the engine tells something")
+    return heard
+
+
+def _wait(happens: Callable[[], bool], what: str) -> None:
+    clock = SystemClock()
+    until_ns = clock.boottime_ns() + round(LIMIT_S * 1e9)
+    while not happens():
+        assert clock.boottime_ns() < until_ns, f"{what}: not within {LIMIT_S:g} s"
+        threading.Event().wait(_LOOK_S)

@@ -1,0 +1,377 @@
+"""A Ray cluster as an engine: it knows the nodes, reserves gangs on them, and has our agent running on each.
+
+    scheduler, reconciler ─▶ methods: answers from memory          this process never imports Ray
+                                 │
+    a thread, every second ──────┼─▶ child (`ray_driver.py`) ─▶ nodes, placement groups    `ray_rows.py` says what
+    a few more, when asked ──────┘        reserve, release, have agents running            that means
+
+Ray does membership, reservation, remote start and death notices, and nothing else: user code never runs in it, and what
+runs lives by its lease with the server. A gang is one detached placement group, whose bundles are pinned to the nodes
+that our scheduler chose; what Ray cannot reserve at once is taken back, for Ray neither orders nor packs what waits.
+
+Gangs that are reserved and nodes that are there are also files, so that a server knows them before Ray has said
+anything, and reserves again what a head forgot that came back with nothing.
+
+Failure cases:
+- the head does not answer: nodes stay, what runs goes on, new gangs wait with a sentence; the child is started again;
+- a node is dead, as Ray's table says: it is lost. An actor that died or is not available says nothing: the table is
+  looked at, and the agent, which is no process of Ray's, is asked for through another actor;
+- no agent can be had on a node, though Ray has it: the node is lost, with the reason, until one can;
+- an answer does not come: the child is killed, and what it may have done is seen at the next look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.engines import ray_rows
+from serverless_gpu.engines.base import (
+    Engine,
+    EngineNode,
+    Gang,
+    Impossible,
+    NodeLost,
+    NodeUp,
+    Placed,
+    Request,
+    Waiting,
+)
+from serverless_gpu.engines.ray_agents import Agents
+from serverless_gpu.engines.ray_child import RayProblem, Unanswered
+from serverless_gpu.engines.ray_link import Link, RayAccess
+from serverless_gpu.engines.ray_memory import Memory
+from serverless_gpu.engines.ray_rows import Group, GroupState, Known
+
+SOON_S = 0.5
+"""How long `submit` waits for Ray, which usually takes milliseconds."""
+_LOOK_EVERY_S = 1.0
+_LOOK_S = 5.0
+_PATIENCE_S = 0.3  # what was given back before is free after a tenth of a second; others of this Ray may take longer
+_RESERVE_S = 15.0
+_REPAIR_EVERY = 5
+_AT_ONCE = 8
+_STALE_S = 10.0
+_CLOSE_S = 1.0
+
+
+class _Reservation:
+    """A gang that Ray is asked for.
+
+    Attributes:
+        gang: the gang.
+        began_ns: when, boottime.
+        answer: Ray's, once there is one.
+        unwanted: whether it was given back meanwhile.
+        done: set with the answer.
+    """
+
+    def __init__(self, gang: Gang, began_ns: int) -> None:
+        self.gang, self.began_ns = gang, began_ns
+        self.answer: Placed | Waiting | Impossible | None = None
+        self.unwanted = False
+        self.done = threading.Event()
+
+
+class RayEngine(Engine):
+    """A Ray cluster.
+
+    Args:
+        directory: of this engine's files; made if needed.
+        access: how the cluster is reached.
+        python: an interpreter that has the cluster's Ray.
+        news: called, from any thread, when there is something to ask for again.
+        clock: the machine's.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        access: RayAccess,
+        python: str,
+        news: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._access, self._news, self._clock = access, news, clock or SystemClock()
+        self._memory = Memory(directory)
+        self._link = Link(access, python, directory / "ray.log", self._clock)
+        self._agents = Agents(self._link, self._clock)
+        self._lock = threading.Lock()
+        self._released = threading.Condition(self._lock)
+        self._known: dict[str, Known] = self._memory.nodes()
+        self._placed: dict[str, Gang] = self._memory.gangs()
+        self._kept_at: dict[str, int] = {}
+        self._groups: dict[str, Group] = {}
+        self._reserving: dict[str, _Reservation] = {}
+        self._releasing: set[str] = set()
+        self._released_at: dict[str, int] = {}
+        self._told: dict[str, str] = {}
+        self._looks = 0
+        self._busy, self._busy_lock = set[str](), threading.Lock()
+        self._looked, self._wake, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ray")
+        self._thread = threading.Thread(target=self._run, name="ray engine", daemon=True)
+        self._thread.start()
+
+    def ready(self, timeout_s: float) -> bool:
+        """Wait until Ray was looked at once; return whether it was."""
+        return self._looked.wait(timeout_s)
+
+    # --- what is asked of an engine ----------------------------------------------------------------------------------
+
+    def nodes(self) -> Sequence[EngineNode]:
+        """Return the nodes that can be counted on."""
+        with self._lock:
+            return [ray_rows.engine_node(name) for name, one in self._now().items() if not one.lost]
+
+    def has(self, node: str) -> bool:
+        """Return whether Ray has had a node of this name; what it has forgotten, this engine has not."""
+        with self._lock:
+            return node in self._known
+
+    def plan(self, gang: Gang) -> Request:
+        """Return what would be reserved."""
+        return Request(gang=gang, text=ray_rows.in_words(gang))
+
+    def submit(self, request: Request) -> Placed | Waiting | Impossible:
+        """Reserve a gang, if Ray does so soon; else it waits, and is reserved meanwhile or not."""
+        gang = request.gang
+        with self._lock:
+            found = self._reservation(gang)
+            if not isinstance(found, _Reservation):
+                return found
+            others = [one for one in self._reserving.values() if one is not found and not one.done.is_set()]
+            is_slow = any(self._age_s(one) > SOON_S for one in others)
+        found.done.wait(0 if is_slow else SOON_S)
+        with self._lock:
+            if found.answer is None or found.unwanted:
+                return Waiting(sentence=f"Ray is reserving {gang.id}")
+            if self._reserving.get(gang.id) is found:
+                del self._reserving[gang.id]
+            return found.answer
+
+    def release(self, gang: str) -> None:
+        """Give a gang back; what Ray still has of it is removed as soon as it answers."""
+        with self._lock:
+            reservation = self._reserving.get(gang)
+            if reservation is not None and not reservation.done.is_set():
+                reservation.unwanted = True
+                return
+            self._reserving.pop(gang, None)
+            self._give_back(gang)
+
+    def recover(self) -> Sequence[str]:
+        """Return the gangs that are reserved, as far as Ray or this engine's files say so."""
+        with self._lock:
+            reserved = {*self._placed, *(name for name, group in self._groups.items() if not group.is_under_way())}
+            unwanted = {name for name, one in self._reserving.items() if one.unwanted}
+            return sorted(reserved - self._releasing - unwanted)
+
+    def events(self) -> Sequence[NodeUp | NodeLost]:
+        """Return which nodes came and went since the last call."""
+        with self._lock:
+            now = self._now()
+            events = ray_rows.changes(self._told, now)
+            self._told = {name: one.lost for name, one in now.items()}
+            return events
+
+    def close(self) -> None:
+        """End the child, once what is given back is; Ray, its reservations and the agents stay."""
+        with self._lock:
+            self._released.wait_for(lambda: not self._releasing or bool(self._link.trouble), _CLOSE_S)
+        self._closed.set()
+        self._wake.set()
+        self._link.close()
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._thread.join()
+
+    # --- gangs ------------------------------------------------------------------------------------------------------
+
+    def _reservation(self, gang: Gang) -> _Reservation | Placed | Waiting | Impossible:
+        """Return what is known of a gang, or the reservation that is under way; one is begun if there is none."""
+        if gang.id in self._placed:
+            return Placed(gang=self._placed[gang.id])
+        if gang.id in self._releasing:
+            return Waiting(sentence=f"{gang.id} is being given back to Ray")
+        under_way = self._reserving.get(gang.id)
+        if under_way is not None and not (under_way.done.is_set() and self._age_s(under_way) > _STALE_S):
+            return under_way
+        if gang.id in self._groups and self._groups[gang.id].is_reserved():
+            self._place(gang)
+            return Placed(gang=gang)
+        refused = ray_rows.refusal(gang, self._now())
+        if self._link.trouble and (refused is None or not self._looked.is_set()):
+            return Waiting(sentence=self._link.trouble)
+        if refused is not None:
+            return refused
+        reservation = _Reservation(gang, self._clock.boottime_ns())
+        self._reserving[gang.id] = reservation
+        self._start(f"reserve {gang.id} {reservation.began_ns}", partial(self._reserve, reservation))
+        return reservation
+
+    def _reserve(self, reservation: _Reservation) -> None:
+        """Ask Ray for a gang, and take what it says."""
+        gang = reservation.gang
+        with self._lock:
+            known = dict(self._known)
+        answer: Placed | Waiting | Impossible
+        try:
+            answer = self._ask_for(gang, known)
+        except (Unanswered, RayProblem) as error:
+            answer = Waiting(sentence=self._link.trouble or f"Ray did not reserve {gang.id}: {error}")
+            self._wake.set()
+        with self._lock:
+            reservation.answer = answer
+            if isinstance(answer, Placed):
+                self._reserving.pop(gang.id, None)
+                self._place(gang)
+            if reservation.unwanted:
+                self._reserving.pop(gang.id, None)
+                self._give_back(gang.id)
+        reservation.done.set()
+        if self._age_s(reservation) > SOON_S:
+            self._news()
+
+    def _ask_for(self, gang: Gang, known: Mapping[str, Known]) -> Placed | Waiting | Impossible:
+        said = self._link.ask(
+            "reserve",
+            _RESERVE_S,
+            name=ray_rows.gang_name(self._access.pool, gang.id),
+            bundles=ray_rows.bundles(gang, known),
+            patience_s=_PATIENCE_S,
+        )
+        group = ray_rows.group(gang.id, ray_rows.mapping(said.get("group")))
+        if group.state is GroupState.CREATED:
+            return Placed(gang=gang)
+        now = ray_rows.looked(known, ray_rows.mappings(said.get("nodes")), self._clock.boottime_ns())
+        return ray_rows.refused(gang, group, now, ray_rows.free(said.get("free")))
+
+    def _place(self, gang: Gang) -> None:
+        self._placed[gang.id] = gang
+        self._kept_at[gang.id] = self._looks
+        self._memory.keep(gang)
+
+    def _give_back(self, gang: str) -> None:
+        """Forget a gang, and have Ray do so if it has something of it."""
+        was_placed = self._placed.pop(gang, None) is not None
+        self._kept_at.pop(gang, None)
+        self._memory.forget(gang)
+        if (was_placed or gang in self._groups) and gang not in self._releasing:
+            self._releasing.add(gang)
+            self._start(f"release {gang}", partial(self._release, gang))
+
+    def _release(self, gang: str) -> None:
+        """Have Ray remove a placement group; what does not come about is tried again after the next look."""
+        try:
+            self._link.ask("release", _RESERVE_S, name=ray_rows.gang_name(self._access.pool, gang))
+        except (Unanswered, RayProblem):
+            self._wake.set()
+            return
+        with self._lock:
+            self._releasing.discard(gang)
+            self._groups.pop(gang, None)
+            self._released_at[gang] = self._looks
+            self._released.notify_all()
+        self._news()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            if self._link.connect(self._closed):
+                self._look()
+            self._wake.wait(_LOOK_EVERY_S)
+            self._wake.clear()
+
+    def _look(self) -> None:
+        """See what Ray has, and do what follows."""
+        with self._lock:
+            self._looks += 1
+        try:
+            said = self._link.ask("look", _LOOK_S)
+        except (Unanswered, RayProblem) as error:
+            self._link.failed(error)
+            return
+        with self._lock:
+            before = {name for name, one in self._now().items() if not one.lost}
+            self._take(said)
+            now = self._now()
+            known, releasing = dict(self._known), set(self._releasing)
+        self._looked.set()
+        self._memory.note(known)
+        for gang in releasing:
+            self._start(f"release {gang}", partial(self._release, gang))
+        self._repair(known)
+        for row in self._agents.due(known):
+            self._start(f"agent {row.id}", partial(self._have_agent, row))
+        if before != {name for name, one in now.items() if not one.lost}:
+            self._news()
+
+    def _take(self, said: Mapping[str, object]) -> None:
+        """Believe what a look has brought, but for what was done while it was under way."""
+        self._known = ray_rows.looked(self._known, ray_rows.mappings(said.get("nodes")), self._clock.boottime_ns())
+        self._released_at = {gang: look for gang, look in self._released_at.items() if look >= self._looks}
+        found = ray_rows.groups(self._access.pool, ray_rows.mappings(said.get("groups")))
+        self._groups = {name: group for name, group in found.items() if name not in self._released_at}
+        for name, group in self._groups.items():
+            is_orphan = group.is_under_way() and name not in self._placed and name not in self._reserving
+            if is_orphan and name not in self._releasing:  # asked for by a child that was killed
+                self._releasing.add(name)
+
+    def _repair(self, known: Mapping[str, Known]) -> None:
+        """Reserve again what a head forgot that came back with nothing."""
+        if self._looks % _REPAIR_EVERY:
+            return
+        with self._lock:
+            missing = [
+                gang
+                for name, gang in self._placed.items()
+                if name not in self._groups and self._kept_at.get(name, 0) < self._looks
+            ]
+        for gang in missing:
+            if ray_rows.refusal(gang, known) is None:
+                self._start(f"again {gang.id}", partial(self._reserve_again, gang))
+
+    def _reserve_again(self, gang: Gang) -> None:
+        with self._lock:
+            known = dict(self._known)
+        try:
+            self._ask_for(gang, known)
+        except (Unanswered, RayProblem):
+            self._wake.set()
+        with self._lock:
+            if gang.id not in self._placed:  # given back meanwhile
+                self._releasing.add(gang.id)
+
+    def _have_agent(self, row: ray_rows.Row) -> None:
+        if self._agents.have(row):
+            self._wake.set()  # what an actor's end means, the node table says
+
+    def _now(self) -> dict[str, Known]:
+        return ray_rows.with_problems(self._known, self._agents.problems())
+
+    def _age_s(self, reservation: _Reservation) -> float:
+        return (self._clock.boottime_ns() - reservation.began_ns) / 1e9
+
+    def _start(self, what: str, work: Callable[[], None]) -> None:
+        """Have one of the workers do something, unless one does so already or the engine is being closed."""
+        with self._busy_lock:
+            if what in self._busy:
+                return
+            self._busy.add(what)
+
+        def do() -> None:
+            try:
+                work()
+            finally:
+                with self._busy_lock:
+                    self._busy.discard(what)
+
+        with contextlib.suppress(RuntimeError):
+            self._workers.submit(do)

@@ -1,0 +1,252 @@
+"""The process that imports Ray: the engine's child, one line of JSON for each request and each answer.
+
+    engine ── {"id", "op", …} ─▶ stdin    a thread for each request ─▶ Ray      ◀── {"id", "ok" | "problem"} ── stdout
+
+    connect   be a driver of the cluster, in the namespace of one server
+    look      node table, placement groups, what is free: as Ray has them
+    reserve   a detached placement group, if it is there within a moment; else nothing of it stays
+    release   remove one
+    agent     have the agent of one node running, through a detached actor on it
+
+It decides nothing and keeps nothing: it may be killed at any time, and is whenever an answer is late, for calls into a
+Ray whose head is gone can block for minutes. It ends with its input. It runs as a file, under `-I`, in an interpreter
+that has Ray, and imports nothing of ours: the actor goes to workers by value, so nodes need nothing of ours for it
+either.
+
+The actor does one thing. It has the node's own interpreter run `ray_node.py`, in an environment made from nothing, as a
+process that is no descendant of Ray's any more: neither `ray.kill`, nor the end of raylet or worker, nor a full memory
+(Ray has the kernel kill its workers first) ends what it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_ACTOR_S = 40.0
+_LOOK_S = 0.002
+# Ray itself tries again after a second, and what was given back is free 50 ms later. So a group is made anew.
+_AGAIN_S = 0.05
+_REFUSED = ("INFEASIBLE", "NO_RESOURCES")
+_SURE = 3  # how often in a row it is INFEASIBLE before that is believed: a node's resources come a moment after it
+_ANSWER = threading.Lock()
+_is_driver = threading.Event()
+
+
+def main() -> None:
+    """Answer requests until there are none."""
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # Ray writes where it likes
+    for line in requests:
+        request = json.loads(line)
+        threading.Thread(target=_answer, args=(request, answers), daemon=True).start()
+    os._exit(0)
+
+
+def _answer(request: dict[str, Any], answers: int) -> None:
+    answer: dict[str, Any] = {"id": request.pop("id")}
+    try:
+        answer["ok"] = _OPERATIONS[request.pop("op")](**request)
+    except Exception as error:  # noqa: BLE001 - Ray raises what it likes, and the engine is to hear of it
+        answer["problem"] = f"{type(error).__name__}: {error}"
+    data = memoryview(json.dumps(answer).encode() + b"\n")
+    with _ANSWER:
+        while data:
+            data = data[os.write(answers, data) :]
+
+
+def connect(address: str, node_address: str, namespace: str) -> dict[str, Any]:
+    """Become a driver of the cluster."""
+    import ray
+
+    ray.init(
+        address=address,
+        namespace=namespace,
+        log_to_driver=False,
+        configure_logging=False,
+        _node_ip_address=node_address,
+    )
+    _is_driver.set()
+    return {"version": ray.__version__}
+
+
+def _connected() -> None:
+    """Refuse what comes before `connect`: Ray would start a cluster of its own to answer it."""
+    if not _is_driver.is_set():
+        raise ConnectionError("not connected yet")
+
+
+def look() -> dict[str, Any]:
+    """Return what Ray's tables say."""
+    _connected()
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    nodes = ray.nodes()
+    groups = list(placement_group_table().values())
+    return {"nodes": nodes, "groups": groups, "free": ray._private.state.available_resources_per_node()}
+
+
+def reserve(name: str, bundles: list[dict[str, float]], patience_s: float) -> dict[str, Any]:
+    """Have a placement group of this name, or nothing of it; return how it is, or was when it was given up."""
+    _connected()
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    until, never = time.monotonic() + patience_s, 0
+    while True:
+        group = _find(name) or placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+        said = _settled(group, until)
+        if said.get("state") == "CREATED":
+            return {"group": said, "free": {}, "nodes": []}
+        remove_placement_group(group)
+        never = never + 1 if _scheduling(said) == "INFEASIBLE" else 0
+        if never >= _SURE or time.monotonic() >= until:
+            seen = look()
+            return {"group": said, "free": seen["free"], "nodes": seen["nodes"]}
+        time.sleep(_AGAIN_S)
+
+
+def _settled(group: Any, until: float) -> dict[str, Any]:
+    """Return what Ray says of a placement group, once it has tried to place it."""
+    from ray.util.placement_group import placement_group_table
+
+    pause_s = _LOOK_S
+    while True:
+        said: dict[str, Any] = placement_group_table(group)
+        if said.get("state") == "CREATED" or _scheduling(said) in _REFUSED or time.monotonic() >= until:
+            return said
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _AGAIN_S)
+
+
+def _scheduling(said: dict[str, Any]) -> object:
+    return said.get("stats", {}).get("scheduling_state")
+
+
+def release(name: str) -> dict[str, Any]:
+    """Remove a placement group; return whether there was one."""
+    _connected()
+    from ray.util.placement_group import remove_placement_group
+
+    group = _find(name)
+    if group is not None:
+        remove_placement_group(group)
+    return {"was_there": group is not None}
+
+
+def _find(name: str) -> Any:
+    from ray.util.placement_group import get_placement_group
+
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
+
+
+def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
+    """Have the agent of a node running; return what its actor says.
+
+    Args:
+        node: Ray's identifier of the node.
+        actor: a name; one actor has it.
+        program: what the actor is made of.
+    """
+    _connected()
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options = {
+        "name": actor,
+        "get_if_exists": True,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
+    handle = ray.remote(NodeActor).options(**options).remote(*program)
+    said: dict[str, Any] = ray.get(handle.ensure.remote(), timeout=_ACTOR_S)
+    return said
+
+
+class NodeActor:
+    """What Ray runs on a node: it starts the agent and knows whether it is there.
+
+    Args:
+        variable: where the environment names the node's file.
+        launcher: the program that leaves Ray's process tree.
+        module: the module that starts the agent.
+    """
+
+    def __init__(self, variable: str, launcher: str, module: str) -> None:
+        self._variable, self._launcher, self._module = variable, launcher, module
+        self._agent: tuple[int, str] | None = None
+
+    def ensure(self) -> dict[str, Any]:
+        """Have the agent running; return its process, or the problem."""
+        if self._agent is not None and self._started(self._agent[0]) == self._agent[1]:
+            return {"pid": self._agent[0], "started": False}
+        path = os.environ.get(self._variable)
+        if not path:
+            return {"problem": f"its Ray was not started by `sgpu join`: {self._variable} is not set"}
+        try:
+            said = self._launch(path)
+        except (OSError, ValueError, KeyError) as error:
+            return {"problem": f"{type(error).__name__}: {error}"}
+        if isinstance(said.get("pid"), int):
+            self._agent = (said["pid"], self._started(said["pid"]))
+        return said
+
+    def _launch(self, path: str) -> dict[str, Any]:
+        with open(path, encoding="utf-8") as file:
+            node = json.load(file)
+        paths = [str(one) for one in node.get("paths", ())]
+        program = f"import sys; sys.path += {paths!r}; from {self._module} import main; main({path!r})"
+        argv = [str(node["python"]), "-I", *(["-S"] if paths else []), "-c", program]
+        try:
+            done = subprocess.run(
+                [argv[0], "-I", "-S", "-c", self._launcher, json.dumps(argv)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                cwd="/",
+                env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"},
+                start_new_session=True,
+                timeout=30,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"problem": "the process that starts its agent has not ended for 30 s"}
+        lines = done.stdout.decode(errors="replace").strip().splitlines()
+        if not lines:
+            return {"problem": f"its agent was not started: {done.stderr.decode(errors='replace')[-400:]}"}
+        said: dict[str, Any] = json.loads(lines[-1])
+        return said
+
+    def _started(self, pid: int) -> str:
+        """Return when a process started, in the kernel's count, or "" when there is none."""
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return ""
+        return "" if fields[0] in "ZX" else fields[19]
+
+
+_OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "connect": connect,
+    "look": look,
+    "reserve": reserve,
+    "release": release,
+    "agent": agent,
+}
+
+if __name__ == "__main__":
+    main()

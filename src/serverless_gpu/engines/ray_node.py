@@ -1,0 +1,81 @@
+"""What an engine runs on a node of Ray: the agent's uplink is started, unless it is there. It is said, and that is all.
+
+    Ray's worker ─ actor ─▶ launcher ─ fork, setsid, fork, exec ─▶ here ─ control.ensure ─▶ uplink, which stays
+                            `LAUNCHER`: no child of Ray's, its own session, the kernel's usual score for full memory
+
+Its standard output is one line of JSON: the process of the uplink, or why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from pathlib import Path
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.engines.ray_node_file import NodeFile, read_node_file
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.uplink import control
+
+MODULE = __name__
+_APPEARS_S = 20.0
+_LOOK_S = 0.02
+
+LAUNCHER = """
+import json, os, signal, sys
+argv = json.loads(sys.argv[1])
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+    signal.signal(number, signal.SIG_DFL)
+try:
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("0")
+except OSError:
+    pass
+os.execv(argv[0], argv)
+"""
+"""Makes itself a process of nobody's, and becomes another program. Standard library only, in the node's interpreter."""
+
+
+def main(path: str) -> None:
+    """Have the uplink of a node running, and say so.
+
+    Args:
+        path: of the node's file.
+    """
+    try:
+        said: dict[str, object] = _ensure(read_node_file(Path(path)))
+    except ServerlessGpuError as error:
+        said = {"problem": error.message}
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+
+
+def _ensure(node: NodeFile) -> dict[str, object]:
+    home, profile = find_home({"SERVERLESS_GPU_HOME": node.home}), Path(node.profile)
+    os.environ.update({name: value for name, value in node.environ.items() if name == "SERVERLESS_GPU_SOCKETS"})
+    started = control.ensure(home, profile, node.environ)
+    return {"pid": _pid(home, profile), "started": started}
+
+
+def _pid(home: Home, profile: Path) -> int:
+    """Return the uplink's process, which takes its lock a moment after it was started.
+
+    Raises:
+        ServerlessGpuError: it did not.
+    """
+    clock = SystemClock()
+    until_ns = clock.boottime_ns() + round(_APPEARS_S * 1e9)
+    while clock.boottime_ns() < until_ns:
+        if (found := control.running(home, profile)) is not None:
+            return found.pid
+        select.select([], [], [], _LOOK_S)
+    raise ServerlessGpuError(f"its uplink does not come up: see {home.root / 'uplink.log'}")
