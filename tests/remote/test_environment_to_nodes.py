@@ -114,3 +114,20 @@ def test_a_server_that_is_killed_in_the_middle_is_waited_for_and_nothing_half_is
     assert max(scene.bucket.reads("packs").values()) <= 2, "once for each server"
     assert scene.files("node0") == scene.files("node1") == right()
     assert not list((scene.home / "server" / "nearby" / "packs").glob(".*"))
+
+
+def test_F42_a_pack_that_is_altered_in_the_bucket_is_read_again_and_named(scene: Scene) -> None:
+    digest, path = next((path.rsplit("/", 1)[1], path) for path in scene.bucket.objects if "/packs/" in path)
+    good = scene.bucket.objects[path]
+    scene.bucket.objects[path] = good[:-1] + bytes([good[-1] ^ 1])
+    nodes = [scene.node(f"node{number}") for number in range(2)]
+    for node in nodes:
+        _out, err = node.communicate(timeout=120)
+        assert node.returncode == 1
+        assert "EnvironmentCorrupt" in err
+        assert f"pack {digest[:12]} in the store s3://b/p is altered: it is not what its address says" in err
+    others = {name: reads for name, reads in scene.bucket.reads("packs").items() if name != digest}
+    assert set(others.values()) == {1}
+    scene.bucket.objects[path] = good
+    restoring_node.finish(scene.node("node0"))
+    assert scene.files("node0") == right()

@@ -185,6 +185,26 @@ def test_who_waits_for_too_long_is_sent_away_and_comes_again(
     assert store.got == [KEY]
 
 
+def test_behind_a_bucket_that_hangs_nobody_waits_for_the_turns_of_all(
+    store: FarAway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nearby, "PACKS_AT_ONCE", 1)
+    monkeypatch.setattr(nearby, "TURN_S", 0.05)
+    environments = server_on(store, tmp_path)
+    document = f"snapshots/{'a' * 64}"
+    store.put({KEY: PACK, pack_key(OTHER): OTHER})
+    store.open.clear()
+    with ThreadPoolExecutor(2) as pool:
+        hangs = [pool.submit(read, environments, key) for key in (KEY, document)]
+        until(lambda: sorted(store.got) == [KEY, document])  # a document has a turn of its own
+        with pytest.raises(StoreUnavailable, match=r"is slow: packs/\w+ has waited for 0 s behind others"):
+            read(environments, pack_key(OTHER))
+        store.open.set()
+        assert hangs[0].result() == PACK
+        assert type(hangs[1].exception()) is NotFound
+    assert read(environments, pack_key(OTHER)) == OTHER
+
+
 def test_two_servers_on_one_bucket_read_it_once_each(store: FarAway, tmp_path: Path) -> None:
     store.put({KEY: PACK})
     one, two = server_on(store, tmp_path / "one"), server_on(store, tmp_path / "two")

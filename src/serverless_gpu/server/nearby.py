@@ -19,6 +19,7 @@ the log); the server is killed (what has no name yet is removed at the next star
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -41,8 +42,12 @@ from serverless_gpu.server.space import KEPT_FREE_BYTES, free_bytes
 DIRECTORY = "nearby"
 PIECE_BYTES = 8 << 20
 """What is read of a file at once: nobody holds a whole object in memory to send it."""
-AT_ONCE = 4
-"""Objects that are read from the bucket at the same time; each is in memory until it is on the disk."""
+PACKS_AT_ONCE = 8
+"""Packs that are read from the bucket at the same time; each is in memory, 16 to 32 MiB, until it is on the disk."""
+DOCUMENTS_AT_ONCE = 16
+"""Units and snapshots, which are small: what takes long is that the bucket is far away."""
+TURN_S = 15.0
+"""How long an object waits until it is read: a bucket that hangs holds up nobody for longer than it has to."""
 FIRST_BYTES = 64 << 20
 """What is asked of the bucket first: every pack is shorter, so it takes one request."""
 DOCUMENT_S = 600
@@ -88,7 +93,8 @@ class Nearby:
         self._clock = clock
         self._kept_free_bytes = kept_free_bytes
         self._lock = threading.Lock()
-        self._reading = threading.Semaphore(AT_ONCE)
+        self._packs = threading.Semaphore(PACKS_AT_ONCE)
+        self._others = threading.Semaphore(DOCUMENTS_AT_ONCE)
         self._flights: dict[str, Future[_Copy]] = {}
         self._sizes: OrderedDict[str, int] | None = None  # key → bytes; what was asked for last at the end
         self._documents: dict[str, _Document] = {}
@@ -155,7 +161,7 @@ class Nearby:
                 del self._flights[key]
 
     def _fetched(self, key: str) -> _Copy:
-        with self._reading:
+        with self._turn(key):
             data = self._whole(key)
             try:
                 self._judge(key, data)
@@ -164,6 +170,19 @@ class Nearby:
             except EnvironmentRejected:
                 return _Bytes(data)  # it breaks a rule, or is of another version: whoever asked says so
             return self._kept(key, data)
+
+    @contextlib.contextmanager
+    def _turn(self, key: str) -> Iterator[None]:
+        turns = self._packs if key.startswith("packs/") else self._others
+        if not turns.acquire(timeout=TURN_S):
+            raise StoreUnavailable(
+                f"the store {self._store.url} is slow: {key[:20]} has waited for {TURN_S:.0f} s behind others",
+                hint="it is asked for again; look how the bucket does",
+            )
+        try:
+            yield
+        finally:
+            turns.release()
 
     def _once_more(self, key: str) -> bytes:
         """Read again what came altered: on its way, or where it lies?"""
