@@ -120,6 +120,8 @@ class NodeTask:
             "env": environment,
             "directory": str(self.attempt),
             "world_size": 1,
+            "local_rank": 0,
+            "local_world_size": 1,
             "command": None,
             "result_bytes_max": 1 << 30,
             "umask": 0o022,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.inside.channel import pair
+from serverless_gpu.node.rank_environment import Network
 from serverless_gpu.testing import FakeClock
 from tests.unit.test_account import CONTEXT, DEVICES, launch
 
@@ -38,9 +38,7 @@ def test_the_callers_interpreter_is_that_of_the_restored_environment(program: st
     message = msgspec.structs.replace(launch(tmp_path), spec=spec, context=context)
     ours, theirs = pair()
     gang = Gang(message, ours, Account(message, FakeClock()), there, checkpoints="/shared")
-    with socket.socket() as port:
-        port.bind(("127.0.0.1", 0))
-        gang.start(DEVICES, port, (), Nobody())  # type: ignore[arg-type]  # nothing is shown
+    gang.start(DEVICES, Network(("127.0.0.1", 29500)), (), Nobody())  # type: ignore[arg-type]  # nothing is shown
     rank, go = (json.loads(received[0]) for received in (theirs.receive(), theirs.receive()) if received is not None)
     for log in gang.logs.values():
         log.close()

@@ -16,7 +16,7 @@ from serverless_gpu.doctor.facts import (
     RunsFacts,
 )
 from serverless_gpu.doctor.findings import Outcome
-from serverless_gpu.node.protocol import ZygoteStatus
+from serverless_gpu.node.statuses import ZygoteStatus
 from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, found, one
 
 

@@ -118,4 +118,4 @@ def test_F45_a_cluster_that_memory_ended_is_told_as_that(
 
 
 def test_there_is_one_process_whatever_the_number_of_devices(line: Line) -> None:
-    assert line.gang.processes == 1
+    assert line.gang.numbers == range(1)

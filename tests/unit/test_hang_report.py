@@ -110,7 +110,7 @@ def test_the_file_whole() -> None:
         waiting=(0,),
         elsewhere=(1, 2, 3),
     )
-    assert report(found, "run 01k, attempt 1, at 14:03:22", 4) == (
+    assert report(found, "run 01k, attempt 1, at 14:03:22", range(4)) == (
         "run 01k, attempt 1, at 14:03:22\n"
         "no output for 10 min 00 s, and rank 0 waits in train.py:30 train: rank 1 is stopped (SIGSTOP), rank 3 is "
         "elsewhere, in train.py:41 load_batch, rank 2 has returned\n"
@@ -140,7 +140,7 @@ def test_the_file_whole() -> None:
 def test_the_stacks_of_one_rank_are_bounded() -> None:
     deep = tuple(Frame("/home/me/" + "a" * 1000 + ".py", line, "f") for line in range(400))
     found = finding(look(0, *deep), look(1, TRAIN), waiting=(0,), elsewhere=(1,))
-    text = report(found, "run", 2)
+    text = report(found, "run", range(2))
     assert RANK_CHARACTERS_MAX < len(text) < RANK_CHARACTERS_MAX + 5_000
     assert "characters left out\n\n---- rank 1 (elsewhere)" in text
     assert len(stacks(finding(look(0, *deep), waiting=(0,), elsewhere=()))[0]) == 4_000
@@ -157,4 +157,4 @@ def test_whose_stacks_the_exception_carries() -> None:
 def test_a_counter_that_went_back_is_no_time() -> None:
     found = finding(look(0, TRAIN), waiting=(0,), elsewhere=())
     found = msgspec.structs.replace(found, first={0: look(0, TRAIN, cpu_ms=900)}, looks={0: look(0, TRAIN, state="?")})
-    assert "\n0     100        unknown, futex_do_wait, 0 ms\n" in report(found, "run", 1)
+    assert "\n0     100        unknown, futex_do_wait, 0 ms\n" in report(found, "run", range(1))

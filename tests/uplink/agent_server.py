@@ -4,6 +4,9 @@
         attempt = server.order(spec, call)          an order on the stream, until it is acknowledged
         attempt.wait(lambda: attempt.ending)        what reports said
 
+Several nodes may join, each with a home of its own: `node1`, `node2` … in the order in which they come. What a gang on
+several of them is told is played in `gangs.py`.
+
 `away` lets every request fail, `stop()` and `start()` are a restart on the same port; what was told stays. Reports are
 taken as a real server takes them: logs by offset, files by name, anything twice.
 """
@@ -141,8 +144,10 @@ class AgentServer:
         self.refused = 0  # requests with a token that is not good any more
         self.hold_reports = threading.Event()
         self.hold_reports.set()
-        self._orders: dict[int, Order] = {}
-        self._streams: list[queue.SimpleQueue[bytes | None]] = []
+        self.nodes: dict[str, str] = {}  # instance → identifier
+        self._by_token: dict[str, SeenAttempt] = {}
+        self._orders: dict[int, tuple[str, Order]] = {}
+        self._streams: list[tuple[str, queue.SimpleQueue[bytes | None]]] = []
         self._lock = threading.Lock()
         self._port = 0
         self._http: _Server | None = None
@@ -171,16 +176,16 @@ class AgentServer:
         self._thread.start()
         self.write_profile()
 
-    def write_profile(self, **changes: Any) -> None:
+    def write_profile(self, path: Path | None = None, **changes: Any) -> None:
         """Write how this server is reached."""
-        write_profile(self.profile, Profile(url=f"http://127.0.0.1:{self._port}", token=TOKEN, **changes))
+        write_profile(path or self.profile, Profile(url=f"http://127.0.0.1:{self._port}", token=TOKEN, **changes))
 
     def stop(self) -> None:
         """Close the port and every connection."""
         if self._http is None:
             return
         with self._lock:
-            for stream in self._streams:
+            for _, stream in self._streams:
                 stream.put(None)
         self._http.shutdown()
         self._http.server_close()
@@ -198,7 +203,7 @@ class AgentServer:
         run_id = changes.pop("run_id", "") or new_run_id()
         fence = changes.pop("fence", 1)
         start = Start(
-            seq=len(self._orders) + 1,
+            seq=self.next_seq(),
             run_id=run_id,
             fence=fence,
             token=f"sgpa_{run_id}_{fence}",
@@ -211,48 +216,61 @@ class AgentServer:
             **changes,
         )
         attempt = self.attempts[f"{run_id}/{fence}"] = SeenAttempt(start)
-        self._send(start)
+        self.send(start)
         return attempt
+
+    def next_seq(self) -> int:
+        """Return the number of the next order."""
+        return len(self._orders) + 1
+
+    def expect(self, attempt: SeenAttempt) -> None:
+        """Take reports with a token of its own for this attempt, or crew."""
+        self._by_token[f"Bearer {attempt.token}"] = attempt
 
     def again(self, attempt: SeenAttempt) -> None:
         """Send an order once more."""
-        self._send(attempt.start)
+        self.send(attempt.start)
 
     def order_stop(self, attempt: SeenAttempt, reason: StopReason) -> None:
         """Order the node to stop an attempt."""
         start = attempt.start
-        self._send(Stop(seq=len(self._orders) + 1, run_id=start.run_id, fence=start.fence, reason=reason))
+        self.send(Stop(seq=self.next_seq(), run_id=start.run_id, fence=start.fence, reason=reason))
 
-    def _send(self, order: Order) -> None:
+    def send(self, order: Order, node: str = "node1") -> None:
+        """Give a node an order; one to look is not kept."""
         with self._lock:
-            self._orders[order.seq] = order
-            for stream in self._streams:
-                stream.put(_event(order))
+            if order.seq:
+                self._orders[order.seq] = node, order
+            for whose, stream in self._streams:
+                if whose == node:
+                    stream.put(_event(order))
 
     # --- what it is told -----------------------------------------------------------------------------------------
 
-    def stream(self) -> queue.SimpleQueue[bytes | None]:
-        """Return a stream of orders, those not acknowledged first."""
+    def stream(self, node: str) -> queue.SimpleQueue[bytes | None]:
+        """Return a node's stream of orders, those not acknowledged first."""
         stream: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         with self._lock:
-            for seq, order in self._orders.items():
-                if seq not in self.acknowledged:
+            for seq, (whose, order) in self._orders.items():
+                if seq not in self.acknowledged and whose == node:
                     stream.put(_event(order))
-            self._streams.append(stream)
+            self._streams.append((node, stream))
         return stream
 
     def answer(self, method: str, path: str, body: bytes, token: str) -> tuple[int, bytes]:
         """Return status and body for a request."""
         if path == "/agents":
-            self.hellos.append(msgspec.json.decode(body, type=AgentHello))
-            return _fine(AgentWelcome(node="node1", heartbeat_s=1.0, partition_grace_s=60.0))
-        if path == "/agents/node1/heartbeat":
+            hello = msgspec.json.decode(body, type=AgentHello)
+            self.hellos.append(hello)
+            node = self.nodes.setdefault(hello.instance, f"node{len(self.nodes) + 1}")
+            return _fine(AgentWelcome(node=node, heartbeat_s=1.0, partition_grace_s=60.0))
+        if path.endswith("/heartbeat"):
             beat = msgspec.json.decode(body, type=Heartbeat)
             self.heartbeats.append(beat)
             return _fine(
                 HeartbeatAnswer(tokens={gang: self.attempts[gang.replace(":", "/")].token for gang in beat.renew})
             )
-        if path == "/agents/node1/orders/ack":
+        if path.endswith("/orders/ack"):
             self.acknowledged.update(msgspec.json.decode(body, type=OrdersTaken).seqs)
             return 204, b""
         if path.startswith("/attempts/"):
@@ -266,7 +284,7 @@ class AgentServer:
 
     def _attempt(self, path: str, body: bytes, token: str) -> tuple[int, bytes]:
         _, _, run_id, fence, what, *rest = path.split("/")
-        attempt = self.attempts[f"{run_id}/{fence}"]
+        attempt = self._by_token.get(token) or self.attempts[f"{run_id}/{fence}"]
         if token != f"Bearer {attempt.token}":
             self.refused += 1
             return 401, msgspec.json.encode(Problem(code="not_authenticated", message="the attempt's token has ended"))
@@ -328,8 +346,8 @@ class _Handler(BaseHTTPRequestHandler):
     owner: AgentServer
 
     def do_GET(self) -> None:
-        if self.path.startswith(f"{API}/agents/node1/orders"):
-            self._stream()
+        if self.path.startswith(f"{API}/agents/"):
+            self._stream(self.path.removeprefix(f"{API}/agents/").partition("/")[0])
         else:
             self._answer()
 
@@ -354,13 +372,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _stream(self) -> None:
+    def _stream(self, node: str) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
         self.close_connection = True
-        stream = self.owner.stream()
+        stream = self.owner.stream(node)
         self.wfile.write(b": here\n\n")
         while (event := stream.get()) is not None:
             self.wfile.write(event)

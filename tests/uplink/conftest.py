@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.control import ensure, stop_all
+from serverless_gpu.testing import stop_agent
 from tests.local.observe import cancel_all, processes_of, wait_for
 from tests.uplink.agent_server import AgentServer
 from tests.uplink.node import Node
@@ -39,3 +42,23 @@ def node(server: AgentServer) -> Node:
     """Return a node that has joined the server."""
     ensure(Home(server.home), server.profile, os.environ)
     return Node(server)
+
+
+@pytest.fixture
+def nodes(node: Node) -> Iterator[list[Node]]:
+    """Yield two nodes of one server, each with a home of its own on this machine."""
+    wait_for(lambda: len(node.server.nodes) == 1, "the first has joined")
+    directory = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    other = Node(node.server, directory)
+    other.profile.parent.mkdir(mode=0o700)
+    node.server.write_profile(other.profile, name="another")
+    try:
+        ensure(other.home, other.profile, os.environ)
+        wait_for(lambda: len(node.server.nodes) == 2, "the second has joined")
+        yield [node, other]
+    finally:
+        stop_all(other.home)
+        cancel_all(directory)
+        stop_agent(directory)
+        wait_for(lambda: not any("uplink" in line for line in processes_of(directory)), "its uplink is gone")
+        shutil.rmtree(directory, ignore_errors=True)

@@ -27,11 +27,13 @@ class Node:
 
     Args:
         server: the server it has joined.
+        home: its home, where that is not the server's.
     """
 
-    def __init__(self, server: AgentServer) -> None:
+    def __init__(self, server: AgentServer, home: Path | None = None) -> None:
         self.server = server
-        self.home = Home(server.home)
+        self.home = Home(home or server.home)
+        self.profile = server.profile if home is None else home / "server" / "uplink.json"
 
     def run(self, function: Callable[..., object], *args: object, ranks: int = 1, **changes: Any) -> SeenAttempt:
         """Order a call of a function in so many ranks."""
@@ -54,13 +56,13 @@ class Node:
 
     def uplink(self) -> Process:
         """Return the uplink."""
-        found = wait_for(lambda: running(self.home, self.server.profile), "an uplink runs")
+        found = wait_for(lambda: running(self.home, self.profile), "an uplink runs")
         assert found is not None
         return Process(found.pid)
 
     def restart(self) -> None:
         """Start the uplink that was killed, as an engine does."""
-        assert ensure(self.home, self.server.profile, os.environ)
+        assert ensure(self.home, self.profile, os.environ)
 
     def log(self) -> str:
         """Return what the uplink wrote."""

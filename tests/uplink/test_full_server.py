@@ -11,6 +11,7 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.protocol import GangNews
 from serverless_gpu.node.remote import Remote
 from serverless_gpu.node.uplink import server as server_room
 from serverless_gpu.node.uplink.credentials import Credential
@@ -35,6 +36,9 @@ class Attended:
     def renew(self, deadline_ns: int, _stop: StopReason | None) -> None:
         """The server has answered."""
         self.deadlines.append(deadline_ns)
+
+    def pass_on(self, _news: GangNews) -> None:
+        """The server has said nothing of a gang."""
 
     def heard(self, deadline_ns: int) -> None:
         """The server has heard of it, and had no room."""

@@ -15,8 +15,9 @@ from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.gpu_faults import suspects
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.locks import DeviceLocks, lock_directory
-from serverless_gpu.node.protocol import AttemptStatus, EnvironmentStatus, Status, ZygoteStatus
+from serverless_gpu.node.protocol import Status
 from serverless_gpu.node.reaching import connect
+from serverless_gpu.node.statuses import AttemptStatus, EnvironmentStatus, ZygoteStatus
 from serverless_gpu.units import format_bytes
 
 _SHORT = 12

@@ -275,6 +275,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         world_size: processes of the user's on this node; they have the numbers that they have in the gang.
+        first: the first of these numbers.
         fault_ns: when the first of its GPUs failed, or None.
         has_peers: whether other nodes have ranks of it, too: those that have returned here wait for them.
     """
@@ -284,6 +285,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     limits: Limits
     has_peers: bool = False
+    first: int = 0
     state: State = State.QUEUED
     phase: Phase = Phase.NONE
     reason: Reason | None = None
@@ -300,6 +302,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     def gang(self) -> str:
         """Return the gang id, `run:fence`."""
         return f"{self.run_id}:{self.fence}"
+
+    @property
+    def numbers(self) -> range:
+        """Return the numbers of its processes."""
+        return range(self.first, self.first + self.world_size)
 
     @property
     def cause(self) -> Failure | None:

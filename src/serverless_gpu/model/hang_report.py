@@ -69,15 +69,15 @@ def stacks(finding: Finding) -> dict[int, str]:
     return {look.rank: _main(look)[:_STACK_CHARACTERS_MAX] for look in chosen}
 
 
-def report(finding: Finding, title: str, world_size: int) -> str:
+def report(finding: Finding, title: str, ranks: Iterable[int]) -> str:
     """Return the text of the file with all stacks.
 
     Args:
         finding: what was found.
         title: which run, and when.
-        world_size: ranks of the run.
+        ranks: of the run, on this node.
     """
-    rows = [_row(finding, rank) for rank in range(world_size)]
+    rows = [_row(finding, rank) for rank in ranks]
     parts = [
         f"{title}\n{sentence(finding)}",
         "rank  pid        now, where in the kernel, CPU used in the last "

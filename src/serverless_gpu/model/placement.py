@@ -164,7 +164,7 @@ def rank_variables(
 
 
 def node_variables(
-    place: RankPlace, *, devices: Sequence[Device], run_id: str, fence: int, master: tuple[str, int]
+    place: RankPlace, *, devices: Sequence[Device], run_id: str, fence: int, master: tuple[str, int], address: str
 ) -> dict[str, str]:
     """Return the environment variables of a command that runs once per node and starts its processes itself.
 
@@ -176,6 +176,7 @@ def node_variables(
         run_id: the run.
         fence: the number of the attempt.
         master: as `rank_variables`.
+        address: where the other nodes reach this one.
     """
     variables = rank_variables(place, devices=devices, run_id=run_id, fence=fence, master=master)
     of_ranks = {"RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
@@ -183,7 +184,7 @@ def node_variables(
     return {
         **{name: value for name, value in variables.items() if name not in of_ranks},
         "POD_RANK": node_rank,
-        "LOCAL_ADDR": master[0],
+        "LOCAL_ADDR": address,
     }
 
 

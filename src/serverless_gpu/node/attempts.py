@@ -22,6 +22,7 @@ from serverless_gpu.node.account import write_json
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.spawning import clean_process
+from serverless_gpu.node.statuses import AttemptStatus, Kind
 from serverless_gpu.node.zygotes import Key
 
 
@@ -32,7 +33,7 @@ class Supervised:
         self.channel = channel
         self.pid = 0
         self.run_id = ""
-        self.kind: protocol.Kind = "function"
+        self.kind: Kind = "function"
         self.adopted = False
         self.directory: Path | None = None
         self.key: Key | None = None  # of the zygote a session keeps warm
@@ -90,10 +91,10 @@ class Attempts:
         """Return the keys of zygotes that sessions keep."""
         return frozenset(supervised.key for supervised in self._busy if supervised.key is not None)
 
-    def statuses(self) -> tuple[protocol.AttemptStatus, ...]:
+    def statuses(self) -> tuple[AttemptStatus, ...]:
         """Return what there is to say about each attempt."""
         return tuple(
-            protocol.AttemptStatus(
+            AttemptStatus(
                 run_id=each.run_id,
                 pid=each.pid,
                 kind=each.kind,

@@ -75,7 +75,7 @@ def verdicts_of(
 
 def killed_text(attempt: Attempt, kill_ns: int) -> str:
     """Return which ranks did not stop in their grace."""
-    still = sorted(set(range(attempt.world_size)) - attempt.exited)
+    still = sorted(set(attempt.numbers) - attempt.exited)
     grace_s = (kill_ns - (attempt.stop_ns or 0)) / 1e9
     return f"{ranks_text(still)} did not stop in {grace_s:.1f} s and {'was' if len(still) == 1 else 'were'} killed"
 

@@ -29,10 +29,11 @@ from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, Storag
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.protocol import EnvironmentStatus, Wanted, original
+from serverless_gpu.node.protocol import Wanted, original
 from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.restoring_process import Done, Failed, Finish, Getting, Want, receive_answer, send
 from serverless_gpu.node.spawning import clean_process
+from serverless_gpu.node.statuses import EnvironmentStatus
 
 KEPT_MAX = 8
 TRIES_MAX = 2

@@ -8,8 +8,11 @@ Lives here: asking each of them in its turn. Must not: decide anything.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Attempt, Event, GpuFailed
@@ -34,8 +37,12 @@ class Eyes:
     """
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
-        self.hangs = HangWatch(Path(launch.directory), clock, say, notes)
-        self.idleness = IdleWatch(launch.spec, clock, say, notes)
+        numbers = itertools.count(1 + launch.crew, len(launch.all_crews))
+        self.hangs = HangWatch(Path(launch.directory), clock, say, notes, numbers)
+        spec = launch.spec
+        if len(launch.all_crews) > 1:  # devices of one node say nothing of those on others, which it may wait for
+            spec = msgspec.structs.replace(spec, idle_timeout_s=None)
+        self.idleness = IdleWatch(spec, clock, say, notes)
         self.gpus = AttemptFaults(launch, home, clock, notes)
 
     @property

@@ -11,7 +11,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
 from serverless_gpu.node.processes import Left, MemoryWatch, cgroup_empty, kill_cgroup, left_in, remove_cgroup
 from serverless_gpu.node.protocol import Context, Launch, original
-from serverless_gpu.node.rank_environment import STOP_FILE, RankEnvironment
+from serverless_gpu.node.rank_environment import STOP_FILE, Network, RankEnvironment, place_of
 from serverless_gpu.node.raycluster import Cluster
 from serverless_gpu.units import format_bytes
 
@@ -89,7 +88,7 @@ class Gang:
         self.context = context or launch.context
         self.channel = channel
         self.account = account
-        self.processes = launch.spec.processes(launch.world_size)
+        self.numbers = launch.numbers
         self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
         self.environment = RankEnvironment(launch, self.context, checkpoints)
         self._stop_file = Path(launch.directory) / STOP_FILE
@@ -166,12 +165,12 @@ class Gang:
             case "empty":
                 self.proven = True
 
-    def start(self, devices: Sequence[Device], port: socket.socket, holds: tuple[int, ...], viewer: Viewer) -> None:
+    def start(self, devices: Sequence[Device], network: Network, holds: tuple[int, ...], viewer: Viewer) -> None:
         """Fork all ranks.
 
         Args:
-            devices: one per rank, in LOCAL_RANK order.
-            port: the reserved rendezvous port.
+            devices: one per rank of this node, in LOCAL_RANK order.
+            network: how they reach each other, and those on other nodes.
             holds: lock descriptors the stem keeps until it ends.
             viewer: who is shown what the ranks to be shown live write.
 
@@ -180,25 +179,26 @@ class Gang:
             OSError: the stem is gone, or no descriptors are left.
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
-        master = ("127.0.0.1", port.getsockname()[1])
         self.devices = tuple(devices)
         self._cgroup_memory()
         if spec.ray is not None:
-            self._cluster = Cluster(self.launch, devices)
+            self._cluster = Cluster(self.launch, devices, network)
             holds = (*holds, self._cluster.fd)
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
-        for rank in range(self.processes):
+        for local, rank in enumerate(self.numbers):
             shown = spec.ranks_log is None or rank in spec.ranks_log
             log = self.logs[rank] = RankLog(rank, directory / "logs", viewer if shown else None, SystemClock())
-            self._say({"op": "rank", "rank": rank, "env": self.environment.of(rank, devices, master)}, log.write_ends())
+            environment = self.environment.of(local, devices, network)
+            self._say({"op": "rank", "rank": rank, "local_rank": local, "env": environment}, log.write_ends())
             log.close_write_ends()
         context = self.context
         self._say(
             {
                 "op": "go",
                 "directory": self.launch.directory,
-                "world_size": self.processes,
+                "world_size": place_of(self.launch, 0).world_size,
+                "local_world_size": len(self.numbers),
                 "command": None if self._command is None else self._argv(self._command),
                 "result_bytes_max": RESULT_BYTES_MAX,
                 "umask": context.umask,
@@ -233,7 +233,7 @@ class Gang:
         except OSError as error:
             self.account.notes.append(f"ranks could not be told why they were to stop: {error.strerror}")
         self.release()
-        self.signal(signal.SIGTERM, range(self.processes))
+        self.signal(signal.SIGTERM, self.numbers)
 
     def signal(self, number: int, ranks: Collection[int]) -> None:
         """Have a signal sent to those of some ranks that have not ended; nothing where there are none."""
@@ -345,7 +345,7 @@ class Gang:
             ValueError: it is none of them.
         """
         rank = inside.integer(message, "rank")
-        if not 0 <= rank < self.processes:
+        if rank not in self.numbers:
             raise ValueError(f"there is no rank {rank}")
         return rank
 

@@ -11,12 +11,13 @@ Failure cases: a full disk loses the file, not the sentence; a sign of progress 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.model import hangs
-from serverless_gpu.model.attempt import Attempt, Event, Hang, HangConfirmed, RankReturned, State
+from serverless_gpu.model.attempt import Attempt, Event, Hang, HangConfirmed, Phase, RankReturned, State
 from serverless_gpu.model.hang_report import Finding, ranks_text, report, sentence, stacks
 from serverless_gpu.model.hangs import Action
 from serverless_gpu.node.gang import Gang
@@ -32,6 +33,7 @@ class HangWatch:
         clock: where time comes from.
         tell: called with a sentence for whoever watches the run.
         notes: sentences for the receipt; added to.
+        numbers: of its files: no two crews of a gang write one of the same name.
 
     Attributes:
         said: the last sentence, "" once the ranks get on again.
@@ -39,7 +41,14 @@ class HangWatch:
         wake_ns: when it is next worth a look, or None.
     """
 
-    def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        clock: Clock,
+        tell: Callable[[str], None],
+        notes: list[str],
+        numbers: Iterator[int] | None = None,
+    ) -> None:
         self.said = ""
         self.hang: Hang | None = None
         self.wake_ns: int | None = None
@@ -51,7 +60,7 @@ class HangWatch:
         self._heard = True
         self._looking: Looking | None = None
         self._then = Action.LOOK
-        self._files = 0
+        self._numbers = numbers or itertools.count(1)
         self._silent_ns: int | None = None  # since when, as long as a warning stands
         self._returned_ns: int | None = None
         self._returned_at = ""
@@ -75,7 +84,7 @@ class HangWatch:
             The event that ends the run, if it has stood still for too long.
         """
         self.wake_ns = None
-        if attempt.state is not State.RUNNING or gang is None:
+        if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None:
             self._leave()
             return None
         now_ns = self._clock.boottime_ns()
@@ -97,7 +106,7 @@ class HangWatch:
         if step.action is Action.WAIT:
             self.wake_ns = step.at_ns
             return
-        ranks = sorted(set(range(attempt.world_size)) - attempt.returned - attempt.exited)
+        ranks = sorted(set(attempt.numbers) - attempt.returned - attempt.exited)
         self._then = step.action
         self._looking = Looking(gang, ranks, step.action is not Action.LOOK, now_ns)
         self.wake_ns = now_ns + POLL_NS
@@ -110,7 +119,8 @@ class HangWatch:
             self.wake_ns = now_ns + POLL_NS
             return None
         self._looking = None
-        spins = hangs.may_spin(attempt.world_size, {device.kind for device in gang.devices})
+        ranks = attempt.world_size + attempt.has_peers  # one alone on its node waits for those on others
+        spins = hangs.may_spin(ranks, {device.kind for device in gang.devices})
         self._watch = hangs.looked(self._watch, looks, now_ns, spins=spins)
         if not self._watch.looks:
             self._say_progress(now_ns)
@@ -150,13 +160,12 @@ class HangWatch:
 
     def _write(self, attempt: Attempt, finding: Finding) -> tuple[Path, str]:
         """Write the file with all stacks; return where it is, and why it is not or ""."""
-        self._files += 1
-        name = f"hang-{self._files}.txt"
+        name = f"hang-{next(self._numbers)}.txt"
         self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)
         title = f"run {attempt.run_id}, attempt {attempt.fence}, at {format_clock(self._clock.wall_ns())}"
         path = self._directory / name
         try:
-            path.write_text(report(finding, title, attempt.world_size), encoding="utf-8", errors="backslashreplace")
+            path.write_text(report(finding, title, attempt.numbers), encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             return path, f" could not be written ({error.strerror})"
         return path, ""
@@ -180,7 +189,7 @@ class HangWatch:
         if self._early_said or not hangs.returned_early(attempt, self._returned_ns, now_ns):
             return
         self._early_said = True
-        running = sorted(set(range(attempt.world_size)) - attempt.returned)
+        running = sorted(set(attempt.numbers) - attempt.returned)
         early = ranks_text(sorted(attempt.returned))
         told = f"{early} returned (the first at {self._returned_at}), {ranks_text(running)} still running"
         self._notes.append(told)

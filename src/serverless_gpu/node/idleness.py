@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model import idling
-from serverless_gpu.model.attempt import Attempt, State, StopReason, StopRequested
+from serverless_gpu.model.attempt import Attempt, Phase, State, StopReason, StopRequested
 from serverless_gpu.model.idling import Verdict
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.units import format_duration_ms
@@ -63,7 +63,7 @@ class IdleWatch:
         Returns:
             The event that stops the run, if its devices have done nothing for too long.
         """
-        if attempt.state is not State.RUNNING:
+        if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED:  # it waits for other nodes
             self._idle = None
             return None
         if not self._begun:  # user code has just started

@@ -29,6 +29,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.crews import world_size
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import Command
@@ -109,7 +110,9 @@ class Observation:
                 fence=launch.fence,
                 directory=launch.directory,
                 spec=launch.spec,
-                world_size=launch.world_size,
+                world_size=world_size(launch.all_crews),
+                node_rank=launch.crew,
+                num_nodes=len(launch.all_crews),
                 python=original(launch.context.python),
                 environ=words.tracking_variables(launch.context.environ),
                 environment="live" if launch.environment is None else f"snapshot {launch.environment.snapshot}",

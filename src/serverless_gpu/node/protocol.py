@@ -4,6 +4,7 @@
     client ◀──Waiting · Started · Output · Skipped · Stopped · Finished────────── supervisor
     client ──Confirm, Cancel──▶ supervisor
     uplink ──Lease──▶ supervisor                          whenever the server has answered; else the run is stopped
+    supervisor ──CrewNews──▶ uplink, uplink ──GangNews──▶ supervisor      of a gang on several nodes
     agent ──Preparing──▶ supervisor                       while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from serverless_gpu.model.attempt import Failure, Hang, Reason, State, StopReason
+from serverless_gpu.model.crews import CrewPlace, numbered
+from serverless_gpu.model.gang_life import Halt
 from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.meeting import Chosen, Offer, Reach
 from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.secrets import Delivered
@@ -29,11 +32,10 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node.decoding import decoded
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.statuses import AttemptStatus, EnvironmentStatus, Kind, Mode, ZygoteStatus
 from serverless_gpu.version import __version__
 
-PROTOCOL = 6
-Kind = Literal["function", "session"]
-Mode = Literal["", "overlay", "links"]
+PROTOCOL = 7
 SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
 
 
@@ -109,6 +111,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     """Run the call that lies in a run directory; or, for a session, hold devices and run nothing.
 
     Attributes:
+        world_size: devices that it has on this node.
         of_type: how many devices of the type that was chosen this node has.
         session: the session whose devices the run uses, or "".
         idle_timeout_s: set for a session: it ends when no run has used it for so long.
@@ -118,6 +121,9 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
         lease_ns: of a run that a server gave to this node: boottime after which it stops itself, unless a `Lease` comes
             before; None for a run of this node's own.
         secrets: where its secrets are; None where it has none.
+        crews: of a gang on several nodes, by their numbers; none of one that is on this node alone.
+        crew: which of them this is.
+        nonce: of the gang, by which its crews know each other.
     """
 
     run_id: str
@@ -136,60 +142,23 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     confirmed: bool = True
     lease_ns: int | None = None
     secrets: Delivered | None = None
+    crews: tuple[CrewPlace, ...] = ()
+    crew: int = 0
+    nonce: str = ""
+
+    @property
+    def all_crews(self) -> tuple[CrewPlace, ...]:
+        """Return the crews of the gang, also where that is this one alone."""
+        return self.crews or (CrewPlace(number=0, node="", first_rank=0, gpus=self.world_size),)
+
+    @property
+    def numbers(self) -> range:
+        """Return the numbers of the user's processes on this node."""
+        return numbered(self.all_crews[self.crew], per_node=self.spec.per_node)
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
     """Ask the agent what it looks after."""
-
-
-class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An interpreter that is kept warm, or that cannot be.
-
-    Attributes:
-        python: path of the interpreter.
-        state: ``"cold"`` where there is no zygote and the next run gets none.
-        pid: of the zygote; None where there is none.
-        reason: why there is none.
-        environment: address of the snapshot it was restored from; "" for one that imports the caller's files.
-    """
-
-    python: str
-    state: Literal["starting", "ready", "cold"]
-    pid: int | None = None
-    reason: str = ""
-    environment: str = ""
-
-
-class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that this node has restored, or is restoring.
-
-    Attributes:
-        snapshot: its address.
-        state: what becomes of it.
-        mode: how it was restored; "" while that is not known.
-        sentence: how far it is.
-    """
-
-    snapshot: str
-    state: Literal["restoring", "ready"]
-    mode: Mode = ""
-    sentence: str = ""
-
-
-class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A run or a session that goes on.
-
-    Attributes:
-        pid: of its supervisor; 0 while that has not said it.
-        adopted: whether an earlier agent started it.
-        environment: address of the snapshot its ranks import from, or "".
-    """
-
-    run_id: str
-    pid: int
-    kind: Kind
-    adopted: bool = False
-    environment: str = ""
 
 
 class Status(Message, frozen=True, kw_only=True, tag="status"):
@@ -396,8 +365,33 @@ class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
     """The environment is what the launch says: user code may start."""
 
 
+class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):
+    """What a crew has to say to the others of its gang; all of it, whenever something of it is new.
+
+    Attributes:
+        offer: where the others can try it, once it has devices and a stem.
+        reach: what it reached of them.
+        returned: all of its ranks have returned, and wait for the others.
+        halt: why it ends before its end.
+    """
+
+    offer: Offer | None = None
+    reach: Reach | None = None
+    returned: bool = False
+    halt: Halt | None = None
+
+
+class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
+    """What the server says of the gang, as in `ReportAnswer`; may come again."""
+
+    offers: tuple[Offer, ...] = ()
+    chosen: Chosen | None = None
+    release: bool = False
+    peer_failed: str = ""
+
+
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """A supervisor's first words on its own socket; `tracked` once that was said."""
+    """A supervisor's first words on its own socket; `tracked` once that was said, `crew` of a gang on several nodes."""
 
     run_id: str
     fence: int
@@ -406,6 +400,7 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     waiting: str = ""
     kind: Kind = "function"
     tracked: Tracked | None = None
+    crew: CrewNews | None = None
 
 
 # By who says it: the client to the agent, the agent, the client to a supervisor, about sessions, a supervisor.
@@ -423,6 +418,7 @@ AnyMessage = (
     | Confirm
     | Cancel
     | Lease
+    | GangNews
     | Borrow
     | Lent
     | Returned
@@ -430,6 +426,7 @@ AnyMessage = (
     | Standby
     | Accepted
     | Snapshot
+    | CrewNews
     | Waiting
     | Started
     | Tracked

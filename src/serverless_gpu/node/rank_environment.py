@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from serverless_gpu.model.crews import rank_places
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import (
     NODE_COMMAND_PRESETS,
@@ -24,6 +26,35 @@ from serverless_gpu.model.spec import Command
 from serverless_gpu.node.protocol import Context, Launch, original
 
 STOP_FILE = "stop_reason"
+
+
+class Network(NamedTuple):
+    """How the ranks of a node reach those of the others.
+
+    Attributes:
+        master: address and port of rank 0's rendezvous.
+        address: where the others reach this node.
+        variables: what says by which interface, unless the caller did.
+    """
+
+    master: tuple[str, int]
+    address: str = "127.0.0.1"
+    variables: Mapping[str, str] = {}
+
+
+def place_of(launch: Launch, local: int) -> RankPlace:
+    """Return where a process of the user's stands in its gang.
+
+    A driver of Ray is alone: no other process of the gang has a rank.
+
+    Args:
+        launch: the attempt.
+        local: the process's number among the node's; of a command that runs once per node, 0.
+    """
+    if launch.spec.ray is None:
+        return rank_places(launch.all_crews, launch.crew)[local]
+    nodes = len(launch.all_crews)
+    return RankPlace(rank=0, local_rank=0, node_rank=launch.crew, world_size=1, local_world_size=1, num_nodes=nodes)
 
 
 class RankEnvironment:
@@ -45,28 +76,35 @@ class RankEnvironment:
         self._checkpoints = checkpoints
         self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
 
-    def of(self, rank: int, devices: Sequence[Device], master: tuple[str, int]) -> dict[str, str]:
+    def of(self, local: int, devices: Sequence[Device], network: Network) -> dict[str, str]:
         """Return the variables of one rank.
 
         Args:
-            rank: its number.
-            devices: all of the attempt's, in LOCAL_RANK order.
-            master: address and port of rank 0's rendezvous.
+            local: its number among the node's.
+            devices: all of the attempt's on this node, in LOCAL_RANK order.
+            network: how it reaches the others.
 
         Raises:
             OSError: a secret cannot be read.
         """
         launch = self._launch
-        size = 1 if launch.spec.ray is not None else launch.world_size  # the driver is alone
-        place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=size, local_world_size=size, num_nodes=1)
         per_node = self._command is not None and self._command.per == "node"
-        describe = node_variables if per_node else rank_variables
-        variables = describe(place, devices=devices, run_id=launch.run_id, fence=launch.fence, master=master)
+        own = self._variables(place_of(launch, local), devices, network, per_node=per_node)
         presets = NODE_COMMAND_PRESETS if per_node else {}
         if launch.spec.tracker is not None:
             presets = {**presets, **TRACKED_PRESETS}
-        own = {**variables, **self._places()}
-        return {**default_variables(devices), **presets, **self._callers(), **self.tracked, **own}
+        weak = {**default_variables(devices), **presets, **network.variables}
+        return {**weak, **self._callers(), **self.tracked, **own, **self._places()}
+
+    def _variables(
+        self, place: RankPlace, devices: Sequence[Device], network: Network, *, per_node: bool
+    ) -> dict[str, str]:
+        run_id, fence, master = self._launch.run_id, self._launch.fence, network.master
+        if not per_node:
+            return rank_variables(place, devices=devices, run_id=run_id, fence=fence, master=master)
+        return node_variables(
+            place, devices=devices, run_id=run_id, fence=fence, master=master, address=network.address
+        )
 
     def _places(self) -> dict[str, str]:
         """Return where a rank finds what is the attempt's: why it is to stop, checkpoints, code, secrets."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
 import socket
@@ -36,9 +37,10 @@ from serverless_gpu.node.inside.raycluster import directory
 from serverless_gpu.node.inside.raycluster.words import Share, files_of, logs_of
 from serverless_gpu.node.processes import memory_limit_bytes
 from serverless_gpu.node.protocol import Launch
+from serverless_gpu.node.rank_environment import Network
 from serverless_gpu.node.raylogs import save_logs
 
-_NODE = 0  # its number among the run's nodes: a run is on one
+_ALONE = Network(("127.0.0.1", 0))
 _NAMES_TRIED = 20
 _LOOK_NS = 60_000_000_000
 _SWEEPS_MAX = 3  # of an agent's, for a directory that cannot be removed: a task has made files of another user in it
@@ -57,6 +59,7 @@ class Cluster:
     Args:
         launch: the run.
         devices: its devices on this node.
+        network: how its nodes reach each other.
         clock: bounds how long its logs are copied.
 
     Attributes:
@@ -69,8 +72,11 @@ class Cluster:
         OSError: there is no room in the attempt's.
     """
 
-    def __init__(self, launch: Launch, devices: Sequence[Device], clock: Clock | None = None) -> None:
+    def __init__(
+        self, launch: Launch, devices: Sequence[Device], network: Network = _ALONE, clock: Clock | None = None
+    ) -> None:
         self._clock = clock or SystemClock()
+        self._network = network
         self._launch = launch
         self._devices = tuple(devices)
         files = Path(files_of(launch.directory))
@@ -100,12 +106,12 @@ class Cluster:
             cpus=cluster_cpus(cores, count),
             object_store_bytes=store,
             dashboard=asked.dashboard,
-            node_rank=_NODE,
-            num_nodes=1,
+            node_rank=self._launch.crew,
+            num_nodes=len(self._launch.all_crews),
             host=socket.gethostname(),
-            address="127.0.0.1",
-            head=("127.0.0.1", 0),
-            secret=secrets.token_hex(32),
+            address=self._network.address,
+            head=self._network.master,
+            secret=_secret(self._launch),
         )._asdict()
 
     def close(self) -> str:
@@ -114,10 +120,17 @@ class Cluster:
         Returns:
             What the receipt says about it, or "".
         """
-        note = save_logs(self.path, logs_of(self._launch.directory, _NODE), self._clock)
+        note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
         directory.remove(self.path)
         os.close(self.fd)
         return note
+
+
+def _secret(launch: Launch) -> str:
+    """Return what the nodes of one cluster know and nobody else: the same on all of them."""
+    if not launch.nonce:
+        return secrets.token_hex(32)
+    return hashlib.sha256(f"{launch.nonce}:ray".encode()).hexdigest()
 
 
 class Process(Protocol):

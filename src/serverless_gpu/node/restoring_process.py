@@ -37,7 +37,8 @@ from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, Se
 from serverless_gpu.node.home import storage_error
 from serverless_gpu.node.inside import linux, mounts
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.protocol import Mode, Wanted
+from serverless_gpu.node.protocol import Wanted
+from serverless_gpu.node.statuses import Mode
 from serverless_gpu.units import format_bytes
 
 _REPORT_S = 0.25

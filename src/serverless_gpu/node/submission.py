@@ -6,18 +6,20 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.model.crews import world_size
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.entrypoint import air_program
 from serverless_gpu.node.home import storage_error
+from serverless_gpu.node.statuses import Kind
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """What `spec.json` in an attempt's directory holds: the run as it was asked for.
 
     Attributes:
-        world_size: ranks of the run; 0 for a session, which has none.
+        world_size: ranks of the run, on all of its nodes; 0 for a session, which has none.
         kind: what the directory is of.
         session: the session whose devices the run uses, or "".
         gpu_type: of its devices; "" where only a server knows.
@@ -29,7 +31,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     spec: RunSpec
     version: str
-    kind: protocol.Kind = "function"
+    kind: Kind = "function"
     session: str = ""
     gpu_type: str = ""
     tariff: Tariff | None = None
@@ -76,5 +78,7 @@ def write_submission(message: protocol.Launch, version: str) -> None:
 
 
 def ranks_of(message: protocol.Launch) -> int:
-    """Return how many ranks a launch has; a session has none."""
-    return message.spec.processes(message.world_size) if message.idle_timeout_s is None else 0
+    """Return how many ranks a launch has, on all of its nodes; a session has none."""
+    nodes = len(message.all_crews)
+    ranks = nodes if message.spec.per_node else world_size(message.all_crews)
+    return ranks if message.idle_timeout_s is None else 0

@@ -17,7 +17,8 @@ Failure cases:
 - the client goes away, or cancels, before it has confirmed the environment: the attempt ends without user code;
 - the server does not answer for longer than the lease says: the attempt is stopped, by this process's own clock, for
   another one may run elsewhere soon;
-- the attempt comes a second time: one supervisor has the lock, and what has ended does not begin again.
+- the attempt comes a second time: one supervisor has the lock, and what has ended does not begin again;
+- the attempt has ranks on other nodes: `peers.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,9 +66,10 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.logs import cut_output
 from serverless_gpu.node.observation import Observation
+from serverless_gpu.node.peers import Peers
 from serverless_gpu.node.processes import Left
 from serverless_gpu.node.raycluster import NoDirectory
-from serverless_gpu.node.rendezvous import NoPort, reserve_port
+from serverless_gpu.node.rendezvous import NoPort
 from serverless_gpu.node.reservation import Reservation
 from serverless_gpu.node.taking import first_of, take_attempt
 from serverless_gpu.node.watchers import Audience, Watcher
@@ -109,7 +110,7 @@ class Supervisor:
         self._observation.on_seen = self._eyes.idleness.seen
         self._reservation: Reservation | Borrowed | None = None
         self._gang: Gang | None = None
-        self._port: socket.socket | None = None
+        self._peers = Peers(launch, self._clock, self._selector, self._audience.tell)
         self._waiting = ""
         self._preparing = ""
         self._begin_pending = False
@@ -224,17 +225,16 @@ class Supervisor:
             self._audience.tell(protocol.Waiting(sentence=sentence, queued_ns=created_wall_ns(self._launch.run_id)))
 
     def _begin(self) -> None:
-        """Start the ranks once devices and stem are both there, and the environment is known to be the right one."""
+        """Start the ranks once devices, stem and other nodes are there, and the environment is known to be right."""
         if not self._begin_pending or self._gang is None or not self._gang.standby or self._reservation is None:
             return
-        if not self._confirmed or self._observation.hold_ns is not None:
-            return
-        self._begin_pending = False
-        self._account.starting(self._devices)
         try:
-            self._port = reserve_port()
+            if not self._peers.met() or not self._confirmed or self._observation.hold_ns is not None:
+                return
+            self._begin_pending = False
+            self._account.starting(self._devices)
             self._gang.environment.tracked = self._observation.environ
-            self._gang.start(self._reservation.devices, self._port, self._reservation.fds, self._audience)
+            self._gang.start(self._reservation.devices, self._peers.network(), self._reservation.fds, self._audience)
         except NoPort as error:
             self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
             return
@@ -293,6 +293,7 @@ class Supervisor:
             raise
         if self._attempt.state is State.STOPPING:
             self._account.stopping(self._attempt, self._devices)
+        self._peers.watch(self._attempt)
         for instruction in instructions:
             match instruction:
                 case Instruction.START_RANKS:
@@ -310,6 +311,7 @@ class Supervisor:
                     self._conclude()
 
     def _kill(self) -> None:
+        self._begin_pending = False
         kill_ns = self._emptying.begin(self._gang)
         if self._attempt.killed:
             self._account.notes.append(killed_text(self._attempt, kill_ns))
@@ -326,6 +328,7 @@ class Supervisor:
             self._leave_unconfirmed()
         self._audience.tend()
         self._observation.tend()
+        self._peers.tend()
         if self._gang is not None:
             self._gang.tend()
         self._begin()
@@ -373,8 +376,7 @@ class Supervisor:
         secret_files.remove(self._directory)
         logs = gang.logs if gang is not None else {}
         self._account.notes += cut_output(list(logs.values()), self._audience.dropped_bytes)
-        if self._port is not None:
-            self._port.close()
+        self._peers.close()
         stopped = make_stopped(self._attempt, logs, self._eyes.hangs.hang, self._eyes.gpus.hint, proven=proven)
         self._account.ended(stopped)
         self._audience.tell(stopped)
@@ -420,6 +422,7 @@ class Supervisor:
             waiting={State.QUEUED: self._waiting, State.STARTING: self._preparing}.get(self._attempt.state)
             or self._eyes.said,
             tracked=self._observation.told,
+            crew=self._peers.news,
         )
 
     def _obey(self, message: protocol.AnyMessage, watcher: Watcher) -> None:
@@ -428,6 +431,13 @@ class Supervisor:
         elif isinstance(message, protocol.Lease):
             if self._lease_ns is not None:
                 self._lease_ns = message.deadline_ns
+            if self._peers.are_awaited and self._attempt.state is State.STARTING:
+                self._apply(Preparing())  # how long others may take is the server's to say
+        elif isinstance(message, protocol.GangNews):
+            for event in self._peers.hear(message):
+                if self._attempt.state not in TERMINAL:
+                    self._apply(event)
+            self._begin()
         elif isinstance(message, protocol.Confirm) and watcher is self._client and not self._confirmed:
             self._confirmed = True
             self._account.mark("confirmed")
@@ -473,6 +483,7 @@ class Supervisor:
             self._eyes.hangs.wake_ns,
             self._lease_ns,
             self._observation.wake_ns,
+            self._peers.wake_ns,
             hold_ns,
         ):
             if wake_ns is not None:

@@ -22,9 +22,10 @@ from collections.abc import Callable, Collection
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import CgroupRoot
-from serverless_gpu.node.protocol import Context, Stem, ZygoteStatus
+from serverless_gpu.node.protocol import Context, Stem
 from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.spawning import PRELOAD
+from serverless_gpu.node.statuses import ZygoteStatus
 from serverless_gpu.node.zygotes import Key, ProblemTaker, Zygote, first_run, key_of
 
 ZYGOTES_MAX = 4

@@ -1,8 +1,9 @@
-"""Who enters the function first: rank 0, and the others when its store can be reached.
+"""Who enters the function first on a node: its first rank, and the others when rank 0's store can be reached.
 
 `init_process_group` has rank 0 listen on MASTER_PORT and the others connect to it. Who connects too early is refused,
 and torch tries again only after about half a second: a launch of 30 ms becomes one of 500, for one call in fifty. So
-the others wait at a pipe until rank 0 has entered, and then until somebody listens on the port, 20 ms at most.
+the others of its node wait at a pipe until rank 0 has entered, and then until somebody listens on the port, 20 ms at
+most. On other nodes of a gang nobody can see that, and only the pipe is waited for.
 
 Whether somebody listens is asked without connecting, which would disturb the store: a port that is merely bound, as the
 supervisor keeps it, can be bound again with SO_REUSEADDR; one that listens cannot.
@@ -21,21 +22,23 @@ _WAIT_NS = 20_000_000
 _LOOK_S = 0.0005
 
 
-def pass_gate(gate: int | None, rank: int, world_size: int) -> None:
+def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_store: bool) -> None:
     """Return when this rank may enter the function.
 
     Args:
-        gate: the pipe; rank 0 has its writing end, the others the reading end. None where there is nothing to wait for.
-        rank: global rank.
-        world_size: ranks of the gang.
+        gate: the pipe; the node's first rank has its writing end, the others the reading end. None where there is
+            nothing to wait for.
+        local_rank: rank on its node.
+        local_world_size: ranks there.
+        has_store: whether rank 0 is one of them.
     """
     if gate is None:
         return
-    if rank == 0:
-        os.write(gate, protocol.now_ns().to_bytes(8, "big") * (world_size - 1))
+    if local_rank == 0:
+        os.write(gate, protocol.now_ns().to_bytes(8, "big") * (local_world_size - 1))
     else:
-        entered = os.read(gate, 8)  # empty when rank 0 is gone: then there is nothing to wait for
-        if entered and "torch" in sys.modules:
+        entered = os.read(gate, 8)  # empty when the first is gone: then there is nothing to wait for
+        if entered and has_store and "torch" in sys.modules:
             _wait_for_store(int.from_bytes(entered, "big") + _WAIT_NS)
     os.close(gate)
 

@@ -8,7 +8,8 @@
                         "names": [name, …], "libraries": [path, …]}
                        {"event": "cold", "reason": text}              it cannot be forked from; ends
                        {"event": "stem", "pid": n} + descriptor of the stem's channel
-    supervisor ─▶ stem {"op": "rank", "rank": n, "env": {…}} + stdout and stderr descriptors
+    supervisor ─▶ stem {"op": "rank", "rank": n, "local_rank": n, "env": {…}} + stdout and stderr descriptors
+                                                                       "rank" is its number in the gang, here and below
                        {"op": "hold"} + lock descriptors              kept open until the stem ends
                        {"op": "go", "directory": …, "cwd": …, …}      start all ranks; with "command": [argument, …]
                                                                        each runs that instead of the call;
@@ -37,7 +38,7 @@ import json
 import time
 from collections.abc import Callable
 
-VERSION = 6
+VERSION = 7
 
 # A rank answers the first, SIGRTMAX-7, by writing its Python stacks to its memfd of that name, wherever it is; the
 # second, once its main thread is back in Python, by adding PASSED. Not SIGUSR1 or SIGUSR2, which user code and

@@ -56,7 +56,8 @@ _MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
 class Place(NamedTuple):
     """Where a rank writes and how it is numbered.
 
-    `gate` is a pipe that holds the others back until rank 0 has entered the function: rank 0 has its writing end.
+    `gate` is a pipe that holds the others of its node back until the first of them has entered the function: that one
+    has its writing end.
     `release` is a pipe that ends when every rank has returned. `stack` is where Python stacks go when the supervisor
     asks for them. `copies` are directories of code that were captured, with the originals.
     """
@@ -69,6 +70,8 @@ class Place(NamedTuple):
     release: int | None = None
     stack: int = -1
     copies: Mapping[str, str] = {}
+    local_rank: int = 0
+    local_world_size: int = 1
 
 
 def main(channel: Channel, events: Channel) -> int:
@@ -97,6 +100,8 @@ def main(channel: Channel, events: Channel) -> int:
         release=release,
         stack=stack,
         copies=copies if isinstance(copies := message.get("copies"), dict) else {},
+        local_rank=protocol.integer(message, "local_rank"),
+        local_world_size=protocol.integer(message, "local_world_size"),
     )
     linux.set_name(f"sgpu-rank{place.rank}")
 
@@ -164,7 +169,7 @@ def execute(place: Place, report: protocol.Report) -> int:
         call = load_call(os.path.join(place.directory, "call.pkl"))
         _fill_main(call)
         kwargs = fill_rank(call.function, call.args, call.kwargs, place.rank, place.world_size)
-        pass_gate(place.gate, place.rank, place.world_size)
+        pass_gate(place.gate, place.local_rank, place.local_world_size, has_store=place.rank == place.local_rank)
         report({"event": "enter"})
         value = call.function(*call.args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome

@@ -170,7 +170,7 @@ class _Stem:
         return True
 
     def _start_ranks(self, go: protocol.Message) -> None:
-        """Tell every rank who it is; rank 0 first, the others wait at a gate until it has entered the function.
+        """Tell every rank who it is; the node's first one first, the others wait until it has entered the function.
 
         Whoever connects to rank 0's store before it listens is refused and tries again only after half a second.
         """

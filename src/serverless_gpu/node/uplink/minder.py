@@ -77,6 +77,7 @@ class Minder:
         self._writing = threading.Lock()
         self._channel: Channel | None = None
         self._confirmed = False
+        self._gang = protocol.GangNews()  # what the server said of it last
         self._abandoned = False
         self._launch: protocol.Launch | None = None
         self._launches = 0
@@ -145,6 +146,12 @@ class Minder:
         elif not self._confirmed:
             self._confirmed = True
             self._tell(protocol.Confirm())
+
+    def pass_on(self, news: protocol.GangNews) -> None:
+        """Tell the supervisor what the server says of the gang; what it has heard before it is not told again."""
+        if news not in (self._gang, protocol.GangNews()):
+            self._gang = news
+            self._tell(news)
 
     def heard(self, deadline_ns: int) -> None:
         """Let an attempt that was confirmed go on until then; one that was not does not start for that."""
@@ -231,6 +238,8 @@ class Minder:
             self._channel = channel
         if self._confirmed:
             self._tell(protocol.Confirm())
+        if self._gang != protocol.GangNews():
+            self._tell(self._gang)
         stop = self._news.known.stop
         if stop is not None:
             self._tell(protocol.Cancel(reason=stop))
@@ -286,9 +295,12 @@ class Minder:
                 self._news.learn(SOON_S, begun=True, state=State.RUNNING, sentence=self._of_itself)
             case protocol.Tracked(url=url):
                 self._news.learn(SOON_S, tracked=url)
-            case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked):
-                if tracked is not None:
-                    self._understand(tracked)
+            case protocol.CrewNews() as crew:
+                self._news.learn(AT_ONCE_S, crew=crew)
+            case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked, crew=crew_news):
+                for word in (tracked, crew_news):
+                    if word is not None:
+                        self._understand(word)
                 begun = state not in (State.QUEUED, State.STARTING) and has_begun(first_facts(self.directory))
                 self._news.learn(
                     SOME_TIME_S, begun=begun, state=State.RUNNING if begun else State.STARTING, sentence=waiting

@@ -12,7 +12,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import State, StopReason
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.protocol import CrewNews, Stopped
 
 AT_ONCE_S = 0.0
 RECEIPT_S = 0.005
@@ -30,6 +30,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
         finished: whether the receipt is written.
         stop: why it is to be stopped, once somebody asked.
         tracked: link to the run in MLflow, once known.
+        crew: what it has to say to the others of its gang; None on one node.
     """
 
     state: State = State.STARTING
@@ -39,6 +40,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool = False
     stop: StopReason | None = None
     tracked: str = ""
+    crew: CrewNews | None = None
 
 
 class News:

@@ -42,7 +42,7 @@ from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
 
-TAKES = ("renewal", "secrets", "without", "max_run")
+TAKES = ("renewal", "secrets", "without", "max_run", "crews")
 """What this version understands beyond the first of its protocol."""
 PYTHONS_S = 30.0
 """How long it may take until an interpreter that was installed is offered."""

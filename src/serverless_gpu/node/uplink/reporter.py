@@ -34,7 +34,7 @@ from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, ServerSt
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.node.history import read_receipt
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.protocol import CrewNews, GangNews, Stopped
 from serverless_gpu.node.remote import Remote
 from serverless_gpu.node.uplink.delivery import Delivery
 from serverless_gpu.node.uplink.news import AT_ONCE_S, SOON_S, Known, News
@@ -57,6 +57,10 @@ class Attended(Protocol):
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
         """The server has answered."""
+        ...
+
+    def pass_on(self, news: GangNews) -> None:
+        """The server has said something of the gang, or nothing new."""
         ...
 
     def heard(self, deadline_ns: int) -> None:
@@ -157,6 +161,7 @@ class Reporter:
                     continue
                 self._until_ns = asked_ns + round(answer.partition_grace_s * 1e9)
                 minder.renew(self._until_ns, answer.stop)
+                minder.pass_on(_of_the_gang(answer))
                 if is_settled:
                     minder.settled()
                     return
@@ -223,7 +228,8 @@ class Reporter:
 
     def _running(self, known: Known) -> Report:
         """Return the report of an attempt that has not ended."""
-        state = State.STOPPING if known.stop is not None else known.state
+        crew = known.crew or CrewNews()
+        state = State.STOPPING if known.stop is not None or crew.halt is not None else known.state
         files = self._delivery.before_the_end()
         facts = self._learn_from(self._facts.unsent())
         return Report(
@@ -236,6 +242,10 @@ class Reporter:
             facts=facts,
             files=files,
             tracked=known.tracked,
+            offer=None if known.begun else crew.offer,
+            reach=None if known.begun else crew.reach,
+            returned=crew.returned,
+            halt=crew.halt,
         )
 
     def _ended(self, known: Known, stopped: Stopped) -> Report:
@@ -271,6 +281,8 @@ class Reporter:
             receipt=receipt,
             freed=known.finished,
             tracked=known.tracked or self._tracked,
+            returned=known.crew is not None and known.crew.returned,
+            halt=None if known.crew is None else known.crew.halt,
         )
 
     def _late(self, known: Known) -> Report:
@@ -350,6 +362,10 @@ class Reporter:
             self._news.learn(AT_ONCE_S)
         elif behind:  # what was written meanwhile goes with what is heard next: each report costs the ranks' time, too
             self._news.learn(SOON_S)
+
+
+def _of_the_gang(answer: ReportAnswer) -> GangNews:
+    return GangNews(offers=answer.offers, chosen=answer.chosen, release=answer.release, peer_failed=answer.peer_failed)
 
 
 def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Ending:

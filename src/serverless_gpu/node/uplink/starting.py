@@ -96,10 +96,11 @@ def make_launch(
         HardwareError: this node has not what the order needs.
         InvalidValue: the node's configuration, or the order, cannot be used.
     """
+    _check_crews(order)
     devices = offered(greeting, os.environ)
     there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     visible = [device for device in there if device.uuid not in order.without]
-    chosen = candidates(gpus=order.world_size, gpu_type=order.gpu_type, devices=visible, own=greeting.own_types)
+    chosen = candidates(gpus=order.gpus, gpu_type=order.gpu_type, devices=visible, own=greeting.own_types)
     now_ns = clock.boottime_ns()
     return protocol.Launch(
         run_id=order.run_id,
@@ -107,7 +108,7 @@ def make_launch(
         directory=str(directory),
         spec=order.spec,
         candidates=chosen.devices,
-        world_size=order.world_size,
+        world_size=order.gpus,
         of_type=sum(device.type == chosen.devices[0].type for device in devices),
         context=_context(order),
         called_ns=max(0, now_ns - max(0, waited_ns)),
@@ -115,6 +116,9 @@ def make_launch(
         environment=_wanted(order, store),
         confirmed=False,
         lease_ns=now_ns + round(order.partition_grace_s * 1e9),
+        crews=order.crews,
+        crew=order.crew,
+        nonce=order.nonce,
     )
 
 
@@ -164,6 +168,26 @@ def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
 def write_run(launch: protocol.Launch) -> None:
     """Write what makes the run readable; as `write_submission`."""
     write_submission(launch, __version__)
+
+
+def _check_crews(order: Start) -> None:
+    """Refuse an order whose gang cannot be.
+
+    Raises:
+        InvalidValue: it is no list of crews with this one among them, or they have nothing to know each other by.
+    """
+    if not order.crews:
+        return
+    numbers = [crew.number for crew in order.crews]
+    first = 0
+    for crew in order.crews:
+        if crew.first_rank != first or crew.gpus < 1:
+            raise InvalidValue(f"crew {crew.number} of the order cannot begin with rank {crew.first_rank}")
+        first += crew.gpus
+    if numbers != list(range(len(numbers))) or not 0 <= order.crew < len(numbers) or first != order.world_size:
+        raise InvalidValue(f"crew {order.crew} of {numbers[:8]} with {first} of {order.world_size} devices cannot be")
+    if len(numbers) > 1 and not order.nonce:
+        raise InvalidValue("the order has a gang on several nodes, and nothing by which they know each other")
 
 
 def _fetch(reference: BlobReference, path: Path, route: str, connection: Connection) -> None:
