@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.server import serving
 from serverless_gpu.server.claim import TakenOver
-from serverless_gpu.server.systemd import Installation, notify, taken_from, unit
+from serverless_gpu.server.systemd import Installation, join_unit, notify, taken_from, unit
 from tests.docs.pages import ROOT
 
 EXAMPLE = Installation(
@@ -31,6 +31,25 @@ EXAMPLE = Installation(
 
 def test_the_example_is_what_is_printed() -> None:
     assert (ROOT / "deploy" / "serverless-gpu.service").read_text() == unit(EXAMPLE)
+
+
+def test_the_example_of_a_machine_that_joins_is_what_is_printed() -> None:
+    command = ("/opt/serverless-gpu/bin/sgpu", "join", "10.0.0.5", "--token-file", "/etc/serverless-gpu/join.json")
+    printed = join_unit(command, user="sgpu", home=Path("/var/lib/serverless-gpu"))
+    assert (ROOT / "deploy" / "serverless-gpu-join.service").read_text() == printed
+    assert {"KillMode=process", "OOMPolicy=continue", "Restart=always", "Delegate=yes"} <= set(printed.splitlines())
+
+
+def test_a_unit_of_a_machine_that_joins_names_files_from_anywhere(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["join", "10.0.0.5", "--token-file", "join.json", "--name", "gpu 2", "--unit"]
+    monkeypatch.setattr(sys, "argv", ["sgpu", *arguments])
+    done = CliRunner().invoke(sgpu, arguments)
+    assert done.exit_code == 0, done.output
+    start = next(line for line in done.output.splitlines() if line.startswith("ExecStart="))
+    assert start.endswith(f"join 10.0.0.5 --token-file {tmp_path}/join.json --name 'gpu 2'")
 
 
 def test_only_the_server_is_stopped_and_ranks_keep_what_they_need() -> None:

@@ -28,9 +28,9 @@ def test_nobody_writes_farther_than_they_read() -> None:
             assert ORDER.index(write) <= ORDER.index(read), (role, resource)
 
 
-def test_nobody_may_more_than_an_admin_but_nodes_with_their_orders() -> None:
+def test_nobody_may_more_than_an_admin_but_nodes_with_their_orders_and_who_joins() -> None:
     for role in ROLES:
-        for resource in set(Resource) - {Resource.ORDERS}:
+        for resource in set(Resource) - {Resource.ORDERS, Resource.JOINING}:
             for write in (False, True):
                 most = ORDER.index(reach("admin", resource, write=write))
                 assert ORDER.index(reach(role, resource, write=write)) <= most
@@ -47,6 +47,14 @@ def test_only_nodes_see_orders_which_hold_the_callers_variables() -> None:
 def test_a_token_that_only_reads_reaches_no_orders_which_hold_the_tokens_of_attempts() -> None:
     assert {reach("agent", "orders", write=write, scopes=("read",)) for write in (False, True)} == {Reach.NONE}
     assert reach("agent", "orders", write=True, scopes=("agent",)) == Reach.OWN
+
+
+def test_a_token_for_joining_is_good_for_that_and_what_it_brings_is_not() -> None:
+    for resource in Resource:
+        assert reach("agent", resource, write=True, scopes=("joining",)) == (
+            Reach.OWN if resource is Resource.JOINING else Reach.NONE
+        )
+    assert reach("agent", "joining", write=True, scopes=("agent",)) == Reach.NONE
 
 
 def test_an_agent_sees_nothing_that_people_see() -> None:

@@ -11,6 +11,7 @@ from serverless_gpu.cli.mlflow_server import as_builtins, mlflow_lines, mlflow_s
 from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.server.state import server_status
 from serverless_gpu.client.agent_control import agent_status, stop_agent
+from serverless_gpu.engines.ray_keeping import stop_ray
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.gpu_faults import suspects
 from serverless_gpu.node.home import find_home
@@ -107,9 +108,11 @@ def gpus() -> None:
 
 @click.command()
 def stop() -> None:
-    """End the agent of this node and what it keeps warm; running attempts go on."""
+    """End the agent of this node and what it keeps warm, and the Ray of a server here; running attempts go on."""
     home = find_home(os.environ)
     ended = stop_agent(home.root)
     say("stopped" if ended else "no agent is running")
+    if stop_ray(home.root):
+        say("Ray has ended here; runs go on")
     if said := stop_mlflow(home):
         say_lines(said)

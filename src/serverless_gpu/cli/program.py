@@ -39,6 +39,7 @@ from serverless_gpu.cli.runs import cancel, runs, show
 from serverless_gpu.cli.server.audit import audit
 from serverless_gpu.cli.server.budgets import budget
 from serverless_gpu.cli.server.dividing import pool, pools, queue, share
+from serverless_gpu.cli.server.join import join
 from serverless_gpu.cli.server.logbook import server_logs
 from serverless_gpu.cli.server.machines import node, nodes
 from serverless_gpu.cli.server.node_rules import node_commands
@@ -90,6 +91,7 @@ for _command in (
     login,
     node,
     nodes,
+    join,
     policy,
     pool,
     pools,

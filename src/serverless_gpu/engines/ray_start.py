@@ -42,8 +42,8 @@ STORE_BYTES = 80_000_000
 START_S = 120
 """How long a raylet may take to start: Ray's own 30 s are short for a first import from a slow disk."""
 TOKEN_CHARACTERS = 64
-FIXED = (2, 52)
-"""The first version that knows tokens."""
+OLDEST = (2, 55)
+"""The first version whose machines each have a directory of their own; tokens are older."""
 
 # A machine that is gone is known to be after 10 s at most; Ray's own settings take a minute.
 _HEALTH = {

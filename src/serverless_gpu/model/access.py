@@ -46,6 +46,8 @@ class Resource(StrEnum):
         ENVIRONMENTS: objects of captured environments; own: by their address; all: list and delete.
         BLOBS: parts of payloads and outputs, by their digest.
         AGENTS: a node's own side: join, heartbeat.
+        JOINING: becoming a node with the token of the join file, which is good for nothing else; what a machine gets
+            for it has the scope "agent", and cannot let in another one.
         ORDERS: what a node is told to do; with it go the callers' variables and the tokens of attempts, so a node's
             own token is all that reaches them, and asking for them is a write: they count as sent.
         USERS: users and services.
@@ -68,6 +70,7 @@ class Resource(StrEnum):
     ENVIRONMENTS = "environments"
     BLOBS = "blobs"
     AGENTS = "agents"
+    JOINING = "joining"
     ORDERS = "orders"
     USERS = "users"
     TEAMS = "teams"
@@ -82,7 +85,7 @@ _NONE, _OWN, _TEAM, _ALL = Reach.NONE, Reach.OWN, Reach.TEAM, Reach.ALL
 # Role → resource → how far it may read, and write. What is not there is none.
 POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
     "admin": dict.fromkeys(Resource, (_ALL, _ALL))
-    | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE)}
+    | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE), Resource.JOINING: (_NONE, _NONE)}
     | {Resource.METRICS: (_ALL, _NONE), Resource.USAGE: (_ALL, _NONE)},
     "operator": {
         Resource.RUNS: (_ALL, _ALL),
@@ -136,6 +139,7 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
     },
     "agent": {
         Resource.AGENTS: (_OWN, _OWN),
+        Resource.JOINING: (_OWN, _OWN),
         Resource.ORDERS: (_OWN, _OWN),
         Resource.ENVIRONMENTS: (_OWN, _NONE),
         Resource.BLOBS: (_OWN, _OWN),

@@ -37,6 +37,7 @@ from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
+from serverless_gpu.node.pool import in_pool
 from serverless_gpu.node.processes import Left, MemoryWatch, cgroup_empty, kill_cgroup, left_in, remove_cgroup
 from serverless_gpu.node.protocol import Context, Launch, original
 from serverless_gpu.node.rank_environment import STOP_FILE, Network, RankEnvironment, place_of
@@ -210,6 +211,7 @@ class Gang:
                 "copies": {original(copy): original(directory) for copy, directory in context.copies.items()},
                 "threads": self._threads(),
                 "tracked": self.launch.spec.tracker is not None,
+                "fenced": in_pool(directory),
                 "ray": None if self._cluster is None else self._cluster.share(),
             }
         )

@@ -14,14 +14,18 @@ import getpass
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 
 import sqlalchemy as sa
 from prometheus_client import ProcessCollector
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.engines import ray_start
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.engines.local import LocalEngine
+from serverless_gpu.engines.ray import RayEngine
+from serverless_gpu.engines.ray_link import RayAccess
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.profile import Profile
@@ -34,7 +38,7 @@ from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.first_start import FirstTokens, first_tokens
+from serverless_gpu.server.first_start import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
 from serverless_gpu.server.hub import (
     ALARMS,
@@ -56,6 +60,7 @@ from serverless_gpu.server.loops import LATE_S, Loop, Tick
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.notifying import Notifier
+from serverless_gpu.server.ray_beside import RayBeside
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.retention import Retention
 from serverless_gpu.server.sampling import Sampling
@@ -70,6 +75,8 @@ from serverless_gpu.server.usage_folding import Folding
 
 LOOP_S = 10.0
 """How long the loops may take to finish their ticks when the server stops."""
+RAY_S = 20.0
+"""How long a start waits for Ray to say what it has."""
 SLOW_S = 6 * 3600.0
 """How long a tick may take that goes through everything in a bucket, before it counts as stuck."""
 _NAMED_MAX = 5
@@ -123,6 +130,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             room=Room(nearby_bytes_max=settings.nearby_bytes_max),
             measures=measures,
         )
+        beside = _beside(settings, database, clock=clock, url=url, token=tokens.node_token)
         services = Services(
             settings=settings,
             clock=clock,
@@ -133,15 +141,21 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             measures=measures,
             health=Health(clock),
             low=database.reserve.problem,
+            ray_pool=(lambda: None) if beside is None else beside.pool,
             **storage._asdict(),
         )
         _look_after_health(services, database)
         measures.watch(Sampling(services))
         ProcessCollector(registry=measures.registry)
-        engine = _this_machine(settings, url=url, token=tokens.node_token) if settings.node else None
+        engine: Engine | None = None
+        if beside is not None:
+            engine = _several_machines(services, beside)
+            services.health.probe("ray", beside.problem)
+        elif settings.node:
+            engine = _this_machine(settings, url=url, token=tokens.node_token)
         if engine is not None:
             stack.callback(engine.close)
-        stack.enter_context(_looking_after(services, engine, database))
+        stack.enter_context(_looking_after(services, engine, database, beside))
         yield Assembly(
             claim=database.claim,
             services=services,
@@ -150,14 +164,42 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
         )
 
 
+def _beside(settings: Settings, database: Database, *, clock: Clock, url: str, token: str) -> RayBeside | None:
+    """Have Ray started where it makes one pool of several machines, and a token for those that join."""
+    if settings.ray is None:
+        return None
+    join_token(database, settings.directory, now_ns=clock.wall_ns())
+    return RayBeside(settings, url=url, node_token=token)
+
+
 def _this_machine(settings: Settings, *, url: str, token: str) -> Engine:
     """Return the engine of the machine the server is on; its uplink is started by the first tick."""
     profile = Profile(url=url, token=token, name=socket.gethostname(), upload_s=settings.upload_s)
     return LocalEngine(Home(settings.home), settings.directory, profile=profile, environ=os.environ)
 
 
+def _several_machines(services: Services, beside: RayBeside) -> Engine:
+    """Return the engine of every machine that has joined."""
+    engine = RayEngine(
+        beside.directory / "engine",
+        access=RayAccess(
+            address=beside.cluster.address,
+            node_address=beside.cluster.node_address,
+            pool=beside.key,
+            variables=ray_start.variables(beside.cluster.token_file),
+        ),
+        python=sys.executable,
+        news=lambda: services.hub.touch(SCHEDULER),
+    )
+    if beside.was_there and not engine.ready(RAY_S):
+        _log.warning("Ray has said nothing within %s s: new gangs wait for it", RAY_S)
+    return engine
+
+
 @contextlib.contextmanager
-def _looking_after(services: Services, engine: Engine | None, database: Database) -> Iterator[None]:
+def _looking_after(
+    services: Services, engine: Engine | None, database: Database, beside: RayBeside | None
+) -> Iterator[None]:
     """Run the loops; the hub rings them."""
     scheduler = Scheduler(services, engine=engine)
     reconciler = Reconciler(services, scheduler=scheduler, engine=engine)
@@ -196,6 +238,8 @@ def _looking_after(services: Services, engine: Engine | None, database: Database
         USAGE: loop("usage", alone(Folding(services).tick), late_s=SLOW_S),
         SELF_CHECK: loop("self-check", SelfCheck(services).tick, late_s=SLOW_S),
     }
+    if beside is not None:
+        loops["ray"] = loop("ray", beside.tick)
     for key, each in loops.items():
         services.health.watch(each.name, each.problem)
         services.hub.listen(key, each.ring)

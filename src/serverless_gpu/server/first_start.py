@@ -2,6 +2,7 @@
 
     server/token         the administrator's, for the person who started the server
     server/node.token    of a service with the role `agent`, for this machine as a node
+    server/join.token    of the same service, for machines that join it by Ray: good for that alone
 
 Each start looks whether the files hold tokens that the database knows. One that it does not know (the first start, a
 lost file, another database, a crash between file and database) is replaced: the file first, then the row, so that a
@@ -21,6 +22,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import machine
+from serverless_gpu.model.access import Resource
 from serverless_gpu.node.private_files import write_private
 from serverless_gpu.server import audit, identity
 from serverless_gpu.server.audit import SERVER, Action
@@ -65,13 +67,21 @@ def first_tokens(database: Transactions, directory: Path, *, login: str, now_ns:
     return FirstTokens(principal=owner, token=token, node_token=node_token)
 
 
+def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
+    """Return the token with which other machines join; makes it when it is missing, as `first_tokens`."""
+    service = PrincipalRequest(name=NODE, kind="service", role="agent")
+    return _held(database, directory / "join.token", service, now_ns=now_ns, scopes=(Resource.JOINING,))
+
+
 def principal_name(login: str) -> str:
     """Return the name of a principal that comes nearest to a login name."""
     name = re.sub(r"[^a-z0-9._@-]", "-", login.lower()).lstrip("._@-")[:64]
     return name if name and name not in (*identity.RESERVED, NODE) else _ADMIN
 
 
-def _held(database: Transactions, path: Path, wanted: PrincipalRequest, *, now_ns: int) -> str:
+def _held(
+    database: Transactions, path: Path, wanted: PrincipalRequest, *, now_ns: int, scopes: tuple[str, ...] = ()
+) -> str:
     with contextlib.suppress(FileNotFoundError):
         secret = path.read_text(encoding="ascii", errors="replace").strip()
         if database.read(lambda connection: identity.is_known(connection, secret)):
@@ -79,11 +89,12 @@ def _held(database: Transactions, path: Path, wanted: PrincipalRequest, *, now_n
     secret = identity.new_secret()
     write_private(path, f"{secret}\n".encode())
     faults.reach("after_token_file_before_row")
-    database.write(lambda connection: _grant(connection, wanted, secret=secret, path=path, now_ns=now_ns))
+    new = NewToken(principal=wanted.name, label=_label(path), scopes=scopes)
+    database.write(lambda connection: _grant(connection, wanted, new, secret=secret, now_ns=now_ns))
     return secret
 
 
-def _grant(connection: sa.Connection, wanted: PrincipalRequest, *, secret: str, path: Path, now_ns: int) -> None:
+def _grant(connection: sa.Connection, wanted: PrincipalRequest, new: NewToken, *, secret: str, now_ns: int) -> None:
     there = {one.name: one for one in identity.all_principals(connection)}
     if wanted.name not in there:
         identity.create_principal(connection, wanted, now_ns=now_ns)
@@ -91,7 +102,6 @@ def _grant(connection: sa.Connection, wanted: PrincipalRequest, *, secret: str, 
         audit.record(
             connection, who=SERVER, action=Action.USER_CREATE, subject=wanted.name, now_ns=now_ns, detail=detail
         )
-    new = NewToken(principal=wanted.name, label=_label(path))
     for lost in identity.tokens_of(connection, wanted.name):
         if lost.label == new.label and lost.revoked_ns is None:
             identity.revoke_token(connection, lost.id, now_ns=now_ns)

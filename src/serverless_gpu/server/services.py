@@ -32,6 +32,7 @@ from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.waiting_room import WaitingRoom
+from serverless_gpu.wire.joining import RayPool
 
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ class Services:
         measures: what is counted, for Prometheus.
         health: whether the server can do its work.
         spending: how every budget stands.
+        ray_pool: returns how other machines join, or None where none can.
         low: returns why the database takes no new runs, in words that name no one, or "".
     """
 
@@ -87,4 +89,5 @@ class Services:
     measures: Measures = dataclasses.field(default_factory=Measures)
     health: Health = dataclasses.field(default_factory=Health)
     spending: Spending = dataclasses.field(default_factory=Spending)
+    ray_pool: Callable[[], RayPool | None] = lambda: None
     low: Callable[[], str] = lambda: ""

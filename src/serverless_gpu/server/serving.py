@@ -100,6 +100,11 @@ class Running(uvicorn.Server):
         return "" if self._certificate is None else self._certificate.sentence()
 
     @property
+    def certified(self) -> tuple[str, ...]:
+        """Return the names in its certificate."""
+        return () if self._certificate is None else self._certificate.in_use.names
+
+    @property
     def is_certificate_over(self) -> bool:
         """Return whether it has a certificate that has ended."""
         return self._certificate is not None and self._certificate.is_over

@@ -31,15 +31,17 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
+from serverless_gpu.engines.ray_start import PORT as RAY_PORT
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.policy import MAX_RUN_S
 from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.serialized import from_builtins
+from serverless_gpu.server.ray_settings import RaySettings, Wrong, ray_settings
 from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.principals import OnDisabled
 
@@ -103,6 +105,12 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     runs_waiting: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     on_owner_disabled: OnDisabled = "finish"
     currency: Annotated[str, msgspec.Meta(pattern="^[A-Z]{3,8}$")] = CURRENCY
+    engine: Literal["local", "ray"] = "local"
+    ray_port: int = RAY_PORT
+    node_address: str = ""
+    ray_address: str = ""
+    ray_token_file: str = ""
+    tls_ca: str = ""
     key_lost: bool = False
     mlflow: bool = False
     mlflow_store: str = ""
@@ -130,6 +138,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         hosts: further names it answers to.
         tls_cert: file with the server's certificate and those between it and its issuer; "" for plain HTTP.
         tls_key: file with its key.
+        tls_ca: file with the certificate of who issued it, for machines that join; "" where every machine knows that.
         behind_proxy: addresses or networks of proxies that speak TLS for this server; what they say of who asks is
             believed, and beyond loopback nobody else is answered.
         node: whether the machine it is on is a node, too.
@@ -147,6 +156,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         runs_waiting_max: runs of one principal that may wait at once.
         on_owner_disabled: what becomes of the runs of somebody who may start none any more: finish, or stop.
         currency: of prices, and of what is charged.
+        ray: how Ray makes one pool of several machines; None for this machine alone.
         key_lost: whether to start although the key of secrets, or of runs that have not ended, is another one.
         mlflow: whether an MLflow server runs beside this one.
         mlflow_store: url or path of its store; "" for the home's own.
@@ -164,6 +174,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     tls_cert: str = ""
     tls_key: str = ""
+    tls_ca: str = ""
     behind_proxy: tuple[str, ...] = ()
     node: bool = True
     partition_grace_s: float = 900.0
@@ -180,6 +191,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     runs_waiting_max: int = 20_000
     on_owner_disabled: OnDisabled = "finish"
     currency: str = CURRENCY
+    ray: RaySettings | None = None
     key_lost: bool = False
     mlflow: bool = False
     mlflow_store: str = ""
@@ -239,6 +251,7 @@ def read_settings(
         hosts=merged.hosts,
         tls_cert=checked.tls(merged),
         tls_key=_path(merged.tls_key),
+        tls_ca=_path(merged.tls_ca),
         behind_proxy=checked.proxies(merged),
         node=merged.node,
         partition_grace_s=grace_s,
@@ -250,6 +263,7 @@ def read_settings(
         runs_waiting_max=merged.runs_waiting,
         on_owner_disabled=merged.on_owner_disabled,
         currency=merged.currency,
+        ray=checked.ray(merged),
         key_lost=merged.key_lost,
         mlflow=merged.mlflow,
         mlflow_store=_store(merged.mlflow_store),
@@ -360,7 +374,7 @@ _KINDS: Mapping[str, Callable[[str], object]] = {
     **dict.fromkeys(_Options.__struct_fields__, str),
     **dict.fromkeys(("hosts", "behind_proxy"), tuple),
     **dict.fromkeys(("node", "key_lost", "mlflow"), bool),
-    **dict.fromkeys(("port", "runs_waiting", "queue_reservations", "queue_preemptions"), int),
+    **dict.fromkeys(("port", "ray_port", "runs_waiting", "queue_reservations", "queue_preemptions"), int),
     **dict.fromkeys(("logs_gib", "nearby_gib", "queue_nearly"), float),
 }
 
@@ -406,6 +420,18 @@ class _Checked:
             preempt_after_s=self._duration("queue_preempt_after", said.queue_preempt_after, 0.0, RETENTION_MAX_S),
             preemptions_max=said.queue_preemptions,
         )
+
+    def ray(self, said: _Options) -> RaySettings | None:
+        try:
+            return ray_settings(
+                said.engine,
+                port=said.ray_port,
+                node_address=said.node_address,
+                address=said.ray_address,
+                token_file=_path(said.ray_token_file),
+            )
+        except Wrong as wrong:
+            raise self._impossible(wrong.name, wrong.text, hint=wrong.hint) from None
 
     def tls(self, said: _Options) -> str:
         if bool(said.tls_cert) != bool(said.tls_key):

@@ -110,6 +110,48 @@ def unit(there: Installation) -> str:
     return "\n".join(lines) + "\n"
 
 
+def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
+    """Return the unit with which a machine is a node of a pool.
+
+    Args:
+        command: `sgpu join …`, with full paths.
+        user: whom it runs as, and with it every run of the machine.
+        home: `$SERVERLESS_GPU_HOME`.
+    """
+    lines = [
+        "# Made by `sgpu join … --unit`. Install:",
+        "#   sgpu join … --unit | sudo tee /etc/systemd/system/serverless-gpu-join.service",
+        "#   sudo systemctl daemon-reload && sudo systemctl enable --now serverless-gpu-join",
+        "[Unit]",
+        "Description=serverless-gpu node",
+        "Wants=network-online.target",
+        "After=network-online.target",
+        "StartLimitIntervalSec=0",
+        "",
+        "[Service]",
+        "Type=exec",
+        f"User={user}",
+        f"Environment=SERVERLESS_GPU_HOME={_quoted(str(home))}",
+        f"ExecStart={shlex.join(command)}",
+        "# Only the membership is stopped and started again: runs of this machine go on.",
+        "KillMode=process",
+        "OOMPolicy=continue",
+        "Restart=always",
+        "RestartSec=5",
+        "TimeoutStopSec=30",
+        "LimitNOFILE=65536:524288",
+        "TasksMax=infinity",
+        "# Attempts get control groups of their own below this one.",
+        "Delegate=yes",
+        "UMask=0077",
+        "# No sandbox: ranks are descendants of what is started here, and it would be theirs.",
+        "",
+        "[Install]",
+        "WantedBy=multi-user.target",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 _NODE = (
     "# No sandbox: ranks are descendants of this process, and it would be theirs. Without a node (--no-node) there is",
     "# one: `sgpu server unit` prints it then.",

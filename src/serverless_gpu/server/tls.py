@@ -133,6 +133,19 @@ class Certificate:
         raise InvalidValue(f"{self._key} has a passphrase, which nobody is there to type", hint=hint)
 
 
+def is_its_own(text: str) -> bool:
+    """Return whether a certificate is issued by itself: then it is what others have to trust.
+
+    Args:
+        text: PEM, the certificate first.
+    """
+    try:
+        first = x509.load_pem_x509_certificates(text.encode())[0]
+    except ValueError:
+        return False
+    return first.issuer == first.subject
+
+
 def _context() -> ssl.SSLContext:
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2

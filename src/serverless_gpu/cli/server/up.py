@@ -63,6 +63,14 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 )
 @click.option("--mlflow-url", metavar="URL", help="Where other machines find MLflow: a proxy in front of its port.")
 @click.option("--webhook", metavar="URL", help="Who is told of budgets that are nearly used up, and of alarms.")
+@click.option(
+    "--engine", type=click.Choice(["local", "ray"]), help="ray: one pool of this machine and those that join; local."
+)
+@click.option("--ray-port", type=int, metavar="PORT", help="The first of the hundred ports that Ray uses here; 7900.")
+@click.option("--node-address", metavar="IP", help="Of this machine, for those that join.")
+@click.option("--ray-address", metavar="HOST:PORT", help="A Ray cluster that is there already, in place of our own.")
+@click.option("--ray-token-file", metavar="FILE", help="With that one's token; only you may read it.")
+@click.option("--tls-ca", metavar="FILE", help="Who issued the certificate, for machines that join and do not know it.")
 @click.option("--key-lost", is_flag=True, default=None, help="Start without the key of unended runs and secrets.")
 def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> None:
     """Start a server: a queue in front of this machine's GPUs, or a team's.
@@ -84,10 +92,14 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     for problem in (*settings_room.unknown(os.environ), *_too_small(home)):
         say(f"warning: {problem}", err=True)
 
+    ray_beside = load("serverless_gpu.server.ray_beside")
+    ray_beside.refuse(settings)
+
     def ready(url: str, running: Running, mlflow: str) -> None:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
         write_profile(home.root, Profile(url=url, token=token, embedded=True, machine=machine()))
-        for line in (*_told(url, home, mlflow), *_outside(settings, running)):
+        joining = ray_beside.offer_joining(settings, url=url, port=running.port, certified=running.certified)
+        for line in (*_told(url, home, mlflow), *_outside(settings, running), *joining):
             say(line)
 
     try:
@@ -99,6 +111,8 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         say_lines(f"sgpu: {error}", err=True)
         sys.exit(load("serverless_gpu.server.systemd").TAKEN_OVER)
     grace = format_duration_ms(round(settings.partition_grace_s * 1000))
+    if settings.ray is not None:
+        say("Ray goes on for ten minutes, for a server that is started again; `sgpu stop` ends it")
     say(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
 
 

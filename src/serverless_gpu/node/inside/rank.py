@@ -36,7 +36,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import blas, command, linux, mlflow_hook, protocol
+from . import blas, command, fence, linux, mlflow_hook, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
@@ -104,6 +104,8 @@ def main(channel: Channel, events: Channel) -> int:
         local_world_size=protocol.integer(message, "local_world_size"),
     )
     linux.set_name(f"sgpu-rank{place.rank}")
+    if message.get("fenced") is True:
+        fence.keep_signals_in()  # where that is not possible, `sgpu doctor` says so
 
     def report(event: protocol.Message) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone: the stem ends us

@@ -31,7 +31,7 @@ _START_S = 30.0
 _END_S = 10.0
 _TRIES = 100
 _PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
-_PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLOCK_FAULT)
+PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLOCK_FAULT)
 """What says which devices the node offers, and where a test has it die."""
 
 
@@ -76,7 +76,7 @@ def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
 
 def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
     """Start an uplink, which detaches itself; as `ensure`."""
-    passed = {name: environ[name] for name in _PASSED_ON if name in environ}
+    passed = {name: environ[name] for name in PASSED_ON if name in environ}
     log = -1
     try:
         log = open_log(home.root / "uplink.log")
@@ -97,6 +97,14 @@ def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def stop(home: Home, profile: Path) -> bool:
+    """End the uplink of a home and profile; its attempts go on. Return whether there was one; raises as `stop_all`."""
+    found = running(home, profile)
+    if found is not None:
+        _end(found.pid)
+    return found is not None
 
 
 def stop_all(home: Home) -> int:

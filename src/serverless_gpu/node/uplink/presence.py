@@ -44,6 +44,8 @@ from serverless_gpu.wire.base import PROTOCOL
 
 TAKES = ("renewal", "secrets", "without", "max_run", "crews")
 """What this version understands beyond the first of its protocol."""
+LEFT = "left"
+"""File in a home's `ray/`: the machine has left its pool, and what runs there goes on."""
 PYTHONS_S = 30.0
 """How long it may take until an interpreter that was installed is offered."""
 
@@ -165,6 +167,8 @@ class Presence:
             silence = found.degraded or self._inventory.silence
             findings = self._faults.findings()
             changes = {"own_types": greeting.own_types, "degraded": silence, "findings": findings}
+            if not found.draining and (self._home.root / "ray" / LEFT).exists():
+                changes["draining"] = "it has left the pool: `sgpu join` has ended there"
             return msgspec.structs.replace(found, devices=devices, **changes)
         except ServerlessGpuError as error:
             return Offer(problem=str(error))

@@ -7,10 +7,12 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.errors import TooLarge
+from serverless_gpu.server import joining
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.api.routing import Call, Query, Routes, Stream, writing
 from serverless_gpu.server.orders import OPEN_MAX
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
+from serverless_gpu.wire.joining import JoinAnswer, JoinRequest
 
 routes = Routes("agents")
 
@@ -29,6 +31,12 @@ class OrdersQuery(Query, frozen=True, kw_only=True):
 def hello(call: Call, body: AgentHello) -> AgentWelcome:
     """Join, or come back."""
     return Agents(call.services).hello(call.who, body)
+
+
+@routes.post("/agents/join", needs=writing("joining"))
+def join(call: Call, body: JoinRequest) -> JoinAnswer:
+    """Get what a machine needs to join the pool, with the token of the join file."""
+    return joining.join(call.services, call.who, body)
 
 
 @routes.post("/agents/{node}/heartbeat", needs=writing("agents"))

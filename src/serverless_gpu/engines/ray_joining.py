@@ -1,0 +1,196 @@
+"""This machine becomes a node of a pool: what is looked at, asked and written before Ray is started.
+
+    Ray here? ─▶ server: may I? ─▶ same versions? ─▶ head reached? ports free? ─▶ files, plan
+                 (token of the join file → agent's token, Ray's token, address, versions)
+
+Ray itself says after 20 s that it could not connect, and not why. So all that can be wrong is found out first, in the
+order in which a person can mend it, and nothing is started before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from serverless_gpu.ambient import machine
+from serverless_gpu.engines import ray_machine, ray_start
+from serverless_gpu.engines.ray_join_file import JoinFile
+from serverless_gpu.engines.ray_keeper import Plan, unreachable
+from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerProblem, ServerUnavailable
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.private_files import write_private
+from serverless_gpu.node.uplink.presence import LEFT, instance_of
+from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.joining import JoinAnswer, JoinRequest
+
+DIRECTORY = "ray"
+"""Of the files of a machine that joins, in its home."""
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody asked for.
+
+    Attributes:
+        host: where the head is: a name or an address, with a port or without one.
+        file: what the join file says.
+        path: of the join file.
+        name: of the node.
+        address: of this machine; "" for the one that leads to the head.
+        port: the first of Ray's ports here; None for as on the server's machine.
+    """
+
+    host: str
+    file: JoinFile
+    path: Path
+    name: str
+    address: str = ""
+    port: int | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be started.
+
+    Attributes:
+        plan: what is kept.
+        offer: what the machine gives, for people.
+        ports: that Ray uses here.
+        profile: path of the agent's profile.
+    """
+
+    plan: Plan
+    offer: str
+    ports: str
+    profile: Path
+
+
+def prepare(wish: Wish, home: Home, environ: Mapping[str, str]) -> Ready:
+    """Look at everything, ask the server, and write this machine's files.
+
+    Args:
+        wish: what was asked for.
+        home: the home directory.
+        environ: variables; those that say what the node offers are passed on.
+
+    Raises:
+        ServerProblem: there is no Ray here, or not the pool's; a port is taken; the head does not answer.
+        ServerUnavailable: the server does not answer.
+        NotAuthenticated: the token of the join file is not good.
+        NotAllowed: the server lets in no machine, or not under this name.
+        InvalidValue: an address cannot be.
+        StorageError: a file could not be written.
+    """
+    ray_machine.check_ray()
+    host, port = parse_host(wish.host)
+    _refuse_loopback(wish, host)
+    address = wish.address or ray_machine.own_address(host)
+    ray_start.check_node_address(address)
+    ray_machine.check_own(address)
+    answer = _ask(wish, home)
+    if different := ray_machine.differences(answer.ray.version, answer.ray.python):
+        raise ServerProblem(different, hint="")
+    head = ray_start.joined(host, port or int(answer.ray.address.rpartition(":")[2]))
+    base = answer.ray.port if wish.port is None else wish.port
+    _refuse_closed(head, base, address)
+    directory = home.root / DIRECTORY
+    profile = directory / ray_machine.PROFILE
+    files = ray_machine.Files(home=home, directory=directory, profile=profile)
+    devices = ray_machine.devices_of(home)
+    node = ray_machine.node_of(wish.name, address, base, files, devices)
+    try:
+        ca = str(directory / ray_machine.CA) if wish.file.ca else ""
+        write_profile(profile, Profile(url=wish.file.server, token=answer.token, ca=ca, name=wish.name))
+        plan = ray_machine.prepared(node, files, answer.ray.token, environ, head=head)
+        (directory / LEFT).unlink(missing_ok=True)
+    except OSError as error:
+        raise ServerProblem(f"{directory} cannot be written: {error.strerror}") from error
+    return Ready(plan=plan, offer=ray_machine.offer_text(devices), ports=ray_start.port_range(base), profile=profile)
+
+
+def parse_host(text: str) -> tuple[str, int | None]:
+    """Return the address of a host, and the port if one was said.
+
+    Raises:
+        InvalidValue: there is no such host.
+    """
+    parts = urlsplit(f"//{text}" if text.count(":") <= 1 or text.startswith("[") else f"//[{text}]")
+    try:
+        host, port = parts.hostname or "", parts.port
+        found = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][4][0] if host else ""
+    except (OSError, ValueError) as error:
+        raise InvalidValue(f"{text!r} is not found: {error}", hint="the first machine: a name, or 10.0.0.5") from None
+    if not found or parts.path or parts.username is not None:
+        raise InvalidValue(
+            f"{text!r} is not a machine", hint="a name or an address: 10.0.0.5, or with a port 10.0.0.5:7900"
+        )
+    return str(found), port
+
+
+def _refuse_loopback(wish: Wish, host: str) -> None:
+    """Refuse to ask a server that listens to its own machine only, from another one."""
+    if not _is_loopback(urlsplit(wish.file.server).hostname or ""):
+        return
+    try:
+        ray_machine.check_own(host)
+    except InvalidValue:
+        raise InvalidValue(
+            f"{wish.path} says that the server is at {wish.file.server}: only its own machine reaches that",
+            hint="start it with --host, --tls-cert and --tls-key, too, and copy the file again",
+        ) from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _ask(wish: Wish, home: Home) -> JoinAnswer:
+    directory = home.root / DIRECTORY
+    ca = str(directory / ray_machine.CA) if wish.file.ca else ""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if ca:
+            write_private(Path(ca), wish.file.ca.encode())
+    except OSError as error:
+        raise ServerProblem(f"{directory} cannot be written: {error.strerror}") from error
+    request = JoinRequest(name=wish.name, machine=machine(), instance=instance_of(home))
+    url = wish.file.server
+    with contextlib.closing(Connection(url, wish.file.token, ca=ca)) as connection:
+        try:
+            return connection.ask("POST", "/agents/join", request, answer=JoinAnswer)
+        except NotAuthenticated:
+            raise NotAuthenticated(
+                f"the server at {url} does not take the token of {wish.path}",
+                hint="it was changed there: copy server/join.json of the first machine again",
+            ) from None
+        except NotFound:
+            raise ServerProblem(
+                f"the server at {url} knows nothing of joining",
+                hint="is it as new as this package? pip install --upgrade",
+            ) from None
+        except ServerUnavailable as error:
+            hint = f"from here: curl {url}/api/v1/version   (an address that this machine reaches: --server URL)"
+            raise ServerUnavailable(error.message, hint=hint) from None
+
+
+def _refuse_closed(head: str, base: int, address: str) -> None:
+    why = unreachable(head)
+    if why:
+        raise ServerProblem(
+            f"the server answers, and Ray at {head} does not: {why}",
+            hint=f"between the machines of a pool, TCP {ray_start.port_range(base)} has to be open, in both directions",
+        )
+    taken = ray_machine.taken_port(base, address)
+    if taken is not None:
+        raise ServerProblem(
+            f"port {taken} is taken on this machine, and Ray needs {ray_start.port_range(base)}",
+            hint="another range of a hundred: --ray-port 8100",
+        )

@@ -1,0 +1,310 @@
+"""Keeping Ray on one machine: started, looked after, started anew when it ends, ended in order.
+
+    sgpu up   ─▶ a process of its own (`ray_keeping.py`), which outlives the server
+    sgpu join ─▶ in the foreground
+
+    head there? ─▶ what an earlier one left is ended ─▶ a fresh directory ─▶ ray start --block ─▶ started
+        ▲                                                                      │
+        └──────────── pause, longer and longer ◀── it ended ───────────────────┘
+    told to stop ─▶ SIGTERM, 5 s, SIGKILL to everything of it ─▶ directory removed
+
+What Ray has started for us, the agent of the machine and below it all runs, is none of Ray's processes: it is
+nobody's child, has nothing of Ray in its environment, and stays.
+
+Failure cases: the head is not there (asked for again and again, said once); Ray does not start, or dies (why is taken
+from what it wrote; started again); the keeper is killed (its Ray goes on; the next keeper ends that and starts anew:
+in between nothing is lost but a machine's membership); the directory is somebody else's (refused).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.engines import ray_words
+from serverless_gpu.errors import StorageError
+from serverless_gpu.node.spawning import open_log
+from serverless_gpu.units import format_duration_ms
+
+MARK = "SERVERLESS_GPU_RAY"
+"""Variable of every process of a Ray of ours: its directory."""
+STARTED = b"Ray runtime started"
+CONNECT_S = 3.0
+END_S = 5.0
+_LOOK_S = 0.5
+_WATCH_S = 5.0
+_STEADY_S = 60.0
+_PAUSE_S, _PAUSE_S_MAX = 1.0, 30.0
+_KILL_TRIES = 40
+_KILL_PAUSE_S = 0.05
+_TAIL_BYTES = 200_000
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept.
+
+    Attributes:
+        command: `ray start …`.
+        environ: its variables, all of them.
+        directory: of Ray's files, in one that only this user can enter.
+        log: path of the file for what Ray says.
+        head: address that has to answer before a machine can join; "" for the head itself.
+    """
+
+    command: tuple[str, ...]
+    environ: dict[str, str]
+    directory: str
+    log: str
+    head: str = ""
+
+    @property
+    def parent(self) -> str:
+        """Return the private directory around Ray's."""
+        return os.path.dirname(self.directory)
+
+
+class Keeper:
+    """Ray on this machine.
+
+    Args:
+        plan: what is kept.
+        say: given a sentence whenever something changes.
+        started: called whenever Ray has started.
+        needed: asked every few seconds: "" while somebody needs it, else why nobody does.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        say: Callable[[str], None],
+        started: Callable[[], None] = lambda: None,
+        needed: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._plan, self._say, self._started, self._needed = plan, say, started, needed
+        self._clock = SystemClock()
+        self._pause_s = _PAUSE_S
+        self._away = ""
+
+    def keep(self, stop: int) -> None:
+        """Keep Ray until told to stop, or until nobody needs it.
+
+        Args:
+            stop: a descriptor that can be read when it is to stop.
+
+        Raises:
+            StorageError: the directory cannot be used.
+        """
+        end_processes(self._plan.directory)
+        try:
+            while not _waited(stop, 0):
+                why = unreachable(self._plan.head)
+                if why:
+                    self._say_away(why)
+                    if self._over() or _waited(stop, self._next_pause_s()):
+                        return
+                    continue
+                self._away = ""
+                if self._run(stop) or self._over():
+                    return
+                if _waited(stop, self._next_pause_s()):
+                    return
+        finally:
+            end_processes(self._plan.directory)
+            shutil.rmtree(self._plan.parent, ignore_errors=True)
+
+    def _run(self, stop: int) -> bool:
+        """Start Ray and wait for its end, or to be told; return whether it was told, or is not needed."""
+        make_directory(self._plan.parent)
+        log = open_log(Path(self._plan.log))
+        begin = os.fstat(log).st_size
+        environ = {**self._plan.environ, MARK: self._plan.directory}
+        try:
+            process = subprocess.Popen(
+                self._plan.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env=environ,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._say(f"Ray cannot be started: {error}")
+            return False
+        finally:
+            os.close(log)
+        since_ns = self._clock.boottime_ns()
+        told = self._watch(process, stop, begin)
+        lived_s = (self._clock.boottime_ns() - since_ns) / 1e9
+        if told:
+            end(process, self._plan.directory)
+            return True
+        process.wait()
+        end_processes(self._plan.directory)
+        if lived_s > _STEADY_S:
+            self._pause_s = _PAUSE_S
+        why = ray_words.why_ended(_written(self._plan.log, begin))
+        self._say(f"Ray ended after {format_duration_ms(round(lived_s * 1000))}: {why}; it is started again")
+        return False
+
+    def _watch(self, process: subprocess.Popen[bytes], stop: int, begin: int) -> bool:
+        """Return True when it is to end, False when it has ended."""
+        is_started = False
+        pidfd = os.pidfd_open(process.pid)
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.register(stop, select.POLLIN)
+        try:
+            while True:
+                ready = {fd for fd, _ in poll.poll((_WATCH_S if is_started else _LOOK_S) * 1000)}
+                if stop in ready:
+                    return True
+                if pidfd in ready:
+                    return False
+                if not is_started and STARTED in _written(self._plan.log, begin):
+                    is_started = True
+                    self._started()
+                if self._over():
+                    return True
+        finally:
+            os.close(pidfd)
+
+    def _over(self) -> bool:
+        why = self._needed()
+        if why:
+            self._say(f"Ray ends: {why}")
+        return bool(why)
+
+    def _say_away(self, why: str) -> None:
+        if why != self._away:
+            self._say(f"the head of the pool at {self._plan.head} does not answer ({why}); it is asked again")
+        self._away = why
+
+    def _next_pause_s(self) -> float:
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _PAUSE_S_MAX)
+        return pause_s
+
+
+def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
+    """Return why nobody answers at an address, or "".
+
+    Args:
+        address: ``host:port``, or "" for none that is needed.
+        limit_s: how long that may take.
+    """
+    if not address:
+        return ""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def make_directory(path: str) -> None:
+    """Make the private directory anew.
+
+    Raises:
+        StorageError: it is somebody else's, or cannot be made.
+    """
+    try:
+        if os.path.lexists(path):
+            status = os.lstat(path)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise StorageError(
+                    f"{path} is not a directory of ours", hint=f"look at it and remove it: ls -ld {path}"
+                )
+            shutil.rmtree(path, ignore_errors=True)
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be made: {error.strerror}") from error
+
+
+def end(process: subprocess.Popen[bytes], directory: str, limit_s: float = END_S) -> None:
+    """End a Ray in order: it tells its head that the machine leaves; what is left after the time is killed."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    end_processes(directory)
+
+
+def end_processes(directory: str) -> int:
+    """Kill every process of the Ray of a directory; return how many there were."""
+    count = 0
+    for _ in range(_KILL_TRIES):
+        found = 0
+        for pidfd in marked(directory):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                found += 1
+        if not found:
+            return count
+        count = max(count, found)
+        select.select([], [], [], _KILL_PAUSE_S)
+    return count
+
+
+def marked(directory: str) -> Iterator[int]:
+    """Yield descriptors of the processes that have a directory as their mark; each is closed after its turn."""
+    sign = f"{MARK}={directory}".encode()
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            pidfd = os.pidfd_open(int(name))
+        except OSError:
+            continue
+        try:
+            with contextlib.suppress(OSError):
+                environ = Path("/proc", name, "environ").read_bytes()
+                if sign in environ.split(b"\0") and _is_alive(name):
+                    yield pidfd
+        finally:
+            os.close(pidfd)
+
+
+def log_path(directory: Path) -> Path:
+    """Return where what Ray says is written."""
+    return directory / "ray.log"
+
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those that belong to a Ray of ours, or of anybody."""
+    return {name: value for name, value in environ.items() if not name.startswith(("RAY_", MARK))}
+
+
+def _is_alive(pid: str) -> bool:
+    text = Path("/proc", pid, "stat").read_text(encoding="utf-8", errors="replace")
+    return text.rpartition(")")[2].split()[0] != "Z"
+
+
+def _waited(stop: int, pause_s: float) -> bool:
+    """Wait; return whether it is to stop."""
+    return bool(select.select([stop], [], [], pause_s)[0])
+
+
+def _written(path: str, begin: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(begin if size >= begin else 0, size - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES)
+    except OSError:
+        return b""

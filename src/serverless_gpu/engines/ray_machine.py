@@ -1,0 +1,251 @@
+"""This machine as a part of a Ray cluster: its Ray, its address, its ports, its devices, its files.
+
+    check_ray · own_address · taken_port     looked at before anything is started, so that what lacks is said by us
+    prepared                                 token, profile, node file and the plan of what is kept
+
+Files of a machine lie in one directory, of mode 0700; each of them has mode 0600:
+
+    token         of the Ray cluster; Ray's processes read it
+    profile.json  how the agent reaches the server, with the agent's own token      (on the server's machine: node.json)
+    node.json     how the agent is started
+    ca.pem        whom the agent trusts for the server, where that is not one the system knows
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.engines import ray_start
+from serverless_gpu.engines.ray_keeper import Plan, clean, log_path
+from serverless_gpu.engines.ray_node_file import NodeFile, write_node_file
+from serverless_gpu.errors import InvalidValue, ServerProblem
+from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.raycluster import installed
+from serverless_gpu.node.private_files import write_private
+from serverless_gpu.node.spawning import clean_variables, search_path
+from serverless_gpu.node.uplink.control import PASSED_ON
+from serverless_gpu.node.uplink.presence import Presence
+
+_PARENT = "/tmp/sgpu-pool-"
+_AWAY = "192.0.2.1"  # nobody's (RFC 5737), and nothing is sent there
+_DISCARD = 9
+NODE, TOKEN, PROFILE, CA = "node.json", "token", "profile.json", "ca.pem"
+
+
+class Files(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a machine's files are.
+
+    Attributes:
+        home: `$SERVERLESS_GPU_HOME`.
+        directory: of the files.
+        profile: of the agent; "" where the machine is no node.
+    """
+
+    home: Home
+    directory: Path
+    profile: Path | None
+
+    @property
+    def token(self) -> Path:
+        """Return where the cluster's token is."""
+        return self.directory / TOKEN
+
+    @property
+    def node(self) -> Path:
+        """Return where it is said how the agent is started."""
+        return self.directory / NODE
+
+
+def check_ray() -> str:
+    """Return the version of the Ray that this interpreter has.
+
+    Raises:
+        ServerProblem: it has none, or one that is too old.
+    """
+    found = installed.version() if installed.origin() else ""
+    if not found:
+        raise ServerProblem(
+            f"Ray is not installed for {sys.executable}",
+            hint="pip install 'ray>=2.55', the same version on every machine",
+        )
+    if installed.release(found) < ray_start.OLDEST:
+        oldest = ".".join(map(str, ray_start.OLDEST))
+        raise ServerProblem(f"Ray {found} is too old for several machines", hint=f"pip install 'ray>={oldest}'")
+    return found
+
+
+def python_version() -> str:
+    """Return the version of this interpreter."""
+    return ".".join(map(str, sys.version_info[:3]))
+
+
+def differences(version: str, python: str) -> str:
+    """Return how Ray here differs from the pool's in a way that matters, or "".
+
+    Args:
+        version: of the pool's Ray.
+        python: of the pool's interpreter.
+    """
+    own, own_python = check_ray(), python_version()
+    if own != version:
+        return f"this machine has Ray {own}, and the pool has {version}: pip install 'ray=={version}'"
+    if own_python.split(".")[:2] != python.split(".")[:2]:
+        return f"this is Python {own_python}, and the pool has {python}: Ray needs the same minor version"
+    return ""
+
+
+def own_address(towards: str = "") -> str:
+    """Return the address of this machine that others reach it at.
+
+    Args:
+        towards: a host that it talks to; "" for the rest of the world.
+
+    Raises:
+        InvalidValue: there is none that could be told, or no such host.
+    """
+    try:
+        kind, _, _, _, where = socket.getaddrinfo(towards or _AWAY, _DISCARD, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            found = str(probe.getsockname()[0])
+    except OSError as error:
+        what = (
+            f"no way leads to {towards} ({error.strerror})" if towards else "it cannot be told which address others see"
+        )
+        raise InvalidValue(what, hint="say which of this machine's addresses it is: --node-address 10.0.0.6") from None
+    return ray_start.check_node_address(found)
+
+
+def check_own(address: str) -> None:
+    """Refuse an address that is not one of this machine's.
+
+    Raises:
+        InvalidValue: so it is.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise InvalidValue(
+            f"{address} is no address of this machine: {error.strerror}", hint="`ip -brief address` lists them"
+        ) from None
+
+
+def taken_port(base: int, address: str) -> int | None:
+    """Return a port that is needed and that somebody has, or None.
+
+    Args:
+        base: the first of them.
+        address: of this machine; Ray listens there, and on loopback.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in ray_start.ports(base):
+        for kind, host in ((family, address), (socket.AF_INET, "127.0.0.1")):
+            with socket.socket(kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                    probe.listen()
+                except OSError:
+                    return port
+    return None
+
+
+def directory_of(files: Path) -> str:
+    """Return Ray's directory: short, for its sockets' sake, and the same each time, so that what is left is found."""
+    return f"{_PARENT}{hashlib.sha256(os.fsencode(files.absolute())).hexdigest()[:8]}/ray"
+
+
+def devices_of(home: Home) -> tuple[Device, ...]:
+    """Return what this machine offers.
+
+    Raises:
+        ServerProblem: nobody can say.
+    """
+    offer = Presence(home).offer(())
+    if offer.problem:
+        raise ServerProblem(f"this machine can run nothing: {offer.problem}", hint="sgpu doctor")
+    return offer.devices
+
+
+def offer_text(devices: Sequence[Device]) -> str:
+    """Return devices for people: "4 H100, 16 CPU"."""
+    types = [device.type for device in devices]
+    return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "no devices"
+
+
+def node_of(name: str, address: str, port: int, files: Files, devices: Sequence[Device]) -> ray_start.Node:
+    """Return what a machine gives to the cluster.
+
+    Args:
+        name: of the node.
+        address: of the machine.
+        port: the first of its ports.
+        files: its files.
+        devices: what it offers; none where it is no node.
+    """
+    ordered = sorted(devices, key=lambda device: device.kind is DeviceKind.CPU)
+    return ray_start.Node(
+        name=name,
+        address=address,
+        port=port,
+        directory=directory_of(files.directory),
+        token_file=str(files.token),
+        node_file=str(files.node) if files.profile is not None else "",
+        gpus=tuple(device.uuid for device in ordered if device.kind is not DeviceKind.CPU),
+        types=tuple(device.type for device in ordered),
+        client=installed.can_serve_clients(),
+    )
+
+
+def prepared(node: ray_start.Node, files: Files, token: str, environ: Mapping[str, str], *, head: str = "") -> Plan:
+    """Write the files of a machine; return what is to be kept there.
+
+    Args:
+        node: what it gives.
+        files: where they are.
+        token: of the cluster.
+        environ: of whoever starts it.
+        head: address of the cluster's head; "" for the head itself.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    _write_changed(files.token, token)
+    if files.profile is not None:
+        passed = {name: environ[name] for name in PASSED_ON if name in environ}
+        file = NodeFile(
+            python=sys.executable,
+            paths=tuple(search_path()),
+            home=str(files.home.root),
+            profile=str(files.profile),
+            environ={**clean_variables(environ), **passed},
+        )
+        write_node_file(files.node, file)
+    command = (
+        ray_start.join_command(sys.executable, node, head) if head else ray_start.head_command(sys.executable, node)
+    )
+    return Plan(
+        command=tuple(command),
+        environ=ray_start.environment(node, clean(clean_variables(environ))),
+        directory=node.directory,
+        log=str(log_path(files.directory)),
+        head=head,
+    )
+
+
+def _write_changed(path: Path, text: str) -> None:
+    with contextlib.suppress(OSError):
+        if path.read_text(encoding="ascii") == text:
+            return
+    write_private(path, text.encode("ascii"))

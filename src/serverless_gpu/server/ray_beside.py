@@ -1,0 +1,262 @@
+"""`sgpu up --engine ray`: the Ray of this machine, kept running, and the file with which other machines join.
+
+    refuse        before anything is started: no Ray, a wrong address, a token that others can read
+    RayBeside     files, keeper (`engines/ray_keeping.py`), looked after in a loop; it outlives the server
+    join file     server/join.json: where this server is, for other machines, and a token that is good for joining
+
+    server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
+
+With `ray_address` the head is somebody else's: then this machine joins that cluster as every other one does, since who
+asks a cluster has to be on one of its machines.
+
+Failure cases: the keeper is killed, or Ray dies (started again, `/health` says so meanwhile; runs do not notice);
+nothing of Ray's comes up (the server works, and new gangs on other machines wait with a sentence).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from serverless_gpu.ambient import machine
+from serverless_gpu.engines import ray_keeping, ray_machine, ray_start
+from serverless_gpu.engines.ray_join_file import NAME, JoinFile, write_join_file
+from serverless_gpu.engines.ray_keeper import Plan, unreachable
+from serverless_gpu.engines.ray_start import Cluster
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.private_files import readers
+from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.server import tls
+from serverless_gpu.server.keys import sha256
+from serverless_gpu.server.ray_settings import RaySettings
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.wire.joining import RayPool
+
+EVERY_S = 5.0
+_TOKEN_BYTES = 32
+_log = logging.getLogger(__name__)
+
+
+def refuse(settings: Settings) -> None:
+    """Refuse to start what could not work.
+
+    Raises:
+        ServerProblem: there is no Ray here, or one of its ports is taken.
+        InvalidValue: an address is not this machine's, or a token cannot be used.
+    """
+    if settings.ray is None:
+        return
+    ray_machine.check_ray()
+    address = node_address(settings, settings.ray)
+    ray_machine.check_own(address)
+    if settings.ray.address:
+        _given_token(settings.ray)
+        why = unreachable(settings.ray.address)
+        if why:
+            raise ServerProblem(
+                f"no Ray answers at {settings.ray.address}: {why}",
+                hint="the address of the cluster's head: --ray-address",
+            )
+    if ray_keeping.running(_directory(settings)) is None:
+        taken = ray_machine.taken_port(settings.ray.port, address)
+        if taken is not None:
+            raise ServerProblem(
+                f"port {taken} is taken, and Ray needs {ray_start.port_range(settings.ray.port)}",
+                hint="another range of a hundred: --ray-port 8100",
+            )
+
+
+def node_address(settings: Settings, ray: RaySettings) -> str:
+    """Return the address of this machine for the others: as said, or where the server listens, or as it can be told.
+
+    Raises:
+        InvalidValue: it cannot be told.
+    """
+    if ray.node_address:
+        return ray.node_address
+    if ray.address:
+        return ray_machine.own_address(ray.address.rpartition(":")[0].strip("[]"))
+    try:
+        return ray_start.check_node_address(settings.host)
+    except InvalidValue:
+        return ray_machine.own_address()
+
+
+class RayBeside:
+    """The Ray of this machine.
+
+    Args:
+        settings: what the server was told; `ray` is there.
+        url: under which this machine reaches the server.
+        node_token: of this machine's agent.
+
+    Attributes:
+        directory: of its files.
+        was_there: whether Ray ran here before the server did.
+
+    Raises:
+        ServerlessGpuError: what is said by `refuse`, or no process can be started.
+        OSError: a file could not be written.
+    """
+
+    def __init__(self, settings: Settings, *, url: str, node_token: str) -> None:
+        assert settings.ray is not None
+        self._settings, self._ray = settings, settings.ray
+        self.directory = _directory(settings)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._address = node_address(settings, self._ray)
+        self._token = _given_token(self._ray) if self._ray.address else _own_token(self.directory)
+        self._version = ray_machine.check_ray()
+        self._plan = self._prepared(url, node_token)
+        self._problem = ""
+        self.was_there = ray_keeping.running(self.directory) is not None
+        self._ensure()
+
+    @property
+    def cluster(self) -> Cluster:
+        """Return the cluster, as this machine reaches it."""
+        head = self._ray.address or ray_start.joined(self._address, self._ray.port)
+        token_file = str(self.directory / ray_machine.TOKEN)
+        return Cluster(address=head, token_file=token_file, node_address=self._address)
+
+    @property
+    def key(self) -> str:
+        """Return what tells this server's gangs from those of another one in the same cluster."""
+        return sha256(f"{machine()}:{self._settings.directory}")[:12]
+
+    def pool(self) -> RayPool:
+        """Return how another machine joins."""
+        return RayPool(
+            address=self.cluster.address,
+            port=self._ray.port,
+            token=self._token,
+            version=self._version,
+            python=ray_machine.python_version(),
+        )
+
+    def tick(self, now_ns: int) -> int:
+        """Have the keeper running; return when to look again."""
+        self._ensure()
+        return now_ns + round(EVERY_S * 1e9)
+
+    def problem(self) -> str:
+        """Return why the cluster does not answer, or ""."""
+        if self._problem:
+            return self._problem
+        why = unreachable(self.cluster.address)
+        log = self.directory / "keeper.log"
+        return f"Ray's head at {self.cluster.address} does not answer: {why}; {log}" if why else ""
+
+    def _prepared(self, url: str, node_token: str) -> Plan:
+        settings, name = self._settings, socket.gethostname()
+        profile = settings.directory / "node.json" if settings.node else None
+        files = ray_machine.Files(home=Home(settings.home), directory=self.directory, profile=profile)
+        if profile is not None:
+            write_profile(profile, Profile(url=url, token=node_token, name=name, upload_s=settings.upload_s))
+        devices = ray_machine.devices_of(files.home) if settings.node else ()
+        node = ray_machine.node_of(name, self._address, self._ray.port, files, devices)
+        return ray_machine.prepared(node, files, self._token, os.environ, head=self._ray.address)
+
+    def _ensure(self) -> None:
+        try:
+            owner = self._settings.directory / "lock"
+            if ray_keeping.ensure(self.directory, self._plan, owner, os.environ):
+                _log.info("Ray is started: %s", self.cluster.address)
+        except ServerlessGpuError as error:
+            if error.message != self._problem:
+                _log.warning("%s", error.message)
+            self._problem = error.message
+        else:
+            self._problem = ""
+
+
+def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequence[str] = ()) -> list[str]:
+    """Write the join file; return what a person is to be told: nothing where there is no Ray.
+
+    Args:
+        settings: what the server was told.
+        url: under which this machine reaches the server.
+        port: under which others do.
+        certified: names in its certificate.
+    """
+    if settings.ray is None:
+        return []
+    token = (settings.directory / "join.token").read_text(encoding="ascii").strip()
+    address = node_address(settings, settings.ray)
+    server = server_url(settings, url=url, port=port, address=address, certified=certified)
+    ca = Path(settings.tls_ca).read_text(encoding="ascii") if settings.tls_ca else _self_signed(settings)
+    path = settings.directory / NAME
+    write_join_file(path, JoinFile(server=server, token=token, ca=ca))
+    ports = ray_start.port_range(settings.ray.port)
+    lines = [f"Ray at {settings.ray.address or ray_start.joined(address, settings.ray.port)}, ports {ports}"]
+    if urlsplit(server).scheme == "http":
+        return [
+            *lines,
+            "other machines cannot join yet: this server listens on loopback. Give it --host, --tls-cert and --tls-key",
+        ]
+    return [
+        *lines,
+        f"other machines join with a copy of {path}, as secret as a password:",
+        f"  sgpu join {address} --token-file {NAME}",
+    ]
+
+
+def server_url(settings: Settings, *, url: str, port: int, address: str, certified: Sequence[str]) -> str:
+    """Return where other machines find this server: by a name in its certificate, or the proxy's.
+
+    Args:
+        settings: what the server was told.
+        url: under which this machine reaches it.
+        port: under which others do.
+        address: of this machine.
+        certified: names in its certificate.
+    """
+    if settings.tls_cert:
+        usable = [
+            name for name in certified if not name.startswith("*") and name not in ("localhost", "127.0.0.1", "::1")
+        ]
+        said = [name for name in settings.hosts if name not in usable]
+        name = address if address in usable else next(iter((*settings.hosts, *usable, *said, address)))
+        return f"https://{f'[{name}]' if ':' in name else name}:{port}"
+    if settings.hosts:  # a proxy speaks TLS, on this machine or another
+        return f"https://{settings.hosts[0]}"
+    return url
+
+
+def _self_signed(settings: Settings) -> str:
+    """Return the certificate where it is its own authority: others have to be told of it."""
+    if not settings.tls_cert:
+        return ""
+    text = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
+    return text if tls.is_its_own(text) else ""
+
+
+def _given_token(ray: RaySettings) -> str:
+    path = Path(ray.token_file)
+    try:
+        others = readers(path)
+        text = path.read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise InvalidValue(
+            f"{path} cannot be read: {error.strerror}", hint="--ray-token-file: with the cluster's token"
+        ) from None
+    if others:
+        raise InvalidValue(f"{path} lets in whoever has it, and {others}", hint=f"chmod 600 {path}")
+    return ray_start.check_token(text)
+
+
+def _own_token(directory: Path) -> str:
+    path = directory / ray_machine.TOKEN
+    try:
+        return ray_start.check_token(path.read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError, InvalidValue):
+        return os.urandom(_TOKEN_BYTES).hex()
+
+
+def _directory(settings: Settings) -> Path:
+    return settings.directory / "ray"
