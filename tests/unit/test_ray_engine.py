@@ -159,9 +159,8 @@ def test_a_server_that_starts_without_a_head_knows_nodes_and_gangs(
 
 
 def test_a_head_that_forgot_everything_is_asked_again_for_what_runs(
-    ray: FakeRay, made: Callable[..., RayEngine], monkeypatch: pytest.MonkeyPatch
+    ray: FakeRay, made: Callable[..., RayEngine]
 ) -> None:
-    monkeypatch.setattr(module, "_REPAIR_EVERY", 1)
     engine = made()
     ask(engine, TWO)
     ray.head_ends()

@@ -114,7 +114,7 @@ def test_a_node_that_is_missing_from_the_table_is_lost_after_a_while_only() -> N
     assert ray_rows.changes({"n1": ""}, still) == []
     lost = ray_rows.looked(still, [], 5 + MISSING_NS)
     assert ray_rows.changes({"n1": ""}, lost) == [
-        NodeLost(node="n1", sentence="is lost: the Ray head has not known it for 60 s")
+        NodeLost(node="n1", sentence="is lost: the Ray head has not known it for 120 s")
     ]
     assert ray_rows.looked(missing, [raw("b")], 6)["n1"] == Known(row=ray_rows.rows([raw("b")])[0])
 

@@ -55,6 +55,7 @@ _LOOK_S = 5.0
 _PATIENCE_S = 0.3  # what was given back before is free after a tenth of a second; others of this Ray may take longer
 _RESERVE_S = 15.0
 _REPAIR_EVERY = 5
+_REPAIR_OFTEN = 30  # looks, after each time that a head was found: nodes come back one by one
 _AT_ONCE = 8
 _STALE_S = 10.0
 _CLOSE_S = 1.0
@@ -112,7 +113,7 @@ class RayEngine(Engine):
         self._releasing: set[str] = set()
         self._released_at: dict[str, int] = {}
         self._told: dict[str, str] = {}
-        self._looks = 0
+        self._looks, self._found_at = 0, 0
         self._busy, self._busy_lock = set[str](), threading.Lock()
         self._looked, self._wake, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ray")
@@ -284,7 +285,9 @@ class RayEngine(Engine):
 
     def _run(self) -> None:
         while not self._closed.is_set():
+            was_there = not self._link.trouble
             if self._link.connect(self._closed):
+                self._found_at = self._found_at if was_there else self._looks
                 self._look()
             self._wake.wait(_LOOK_EVERY_S)
             self._wake.clear()
@@ -326,7 +329,7 @@ class RayEngine(Engine):
 
     def _repair(self, known: Mapping[str, Known]) -> None:
         """Reserve again what a head forgot that came back with nothing."""
-        if self._looks % _REPAIR_EVERY:
+        if self._looks % _REPAIR_EVERY and self._looks - self._found_at > _REPAIR_OFTEN:
             return
         with self._lock:
             missing = [

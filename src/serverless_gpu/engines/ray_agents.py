@@ -7,23 +7,19 @@ that Ray has.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines import ray_driver, ray_node
+from serverless_gpu.engines import ray_node
 from serverless_gpu.engines.ray_child import RayProblem, Unanswered
-from serverless_gpu.engines.ray_link import Link
+from serverless_gpu.engines.ray_link import PROGRAM, Link
 from serverless_gpu.engines.ray_rows import Known, Row, plain
 from serverless_gpu.engines.ray_start import NODE_FILE
 
 _EVERY_S = 5.0
 _ANSWER_S = 60.0
 _SILENT_MAX = 3
-# Another program is another actor: one that an older server left is asked nothing any more.
-_PROGRAM = hashlib.sha256(Path(ray_driver.__file__).read_bytes() + ray_node.LAUNCHER.encode()).hexdigest()[:8]
 
 
 class Agents:
@@ -69,7 +65,7 @@ class Agents:
                 "agent",
                 _ANSWER_S,
                 node=row.id,
-                actor=f"agent:{row.id}:{_PROGRAM}",
+                actor=f"agent:{row.id}:{PROGRAM}",
                 program=(NODE_FILE, ray_node.LAUNCHER, ray_node.MODULE),
             )
             problem = plain(said.get("problem"))

@@ -2,7 +2,7 @@
 
     engine ── {"id", "op", …} ─▶ stdin    a thread for each request ─▶ Ray      ◀── {"id", "ok" | "problem"} ── stdout
 
-    connect   be a driver of the cluster, in the namespace of one server
+    connect   be a driver of the cluster, in the namespace of one server, whose outdated actors are ended
     look      node table, placement groups, what is free: as Ray has them
     reserve   a detached placement group, if it is there within a moment; else nothing of it stays
     release   remove one
@@ -20,6 +20,7 @@ process that is no descendant of Ray's any more: neither `ray.kill`, nor the end
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -64,8 +65,15 @@ def _answer(request: dict[str, Any], answers: int) -> None:
             data = data[os.write(answers, data) :]
 
 
-def connect(address: str, node_address: str, namespace: str) -> dict[str, Any]:
-    """Become a driver of the cluster."""
+def connect(address: str, node_address: str, namespace: str, program: str) -> dict[str, Any]:
+    """Become a driver of the cluster.
+
+    Args:
+        address: of the head.
+        node_address: under which this machine is a node.
+        namespace: of the server.
+        program: how names of actors end that are of this version.
+    """
     import ray
 
     ray.init(
@@ -75,6 +83,10 @@ def connect(address: str, node_address: str, namespace: str) -> dict[str, Any]:
         configure_logging=False,
         _node_ip_address=node_address,
     )
+    for name in ray.util.list_named_actors():
+        if not name.endswith(program):
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(name))
     _is_driver.set()
     return {"version": ray.__version__}
 

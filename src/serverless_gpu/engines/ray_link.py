@@ -11,6 +11,7 @@ cluster at the same port, of which the old driver is none.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import threading
 from collections.abc import Mapping
@@ -19,9 +20,12 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.engines import ray_driver, ray_node
 from serverless_gpu.engines.ray_child import Child, RayProblem, Unanswered
 from serverless_gpu.engines.ray_rows import namespace
 
+PROGRAM = hashlib.sha256(Path(ray_driver.__file__).read_bytes() + ray_node.LAUNCHER.encode()).hexdigest()[:8]
+"""What names of actors end with: those that an older server left run another program, and are ended."""
 _PORT_S = 2.0
 _CONNECT_S = 60.0
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0)
@@ -124,6 +128,7 @@ class Link:
                 address=self._access.address,
                 node_address=self._access.node_address,
                 namespace=namespace(self._access.pool),
+                program=PROGRAM,
             )
         except (Unanswered, RayProblem) as error:
             self._drop()

@@ -109,7 +109,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     missing_ns: int | None = None
 
 
-MISSING_NS = 60_000_000_000
+MISSING_NS = 120_000_000_000
 """How long a node may be missing from the table: a head that forgot everything learns of its nodes again."""
 
 
