@@ -139,30 +139,32 @@ def _fill(database: Database, charging: Charging, attempts: int) -> int:
     place(database, first)
     tell(database, first, Started(), exec_ns=T0 + 2 * S)
     tell(database, first, Ended(Reason.COMPLETED, began=True), at_ns=T0 + 3 * S)
-    database.write(lambda connection: transitions.settle(connection, first, 1, receipt="{}", at_ns=T0 + 4 * S))
+    database.write(lambda connection: transitions.settle(connection, (first, 1, 0), receipt="{}", at_ns=T0 + 4 * S))
     charging.tick(0)  # it has an account from now on, as one that a scheduler places
     run, attempt = dict(rows(database, tables.runs)[0]), dict(rows(database, tables.attempts)[0])
-    attempt |= {"tariff_json": msgspec.json.encode(_TARIFF).decode(), "started_ns": None, "uncharged": True}
+    attempt |= {"tariff_json": msgspec.json.encode(_TARIFF).decode(), "started_ns": None}
+    crew = dict(rows(database, tables.crews)[0]) | {"started_ns": None, "uncharged": True}
     facts = 0
     for start in range(0, attempts, 500):
-        new: list[list[dict[str, Any]]] = [[], [], []]
+        new: list[list[dict[str, Any]]] = [[], [], [], []]
         for number in range(start, min(attempts, start + 500)):
             run_id = new_run_id()
             began_ns = _MIDNIGHT_NS + number % 24 * 3_600 * S
             new[0].append({**run, "id": run_id})
-            new[1].append({**attempt, "run_id": run_id, "token_sha256": run_id, "created_ns": began_ns})
-            new[2] += [
+            new[1].append({**attempt, "run_id": run_id, "created_ns": began_ns})
+            new[2].append({**crew, "run_id": run_id, "token_sha256": run_id})
+            new[3] += [
                 {"run_id": run_id, "fence": 1, "seq": seq, "fact_json": text.decode()}
                 for seq, text in enumerate(stored_facts(run_id, number))
             ]
-        facts += len(new[2])
+        facts += len(new[3])
         _insert(database, new)
     return facts
 
 
 def _insert(database: Database, new: Sequence[Sequence[dict[str, Any]]]) -> None:
     def work(connection: sa.Connection) -> None:
-        for table, values in zip((tables.runs, tables.attempts, tables.facts), new, strict=True):
+        for table, values in zip((tables.runs, tables.attempts, tables.crews, tables.facts), new, strict=True):
             connection.execute(table.insert(), values)
 
     database.write(work)

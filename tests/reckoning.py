@@ -54,32 +54,35 @@ def totals(read: Read, *dimensions: str) -> dict[tuple[Any, ...], tuple[int, int
 
 
 def _all(connection: sa.Connection, is_over: bool) -> Iterator[str]:
-    entries: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    entries: dict[tuple[str, int, int], list[Row]] = defaultdict(list)
     for row in _charges(connection):
-        entries[row["run_id"], row["fence"]].append(row)
+        entries[row["run_id"], row["fence"], row["crew"]].append(row)
     runs = {row["id"]: row for row in _rows(connection, tables.runs)}
     attempts = {(row["run_id"], row["fence"]): row for row in _rows(connection, tables.attempts)}
-    facts: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    facts: dict[tuple[str, int, int], list[Row]] = defaultdict(list)
     for row in _rows(connection, tables.facts):
-        facts[row["run_id"], row["fence"]].append(json.loads(row["fact_json"]))
+        facts[row["run_id"], row["fence"], row["crew"]].append(json.loads(row["fact_json"]))
     for some in facts.values():
         some.sort(key=lambda fact: int(fact["seq"]))
-    for gang, own in entries.items():
-        yield from (f"I7 charges of {gang[0]}:{gang[1]}: {wrong}" for wrong in _books(own))
-    for gang, attempt in attempts.items():
-        name, own = f"{gang[0]}:{gang[1]}", entries.get(gang, [])
-        yield from (f"I7 charges of {name}: {wrong}" for wrong in _account(runs[gang[0]], attempt, own))
-        if attempt["settled_ns"] is None:
+    for (run_id, fence, _), own in entries.items():
+        yield from (f"I7 charges of {run_id}:{fence}: {wrong}" for wrong in _books(own))
+    for row in _rows(connection, tables.crews):
+        run_id, fence, number = row["run_id"], row["fence"], row["crew"]
+        crew = {**attempts[run_id, fence], **row}  # what it says of itself counts
+        name, own = f"{run_id}:{fence}", entries.get((run_id, fence, number), [])
+        told = facts.get((run_id, fence, number), [])
+        yield from (f"I7 charges of {name}: {wrong}" for wrong in _account(runs[run_id], crew, own))
+        if crew["settled_ns"] is None:
             continue  # it is charged when nothing more is awaited of it
-        if attempt["uncharged"]:
+        if crew["uncharged"]:
             if is_over:
                 yield f"I7 charges of {name}: they are due, and all is over"
             continue
-        yield from (f"I7 charges of {name}: {wrong}" for wrong in _amount(attempt, facts.get(gang, []), own))
+        yield from (f"I7 charges of {name}: {wrong}" for wrong in _amount(crew, told, own))
     yield from _sums(connection)
 
 
-# --- the rows of one attempt ------------------------------------------------------------------------------------------
+# --- the rows of one crew ---------------------------------------------------------------------------------------------
 
 
 def _books(own: Sequence[Row]) -> Iterator[str]:
@@ -143,7 +146,7 @@ def _account(run: Row, attempt: Row, own: Sequence[Row]) -> Iterator[str]:
 
 
 def _amount(attempt: Row, facts: Sequence[Row], own: Sequence[Row]) -> Iterator[str]:
-    """What an attempt that is settled used and costs, against its facts and its tariff.
+    """What a crew that is settled used and costs, against its facts and its tariff.
 
     Nothing provisional stands once its node has said everything.
     """

@@ -375,7 +375,7 @@ def settled(machine: Machine, run: Run[bytes]) -> bool:
 
 def uncharged(machine: Machine) -> bool:
     """Return whether an attempt is to be charged."""
-    return any(row["uncharged"] for row in rows(machine, tables.attempts))
+    return any(row["uncharged"] for row in rows(machine, tables.crews))
 
 
 ELSEWHERE = {"after_reserve_is_given_back": "test_full_database.py"}

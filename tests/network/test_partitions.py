@@ -177,7 +177,7 @@ def test_F18_a_result_that_comes_too_late_is_discarded_and_noted(broken: Broken)
     assert (node.home.attempt(run_id, 1) / "results" / "0.pkl").exists(), "its user code returned, unheard"
     files = broken.cluster.rows("SELECT fence, name FROM files WHERE run_id = ? AND name LIKE 'results/%'", run_id)
     assert files == [(2, "results/0.pkl")]
-    late = broken.cluster.rows("SELECT late_reason FROM attempts WHERE run_id = ? AND fence = 1", run_id)
+    late = broken.cluster.rows("SELECT late_reason FROM crews WHERE run_id = ? AND fence = 1", run_id)
     assert late == [(Reason.COMPLETED.value,)]
     audited = broken.cluster.rows("SELECT count(*) FROM audit WHERE action = 'run.stale' AND subject = ?", run_id)
     assert audited == [(1,)]

@@ -42,7 +42,7 @@ class NoDatabase:
 
 def authenticate(token: str) -> Caller:
     if token == "attempt":
-        return Caller(kind="attempt", attempt=(RUN, 1))
+        return Caller(kind="attempt", attempt=(RUN, 1, 0))
     if token not in ROLES:
         raise NotAuthenticated
     return Caller(name=token, role=token)

@@ -88,10 +88,10 @@ class InProcess:
 
         def apply(services: Services) -> ReportAnswer:
             run = services.database.read(lambda connection: runs.find(connection, gang[0]))
-            assert parse_attempt_token(token) == gang
+            assert parse_attempt_token(token) == (*gang, 0)
             if run is not None and run.attempt is not None and run.fence == gang[1]:
-                assert run.attempt.token_sha256 == sha256(token)
-            who = Caller(kind="attempt", attempt=gang)
+                assert run.attempt.crews[0].token_sha256 == sha256(token)
+            who = Caller(kind="attempt", attempt=(*gang, 0))
             return reporting.report(services, who, run_id=gang[0], fence=gang[1], said=report)
 
         return self._world.asked(apply)

@@ -106,7 +106,7 @@ class Spent:
 
     def hear(self, run_id: str, state: State = State.RUNNING, **said: Any) -> None:
         fence = self.find(run_id).fence
-        who = Caller(kind="attempt", attempt=(run_id, fence))
+        who = Caller(kind="attempt", attempt=(run_id, fence, 0))
         reporting.report(self.services, who, run_id=run_id, fence=fence, said=Report(state=state, **said))
 
     def end(self, run_id: str, reason: Reason = Reason.BUDGET) -> None:
@@ -115,11 +115,11 @@ class Spent:
         assert attempt is not None and attempt.started_ns is not None
         times = (attempt.started_ns, self.clock.wall_ns())
         written = [_fact(attempt, seq, kind, times[seq]) for seq, kind in enumerate((FactKind.EXEC, FactKind.FREED))]
-        self.database.write(lambda connection: facts.add(connection, run_id, attempt.fence, written))
+        self.database.write(lambda connection: facts.add(connection, (run_id, attempt.fence, 0), written))
         self.hear(run_id, State.STOPPING, ending=Ending(state=MEANINGS[reason].state, reason=reason, began=True))
         self.database.write(
             lambda connection: transitions.settle(
-                connection, run_id, attempt.fence, receipt=None, at_ns=self.clock.wall_ns()
+                connection, (run_id, attempt.fence, 0), receipt=None, at_ns=self.clock.wall_ns()
             )
         )
         charge_all(self.services, self.charging)
@@ -140,7 +140,7 @@ def _fact(attempt: attempts.StoredAttempt, seq: int, kind: FactKind, at_ns: int)
         attempt=attempt.gang,
         seq=seq,
         kind=kind,
-        boot_id=attempt.boot_id,
+        boot_id=attempt.crews[0].boot_id,
         boottime_ns=at_ns,
         wall_ns=at_ns,
         gpus=tuple(f"GPU-{index}" for index in range(attempt.world_size)),

@@ -12,6 +12,7 @@ from serverless_gpu.model.run_lifecycle import Event
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import runs, tables, transitions
 from serverless_gpu.server.attempts import NewAttempt
+from serverless_gpu.server.crews import NewCrew
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.runs import NewRun, StoredRun
 from serverless_gpu.server.transitions import Note, Told
@@ -84,14 +85,43 @@ def place(database: Database, run_id: str, *, node_id: str = "node-1", world_siz
         run = runs.find(connection, run_id)
         assert run is not None
         new = NewAttempt(
-            node_id=node_id,
             gpu_type="H100",
             world_size=world_size,
-            token_sha256=f"token of {run_id[-20:]}:{run.fence + 1}",
+        )
+        crew = NewCrew(
+            node_id=node_id,
+            node="n1",
             boot_id="boot-1",
+            gpus=world_size,
+            token_sha256=f"token of {run_id[-20:]}:{run.fence + 1}",
             grace_s=900.0,
         )
-        return transitions.place(connection, run, new=new, node="n1", at_ns=at_ns)
+        return transitions.place(connection, run, new=new, on=[crew], at_ns=at_ns)
+
+    return database.write(write)
+
+
+def place_gang(database: Database, run_id: str, *gpus: int, at_ns: int = T0 + S) -> int:
+    """Place a run on node-1, node-2 …, with so many devices on each; return the fence."""
+
+    def write(connection: sa.Connection) -> int:
+        run = runs.find(connection, run_id)
+        assert run is not None
+        new = NewAttempt(gpu_type="H100", world_size=sum(gpus), num_nodes=len(gpus))
+        on = [
+            NewCrew(
+                number=number,
+                node_id=f"node-{number + 1}",
+                node=f"n{number + 1}",
+                boot_id="boot-1",
+                first_rank=sum(gpus[:number]),
+                gpus=count,
+                token_sha256=f"{run_id[-20:]}:{run.fence + 1}:{number}",
+                grace_s=900.0,
+            )
+            for number, count in enumerate(gpus)
+        ]
+        return transitions.place(connection, run, new=new, on=on, at_ns=at_ns)
 
     return database.write(write)
 

@@ -286,7 +286,7 @@ def test_an_order_has_everything_the_node_needs_and_comes_until_it_is_taken(serv
     assert (order.run_id, order.fence, order.gpu_type, order.world_size) == (run_id, 1, "H100", 2)
     assert (order.spec, order.call, order.owner) == (run.spec, b"call", "alice")
     assert bytes(order.context) == b'{"environ":{"A":"1"}}'
-    assert sha256(order.token) == run.attempt.token_sha256
+    assert sha256(order.token) == run.attempt.crews[0].token_sha256
     assert agents.waiting(NODE, node_id) == [order]
     agents.take(NODE, node_id, [order.seq])
     assert agents.waiting(NODE, node_id) == []

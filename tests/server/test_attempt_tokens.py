@@ -48,7 +48,7 @@ class Node:
     def report(self, text: str = "") -> bool:
         """Report as a node does; return whether the answer had another token."""
         who = self.admission.authenticate(self.token)
-        assert who.attempt == (self.run_id, 1)
+        assert who.attempt == (self.run_id, 1, 0)
         have = len(self.services.logs.read(self.run_id, 1, rank=0, stream="stdout", limit=1000))
         pieces = (LogPiece(rank=0, stream="stdout", offset=have, data=text.encode()),) if text else ()
         said = Report(state=State.RUNNING, logs=pieces)
@@ -149,5 +149,5 @@ def test_an_end_cannot_be_written_into_a_token(node: Node) -> None:
     for token in (longer, without, another, unplaced):
         with pytest.raises(NotAuthenticated):
             node.admission.authenticate(token)
-    assert parse_attempt_token(without) == parse_attempt_token(node.token) == (node.run_id, 1)
+    assert parse_attempt_token(without) == parse_attempt_token(node.token) == (node.run_id, 1, 0)
     assert parse_attempt_token(node.token.replace(f"_{until_s}_", "_0_")) is None

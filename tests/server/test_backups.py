@@ -157,6 +157,8 @@ def test_what_is_of_the_process_is_not_in_it_and_only_its_user_may_read_it(tmp_p
     with served(tmp_path / "home") as server:
         (server.home / "server" / "incoming").mkdir(exist_ok=True)
         (server.home / "server" / "incoming" / "half").write_bytes(b"x")
+        (server.home / "server" / "nearby" / "packs").mkdir(parents=True)
+        (server.home / "server" / "nearby" / "packs" / ("a" * 64)).write_bytes(b"a copy of what is in the bucket")
         made = backup_of(server.home, tmp_path / "backups")
     assert set(made.manifest.files) == {DATABASE, "server/key", "server/token", "server/node.token"}
     modes = {stat.S_IMODE((made.path / name).stat().st_mode) for name in made.manifest.files}

@@ -92,16 +92,16 @@ def used(run_id: str, *, seconds: int, at_ns: int = T0, until: FactKind = FactKi
 
 
 def write_facts(database: Database, run_id: str, new: Sequence[Fact]) -> None:
-    database.write(lambda connection: facts.add(connection, run_id, 1, new))
+    database.write(lambda connection: facts.add(connection, (run_id, 1, 0), new))
 
 
 def end(database: Database, run_id: str, reason: Reason = Reason.COMPLETED, *, at_ns: int, receipt: str = "{}") -> None:
     tell(database, run_id, Ended(reason, began=True), at_ns=at_ns)
-    database.write(lambda connection: transitions.settle(connection, run_id, 1, receipt=receipt, at_ns=at_ns))
+    database.write(lambda connection: transitions.settle(connection, (run_id, 1, 0), receipt=receipt, at_ns=at_ns))
 
 
 def entries(database: Database, run_id: str) -> list[Entry]:
-    posted = database.read(lambda connection: charges.of_run(connection, run_id)).get(1, [])
+    posted = database.read(lambda connection: charges.of_run(connection, run_id)).get((1, 0), [])
     return [one.entry for one in posted]
 
 
@@ -118,7 +118,7 @@ def shape(database: Database, run_id: str) -> list[tuple[str, bool, int | None]]
 
 def late(services: Services, run_id: str, new: Sequence[Fact]) -> None:
     """Have the node say more of an attempt."""
-    who = Caller(kind="attempt", attempt=(run_id, 1))
+    who = Caller(kind="attempt", attempt=(run_id, 1, 0))
     reporting.report(services, who, run_id=run_id, fence=1, said=Report(state=State.STOPPING, facts=tuple(new)))
 
 
@@ -136,7 +136,7 @@ def test_an_attempt_is_charged_once_when_it_is_settled(services: Services, datab
     database.write(lambda connection: uncharged.charge_again(connection, run_id))
     charge_all(services)
     assert len(entries(database, run_id)) == 1
-    assert [row["uncharged"] for row in rows(database, tables.attempts)] == [False]
+    assert [row["uncharged"] for row in rows(database, tables.crews)] == [False]
 
 
 def test_an_attempt_whose_node_fell_silent_is_charged_provisionally_and_then_as_it_was(
@@ -179,7 +179,7 @@ def test_what_is_provisional_is_made_final_before_its_run_is_removed(
     assert [entry.provisional for entry in entries(database, run_id)] == [True, True, False]
     clock.advance(EVERY_S)
     looking.tick(clock.boottime_ns())
-    assert rows(database, tables.runs) == rows(database, tables.attempts) == []
+    assert rows(database, tables.runs) == rows(database, tables.attempts) == rows(database, tables.crews) == []
     assert net(database, run_id, "gpu_ms") == 1_200_000
 
 
@@ -251,7 +251,7 @@ def test_use_before_user_code_begins_is_never_older_than_its_attempt(services: S
     write_facts(database, run_id, reserved)
     attempt = database.read(lambda connection: attempts.find(connection, run_id, 1))
     assert attempt is not None
-    assert counting.on_our_calendar(attempt, reserved)[0].wall_ns == T0
+    assert counting.on_our_calendar(attempt, attempt.crews[0], reserved)[0].wall_ns == T0
 
 
 def test_an_attempt_that_cannot_be_charged_does_not_hinder_the_others(
@@ -315,7 +315,7 @@ def test_facts_that_come_while_an_attempt_is_charged_are_charged(
         late(services, run_id, [fact(run_id, 3, FactKind.FREED, T0 + 90 * S)])
         charge_all(services)
     assert net(database, run_id, "gpu_ms") == 180_000
-    assert [row["uncharged"] for row in rows(database, tables.attempts)] == [False]
+    assert [row["uncharged"] for row in rows(database, tables.crews)] == [False]
     assert [one for one in check(database.read).violations if one.invariant == "I7"] == []
 
 
@@ -408,12 +408,12 @@ def test_sums_are_those_of_the_rows_and_unpriced_time_is_apart(services: Service
 
 def test_a_wait_goes_with_the_day_that_holds_when_another_one_vanishes(services: Services, database: Database) -> None:
     run_id = begun(database)
-    add = charges.New(run_id=run_id, fence=1, account_id=_account(database), posted=(), queued_ms=9, entries=())
+    add = charges.New(crew=(run_id, 1, 0), account_id=_account(database), posted=(), queued_ms=9, entries=())
     held = lines(used(run_id, seconds=60), TARIFF)
     first = msgspec.structs.replace(add, entries=post((), held, final=False))
     database.write(lambda connection: charges.insert(connection, [first], at_ns=T0))
     moved = [msgspec.structs.replace(line, day=line.day + 1) for line in held]
-    posted = database.read(lambda connection: charges.of_run(connection, run_id))[1]
+    posted = database.read(lambda connection: charges.of_run(connection, run_id))[1, 0]
     second = msgspec.structs.replace(add, posted=posted, entries=post([one.entry for one in posted], moved, final=True))
     database.write(lambda connection: charges.insert(connection, [second], at_ns=T0))
     assert net(database, run_id, "queued_ms") == 9
@@ -426,8 +426,8 @@ def _account(database: Database) -> int:
 
 
 def test_facts_of_some_attempts_are_looked_up_and_not_searched_for(database: Database) -> None:
-    """SQLite looks pairs of columns up in no index: a million facts would be read for each transaction."""
-    gangs = [(f"run-{number}", 1 + number % 2) for number in range(3)]
+    """SQLite looks several columns up in no index: a million facts would be read for each transaction."""
+    ids = [(f"run-{number}", 1 + number % 2, 0) for number in range(3)]
 
     def work(connection: sa.Connection) -> list[str]:
         plans: list[str] = []
@@ -438,8 +438,8 @@ def test_facts_of_some_attempts_are_looked_up_and_not_searched_for(database: Dat
 
         if connection.dialect.name == "sqlite":
             sa.event.listen(connection, "before_cursor_execute", explained)
-        facts.of_attempts(connection, gangs)
-        facts.counts(connection, gangs)
+        facts.of_crews(connection, ids)
+        facts.counts(connection, ids)
         return plans or ["SEARCH facts"]  # whether PostgreSQL does depends on how many rows it believes there are
 
     looks = [plan for plan in database.read(work) if "facts" in plan]

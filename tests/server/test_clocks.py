@@ -36,7 +36,7 @@ def test_F30_a_node_whose_clock_is_an_hour_off_cannot_say_that_user_code_began_b
     add_node(database)
     run_id = add_run(database)
     fence = place(database, run_id)
-    who = Caller(kind="attempt", attempt=(run_id, fence))
+    who = Caller(kind="attempt", attempt=(run_id, fence, 0))
     said = Report(state=State.RUNNING, exec_ns=said_ns)
     reporting.report(services, who, run_id=run_id, fence=fence, said=said)
     assert stored(database, run_id).started_ns == taken_ns

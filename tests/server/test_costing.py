@@ -16,7 +16,7 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.pricing import Price
 from serverless_gpu.model.run_lifecycle import GivenUp, Started
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.server import attempts, costing, estimating, facts, prices, runs, tables
+from serverless_gpu.server import costing, crews, estimating, facts, prices, runs, tables
 from serverless_gpu.server.costing import Wish
 from serverless_gpu.server.counting import Now
 from serverless_gpu.server.database import Database
@@ -67,20 +67,20 @@ def test_what_goes_on_counts_up_to_when_it_was_heard_of_last(services: Services,
     run_id = begun(database)
     write_facts(database, run_id, used(run_id, seconds=0)[:2])
     assert cost(database, run_id).gpu_ms == 0
-    database.write(lambda connection: attempts.note(connection, run_id, 1, lease_ns=T0 + 45 * S))
+    database.write(lambda connection: crews.note(connection, (run_id, 1, 0), lease_ns=T0 + 45 * S))
     found = cost(database, run_id)
     assert (found.gpu_ms, found.micros, found.is_final) == (90_000, 90_000, False)
     # What is written of that is up to 15 s behind; what is remembered is not, and a server that starts remembers less.
-    services.leases.renew(run_id, 1, now_ns=107 * S)
+    services.leases.renew((run_id, 1, 0), now_ns=107 * S)
     heard = Now(wall_ns=T0 + 60 * S, boot_ns=117 * S, leases=services.leases)
     assert cost(database, run_id, at=heard).gpu_ms == 100_000
-    services.leases.renew(run_id, 1, now_ns=10 * S)
+    services.leases.renew((run_id, 1, 0), now_ns=10 * S)
     assert cost(database, run_id, at=heard).gpu_ms == 90_000
     # A fact that is newer than the lease that was written says more; one that is older does not take anything back.
     write_facts(database, run_id, [fact(run_id, 2, FactKind.ALIVE, T0 + 60 * S)])
     assert cost(database, run_id).gpu_ms == 120_000
     write_facts(database, run_id, [fact(run_id, 3, FactKind.FREED, T0 + 61 * S)])
-    database.write(lambda connection: attempts.note(connection, run_id, 1, lease_ns=T0 + 90 * S))
+    database.write(lambda connection: crews.note(connection, (run_id, 1, 0), lease_ns=T0 + 90 * S))
     assert cost(database, run_id).gpu_ms == 122_000
 
 
@@ -100,7 +100,7 @@ def test_signs_of_life_of_a_week_are_not_read(services: Services, database: Data
     run_id = begun(database)
     alive = [fact(run_id, 2 + minute, FactKind.ALIVE, T0 + 60 * minute * S) for minute in range(1, 1_000)]
     write_facts(database, run_id, [*used(run_id, seconds=0)[:2], *alive])
-    read = database.read(lambda connection: facts.ends_of_attempts(connection, [(run_id, 1)]))[run_id, 1]
+    read = database.read(lambda connection: facts.ends_of_crews(connection, [(run_id, 1, 0)]))[run_id, 1, 0]
     assert len(read) == 100 and [one.seq for one in read] == sorted(one.seq for one in read)
     assert cost(database, run_id).gpu_ms == 2 * 999 * 60_000
 

@@ -32,7 +32,7 @@ RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
 PEOPLE = {
     "good": Caller(name="ada", role="member"),
     "low": Caller(name="vic", role="viewer"),
-    "attempt": Caller(kind="attempt", attempt=(RUN, 2)),
+    "attempt": Caller(kind="attempt", attempt=(RUN, 2, 0)),
 }
 
 

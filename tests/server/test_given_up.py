@@ -66,7 +66,7 @@ def test_F18_an_attempt_that_reports_in_the_last_moment_is_not_given_up(
     write = database.write
 
     def write_late(work: Any) -> Any:
-        services.leases.renew(run_id, 1, now_ns=clock.boottime_ns())  # as a report does, before it reads
+        services.leases.renew((run_id, 1, 0), now_ns=clock.boottime_ns())  # as a report does, before it reads
         return write(work)
 
     reconciler = Reconciler(services, scheduler=Scheduler(services))

@@ -21,7 +21,7 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import first_tokens, principal_name
 from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.keys import Keys, sha256
-from serverless_gpu.server.tables import attempts, nodes, pools, runs, tokens
+from serverless_gpu.server.tables import attempts, crews, nodes, pools, runs, tokens
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.principals import PrincipalRequest
 
@@ -225,7 +225,7 @@ def test_a_use_is_written_down_once_a_minute(database: Database) -> None:
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
-def place(database: Database, fence: int, token: str) -> None:
+def place(database: Database, fence: int, token: str, *others: str) -> None:
     """Make an attempt as the scheduler would, with as little as there can be."""
     make(database, f"node{fence}", "agent")
 
@@ -236,10 +236,17 @@ def place(database: Database, fence: int, token: str) -> None:
         run = {"id": RUN, "owner": f"node{fence}", "priority": 1, "state": "RUNNING", "created_ns": NOW}
         more = {"queued_ns": NOW, "request_sha256": "", "spec_json": "", "target_json": "", "context_sealed": b""}
         connection.execute(sa.insert(runs).values(**run, **more))
-        attempt = {"run_id": RUN, "fence": fence, "node_id": f"n{fence}", "gpu_type": "CPU", "world_size": 1}
-        values = {"state": "RUNNING", "token_sha256": sha256(token), "boot_id": "", "created_ns": NOW, "lease_ns": NOW}
-        values["grace_s"] = 900.0
+        attempt = {"run_id": RUN, "fence": fence, "state": "RUNNING"}
+        values = {"gpu_type": "CPU", "world_size": 1, "created_ns": NOW}
         connection.execute(sa.insert(attempts).values(**attempt, **values))
+        there = {"node_id": f"n{fence}", "boot_id": "", "gpus": 1, "lease_ns": NOW, "grace_s": 900.0}
+        for crew, its in enumerate((token, *others)):
+            if crew:
+                other = {"id": f"m{crew}", "name": f"m{crew}", "machine": "", "boot_id": "", "pool": f"p{fence}"}
+                owner = {"principal": f"node{fence}", "hello_json": "", "seen_ns": NOW}
+                connection.execute(sa.insert(nodes).values(**other, **owner))
+                there["node_id"] = f"m{crew}"
+            connection.execute(sa.insert(crews).values(**attempt, crew=crew, token_sha256=sha256(its), **there))
 
     database.write(work)
 
@@ -248,9 +255,19 @@ def test_the_token_of_an_attempt_is_good_for_that_attempt(database: Database) ->
     keys = Keys(bytes(32))
     token = keys.attempt_token(RUN, 2)
     place(database, 2, token)
-    assert who(database, token) == Caller(kind="attempt", attempt=(RUN, 2))
+    assert who(database, token) == Caller(kind="attempt", attempt=(RUN, 2, 0))
     refused(database, keys.attempt_token(RUN, 3), "does not know")
     refused(database, Keys(bytes(31) + b"1").attempt_token(RUN, 2), "does not know")
+
+
+def test_the_token_of_a_crew_is_good_for_that_crew(database: Database) -> None:
+    keys = Keys(bytes(32))
+    first, second = keys.attempt_token(RUN, 2), keys.attempt_token(RUN, 2, 1)
+    place(database, 2, first, second)
+    assert who(database, first).attempt == (RUN, 2, 0)
+    assert who(database, second).attempt == (RUN, 2, 1)
+    refused(database, keys.attempt_token(RUN, 2, 2), "does not know")
+    refused(database, second.replace("_2-1_", "_2_"), "does not know")
 
 
 # --- admission --------------------------------------------------------------------------------------------------------

@@ -99,10 +99,10 @@ def finished(database: Database, **spec: Any) -> str:
     def write(connection: sa.Connection) -> None:
         files.put(connection, run_id, 2, results)
         for fence in (1, 2):
-            facts.add(connection, run_id, fence, ledger(run_id, fence, *WHOLE, at_s=fence * 10))
+            facts.add(connection, (run_id, fence, 0), ledger(run_id, fence, *WHOLE, at_s=fence * 10))
             receipt = '{"gpu_ms": 2000, "facts": 4}'
-            transitions.settle(connection, run_id, fence, receipt=receipt, at_ns=T0 + 9 * S)
-        due = charging.load(connection, [(run_id, 1), (run_id, 2)], currency="USD")
+            transitions.settle(connection, (run_id, fence, 0), receipt=receipt, at_ns=T0 + 9 * S)
+        due = charging.load(connection, [(run_id, 1, 0), (run_id, 2, 0)], currency="USD")
         charging.charge(connection, due, at_ns=T0 + 10 * S, final_before_ns=0)
 
     database.write(write)
@@ -145,8 +145,8 @@ def test_an_attempt_without_facts_costs_what_its_receipt_says(people: Database, 
 
     def write(connection: sa.Connection) -> None:
         attempts.note(connection, run_id, 1, tariff_json=tariff)
-        transitions.settle(connection, run_id, 1, receipt=receipt, at_ns=T0 + 9 * S)
-        due = charging.load(connection, [(run_id, 1)], currency="USD")
+        transitions.settle(connection, (run_id, 1, 0), receipt=receipt, at_ns=T0 + 9 * S)
+        due = charging.load(connection, [(run_id, 1, 0)], currency="USD")
         charging.charge(connection, due, at_ns=T0 + 10 * S, final_before_ns=0)
 
     people.write(write)
@@ -194,7 +194,7 @@ def an_event(**fields: Any) -> Break:
 
 
 def gone(connection: sa.Connection, run_id: str) -> None:
-    for table in (tables.events, tables.files, tables.facts, tables.orders, tables.attempts, tables.runs):
+    for table in (tables.events, tables.files, tables.facts, tables.orders, tables.crews, tables.attempts, tables.runs):
         without(table)(connection, run_id)
 
 
@@ -204,7 +204,7 @@ def audited_again(connection: sa.Connection, run_id: str) -> None:
 
 def lent_twice(connection: sa.Connection, run_id: str) -> None:
     connection.execute(tables.facts.delete().where(tables.facts.c.fence == 2))
-    facts.add(connection, run_id, 2, ledger(run_id, 2, *WHOLE, at_s=11))
+    facts.add(connection, (run_id, 2, 0), ledger(run_id, 2, *WHOLE, at_s=11))
 
 
 class Break(Protocol):
@@ -229,7 +229,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "it began a third time": ("I5", an_event(state=State.STARTING, fence=3)),
     "a result is missing": ("I6", without(tables.files, tables.files.c.name == "results/1.pkl")),
     "a result is cut": ("I6", set_in(tables.files, inline=b"o")),
-    "the receipt charges more": ("I7", set_in(tables.attempts, receipt_json='{"gpu_ms": 2001, "facts": 4}')),
+    "the receipt charges more": ("I7", set_in(tables.crews, receipt_json='{"gpu_ms": 2001, "facts": 4}')),
     "a fact is missing": ("I7", without(tables.facts, tables.facts.c.seq == 2)),
     "the ledger says it twice": ("I7", doubled),
     "a day is not in the ledger": ("I7", without(tables.charges, tables.charges.c.fence == 2)),

@@ -99,7 +99,7 @@ def test_a_sample_counts_what_is_alive(watched: Services, clock: FakeClock) -> N
     there = Agents(services).hello(NODE, hello(unavailable=(H100[7].uuid,)))
     queued = clock.wall_ns() - 60_000_000_000
     placed, *_ = (add_run(services.database, at_ns=queued) for _ in range(3))
-    services.leases.renew(placed, 1, now_ns=clock.boottime_ns())
+    services.leases.renew((placed, 1, 0), now_ns=clock.boottime_ns())
     place(services.database, placed, node_id=there.node, world_size=2, at_ns=clock.wall_ns())
     clock.advance(10)
     asyncio.run(services.measures.refresh())

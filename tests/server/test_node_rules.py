@@ -13,7 +13,7 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import Ended, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import audit, events, leaving, operating, ruling, runs, views
+from serverless_gpu.server import active_runs, audit, events, leaving, operating, ruling, runs, views
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.reconciler import Reconciler
@@ -73,8 +73,8 @@ def tick(services: Services) -> None:
     """Do what both loops would, with all nodes heard of."""
     for node in operating.view_nodes(services):
         services.presence.heard(node.id, now_ns=services.clock.boottime_ns())
-    for run in services.database.read(runs.active_briefly):
-        services.leases.renew(run.id, run.fence, now_ns=services.clock.boottime_ns())
+    for run in services.database.read(active_runs.active_briefly):
+        services.leases.renew((run.id, run.fence, 0), now_ns=services.clock.boottime_ns())
     scheduler = Scheduler(services)
     Reconciler(services, scheduler=scheduler).tick(services.clock.boottime_ns())
     scheduler.tick(services.clock.boottime_ns())
@@ -92,7 +92,7 @@ def sentence(services: Services, run_id: str) -> str:
 def leave_ns(services: Services, run_id: str) -> int | None:
     attempt = find(services, run_id).attempt
     assert attempt is not None
-    return attempt.leave_ns
+    return attempt.crews[0].leave_ns
 
 
 def end(services: Services, run_id: str, reason: Reason = Reason.DRAINED, *, began: bool = True) -> None:
@@ -216,7 +216,7 @@ def test_what_happens_between_the_look_and_the_stop_counts(
 
 def test_who_has_given_its_devices_back_or_was_asked_already_is_left_alone(services: Services, node_id: str) -> None:
     sends_results, asked = placed(services), placed(services)
-    services.leases.free(sends_results, 1)
+    services.leases.free((sends_results, 1, 0))
     ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, stop=True))
     tick(services)
     before = find(services, asked)

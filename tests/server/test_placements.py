@@ -61,8 +61,8 @@ def test_attempts_with_nothing_to_say_are_heard_of_less_often_where_there_are_th
 
     def heartbeat_s(count: int) -> float:
         for number in range(count):
-            services.leases.renew(f"run-{number}", 1, now_ns=services.clock.boottime_ns())
-        who = Caller(kind="attempt", attempt=(run_id, 1))
+            services.leases.renew((f"run-{number}", 1, 0), now_ns=services.clock.boottime_ns())
+        who = Caller(kind="attempt", attempt=(run_id, 1, 0))
         said = Report(state=State.RUNNING)
         return reporting.report(services, who, run_id=run_id, fence=1, said=said).heartbeat_s
 

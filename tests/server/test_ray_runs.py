@@ -41,7 +41,7 @@ def run_id(services: Services, database: Database) -> str:
 
 
 def say(services: Services, run_id: str, state: State, **said: Any) -> None:
-    who = Caller(kind="attempt", attempt=(run_id, 1))
+    who = Caller(kind="attempt", attempt=(run_id, 1, 0))
     reporting.report(services, who, run_id=run_id, fence=1, said=Report(state=state, **said))
 
 

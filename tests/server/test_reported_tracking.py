@@ -31,7 +31,7 @@ def services(database: Database, tmp_path: Path) -> Services:
 
 
 def say(services: Services, run_id: str, state: State = State.RUNNING, *, fence: int = 1, **said: Any) -> ReportAnswer:
-    who = Caller(kind="attempt", attempt=(run_id, fence))
+    who = Caller(kind="attempt", attempt=(run_id, fence, 0))
     return reporting.report(services, who, run_id=run_id, fence=fence, said=Report(state=state, **said))
 
 

@@ -16,7 +16,7 @@ from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Silent, StopAsked
 from serverless_gpu.model.spec import BlobReference, Command
-from serverless_gpu.server import attempts, audit, facts, files, reporting, tables, views
+from serverless_gpu.server import attempts, audit, crews, facts, files, reporting, tables, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.files import StoredFile
@@ -56,7 +56,7 @@ def run_id(services: Services, database: Database) -> str:
 
 
 def say(services: Services, run_id: str, state: State = State.RUNNING, *, fence: int = 1, **said: Any) -> ReportAnswer:
-    who = Caller(kind="attempt", attempt=(run_id, fence))
+    who = Caller(kind="attempt", attempt=(run_id, fence, 0))
     return reporting.report(services, who, run_id=run_id, fence=fence, said=Report(state=state, **said))
 
 
@@ -94,7 +94,7 @@ def test_an_attempt_starts_runs_and_completes(
     assert say(services, run_id, State.STOPPING, receipt=msgspec.Raw(b'{"gpu_ms":7}')) == CALM
     assert stored(database, run_id).finished
     outcome = database.read(lambda connection: attempts.outcome(connection, run_id, 1))
-    assert outcome == attempts.Outcome(stopped='{"a":1}', receipt='{"gpu_ms":7}')
+    assert outcome == crews.Outcome(stopped='{"a":1}', receipt='{"gpu_ms":7}')
 
 
 def test_a_whole_life_in_one_report_is_told_in_order(services: Services, database: Database, run_id: str) -> None:
@@ -181,7 +181,7 @@ def test_F64_a_report_of_an_attempt_that_was_given_up_is_kept_out_and_audited(
     assert rows(database, tables.runs) == before and rows(database, tables.files) == []
     # What it used and wrote is the truth, and kept.
     assert services.logs.read(run_id, 1, rank=0, stream="stdout", limit=100) == b"late\n"
-    assert len(database.read(lambda connection: facts.of_attempt(connection, run_id, 1))) == 1
+    assert len(database.read(lambda connection: facts.of_crew(connection, (run_id, 1, 0)))) == 1
     say(services, run_id, State.STOPPING, ending=COMPLETED)
     (entry,) = database.read(audit.entries)  # once, however often it comes
     assert (entry.action, entry.subject) == ("run.stale", run_id)
@@ -221,7 +221,7 @@ def test_a_longer_grace_is_written_before_it_is_granted_and_never_shortened(
     def grace_s() -> float:
         attempt = stored(database, run_id).attempt
         assert attempt is not None
-        return attempt.grace_s
+        return attempt.crews[0].grace_s
 
     say(services, run_id, exec_ns=T0)
     assert grace_s() == 900
@@ -285,7 +285,7 @@ def test_a_life_sign_is_written_now_and_then(
     def lease_ns() -> int:
         attempt = stored(database, run_id).attempt
         assert attempt is not None
-        return attempt.lease_ns
+        return attempt.crews[0].lease_ns
 
     written_ns = lease_ns()
     clock.advance(10)
@@ -297,7 +297,7 @@ def test_a_life_sign_is_written_now_and_then(
     # The lease itself is renewed with every report, by the clock of this process.
     clock.advance(10)
     say(services, run_id, exec_ns=T0)
-    assert services.leases.last_ns(run_id, 1, now_ns=0) == clock.boottime_ns()
+    assert services.leases.last_ns((run_id, 1, 0), now_ns=0) == clock.boottime_ns()
 
 
 def test_logs_say_where_they_want_to_go_on(services: Services, run_id: str) -> None:
@@ -362,7 +362,7 @@ def test_a_fact_that_contradicts_another_is_said_and_left_out(
     assert not caplog.records
     say(services, run_id, facts=(fact(run_id, 1, cpus=9),))
     assert f"fact 1 of attempt {run_id}:1 came again and says something else" in caplog.text
-    found = database.read(lambda connection: facts.of_attempt(connection, run_id, 1))
+    found = database.read(lambda connection: facts.of_crew(connection, (run_id, 1, 0)))
     assert [(one.seq, one.cpus) for one in found] == [(0, 0), (1, 0), (2, 0)]
 
 

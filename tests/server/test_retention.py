@@ -20,7 +20,7 @@ from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, place, rows, stored, tell
 
 DAY_S = 86_400
-RUN_TABLES = (tables.runs, tables.attempts, tables.events, tables.files, tables.facts, tables.orders)
+RUN_TABLES = (tables.runs, tables.attempts, tables.crews, tables.events, tables.files, tables.facts, tables.orders)
 
 
 @pytest.fixture
@@ -64,13 +64,13 @@ def add_ended(
 
     def leave(connection: object) -> None:
         files.put(connection, run_id, fence, [StoredFile(name="results/0.pkl", size=1, inline=b"x")])  # type: ignore[arg-type]  # a connection
-        facts.add(connection, run_id, fence, [fact])  # type: ignore[arg-type]  # as above
+        facts.add(connection, (run_id, fence, 0), [fact])  # type: ignore[arg-type]  # as above
 
     database.write(leave)
     services.logs.append(run_id, fence, rank=0, stream="stdout", offset=0, data=b"x" * output)
     tell(database, run_id, Started(), Ended(Reason.COMPLETED, began=True), at_ns=at_ns)
     if settled:
-        database.write(lambda connection: transitions.settle(connection, run_id, fence, receipt="{}", at_ns=at_ns))
+        database.write(lambda connection: transitions.settle(connection, (run_id, fence, 0), receipt="{}", at_ns=at_ns))
         charge_all(services)
     return run_id
 
@@ -118,10 +118,10 @@ def test_a_run_with_an_earlier_attempt_that_is_not_settled_stays(
     tell(database, run_id, Started(), Ended(Reason.RANK_RAISED, began=True), at_ns=T0 - 900 * DAY_S * S)
     fence = place(database, run_id, at_ns=T0 - 900 * DAY_S * S)
     tell(database, run_id, Started(), Ended(Reason.COMPLETED, began=True), at_ns=T0 - 900 * DAY_S * S)
-    database.write(lambda connection: transitions.settle(connection, run_id, fence, receipt="{}", at_ns=T0))
+    database.write(lambda connection: transitions.settle(connection, (run_id, fence, 0), receipt="{}", at_ns=T0))
     looking.tick(clock.boottime_ns())
     assert left(database) == {run_id}
-    database.write(lambda connection: transitions.settle(connection, run_id, 1, receipt="{}", at_ns=T0))
+    database.write(lambda connection: transitions.settle(connection, (run_id, 1, 0), receipt="{}", at_ns=T0))
     charge_all(services)
     clock.advance(EVERY_S)
     looking.tick(clock.boottime_ns())

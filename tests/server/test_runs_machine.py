@@ -87,7 +87,7 @@ class ServerMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(found)) if found else None
 
     def send(self, run_id: str, fence: int, said: Report) -> None:
-        who = Caller(kind="attempt", attempt=(run_id, fence))
+        who = Caller(kind="attempt", attempt=(run_id, fence, 0))
         answer = reporting.report(self.services, who, run_id=run_id, fence=fence, said=said)
         assert answer.stale == self.attempts[run_id, fence].given_up
         self.sent.append((run_id, fence, said))

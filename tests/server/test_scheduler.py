@@ -18,7 +18,7 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
-from serverless_gpu.server import dividing, operating, orders, reporting, runs, tables, transitions
+from serverless_gpu.server import active_runs, dividing, operating, orders, reporting, runs, tables, transitions
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
@@ -63,7 +63,9 @@ def test_a_placement_is_one_attempt_one_order_and_one_event(services: Services, 
     run = find(services, run_id)
     assert (run.state, run.fence, run.events) == (State.STARTING, 1, 2)
     assert run.attempt is not None
-    assert (run.attempt.node_id, run.attempt.world_size, run.attempt.boot_id) == (node_id, 2, "b1")
+    assert (run.attempt.world_size, run.attempt.num_nodes) == (2, 1)
+    (crew,) = run.attempt.crews
+    assert (crew.node_id, crew.gpus, crew.first_rank, crew.boot_id) == (node_id, 2, 0, "b1")
     waiting = services.database.read(lambda connection: orders.waiting(connection, node_id))
     assert [(order.kind, order.run_id, order.fence) for order in waiting] == [("start", run_id, 1)]
     assert all(services.hub.version(key) > version for key, version in seen.items())
@@ -184,7 +186,7 @@ def test_nothing_is_placed_on_a_node_that_is_not_any_more_what_was_looked_at(
     run = find(services, run_id)
     assert (run.state is State.STARTING) == (what == "restarted")
     if run.attempt is not None:
-        assert run.attempt.boot_id == "b2"
+        assert run.attempt.crews[0].boot_id == "b2"
         Agents(services).hello(NODE, hello(boot="b2"))
         assert find(services, run_id).state is State.STARTING
 
@@ -217,7 +219,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
     cluster.answers = [Impossible(sentence="no licence for n1")]
     run_id = submit(services)
     scheduler = Scheduler(services, engine=cluster)
-    active, hold = runs.active_briefly, services.deliveries.hold
+    active, hold = active_runs.active_briefly, services.deliveries.hold
     reconciler = Reconciler(services, scheduler=scheduler)
     sent: list[bool] = []
 
@@ -229,7 +231,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
         sent.append(services.deliveries.send(*gang))
         return held
 
-    def read_then_wait(connection: sa.Connection) -> list[runs.Active]:
+    def read_then_wait(connection: sa.Connection) -> list[active_runs.Active]:
         found = active(connection)
         looked.set()
         reconcile.wait(30)
@@ -242,7 +244,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
         reconciled.set()
 
     with monkeypatch.context() as slow:
-        slow.setattr("serverless_gpu.server.reconciler.runs.active_briefly", read_then_wait)
+        slow.setattr("serverless_gpu.server.reconciler.active_runs.active_briefly", read_then_wait)
         thread = threading.Thread(target=tick_reconciler)
         thread.start()
         assert looked.wait(30)
@@ -464,7 +466,7 @@ def test_F43_devices_of_a_run_that_only_sends_results_are_free(services: Service
     first, second = submit(services, 6), submit(services, 4)
     scheduler = tick(services)
     assert find(services, second).state is State.QUEUED
-    who = Caller(kind="attempt", attempt=(first, 1))
+    who = Caller(kind="attempt", attempt=(first, 1, 0))
     said = Report(state=State.STOPPING, exec_ns=1, sentence="results do not get to the server", freed=True)
     reporting.report(services, who, run_id=first, fence=1, said=said)
     assert [(node.busy, node.runs) for node in operating.view_nodes(services)] == [(0, ())]

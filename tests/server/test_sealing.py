@@ -85,7 +85,18 @@ def test_the_token_of_an_attempt_is_the_same_after_a_restart_and_for_no_other_at
     assert token == Keys(KEY).attempt_token(run_id, 3)
     others = {Keys(KEY).attempt_token(run_id, 4), Keys(KEY).attempt_token(new_run_id(), 3)}
     assert token[-43:] not in {other[-43:] for other in others | {Keys(bytes(32)).attempt_token(run_id, 3)}}
-    assert parse_attempt_token(token) == (run_id, 3)
+    assert parse_attempt_token(token) == (run_id, 3, 0)
+
+
+def test_each_crew_of_a_gang_has_a_token_and_the_first_one_looks_as_if_there_were_no_others() -> None:
+    keys, run_id = Keys(KEY), new_run_id()
+    assert keys.attempt_token(run_id, 3, 0) == keys.attempt_token(run_id, 3)
+    second = keys.attempt_token(run_id, 3, 1, until_s=9)
+    assert second.startswith(f"sgpa_{run_id}_3-1_9_") and keys.has_signed(second)
+    assert parse_attempt_token(second) == (run_id, 3, 1)
+    assert parse_attempt_token(keys.attempt_token(run_id, 3, 255)) == (run_id, 3, 255)
+    for made in (second.replace("_3-1_", "_3_"), second.replace("_3-1_", "_3-2_"), second.replace("_3-1_", "_3-01_")):
+        assert not keys.has_signed(made)
 
 
 def test_a_fingerprint_is_the_servers_own() -> None:

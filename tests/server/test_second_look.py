@@ -61,7 +61,7 @@ def test_F81_who_waits_for_others_that_devices_are_kept_for_is_not_forgotten(
     check = SelfCheck(services)
     for _ in range(15):
         services.presence.heard(stored_node_id(services), now_ns=clock.boottime_ns())
-        services.leases.renew(busy, 1, now_ns=clock.boottime_ns())
+        services.leases.renew((busy, 1, 0), now_ns=clock.boottime_ns())
         scheduler.tick(clock.boottime_ns())
         check.tick(clock.boottime_ns())
         clock.advance(5)

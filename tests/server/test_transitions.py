@@ -23,7 +23,7 @@ from serverless_gpu.model.run_lifecycle import (
     StopAsked,
     Stopping,
 )
-from serverless_gpu.server import attempts, events, orders, runs, tables, transitions
+from serverless_gpu.server import attempts, crews, events, orders, runs, tables, transitions
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import SCHEDULER, node_key, run_key
 from serverless_gpu.server.services import Services
@@ -50,7 +50,7 @@ def test_a_placement_is_an_attempt_an_event_and_an_order_in_one(database: Databa
     assert (run.state, run.fence, run.events) == (State.STARTING, 1, 2)
     assert run.attempt is not None
     assert (run.attempt.state, run.attempt.node, run.attempt.gpu_type) == (State.STARTING, "n1", "H100")
-    assert (run.attempt.created_ns, run.attempt.lease_ns, run.attempt.ended_ns) == (T0 + S, T0 + S, None)
+    assert (run.attempt.created_ns, run.attempt.crews[0].lease_ns, run.attempt.ended_ns) == (T0 + S, T0 + S, None)
     assert told_of(database, run_id) == [(2, 1, State.STARTING, None, "placed on n1")]
     (order,) = database.read(lambda connection: orders.waiting(connection, "node-1"))
     assert (order.run_id, order.fence, order.kind) == (run_id, 1, "start")
@@ -88,14 +88,16 @@ def test_a_run_lives_and_succeeds(database: Database, run_id: str) -> None:
     attempt = run.attempt
     assert attempt is not None
     assert (attempt.state, attempt.reason, attempt.began) == (State.SUCCEEDED, Reason.COMPLETED, True)
-    assert (attempt.started_ns, attempt.ended_ns, attempt.given_up) == (T0 + 5 * S, T0 + 9 * S, False)
+    assert (attempt.started_ns, attempt.ended_ns, attempt.crews[0].given_up) == (T0 + 5 * S, T0 + 9 * S, False)
     assert told_of(database, run_id)[1:] == [
         (3, 1, State.RUNNING, None, ""),
         (4, 1, State.STOPPING, None, ""),
         (5, 1, State.SUCCEEDED, Reason.COMPLETED, "every rank returned"),
     ]
     assert not run.finished  # its receipt is to come
-    assert database.write(lambda connection: transitions.settle(connection, run_id, 1, receipt="{}", at_ns=T0 + 10 * S))
+    assert database.write(
+        lambda connection: transitions.settle(connection, (run_id, 1, 0), receipt="{}", at_ns=T0 + 10 * S)
+    )
     assert stored(database, run_id).finished
     assert database.read(lambda connection: attempts.outcome(connection, run_id, 1)).receipt == "{}"
 
@@ -178,7 +180,7 @@ def test_a_new_attempt_begins_anew_and_the_old_one_keeps_its_end(database: Datab
     ]
     sentence = "attempt 1 is over: the node refused to start the run: no disk; it waits for another"
     assert (3, 1, State.QUEUED, Reason.REFUSED, sentence) in told_of(database, run_id)
-    refused_by = database.read(lambda connection: attempts.failed_nodes(connection, [run_id]))
+    refused_by = database.read(lambda connection: crews.failed_nodes(connection, [run_id]))
     assert refused_by == {run_id: frozenset({"node-1"})}
 
 
@@ -189,9 +191,9 @@ def test_who_is_given_up_needs_no_receipt_and_gets_no_orders(
     place(database, run_id)
     tell(database, run_id, event)
     run = stored(database, run_id)
-    assert run.finished and run.attempt is not None and run.attempt.given_up
+    assert run.finished and run.attempt is not None and run.attempt.crews[0].given_up
     assert database.read(lambda connection: orders.waiting(connection, "node-1")) == []
-    assert database.read(lambda connection: attempts.open_attempts(connection)) == []
+    assert database.read(lambda connection: crews.open_on(connection, "node-1")) == []
 
 
 def test_retries_are_counted(database: Database) -> None:
@@ -253,7 +255,7 @@ def test_a_receipt_of_an_earlier_attempt_does_not_settle_the_run(database: Datab
     tell(database, run_id, Started(), Ended(Reason.RANK_RAISED, began=True))
 
     def settle(fence: int) -> bool:
-        return database.write(lambda it: transitions.settle(it, run_id, fence, receipt="{}", at_ns=T0))
+        return database.write(lambda it: transitions.settle(it, (run_id, fence, 0), receipt="{}", at_ns=T0))
 
     assert settle(1) and not stored(database, run_id).finished
     assert not settle(1)
@@ -302,8 +304,8 @@ def test_each_room_of_runs_finds_what_it_says(database: Database) -> None:
         context_sealed=b"sealed", call=b"call"
     )
     assert database.read(lambda connection: runs.find(connection, "nobody")) is None
-    assert [one.run_id for one in database.read(lambda it: attempts.open_attempts(it, node_id="node-1"))] == [running]
-    assert database.read(lambda it: attempts.open_attempts(it, node_id="node-2")) == []
+    assert [one.run_id for one in database.read(lambda it: crews.open_on(it, "node-1"))] == [running]
+    assert database.read(lambda it: crews.open_on(it, "node-2")) == []
 
 
 def test_pages_follow_each_other_without_a_gap_and_show_what_may_be_seen(database: Database) -> None:

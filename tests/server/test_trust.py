@@ -99,7 +99,7 @@ def started_run(home: Path, payload: bytes) -> tuple[str, str]:
     run_id = add_run(database, payload=called)
     fence = place(database, run_id)
     token = read_keys(home / "server").attempt_token(run_id, fence)
-    change = tables.attempts.update().values(token_sha256=sha256(token))
+    change = tables.crews.update().values(token_sha256=sha256(token))
     database.write(lambda connection: connection.execute(change))
     database.close()
     return run_id, token

@@ -85,7 +85,7 @@ def test_what_goes_on_is_in_the_report_up_to_when_it_was_heard_of(
     run_id = begun(database)
     write_facts(database, run_id, used(run_id, seconds=0)[:2])
     clock.advance(8)
-    services.leases.renew(run_id, 1, now_ns=clock.boottime_ns())
+    services.leases.renew((run_id, 1, 0), now_ns=clock.boottime_ns())
     assert whole(services).going_ms == 16_000
     # A clock that is set makes two minutes of it at most.
     clock.step_wall(3 * HOUR_S)
@@ -103,7 +103,7 @@ def test_days_that_are_charged_count_once_while_their_attempt_goes_on(
     charge_all(services, charging)
     clock.advance(MIDNIGHT / 1e9 - T0 / 1e9 + 2 * HOUR_S)
     charge_all(services, charging)
-    assert len(database.read(lambda connection: charges.of_run(connection, run_id))[1]) == 1
+    assert len(database.read(lambda connection: charges.of_run(connection, run_id))[1, 0]) == 1
     view = report(services, "day")
     assert [group.amounts.micros for group in view.groups] == [7_200_000, 7_200_000]
     assert [group.amounts.going_ms for group in view.groups] == [0, 2 * HOUR_MS]

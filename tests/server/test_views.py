@@ -9,7 +9,7 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Silent, Started, StopAsked
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server import attempts, views
+from serverless_gpu.server import attempts, crews, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.runs import StoredRun
@@ -19,7 +19,7 @@ from tests.server.stored import T0, S, add_node, add_people, add_run, place, sto
 
 ALICE = Caller(name="alice", role="member")
 BOB = Caller(name="bob", role="member", teams=("search",))
-NOBODY = Caller(kind="attempt", attempt=("r", 1))
+NOBODY = Caller(kind="attempt", attempt=("r", 1, 0))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str
     assert seen() == (State.QUEUED, "", "needs 8 H100; you are 2nd")
     place(database, run_id)
     assert seen() == (State.STARTING, "n1", "")
-    database.write(lambda connection: attempts.note(connection, run_id, 1, sentence="restoring 2 GB"))
+    database.write(lambda connection: crews.note(connection, (run_id, 1, 0), sentence="restoring 2 GB"))
     assert seen() == (State.STARTING, "n1", "restoring 2 GB")
     tell(database, run_id, Started(), exec_ns=T0)
     tell(database, run_id, Silent())

@@ -6,7 +6,7 @@ Rows are read and summed here by themselves: what the server uses for that is wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -17,11 +17,11 @@ from serverless_gpu.model.attempt import ACTIVE
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.tables import attempts, policies, runs
+from serverless_gpu.server.tables import crews, policies, runs
 
 _HAVING = (
-    sa.select(runs.c.id, runs.c.fence, runs.c.spec_json, attempts.c.world_size)
-    .select_from(runs.join(attempts, sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)))
+    sa.select(runs.c.id, runs.c.fence, crews.c.crew, runs.c.spec_json, crews.c.gpus)
+    .select_from(runs.join(crews, sa.and_(crews.c.run_id == runs.c.id, crews.c.fence == runs.c.fence)))
     .where(runs.c.state.in_([state.value for state in ACTIVE]))
 )
 
@@ -34,8 +34,10 @@ def watched(wrong: list[str]) -> AbstractContextManager[Any]:
     """
     intend = Scheduler._intend
 
-    def intended(scheduler: Scheduler, connection: sa.Connection, one: Placement, node: StoredNode, at_ns: int) -> Any:
-        came = intend(scheduler, connection, one, node, at_ns)
+    def intended(
+        scheduler: Scheduler, connection: sa.Connection, one: Placement, on: Sequence[StoredNode], at_ns: int
+    ) -> Any:
+        came = intend(scheduler, connection, one, on, at_ns)
         if isinstance(came, int):
             wrong.extend(_over(connection, one.run_id, scheduler._services.leases.freed()))
         return came
@@ -43,7 +45,7 @@ def watched(wrong: list[str]) -> AbstractContextManager[Any]:
     return mock.patch.object(Scheduler, "_intend", intended)
 
 
-def _over(connection: sa.Connection, run_id: str, freed: frozenset[tuple[str, int]]) -> Iterator[str]:
+def _over(connection: sa.Connection, run_id: str, freed: frozenset[tuple[str, int, int]]) -> Iterator[str]:
     owner, spec = connection.execute(sa.select(runs.c.owner, runs.c.spec_json).where(runs.c.id == run_id)).one()
     name = json.loads(spec)["policy"]
     document = connection.scalar(sa.select(policies.c.document_json).where(policies.c.name == (name or "")))
@@ -52,6 +54,6 @@ def _over(connection: sa.Connection, run_id: str, freed: frozenset[tuple[str, in
         return
     having = connection.execute(_HAVING.where(runs.c.owner == owner)).all()
     theirs = [row for row in having if json.loads(row.spec_json)["policy"] == name]
-    used = sum(row.world_size for row in theirs if (row.id, row.fence) not in freed)
+    used = sum(row.gpus for row in theirs if (row.id, row.fence, row.crew) not in freed)
     if used > cap:
         yield f"caps {owner} has {used} devices under {name}, which allows {cap}: {run_id} was placed"

@@ -455,5 +455,5 @@ def reported(services: Services, token: str, gang: Gang, said: Report) -> Report
     """Apply a report as the gate and its route do."""
     now_ns = services.clock.wall_ns()
     who = services.database.read(lambda connection: identity.authenticate(connection, token, now_ns=now_ns))
-    assert who.attempt == gang
+    assert who.attempt == (*gang, 0)
     return reporting.report(services, who, run_id=gang[0], fence=gang[1], said=said)

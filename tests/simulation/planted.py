@@ -22,6 +22,7 @@ from serverless_gpu.server import (
     attempts,
     audit,
     charging,
+    crews,
     events,
     facts,
     files,
@@ -37,6 +38,7 @@ from serverless_gpu.server import (
     submitting,
     views,
 )
+from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.allowing import Brought
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import NewRun, StoredRun
@@ -51,7 +53,7 @@ Planted = Callable[[], AbstractContextManager[Any]]
 def _late_reports_count() -> AbstractContextManager[Any]:
     """A report is taken for the run that it names, whichever attempt it is of."""
     return _both(
-        mock.patch.object(attempts.StoredAttempt, "given_up", property(lambda self: False)),
+        mock.patch.object(crews.StoredCrew, "given_up", property(lambda self: False)),
         mock.patch.object(reporting._Found, "is_current", property(lambda self: self.run.state in ACTIVE)),
     )
 
@@ -119,8 +121,8 @@ def _grace_of_today() -> AbstractContextManager[Any]:
     """A server waits as long as it grants itself, and not as long as was granted."""
     look = reconciler.Reconciler._look
 
-    def forgetful(self: reconciler.Reconciler, run: runs.Active, now_ns: int) -> None:
-        look(self, msgspec.structs.replace(run, grace_s=self._grace_s), now_ns)
+    def forgetful(self: reconciler.Reconciler, run: Active, crew: ActiveCrew, now_ns: int) -> None:
+        look(self, run, msgspec.structs.replace(crew, grace_s=self._grace_s), now_ns)
 
     return mock.patch.object(reconciler.Reconciler, "_look", forgetful)
 
@@ -158,8 +160,8 @@ def _facts_of_the_end_are_dropped() -> AbstractContextManager[Any]:
     """Facts that come with an ending are not kept."""
     add = facts.add
 
-    def lossy(connection: sa.Connection, run_id: str, fence: int, new: Any) -> list[int]:
-        return add(connection, run_id, fence, new[:1] if len(new) > 2 else new)
+    def lossy(connection: sa.Connection, crew: Any, new: Any) -> list[int]:
+        return add(connection, crew, new[:1] if len(new) > 2 else new)
 
     return mock.patch.object(facts, "add", lossy)
 
@@ -200,7 +202,7 @@ def _hello_proves_nothing() -> AbstractContextManager[Any]:
     """What a node still has is not looked at when it says hello, nor later."""
     return _both(
         mock.patch.object(agents, "_stale", lambda *_: ()),
-        mock.patch.object(attempts.StoredAttempt, "is_stale", lambda *_: False),
+        mock.patch.object(crews.StoredCrew, "is_stale", lambda *_: False),
     )
 
 
@@ -225,14 +227,14 @@ def _the_last_day_is_lost() -> AbstractContextManager[Any]:
 
 def _late_facts_are_free() -> AbstractContextManager[Any]:
     """Facts that come after the end are kept, and nobody charges again."""
-    note = attempts.note
+    note = crews.note
 
-    def silent(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
+    def silent(connection: sa.Connection, crew: crews.CrewId, **values: object) -> None:
         values.pop("uncharged", None)
         if values:
-            note(connection, run_id, fence, **values)
+            note(connection, crew, **values)
 
-    return mock.patch.object(attempts, "note", silent)
+    return mock.patch.object(crews, "note", silent)
 
 
 def _caps_are_for_show() -> AbstractContextManager[Any]:

@@ -327,7 +327,7 @@ _OPEN = sa.select(tables.runs.c.id, tables.runs.c.state).where(
         tables.runs.c.settled_ns.is_(None),
     )
 )
-_DUE = sa.select(tables.attempts.c.run_id).where(tables.attempts.c.uncharged)
+_DUE = sa.select(tables.crews.c.run_id).where(tables.crews.c.uncharged)
 
 
 def _add_people(connection: sa.Connection) -> None:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import random
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.blobs import Blobs as Documents
 from serverless_gpu.environment.stores.codec import encode
-from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.environment.stores.served import ServedStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, NotFound, StoreUnavailable
@@ -28,38 +20,8 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.bandwidth import Bucket
 from serverless_gpu.testing.stores import pack_key
 from tests.server.listening import app_of, listening
-from tests.small_disks import small_disk
+from tests.stores.far_away import KEY, OTHER, PACK, FarAway, files, read, server_on, until
 from tests.unit.environments_in_stores import make_pack, make_unit
-
-PACK = random.Random(11).randbytes(300_000)
-OTHER = random.Random(12).randbytes(300_000)
-KEY = pack_key(PACK)
-
-
-class FarAway(MemoryStore):
-    """A store that counts what is got, and answers when, and what, a test says."""
-
-    def __init__(self) -> None:
-        super().__init__("bucket")
-        self.got: list[str] = []
-        self.asked = threading.Event()
-        self.open = threading.Event()
-        self.open.set()
-        self.altered_times = 0
-        self.problem: Exception | None = None
-
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return an object."""
-        self.got.append(key)
-        self.asked.set()
-        self.open.wait(60)
-        if self.problem is not None:
-            raise self.problem
-        data = super().get(key, start, length)
-        if self.altered_times:
-            self.altered_times -= 1
-            data = bytes([data[0] ^ 1]) + data[1:]
-        return data
 
 
 @pytest.fixture
@@ -75,21 +37,6 @@ def clock() -> FakeClock:
 @pytest.fixture
 def environments(store: FarAway, clock: FakeClock, tmp_path: Path) -> Environments:
     return server_on(store, tmp_path, clock=clock)
-
-
-def server_on(
-    store: FarAway, directory: Path, *, bytes_max: int = 1 << 30, clock: FakeClock | None = None
-) -> Environments:
-    place = directory / "nearby", bytes_max
-    return Environments(store, clock=clock or FakeClock(), kept_free_bytes=0, nearby=place)
-
-
-def read(environments: Environments, key: str = KEY, start: int = 0, length: int | None = None) -> bytes:
-    return b"".join(environments.read(key, start, length))
-
-
-def files(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.rglob("*") if path.is_file())
 
 
 # one read for all who ask ---------------------------------------------------------------------------------------------
@@ -349,101 +296,6 @@ def test_a_unit_that_breaks_a_rule_is_passed_on_and_not_kept(
     assert files(tmp_path) == []
 
 
-# room -----------------------------------------------------------------------------------------------------------------
-
-
-def packs(count: int) -> dict[str, bytes]:
-    data = [random.Random(number).randbytes(100_000) for number in range(count)]
-    return {pack_key(each): each for each in data}
-
-
-def test_what_was_not_asked_for_longest_goes_first(store: FarAway, tmp_path: Path) -> None:
-    objects = packs(4)
-    first, second, third, fourth = objects
-    store.put(objects)
-    environments = server_on(store, tmp_path, bytes_max=300_000)
-    for key in (first, second, third, first, fourth):
-        assert read(environments, key) == objects[key]
-    assert files(tmp_path) == sorted(key[6:] for key in (first, third, fourth))
-    reading = environments.read(third)
-    for key in (second, first, fourth):
-        read(environments, key)
-    assert b"".join(reading) == objects[third], "who reads a copy that goes reads to its end"
-
-
-def test_what_is_larger_than_all_copies_may_be_is_passed_on(store: FarAway, tmp_path: Path) -> None:
-    store.put({KEY: PACK})
-    environments = server_on(store, tmp_path, bytes_max=1000)
-    assert read(environments) == PACK
-    assert files(tmp_path) == []
-
-
-@pytest.fixture
-def disk() -> Iterator[Path]:
-    with small_disk("8m") as place:
-        yield place
-
-
-def test_F40_copies_give_way_to_others_and_a_full_disk_keeps_none(store: FarAway, disk: Path) -> None:
-    objects = packs(20)
-    store.put(objects)
-    environments = server_on(store, disk)
-    for key in objects:
-        assert read(environments, key) == objects[key]
-    assert len(files(disk)) == 20
-    (disk / "of others").write_bytes(bytes(6_200_000))
-    environments.tend()
-    status = os.statvfs(disk)
-    assert status.f_bavail * status.f_frsize >= status.f_blocks * status.f_frsize // 20
-    assert 1 < len(files(disk)) < 20
-
-
-def test_F40_a_disk_that_others_have_filled_gets_no_copies(store: FarAway, disk: Path) -> None:
-    (disk / "of others").write_bytes(bytes(7_900_000))
-    store.put({KEY: PACK})
-    assert read(server_on(store, disk)) == PACK
-    assert files(disk) == ["of others"]
-
-
-def test_F40_a_disk_that_fills_while_a_copy_is_written_is_said_once(
-    store: FarAway, disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(nearby, "free_bytes", lambda place: None)  # as some file systems say
-    (disk / "of others").write_bytes(bytes(8_200_000))
-    store.put({KEY: PACK, pack_key(OTHER): OTHER})
-    environments = server_on(store, disk)
-    with caplog.at_level(logging.WARNING):
-        assert read(environments) == PACK
-        assert read(environments, pack_key(OTHER)) == OTHER
-    assert files(disk) == ["of others"]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"copies of memory://bucket are not kept in {disk}/nearby: No space left on device"
-    ]
-
-
-def test_F40_who_waits_shares_what_cannot_be_kept(
-    store: FarAway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting: list[float | None] = []
-
-    class Watched(Future[Any]):
-        def result(self, timeout: float | None = None) -> Any:
-            waiting.append(timeout)
-            return super().result(timeout)
-
-    monkeypatch.setattr(nearby, "Future", Watched)
-    store.put({KEY: PACK})
-    store.open.clear()
-    environments = server_on(store, tmp_path, bytes_max=1000)
-    with ThreadPoolExecutor(8) as pool:
-        asking = [pool.submit(read, environments) for _ in range(8)]
-        assert store.asked.wait(60)
-        until(lambda: len(waiting) == 7)  # all but who asked first
-        store.open.set()
-        assert all(future.result() == PACK for future in asking)
-    assert store.got == [KEY]
-
-
 def test_a_store_that_is_a_directory_has_no_copies(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, "", {}, clock=SystemClock(), room=Room(kept_free_bytes=0))
     storage.environments.put(KEY, PACK)
@@ -473,10 +325,3 @@ def test_copies_can_be_switched_off(tmp_path: Path) -> None:
         assert read(storage.environments) == read(storage.environments) == PACK
         assert bucket.reads("packs") == {KEY[6:]: 2}
     assert files(tmp_path) == []
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)

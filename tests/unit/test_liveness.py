@@ -10,14 +10,14 @@ from serverless_gpu.server.liveness import PRESENT_S, Deliveries, Leases, Presen
 S = 1_000_000_000
 
 
-def test_an_attempt_that_was_never_heard_of_counts_from_the_first_look() -> None:
+def test_a_crew_that_was_never_heard_of_counts_from_the_first_look() -> None:
     leases = Leases()
-    assert leases.last_ns("r", 1, now_ns=5 * S) == 5 * S
-    assert leases.last_ns("r", 1, now_ns=9 * S) == 5 * S
-    leases.renew("r", 1, now_ns=7 * S)
-    assert leases.last_ns("r", 1, now_ns=9 * S) == 7 * S
-    leases.keep({("r", 2)})
-    assert leases.last_ns("r", 1, now_ns=9 * S) == 9 * S
+    assert leases.last_ns(("r", 1, 0), now_ns=5 * S) == 5 * S
+    assert leases.last_ns(("r", 1, 0), now_ns=9 * S) == 5 * S
+    leases.renew(("r", 1, 0), now_ns=7 * S)
+    assert leases.last_ns(("r", 1, 0), now_ns=9 * S) == 7 * S
+    leases.keep({("r", 2, 0), ("r", 1, 1)})
+    assert leases.last_ns(("r", 1, 0), now_ns=9 * S) == 9 * S
 
 
 def test_a_node_is_there_once_it_said_something_and_not_long_after() -> None:

@@ -29,7 +29,7 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProb
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import attempt_tokens, attempts, audit, nodes, orders, pools, runs, secret_store, transitions
+from serverless_gpu.server import attempt_tokens, audit, crews, nodes, orders, pools, runs, secret_store, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.giving_back import give_back
@@ -240,11 +240,12 @@ class Agents:
         payload = runs.payload(connection, order.run_id)
         if run is None or payload is None or run.attempt is None or run.fence != order.fence:
             return None
+        crew = run.attempt.crews[order.crew]
         return Start(
             seq=order.seq,
             run_id=run.id,
             fence=order.fence,
-            token=attempt_tokens.first_token(self._services, run.id, order.fence, takes=node.hello.takes),
+            token=attempt_tokens.first_token(self._services, crew.id, takes=node.hello.takes),
             spec=_understood(run.spec, node),
             gpu_type=run.attempt.gpu_type,
             world_size=run.attempt.world_size,
@@ -253,12 +254,14 @@ class Agents:
             snapshot=run.snapshot,
             owner=run.owner,
             submitted_ns=run.created_ns,
-            partition_grace_s=run.attempt.grace_s,
+            partition_grace_s=crew.grace_s,
             secrets=secret_store.values(
                 connection, self._services.sealer, run, run.attempt.secrets, run.spec.secret_variables
             ),
             without=tuple(one.uuid for one in node.rules.quarantined),
             tariff=run.attempt.tariff,
+            crews=tuple(one.place for one in run.attempt.crews) if run.attempt.num_nodes > 1 else (),
+            crew=crew.number,
         )
 
 
@@ -303,7 +306,7 @@ def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHe
         )
     if not other_home or rebooted:
         return
-    going_on = attempts.open_attempts(connection, node_id=before.id)
+    going_on = crews.open_on(connection, before.id)
     if going_on:
         raise NotAllowed(
             f"a node named {said.name!r} was {what}, and {len(going_on)} of its runs may be going on",
@@ -378,7 +381,7 @@ def _beaten(hello: AgentHello, said: Heartbeat) -> AgentHello:
 
 
 def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *, at_ns: int) -> list[Told]:
-    """Give up the attempts of the boot that a machine had before this one: they are certainly over.
+    """Give up the crews of the boot that a machine had before this one: they are certainly over.
 
     Of another machine under the same name nothing follows: the first may be cut off, and its runs go on.
     """
@@ -386,10 +389,11 @@ def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *
         return []
     note = Note(at_ns=at_ns, detail=f"{node.name} says it has")
     told: list[Told] = []
-    for run in runs.active(connection):
-        attempt = run.attempt
-        if attempt is not None and attempt.node_id == node.id and attempt.boot_id == before.boot_id:
-            told.append(transitions.tell(connection, run, GivenUp(reason=Reason.NODE_REBOOTED), note=note))
+    for crew in crews.open_on(connection, node.id):
+        run = runs.find(connection, crew.run_id) if crew.boot_id == before.boot_id else None
+        if run is not None and run.fence == crew.fence:
+            event = GivenUp(reason=Reason.NODE_REBOOTED)
+            told.append(transitions.tell_crew(connection, run, crew.number, event, note=note))
     return told
 
 
@@ -397,8 +401,8 @@ def _stale(connection: sa.Connection, node_id: str, seen: Sequence[AttemptSeen])
     """Return the gangs among those a node has that are not its own, or are over."""
     stale: list[str] = []
     for one in seen:
-        attempt = attempts.find(connection, one.run_id, one.fence)
-        if attempt is None or attempt.node_id != node_id or attempt.is_stale(one.state):
+        crew = crews.on_node(connection, one.run_id, one.fence, node_id)
+        if crew is None or crew.is_stale(one.state):
             stale.append(f"{one.run_id}:{one.fence}")
     return tuple(stale)
 

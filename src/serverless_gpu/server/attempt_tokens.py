@@ -16,8 +16,9 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.server import attempts
+from serverless_gpu.server import crews
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.services import Services
 
 RENEWAL = "renewal"
@@ -32,22 +33,21 @@ def good_s(services: Services) -> float:
     return services.settings.partition_grace_s + services.settings.partition_margin_s
 
 
-def token_of(services: Services, run_id: str, fence: int) -> str:
-    """Return a token for an attempt that is good from now on."""
+def token_of(services: Services, crew: CrewId) -> str:
+    """Return a token for a crew that is good from now on."""
     until_ns = services.clock.wall_ns() + round(good_s(services) * 1e9)
-    return services.keys.attempt_token(run_id, fence, until_s=-(-until_ns // 1_000_000_000))
+    return services.keys.attempt_token(*crew, until_s=-(-until_ns // 1_000_000_000))
 
 
-def first_token(services: Services, run_id: str, fence: int, *, takes: tuple[str, ...]) -> str:
+def first_token(services: Services, crew: CrewId, *, takes: tuple[str, ...]) -> str:
     """Return the token that goes with an order.
 
     Args:
         services: the server's.
-        run_id: the run.
-        fence: number of the attempt.
+        crew: for whom.
         takes: what the node understands.
     """
-    return token_of(services, run_id, fence) if RENEWAL in takes else services.keys.attempt_token(run_id, fence)
+    return token_of(services, crew) if RENEWAL in takes else services.keys.attempt_token(*crew)
 
 
 def next_token(services: Services, who: Caller) -> str:
@@ -56,13 +56,13 @@ def next_token(services: Services, who: Caller) -> str:
         return ""
     left_s = (who.until_ns - services.clock.wall_ns()) / 1e9
     is_fresh = (1 - _RENEWED_AFTER) * good_s(services) < left_s <= good_s(services) + 1  # it ends at a whole second
-    return "" if is_fresh else token_of(services, *who.attempt)
+    return "" if is_fresh else token_of(services, who.attempt)
 
 
 def wanted_tokens(
     services: Services, connection: sa.Connection, node_id: str, gangs: tuple[str, ...]
 ) -> dict[str, str]:
-    """Return tokens for those of some gangs that are a node's.
+    """Return tokens for what a node has of some gangs.
 
     Raises:
         InvalidValue: there are too many.
@@ -74,7 +74,7 @@ def wanted_tokens(
         run_id, _, fence = gang.rpartition(":")
         if not (fence.isascii() and fence.isdigit() and len(fence) <= 9):
             continue
-        attempt = attempts.find(connection, run_id, int(fence))
-        if attempt is not None and attempt.node_id == node_id:
-            found[gang] = token_of(services, run_id, int(fence))
+        crew = crews.on_node(connection, run_id, int(fence), node_id)
+        if crew is not None:
+            found[gang] = token_of(services, crew.id)
     return found

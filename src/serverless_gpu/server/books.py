@@ -20,19 +20,24 @@ import sqlalchemy as sa
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.facts import Fact
 from serverless_gpu.serialized import from_json
+from serverless_gpu.server import attempts as attempt_rows
 from serverless_gpu.server import charges
+from serverless_gpu.server import crews as crew_rows
 from serverless_gpu.server import runs as run_rows
-from serverless_gpu.server.attempts import COLUMNS, JOINED, Gang, StoredAttempt, from_row
+from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.charges import Posted
+from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.tables import attempts, audit, events, facts, files, orders, runs
+from serverless_gpu.server.tables import audit, events, facts, files, orders, runs
 
 PAGE_RUNS = 200
 EVENTS_MAX = 1_000
 FACTS_MAX = 20_000
 PARTS_MAX = 2_000
-"""How much is read of one run, of one attempt, of the outputs of one page."""
+"""How much is read of one run, of one crew, of the outputs of one page."""
+OfCrew = tuple[int, int]
+"""Fence and number of a crew, within its run."""
 _decode_fact = msgspec.json.Decoder(Fact).decode
 _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
@@ -53,6 +58,7 @@ class BookedOrder(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     node_id: str
     fence: int
+    crew: int
     kind: str
 
 
@@ -76,10 +82,10 @@ class Booked(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attempts: in the order of their fences.
         events: in the order of their numbers; none when there are too many.
-        facts: by fence, in the order of their numbers.
-        unread: fences of attempts that have too many facts to be read here.
-        receipts: by fence, of those that have one.
-        charges: by fence, its entries of the ledger, in the order of their numbers.
+        facts: by crew, in the order of their numbers.
+        unread: crews that have too many facts to be read here.
+        receipts: by crew, of those that have one.
+        charges: by crew, its entries of the ledger, in the order of their numbers.
         results: by fence.
         actions: how often the audit has each action with this run as its subject.
     """
@@ -88,10 +94,10 @@ class Booked(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[StoredAttempt, ...] = ()
     events: tuple[StoredEvent, ...] = ()
     orders: tuple[BookedOrder, ...] = ()
-    facts: Mapping[int, tuple[Fact, ...]] = {}
-    unread: frozenset[int] = frozenset()
-    receipts: Mapping[int, SeenReceipt] = {}
-    charges: Mapping[int, tuple[Posted, ...]] = {}
+    facts: Mapping[OfCrew, tuple[Fact, ...]] = {}
+    unread: frozenset[OfCrew] = frozenset()
+    receipts: Mapping[OfCrew, SeenReceipt] = {}
+    charges: Mapping[OfCrew, tuple[Posted, ...]] = {}
     results: Mapping[int, Results] = {}
     actions: Mapping[str, int] = {}
 
@@ -145,10 +151,10 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> Books:
             attempts=tuple(tries.get(run_id, ())),
             events=tuple(told.get(run_id, ())),
             orders=tuple(placed.get(run_id, ())),
-            facts=_of(run_id, known),
-            unread=frozenset(fence for other, fence in left_out if other == run_id),
-            receipts=_of(run_id, receipts),
-            charges=_of(run_id, charged),
+            facts=_of_crews(run_id, known),
+            unread=frozenset((fence, number) for other, fence, number in left_out if other == run_id),
+            receipts=_of_crews(run_id, receipts),
+            charges=_of_crews(run_id, charged),
             results=_of(run_id, results),
             actions=actions.get(run_id, {}),
         )
@@ -157,12 +163,16 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> Books:
     absent: dict[str, Mapping[str, int]] = {
         run_id: actions.get(run_id, {}) for run_id in run_ids if run_id not in found
     }
-    skipped += [f"facts of attempt {run_id}:{fence}" for run_id, fence in left_out]
+    skipped += [f"facts of attempt {run_id}:{fence}" for run_id, fence, _ in left_out]
     return Books(runs=booked, absent=absent, details=details, skipped=tuple(skipped))
 
 
 def _of(run_id: str, values: Mapping[Gang, Any]) -> dict[int, Any]:
     return {fence: value for (other, fence), value in values.items() if other == run_id}
+
+
+def _of_crews(run_id: str, values: Mapping[CrewId, Any]) -> dict[OfCrew, Any]:
+    return {(fence, number): value for (other, fence, number), value in values.items() if other == run_id}
 
 
 def _grouped(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
@@ -191,24 +201,19 @@ def _events(connection: sa.Connection, ids: Sequence[str]) -> dict[str, list[Sto
 
 def _attempts(
     connection: sa.Connection, ids: Sequence[str]
-) -> tuple[dict[str, list[StoredAttempt]], dict[Gang, SeenReceipt]]:
-    query = sa.select(*COLUMNS, attempts.c.receipt_json).select_from(JOINED).where(attempts.c.run_id.in_(ids))
-    found: list[StoredAttempt] = []
-    receipts: dict[Gang, SeenReceipt] = {}
-    for row in connection.execute(query.order_by(attempts.c.run_id, attempts.c.fence)):
-        attempt = from_row(row)
-        if attempt is None:
-            continue
-        found.append(attempt)
-        if row.receipt_json is not None:
-            receipts[attempt.run_id, attempt.fence] = _seen(row.receipt_json)
-    return _grouped((attempt.run_id, attempt) for attempt in found), receipts
+) -> tuple[dict[str, list[StoredAttempt]], dict[CrewId, SeenReceipt]]:
+    tries = attempt_rows.of_runs(connection, ids)
+    found = [tries[gang] for gang in sorted(tries)]
+    receipts = crew_rows.receipts(connection, {crew.id for attempt in found for crew in attempt.crews})
+    seen = {crew: _seen(text) for crew, text in receipts.items()}
+    return _grouped((attempt.run_id, attempt) for attempt in found), seen
 
 
-def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[Gang, tuple[Posted, ...]]:
-    found: dict[Gang, tuple[Posted, ...]] = {}
+def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[CrewId, tuple[Posted, ...]]:
+    found: dict[CrewId, tuple[Posted, ...]] = {}
     for one in charges.of_runs(connection, ids):
-        found[one.run_id, one.fence] = (*found.get((one.run_id, one.fence), ()), one)
+        crew = one.run_id, one.fence, one.crew
+        found[crew] = (*found.get(crew, ()), one)
     return found
 
 
@@ -223,28 +228,29 @@ def _orders(connection: sa.Connection, ids: Sequence[str]) -> dict[str, list[Boo
     columns = [orders.c[name] for name in BookedOrder.__struct_fields__]
     query = sa.select(orders.c.run_id, *columns).where(orders.c.run_id.in_(ids)).order_by(orders.c.seq)
     return _grouped(
-        (row[0], BookedOrder(seq=row[1], node_id=row[2], fence=row[3], kind=row[4]))
+        (row[0], BookedOrder(seq=row[1], node_id=row[2], fence=row[3], crew=row[4], kind=row[5]))
         for row in connection.execute(query)
     )
 
 
-def _facts(connection: sa.Connection, ids: Sequence[str]) -> tuple[dict[Gang, tuple[Fact, ...]], list[Gang]]:
-    counted = sa.select(facts.c.run_id, facts.c.fence, sa.func.count()).where(facts.c.run_id.in_(ids))
+def _facts(connection: sa.Connection, ids: Sequence[str]) -> tuple[dict[CrewId, tuple[Fact, ...]], list[CrewId]]:
+    whose = (facts.c.run_id, facts.c.fence, facts.c.crew)
+    counted = sa.select(*whose, sa.func.count()).where(facts.c.run_id.in_(ids))
     left = FACTS_MAX
-    wanted: list[Gang] = []
-    skipped: list[Gang] = []
-    for run_id, fence, count in connection.execute(counted.group_by(facts.c.run_id, facts.c.fence)):
+    wanted: list[CrewId] = []
+    skipped: list[CrewId] = []
+    for run_id, fence, number, count in connection.execute(counted.group_by(*whose)):
         if count <= left:
             left -= count
-            wanted.append((run_id, fence))
+            wanted.append((run_id, fence, number))
         else:
-            skipped.append((run_id, fence))
-    found: dict[Gang, list[Fact]] = {gang: [] for gang in wanted}
-    query = sa.select(facts.c.run_id, facts.c.fence, facts.c.fact_json)
-    for run_id, fence in wanted:
-        own = query.where(facts.c.run_id == run_id, facts.c.fence == fence).order_by(facts.c.seq)
-        found[run_id, fence] = [_decode_fact(row[2]) for row in connection.execute(own)]
-    return {gang: tuple(own) for gang, own in found.items()}, skipped
+            skipped.append((run_id, fence, number))
+    found: dict[CrewId, tuple[Fact, ...]] = {}
+    query = sa.select(facts.c.fact_json).order_by(facts.c.seq)
+    for crew in wanted:
+        own = query.where(*(column == value for column, value in zip(whose, crew, strict=True)))
+        found[crew] = tuple(_decode_fact(text) for text in connection.scalars(own))
+    return found, skipped
 
 
 def _results(connection: sa.Connection, ids: Sequence[str]) -> dict[Gang, Results]:

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from serverless_gpu.model.budget import NOTHING, Subject, Use
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.server import accounts, charges
-from serverless_gpu.server.attempts import Gang
 from serverless_gpu.server.budget_index import BudgetIndex
+from serverless_gpu.server.crews import Gang
 from serverless_gpu.server.uncharged import Unposted
 
 _KNOWN_MAX = 100_000

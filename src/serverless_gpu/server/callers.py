@@ -6,7 +6,7 @@ import msgspec
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """A principal, or one attempt.
+    """A principal, or one crew of an attempt.
 
     Attributes:
         name: of the principal; "" for nobody (public routes), and for an attempt.
@@ -15,9 +15,9 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         teams: it is in.
         scopes: what the token may be used for; none means everything its owner may do.
         token_id: for the audit.
-        attempt: run and fence, for the token of an attempt.
+        attempt: run, fence and number of the crew, for the token of an attempt.
         until_ns: when that ends, nanoseconds since 1970; None where it does not.
-        late: that attempt was given up: what it has to tell is heard, and nothing else is taken.
+        late: that crew was given up: what it has to tell is heard, and nothing else is taken.
     """
 
     name: str = ""
@@ -26,7 +26,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     teams: tuple[str, ...] = ()
     scopes: tuple[str, ...] = ()
     token_id: str = ""
-    attempt: tuple[str, int] | None = None
+    attempt: tuple[str, int, int] | None = None
     until_ns: int | None = None
     late: bool = False
 

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.ledger import Entry, EntryKind, Line, standing
-from serverless_gpu.server.attempts import Gang
+from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import accounts, charges, utilisations
 
@@ -28,13 +28,14 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
         seq: grows over all of them.
         account_id: of `accounts.py`; the same for all entries of an attempt.
         posted_ns: when it was written, nanoseconds since 1970.
-        queued_ms: how long the run waited for this attempt, wall time; on one row of an attempt, and negative where
+        queued_ms: how long the run waited for this attempt, wall time; on one row of its first crew, and negative where
             that is taken back.
     """
 
     seq: int
     run_id: str
     fence: int
+    crew: int
     account_id: int
     posted_ns: int
     queued_ms: int
@@ -42,7 +43,7 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
-    """What telemetry saw of an attempt's devices, by its receipt.
+    """What telemetry saw of a crew's devices, by its receipt.
 
     Attributes:
         day: on which it ended.
@@ -75,16 +76,15 @@ class Sum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class New(msgspec.Struct, frozen=True, kw_only=True):
-    """Entries that are to be written of one attempt.
+    """Entries that are to be written of one crew.
 
     Attributes:
         posted: what is there of it.
-        queued_ms: how long the run waited for the attempt.
+        queued_ms: how long the run waited for the attempt; nothing for others than its first crew.
         entries: the next ones.
     """
 
-    run_id: str
-    fence: int
+    crew: CrewId
     account_id: int
     posted: Sequence[Posted]
     queued_ms: int
@@ -103,6 +103,7 @@ def _rows(new: New, at_ns: int) -> Iterable[dict[str, Any]]:
     # What a row has of the wait, its reversal takes back, and the next row that holds has it then.
     waits = {one.entry.line.day: one.queued_ms for one in new.posted if one.entry.kind is not EntryKind.REVERSAL}
     total_ms = sum(one.queued_ms for one in new.posted)
+    run_id, fence, number = new.crew
     for entry in new.entries:
         is_reversal = entry.kind is EntryKind.REVERSAL
         queued_ms = -waits.pop(entry.line.day, 0) if is_reversal else new.queued_ms - total_ms
@@ -110,8 +111,9 @@ def _rows(new: New, at_ns: int) -> Iterable[dict[str, Any]]:
             waits[entry.line.day] = queued_ms
         total_ms += queued_ms
         yield {
-            "run_id": new.run_id,
-            "fence": new.fence,
+            "run_id": run_id,
+            "fence": fence,
+            "crew": number,
             "number": entry.number,
             "kind": entry.kind.value,
             "provisional": entry.provisional,
@@ -122,8 +124,17 @@ def _rows(new: New, at_ns: int) -> Iterable[dict[str, Any]]:
         }
 
 
+def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Posted]]:
+    """Return the entries of crews, each in its order; those without any are there, too."""
+    found: dict[CrewId, list[Posted]] = {crew: [] for crew in ids}
+    for one in of_runs(connection, sorted({run_id for run_id, _, _ in ids})):
+        if (one.run_id, one.fence, one.crew) in found:
+            found[one.run_id, one.fence, one.crew].append(one)
+    return found
+
+
 def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Posted]]:
-    """Return the entries of attempts, each in its order; those without any are there, too."""
+    """Return the entries of attempts, crew by crew, each in its order; those without any are there, too."""
     found: dict[Gang, list[Posted]] = {gang: [] for gang in gangs}
     for one in of_runs(connection, sorted({run_id for run_id, _ in gangs})):
         if (one.run_id, one.fence) in found:
@@ -132,20 +143,20 @@ def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang
 
 
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[Posted]:
-    """Return the entries of runs, by run, attempt and number."""
+    """Return the entries of runs, by run, attempt, crew and number."""
     found: list[Posted] = []
     for some in portions(run_ids):
         query = sa.select(charges).where(charges.c.run_id.in_(some))
-        rows = connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.number))
+        rows = connection.execute(query.order_by(charges.c.run_id, charges.c.fence, charges.c.crew, charges.c.number))
         found += [from_row(row) for row in rows]
     return found
 
 
-def of_run(connection: sa.Connection, run_id: str) -> dict[int, list[Posted]]:
-    """Return the entries of a run by the fence of the attempt."""
-    found: dict[int, list[Posted]] = {}
+def of_run(connection: sa.Connection, run_id: str) -> dict[tuple[int, int], list[Posted]]:
+    """Return the entries of a run by fence and crew."""
+    found: dict[tuple[int, int], list[Posted]] = {}
     for one in of_runs(connection, [run_id]):
-        found.setdefault(one.fence, []).append(one)
+        found.setdefault((one.fence, one.crew), []).append(one)
     return found
 
 
@@ -201,12 +212,12 @@ def is_provisional(connection: sa.Connection, run_id: str) -> bool:
 
 
 def may_change(posted: Iterable[Posted]) -> bool:
-    """Return whether an entry of an attempt stands that is provisional."""
+    """Return whether an entry of a crew stands that is provisional."""
     return any(entry.provisional for entry in standing(one.entry for one in posted).values())
 
 
-def put_utilisations(connection: sa.Connection, seen: Mapping[Gang, tuple[int, Utilisation]]) -> None:
-    """Write what telemetry saw of attempts, in the place of what was written before.
+def put_utilisations(connection: sa.Connection, seen: Mapping[CrewId, tuple[int, Utilisation]]) -> None:
+    """Write what telemetry saw of crews, in the place of what was written before.
 
     Args:
         connection: of a transaction that may write.
@@ -214,11 +225,16 @@ def put_utilisations(connection: sa.Connection, seen: Mapping[Gang, tuple[int, U
     """
     if not seen:
         return
-    own = sa.and_(utilisations.c.run_id == sa.bindparam("run"), utilisations.c.fence == sa.bindparam("number"))
-    connection.execute(utilisations.delete().where(own), [{"run": run, "number": number} for run, number in seen])
+    own = sa.and_(
+        utilisations.c.run_id == sa.bindparam("of_run"),
+        utilisations.c.fence == sa.bindparam("of_fence"),
+        utilisations.c.crew == sa.bindparam("of_crew"),
+    )
+    whose = [{"of_run": run_id, "of_fence": fence, "of_crew": number} for run_id, fence, number in seen]
+    connection.execute(utilisations.delete().where(own), whose)
     rows = [
-        {"run_id": run_id, "fence": fence, "account_id": account_id, **msgspec.structs.asdict(one)}
-        for (run_id, fence), (account_id, one) in seen.items()
+        {"run_id": run_id, "fence": fence, "crew": number, "account_id": account_id, **msgspec.structs.asdict(one)}
+        for (run_id, fence, number), (account_id, one) in seen.items()
     ]
     connection.execute(utilisations.insert(), rows)
 
@@ -230,6 +246,7 @@ def from_row(row: sa.Row[Any]) -> Posted:
         seq=row.seq,
         run_id=row.run_id,
         fence=row.fence,
+        crew=row.crew,
         account_id=row.account_id,
         posted_ns=row.posted_ns,
         queued_ms=row.queued_ms,

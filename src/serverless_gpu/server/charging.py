@@ -1,21 +1,21 @@
-"""The loop that charges: facts of attempts become entries of the ledger, which are only ever added to.
+"""The loop that charges: facts of crews become entries of the ledger, which are only ever added to.
 
-    report, end, settlement ─▶ `attempts.uncharged`, in the same transaction ─▶ rings
+    report, end, settlement ─▶ `crews.uncharged`, in the same transaction ─▶ rings
     settled and uncharged   ─▶ facts ─▶ lines (`counting.py`) ─▶ what is missing (`ledger.post`) ─▶ charges
-                                                                some attempts in each transaction ─┘
-    a day (UTC) is over     ─▶ the same for attempts that go on, but for their last day
+                                                                   some crews in each transaction ─┘
+    a day (UTC) is over     ─▶ the same for crews that go on, but for their last day
 
-An attempt is charged when nothing more of it is awaited: one entry for each of its days. What goes on meanwhile is
-computed from its facts by whoever shows it. An attempt whose node fell silent is charged up to its last sign of life,
-provisionally; facts that come later are charged then, and what was provisional is taken back. When its run is about to
-be removed (`retention.py`), what is known is final.
+A crew is charged when its attempt is over and nothing more of it is awaited: one entry for each of its days. What goes
+on meanwhile is computed from its facts by whoever shows it. A crew whose node fell silent is charged up to its last
+sign of life, provisionally; facts that come later are charged then, and what was provisional is taken back. When its
+run is about to be removed (`retention.py`), what is known is final.
 
 Charges are a function of facts, tariff and how the attempt ended, so nothing is lost with this process: what it has not
-written is `uncharged`, what it has written is not written again. Each report that brings facts of an attempt that has
-ended sets `attempts.uncharged`, also where it is set: on PostgreSQL one of the two is done again when they cross.
+written is `uncharged`, what it has written is not written again. Each report that brings facts of a crew that has ended
+sets `crews.uncharged`, also where it is set: on PostgreSQL one of the two is done again when they cross.
 
-Failure cases: killed anywhere (a transaction is whole or not there); the database is away (tried again); an attempt
-that cannot be charged, since a number of it is beyond all bounds (said in the log, left aside for a while, counted; the
+Failure cases: killed anywhere (a transaction is whole or not there); the database is away (tried again); a crew that
+cannot be charged, since a number of it is beyond all bounds (said in the log, left aside for a while, counted; the
 others are charged, and its run is kept).
 """
 
@@ -35,9 +35,10 @@ from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Entry, Line, post
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.serialized import from_json
-from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
-from serverless_gpu.server.attempts import Gang, StoredAttempt
+from serverless_gpu.server import accounts, attempts, charges, counting, crews, facts, nodes, runs, uncharged
+from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.charges import New, Posted, Utilisation
+from serverless_gpu.server.crews import CrewId, StoredCrew
 from serverless_gpu.server.hub import CHARGED
 from serverless_gpu.server.services import Services
 
@@ -46,13 +47,13 @@ TURN_S = 60.0
 """How often attempts are looked at again that went on at a turn of the day, and were not heard of since."""
 AT_ONCE = 64
 FACTS_AT_ONCE = 5_000
-"""Attempts, and facts of all of them together (or those of one), of one transaction: others write, too."""
+"""Crews, and facts of all of them together (or those of one), of one transaction: others write, too."""
 ASIDE_S = 600.0
 ASIDE_MAX = 1_000
 DOUBT_S = 60.0
 """A node that counts so much more than the server is not right, or the server's clock was set."""
 DAYS_MAX = 400
-"""An attempt that says that it used more days is left aside: nothing runs for so long, and a clock may be broken."""
+"""A crew that says that it used more days is left aside: nothing runs for so long, and a clock may be broken."""
 _LIMIT = 1 << 62
 _log = logging.getLogger(__name__)
 
@@ -77,11 +78,11 @@ class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         entries: how many were written.
-        failed: attempts that could not be charged, and why.
+        failed: crews that could not be charged, and why.
     """
 
     entries: int = 0
-    failed: Mapping[Gang, str] = {}
+    failed: Mapping[CrewId, str] = {}
 
 
 class Charging:
@@ -93,9 +94,9 @@ class Charging:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._aside: dict[Gang, int] = {}
+        self._aside: dict[CrewId, int] = {}
         self._day: int | None = None
-        self._turning: dict[Gang, int] = {}
+        self._turning: dict[CrewId, int] = {}
         self._turn_ns = 0
 
     def tick(self, now_ns: int) -> int | None:
@@ -104,7 +105,7 @@ class Charging:
         Args:
             now_ns: boottime, nanoseconds.
         """
-        self._aside = {gang: until_ns for gang, until_ns in self._aside.items() if until_ns > now_ns}
+        self._aside = {crew: until_ns for crew, until_ns in self._aside.items() if until_ns > now_ns}
         due = self._due()
         if due:
             self._charge(due, now_ns)
@@ -115,19 +116,19 @@ class Charging:
             return now_ns
         return now_ns + round(EVERY_S * 1e9)
 
-    def _due(self) -> list[Gang]:
-        """Return attempts that are to be charged now, with not too many facts."""
+    def _due(self) -> list[CrewId]:
+        """Return crews that are to be charged now, with not too many facts."""
         limit = AT_ONCE + len(self._aside)
 
-        def work(connection: sa.Connection) -> tuple[list[Gang], Mapping[Gang, int]]:
-            due = [gang for gang in uncharged.due(connection, limit=limit) if gang not in self._aside][:AT_ONCE]
+        def work(connection: sa.Connection) -> tuple[list[CrewId], Mapping[CrewId, int]]:
+            due = [one for one in uncharged.due(connection, limit=limit) if one not in self._aside][:AT_ONCE]
             return due, facts.counts(connection, due) if due else {}
 
         due, counts = self._services.database.read(work)
         return _some(due, counts)
 
     def _turn(self, now_ns: int) -> bool:
-        """Charge days that are over of attempts that go on; return whether there are more."""
+        """Charge days that are over of crews that go on; return whether there are more."""
         services = self._services
         day = services.clock.wall_ns() // DAY_NS
         if day != self._day:
@@ -136,36 +137,36 @@ class Charging:
         if not self._turning or now_ns < self._turn_ns:
             return False
         counts = services.database.read(lambda connection: facts.counts(connection, list(self._turning)))
-        news = [gang for gang, seen in self._turning.items() if counts.get(gang, 0) != seen and gang not in self._aside]
+        news = [one for one, seen in self._turning.items() if counts.get(one, 0) != seen and one not in self._aside]
         some = _some(news[:AT_ONCE], counts)
         if not some:
             self._turn_ns = now_ns + round(TURN_S * 1e9)
             return False
         done = self._charge(some, now_ns)
-        for gang in some:
-            if gang in done:
-                self._turning.pop(gang, None)
+        for crew in some:
+            if crew in done:
+                self._turning.pop(crew, None)
             else:
-                self._turning[gang] = counts.get(gang, 0)
+                self._turning[crew] = counts.get(crew, 0)
         return True
 
-    def _charge(self, gangs: Sequence[Gang], now_ns: int) -> frozenset[Gang]:
-        """Charge attempts; return those that need not be looked at for a day that is over."""
+    def _charge(self, ids: Sequence[CrewId], now_ns: int) -> frozenset[CrewId]:
+        """Charge crews; return those that need not be looked at for a day that is over."""
         services = self._services
         at_ns = services.clock.wall_ns()
         final_before_ns = at_ns - round(services.settings.retention_s * 1e9)
 
-        def work(connection: sa.Connection) -> tuple[ChargeOutcome, frozenset[Gang]]:
-            found = load(connection, gangs, currency=services.settings.currency)
+        def work(connection: sa.Connection) -> tuple[ChargeOutcome, frozenset[CrewId]]:
+            found = load(connection, ids, currency=services.settings.currency)
             charged = charge(connection, found, at_ns=at_ns, final_before_ns=final_before_ns)
-            return charged, frozenset(gang for gang in gangs if gang not in found or found[gang].is_past(at_ns))
+            return charged, frozenset(one for one in ids if one not in found or found[one].is_past(at_ns))
 
         charged, past = services.database.write(work)
-        for (run_id, fence), why in charged.failed.items():
-            _log.error("attempt %s:%d cannot be charged: %s", run_id, fence, why)
+        for crew, why in charged.failed.items():
+            _log.error("attempt %s cannot be charged: %s", _named(crew), why)
             services.measures.charge_failures.inc()
             if len(self._aside) < ASIDE_MAX:
-                self._aside[run_id, fence] = now_ns + round(ASIDE_S * 1e9)
+                self._aside[crew] = now_ns + round(ASIDE_S * 1e9)
         if charged.entries:
             services.measures.charges.inc(charged.entries)
             services.hub.touch(CHARGED)
@@ -173,14 +174,15 @@ class Charging:
 
 
 class Due(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt, and all that its charges depend on.
+    """A crew, and all that its charges depend on.
 
     Attributes:
-        queued_ms: how long the run waited for it.
+        queued_ms: how long the run waited for the attempt; nothing for others than its first crew.
         seen: of its receipt; None where there is none.
     """
 
     attempt: StoredAttempt
+    crew: StoredCrew
     account_id: int
     queued_ms: int
     facts: Sequence[Fact]
@@ -188,15 +190,15 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
     seen: _Seen | None
 
     @property
-    def gang(self) -> Gang:
-        """Return run and fence."""
-        return self.attempt.run_id, self.attempt.fence
+    def is_over(self) -> bool:
+        """Return whether nothing more of it is awaited, and it is known how its attempt ended."""
+        return self.crew.settled_ns is not None and self.attempt.ended_ns is not None
 
     def is_past(self, at_ns: int) -> bool:
         """Return whether it was heard of on this day, or nothing more is to be heard: earlier days are charged."""
-        if self.attempt.settled_ns is not None:
+        if self.is_over:
             return True
-        last = counting.on_our_calendar(self.attempt, self.facts)[-1:]
+        last = counting.on_our_calendar(self.attempt, self.crew, self.facts)[-1:]
         return bool(last) and last[0].wall_ns // DAY_NS >= at_ns // DAY_NS
 
     def is_final(self, before_ns: int) -> bool:
@@ -205,11 +207,11 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
             return True
         told = self.seen.facts if self.seen is not None else None
         is_whole = told is not None and len(self.facts) >= told
-        return is_whole or (self.attempt.ended_ns is not None and self.attempt.ended_ns < before_ns)
+        return is_whole or (self.crew.ended_ns is not None and self.crew.ended_ns < before_ns)
 
 
-def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, final_before_ns: int) -> ChargeOutcome:
-    """Write what the ledger does not say yet of attempts.
+def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, final_before_ns: int) -> ChargeOutcome:
+    """Write what the ledger does not say yet of crews.
 
     Args:
         connection: of a transaction that may write.
@@ -218,33 +220,31 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
         final_before_ns: what ended before this says no more.
     """
     new: list[New] = []
-    failed: dict[Gang, str] = {}
-    seen: dict[Gang, tuple[int, Utilisation]] = {}
-    done: list[Gang] = []
-    for gang, one in due.items():
+    failed: dict[CrewId, str] = {}
+    seen: dict[CrewId, tuple[int, Utilisation]] = {}
+    done: list[CrewId] = []
+    for crew, one in due.items():
         try:
-            lines = counting.used(one.attempt, one.facts)
+            lines = counting.used(one.attempt, one.crew, one.facts)
             entries = _missing(one, lines, final_before_ns=final_before_ns)
             _check(lines, entries)
-            is_settled = one.attempt.settled_ns is not None
-            if is_settled and one.seen is not None and lines:
-                seen[gang] = (one.account_id, _utilisation(lines, one.seen.uses))
+            if one.is_over and one.seen is not None and lines:
+                seen[crew] = (one.account_id, _utilisation(lines, one.seen.uses))
         except (InvalidValue, ValueError, OverflowError) as error:
-            failed[gang] = str(error)
+            failed[crew] = str(error)
             continue
         if entries:
             new.append(
                 New(
-                    run_id=gang[0],
-                    fence=gang[1],
+                    crew=crew,
                     account_id=one.account_id,
                     posted=one.posted,
                     queued_ms=one.queued_ms,
                     entries=entries,
                 )
             )
-        if is_settled:
-            done.append(gang)
+        if one.is_over:
+            done.append(crew)
             _doubt(one, lines, at_ns)
     written = charges.insert(connection, new, at_ns=at_ns)
     charges.put_utilisations(connection, seen)
@@ -254,13 +254,13 @@ def charge(connection: sa.Connection, due: Mapping[Gang, Due], *, at_ns: int, fi
 
 
 def _doubt(one: Due, lines: Sequence[Line], at_ns: int) -> None:
-    """Say of an attempt that its node counted more time than there was since it was placed; it is charged so."""
+    """Say of a crew that its node counted more time than there was since it was placed; it is charged so."""
     held_s = (max(line.end_ns for line in lines) - min(line.start_ns for line in lines)) / 1e9 if lines else 0.0
     there_s = (at_ns - one.attempt.created_ns) / 1e9
     if held_s > there_s + DOUBT_S:
         _log.warning(
-            "attempt %s:%d was placed %.0f s ago, and is said to have held devices for %.0f s",
-            *one.gang,
+            "attempt %s was placed %.0f s ago, and is said to have held devices for %.0f s",
+            _named(one.crew.id),
             there_s,
             held_s,
         )
@@ -268,7 +268,7 @@ def _doubt(one: Due, lines: Sequence[Line], at_ns: int) -> None:
 
 def _missing(one: Due, lines: Sequence[Line], *, final_before_ns: int) -> tuple[Entry, ...]:
     posted = [each.entry for each in one.posted]
-    if one.attempt.settled_ns is None:  # its last day goes on
+    if not one.is_over:  # its last day goes on
         return post(posted, lines[:-1], final=True)
     return post(posted, lines, final=one.is_final(final_before_ns))
 
@@ -298,26 +298,27 @@ def _utilisation(lines: Sequence[Line], uses: Sequence[_Use]) -> Utilisation:
     )
 
 
-def load(connection: sa.Connection, gangs: Sequence[Gang], *, currency: str) -> dict[Gang, Due]:
-    """Return attempts with all that their charges depend on."""
-    run_ids = sorted({run_id for run_id, _ in gangs})
+def load(connection: sa.Connection, ids: Sequence[CrewId], *, currency: str) -> dict[CrewId, Due]:
+    """Return crews with all that their charges depend on."""
+    run_ids = sorted({run_id for run_id, _, _ in ids})
     tries = attempts.of_runs(connection, run_ids)
     asked = runs.asked_ns(connection, run_ids)
-    known, posted = facts.of_attempts(connection, gangs), charges.of_attempts(connection, gangs)
-    receipts = attempts.receipts(connection, gangs)
-    found: dict[Gang, Due] = {}
-    for gang in gangs:
-        attempt = tries.get(gang)
-        if attempt is None:
+    known, posted = facts.of_crews(connection, ids), charges.of_crews(connection, ids)
+    receipts = crews.receipts(connection, ids)
+    found: dict[CrewId, Due] = {}
+    for run_id, fence, number in ids:
+        attempt = tries.get((run_id, fence))
+        if attempt is None or number >= len(attempt.crews):
             continue
-        before = tries.get((gang[0], gang[1] - 1))
-        found[gang] = Due(
+        crew, before = attempt.crews[number], tries.get((run_id, fence - 1))
+        found[crew.id] = Due(
             attempt=attempt,
+            crew=crew,
             account_id=_account_id(connection, attempt, currency=currency),
-            queued_ms=counting.waited_ms(asked[gang[0]], before, attempt.created_ns),
-            facts=known[gang],
-            posted=posted[gang],
-            seen=_seen(receipts.get(gang)),
+            queued_ms=0 if number else counting.waited_ms(asked[run_id], before, attempt.created_ns),
+            facts=known[crew.id],
+            posted=posted[crew.id],
+            seen=_seen(receipts.get(crew.id)),
         )
     return found
 
@@ -326,7 +327,7 @@ def _account_id(connection: sa.Connection, attempt: StoredAttempt, *, currency: 
     """Return the account that was written when it was placed; one that has none, from a backup, gets it now."""
     if attempt.account_id is not None:
         return attempt.account_id
-    run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.node_id)
+    run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
     assert run is not None
     account = accounts.of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
     number = accounts.ensure(connection, account)
@@ -343,13 +344,19 @@ def _seen(receipt: str | None) -> _Seen | None:
         return _Seen()
 
 
-def _some(gangs: Sequence[Gang], counts: Mapping[Gang, int]) -> list[Gang]:
-    """Return the first of these attempts, so many that their facts are not too many; at least one."""
-    some: list[Gang] = []
+def _some(ids: Sequence[CrewId], counts: Mapping[CrewId, int]) -> list[CrewId]:
+    """Return the first of these crews, so many that their facts are not too many; at least one."""
+    some: list[CrewId] = []
     left = FACTS_AT_ONCE
-    for gang in gangs:
-        left -= counts.get(gang, 0)
+    for crew in ids:
+        left -= counts.get(crew, 0)
         if some and left < 0:
             break
-        some.append(gang)
+        some.append(crew)
     return some
+
+
+def _named(crew: CrewId) -> str:
+    """Return a crew as the log calls it: the only one, or the first, by its attempt."""
+    run_id, fence, number = crew
+    return f"{run_id}:{fence}{f' (crew {number})' if number else ''}"

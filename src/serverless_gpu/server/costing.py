@@ -26,9 +26,10 @@ from serverless_gpu.model.hardware import CPU, census, matches
 from serverless_gpu.model.ledger import Line
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import attempts, charges, counting, facts, nodes, pools, prices
-from serverless_gpu.server.attempts import Gang, StoredAttempt
+from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.charges import Posted
 from serverless_gpu.server.counting import Now
+from serverless_gpu.server.crews import CrewId, StoredCrew
 from serverless_gpu.server.pools import RESERVED
 from serverless_gpu.server.runs import StoredRun
 
@@ -50,7 +51,8 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
     """Return what runs used so far, by their identifiers; as `cost_of`."""
     tried = attempts.of_runs(connection, [run.id for run in found])
     posted = charges.of_attempts(connection, tried.keys())
-    told = facts.ends_of_attempts(connection, [gang for gang, attempt in tried.items() if not _is_charged(attempt)])
+    open_ones = [crew.id for attempt in tried.values() for crew in attempt.crews if not _is_charged(crew)]
+    told = facts.ends_of_crews(connection, open_ones)
     by_run: dict[str, list[StoredAttempt]] = {run.id: [] for run in found}
     for (run_id, _), attempt in sorted(tried.items()):
         by_run[run_id].append(attempt)
@@ -61,7 +63,7 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
         for attempt in by_run[run.id]:
             own = posted[run.id, attempt.fence]
             waited_ms = counting.waited_ms(run.created_ns, before, attempt.created_ns)
-            used.append(_used(attempt, own, _lines(attempt, told, at), waited_ms))
+            used.append(_used(attempt, own, [_lines(attempt, crew, told, at) for crew in attempt.crews], waited_ms))
             before = attempt
         waits_ms = counting.waited_ms(run.created_ns, before, at.wall_ns) if run.state is State.QUEUED else 0
         return together(used, waits_ms=waits_ms, is_final=run.state in TERMINAL and run.finished)
@@ -69,27 +71,38 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
     return {run.id: cost(run) for run in found}
 
 
-def _is_charged(attempt: StoredAttempt) -> bool:
-    """Return whether the ledger says all that is known of an attempt."""
-    return attempt.ended_ns is not None and not attempt.uncharged
+def _is_charged(crew: StoredCrew) -> bool:
+    """Return whether the ledger says all that is known of a crew."""
+    return crew.ended_ns is not None and not crew.uncharged
 
 
-def _used(attempt: StoredAttempt, posted: Sequence[Posted], so_far: tuple[Line, ...], waited_ms: int) -> AttemptUse:
-    """Return what one attempt used: as the ledger says, or as facts do that are not in it yet."""
+def _used(
+    attempt: StoredAttempt, posted: Sequence[Posted], so_far: Sequence[tuple[Line, ...]], waited_ms: int
+) -> AttemptUse:
+    """Return what one attempt used, crew by crew: as the ledger says, or as facts do that are not in it yet."""
+    lines: list[Line] = []
+    is_final = True
+    for crew, used in zip(attempt.crews, so_far, strict=True):
+        own = [one for one in posted if one.crew == crew.number]
+        is_charged = _is_charged(crew)
+        lines += [one.entry.line for one in own] if is_charged else used
+        is_final = is_final and is_charged and not charges.may_change(own)
     return AttemptUse(
-        lines=tuple(one.entry.line for one in posted) if _is_charged(attempt) else so_far,
+        lines=tuple(lines),
         currency=attempt.tariff.currency,
         gpu_type=attempt.gpu_type,
         queued_ms=sum(one.queued_ms for one in posted) if posted else waited_ms,
-        is_final=_is_charged(attempt) and not charges.may_change(posted),
+        is_final=is_final,
     )
 
 
-def _lines(attempt: StoredAttempt, told: Mapping[Gang, Sequence[Fact]], at: Now) -> tuple[Line, ...]:
-    """Return what facts say of an attempt that is not charged."""
-    facts_of_it = told.get((attempt.run_id, attempt.fence), ())
+def _lines(
+    attempt: StoredAttempt, crew: StoredCrew, told: Mapping[CrewId, Sequence[Fact]], at: Now
+) -> tuple[Line, ...]:
+    """Return what facts say of a crew that is not charged."""
+    facts_of_it = told.get(crew.id, ())
     try:
-        return counting.so_far(attempt, facts_of_it, at) if facts_of_it else ()
+        return counting.so_far(attempt, crew, facts_of_it, at) if facts_of_it else ()
     except InvalidValue:
         return ()
 

@@ -1,9 +1,9 @@
-"""What an attempt has used, as the server counts it: its facts, put on the server's calendar, at its own tariff.
+"""What a crew has used, as the server counts it: its facts, put on the server's calendar, at its attempt's tariff.
 
 How long something took is the node's to say (boottime). On which day it was is not: a node whose clock has lost its
-battery would move what it used out of every report and budget. So an attempt's facts are moved as a whole, until user
-code begins when the server has written that it began (`attempts.started_ns`, which it has checked); without that,
-until the first fact is not older than the attempt, nor newer than its end.
+battery would move what it used out of every report and budget. So a crew's facts are moved as a whole, until user code
+begins when the server has written that it began (`crews.started_ns`, which it has checked); without that, until the
+first fact is not older than the attempt, nor newer than the crew's end. Each crew is rounded by itself, once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from serverless_gpu.model.attempt import MEANINGS
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import Line, lines
 from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.services import Services
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000
-"""An attempt that is heard of writes a fact each minute (`node.account.ALIVE_S`), and may be late with one."""
+"""A crew that is heard of writes a fact each minute (`node.account.ALIVE_S`), and may be late with one."""
 OFF_NS = 1_000_000_000
 """A clock that is off by less is as right as anybody needs to know on which day something was."""
 
@@ -31,19 +32,19 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         wall_ns: nanoseconds since 1970; `boot_ns` the same by the clock that leases are kept by.
-        leases: when attempts were heard of last; None for what was written of that, which is 15 s behind.
+        leases: when crews were heard of last; None for what was written of that, which is 15 s behind.
     """
 
     wall_ns: int
     boot_ns: int = 0
     leases: Leases | None = None
 
-    def heard_ns(self, attempt: StoredAttempt) -> int:
-        """Return when an attempt was heard of last, nanoseconds since 1970."""
+    def heard_ns(self, crew: StoredCrew) -> int:
+        """Return when a crew was heard of last, nanoseconds since 1970."""
         if self.leases is None:
-            return attempt.lease_ns
-        last_ns = self.leases.last_ns(attempt.run_id, attempt.fence, now_ns=self.boot_ns)
-        return max(attempt.lease_ns, self.wall_ns - max(0, self.boot_ns - last_ns))
+            return crew.lease_ns
+        last_ns = self.leases.last_ns(crew.id, now_ns=self.boot_ns)
+        return max(crew.lease_ns, self.wall_ns - max(0, self.boot_ns - last_ns))
 
 
 def now(services: Services) -> Now:
@@ -52,28 +53,30 @@ def now(services: Services) -> Now:
     return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=services.leases)
 
 
-def used(attempt: StoredAttempt, facts: Sequence[Fact]) -> tuple[Line, ...]:
-    """Return what an attempt has used on each day, up to its last sign of life, and what that costs.
+def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tuple[Line, ...]:
+    """Return what a crew has used on each day, up to its last sign of life, and what that costs.
 
     Args:
-        attempt: whose facts they are; how it ended decides whether they are billed.
+        attempt: the crew's; how it ended decides whether they are billed, for all of its crews alike.
+        crew: whose facts they are.
         facts: in the order of their numbers.
 
     Raises:
         InvalidValue: they are of several attempts, or contradict each other.
     """
     is_billed = attempt.reason is None or MEANINGS[attempt.reason].is_billed
-    return lines(on_our_calendar(attempt, facts), attempt.tariff, is_billed=is_billed)
+    return lines(on_our_calendar(attempt, crew, facts), attempt.tariff, is_billed=is_billed)
 
 
-def so_far(attempt: StoredAttempt, facts: Sequence[Fact], at: Now) -> tuple[Line, ...]:
-    """Return the same up to when an attempt that goes on was heard of last, which is later than its last fact.
+def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: Now) -> tuple[Line, ...]:
+    """Return the same up to when a crew that goes on was heard of last, which is later than its last fact.
 
     It is later by `AHEAD_NS` at most: that is how often it says that it lives, and a clock that was set since it began
     makes nothing of it.
 
     Args:
-        attempt: whose facts they are.
+        attempt: the crew's.
+        crew: whose facts they are.
         facts: in the order of their numbers.
         at: now.
 
@@ -81,12 +84,12 @@ def so_far(attempt: StoredAttempt, facts: Sequence[Fact], at: Now) -> tuple[Line
         InvalidValue: they are of several attempts, or contradict each other.
     """
     began = next((fact for fact in facts if fact.kind is FactKind.EXEC), None)
-    if attempt.ended_ns is not None or attempt.started_ns is None or began is None:
-        return used(attempt, facts)
+    if crew.ended_ns is not None or crew.started_ns is None or began is None:
+        return used(attempt, crew, facts)
     last = facts[-1]
-    at_ns = min(began.boottime_ns + at.heard_ns(attempt) - attempt.started_ns, last.boottime_ns + AHEAD_NS)
+    at_ns = min(began.boottime_ns + at.heard_ns(crew) - crew.started_ns, last.boottime_ns + AHEAD_NS)
     if last.kind is FactKind.FREED or last.boot_id != began.boot_id or at_ns <= last.boottime_ns:
-        return used(attempt, facts)
+        return used(attempt, crew, facts)
     alive = msgspec.structs.replace(
         last,
         seq=last.seq + 1,
@@ -94,7 +97,7 @@ def so_far(attempt: StoredAttempt, facts: Sequence[Fact], at: Now) -> tuple[Line
         boottime_ns=at_ns,
         wall_ns=last.wall_ns + at_ns - last.boottime_ns,
     )
-    return used(attempt, [*facts, alive])
+    return used(attempt, crew, [*facts, alive])
 
 
 def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int:
@@ -109,20 +112,20 @@ def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int
     return max(0, until_ns - since_ns) // _MS_NS
 
 
-def on_our_calendar(attempt: StoredAttempt, facts: Sequence[Fact]) -> Sequence[Fact]:
+def on_our_calendar(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> Sequence[Fact]:
     """Return the facts with times of the server's calendar; as they are where their clock was right."""
     if not facts:
         return facts
-    by_ns = _off_ns(attempt, facts)
+    by_ns = _off_ns(attempt, crew, facts)
     if abs(by_ns) < OFF_NS:
         return facts
     return [msgspec.structs.replace(fact, wall_ns=fact.wall_ns + by_ns) for fact in facts]
 
 
-def _off_ns(attempt: StoredAttempt, facts: Sequence[Fact]) -> int:
+def _off_ns(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> int:
     began = next((fact for fact in facts if fact.kind is FactKind.EXEC), None)
-    if began is not None and attempt.started_ns is not None:
-        return attempt.started_ns - began.wall_ns
+    if began is not None and crew.started_ns is not None:
+        return crew.started_ns - began.wall_ns
     first_ns = facts[0].wall_ns
-    latest_ns = first_ns if attempt.ended_ns is None else attempt.ended_ns
+    latest_ns = first_ns if crew.ended_ns is None else crew.ended_ns
     return max(attempt.created_ns, min(first_ns, latest_ns)) - first_ns

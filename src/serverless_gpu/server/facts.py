@@ -1,6 +1,6 @@
-"""Facts: the query room of what happened on the devices of attempts, only ever added to.
+"""Facts: the query room of what happened on the devices of crews, only ever added to.
 
-A fact has a number within its attempt and comes until it is acknowledged. One that is there is not written again; one
+A fact has a number within its crew and comes until it is acknowledged. One that is there is not written again; one
 that is there and says something else is a contradiction, and the first one stays.
 """
 
@@ -14,19 +14,22 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.facts import Fact
-from serverless_gpu.server.attempts import Gang
+from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import facts
 
-_ENDS = 50  # of an attempt on a server: what is not a sign of life is less, at either end
+_ENDS = 50  # of a crew on a server: what is not a sign of life is less, at either end
+_WHOSE = (facts.c.run_id, facts.c.fence, facts.c.crew)
 _decode = msgspec.json.Decoder(Fact).decode
 
 
-def add(connection: sa.Connection, run_id: str, fence: int, new: Sequence[Fact]) -> list[int]:
+def add(connection: sa.Connection, crew: CrewId, new: Sequence[Fact]) -> list[int]:
     """Write the facts that are not there yet.
 
     Args:
-        new: facts of this attempt, in any order, each as often as it was sent.
+        connection: of a transaction that writes.
+        crew: whose they are.
+        new: facts of it, in any order, each as often as it was sent.
 
     Returns:
         The numbers of those that contradict what is there, which were not written.
@@ -34,10 +37,11 @@ def add(connection: sa.Connection, run_id: str, fence: int, new: Sequence[Fact])
     Raises:
         InvalidValue: a fact is about another attempt.
     """
+    run_id, fence, number = crew
     if any(fact.attempt != f"{run_id}:{fence}" for fact in new):
         raise InvalidValue(f"a fact came with the report of {run_id}:{fence} that is about another attempt")
     numbers = sorted({fact.seq for fact in new})
-    query = sa.select(facts.c.seq, facts.c.fact_json).where(_of(run_id, fence))
+    query = sa.select(facts.c.seq, facts.c.fact_json).where(_of(crew))
     if numbers:
         query = query.where(facts.c.seq.between(numbers[0], numbers[-1]))
     known: dict[int, str] = {seq: text for seq, text in connection.execute(query)}
@@ -46,7 +50,7 @@ def add(connection: sa.Connection, run_id: str, fence: int, new: Sequence[Fact])
         text = msgspec.json.encode(fact).decode()
         if fact.seq not in known:
             known[fact.seq] = text
-            rows.append({"run_id": run_id, "fence": fence, "seq": fact.seq, "fact_json": text})
+            rows.append({"run_id": run_id, "fence": fence, "crew": number, "seq": fact.seq, "fact_json": text})
         elif _decode(known[fact.seq]) != fact:
             contradicting.append(fact.seq)
     if rows:
@@ -55,45 +59,43 @@ def add(connection: sa.Connection, run_id: str, fence: int, new: Sequence[Fact])
     return contradicting
 
 
-def of_attempt(connection: sa.Connection, run_id: str, fence: int) -> list[Fact]:
-    """Return the facts of an attempt, in order."""
-    query = sa.select(facts.c.fact_json).where(_of(run_id, fence)).order_by(facts.c.seq)
+def of_crew(connection: sa.Connection, crew: CrewId) -> list[Fact]:
+    """Return the facts of a crew, in order."""
+    query = sa.select(facts.c.fact_json).where(_of(crew)).order_by(facts.c.seq)
     return [_decode(text) for text in connection.execute(query).scalars()]
 
 
-def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Fact]]:
-    """Return the facts of attempts, each in order; those without any are there, too."""
-    found: dict[Gang, list[Fact]] = {gang: [] for gang in gangs}
-    query = sa.select(facts.c.run_id, facts.c.fence, facts.c.fact_json)
-    for some in _are(gangs):
-        rows = connection.execute(query.where(some).order_by(facts.c.run_id, facts.c.fence, facts.c.seq))
-        for run_id, fence, text in rows:
-            found[run_id, fence].append(_decode(text))
+def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
+    """Return the facts of crews, each in order; those without any are there, too."""
+    found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
+    query = sa.select(*_WHOSE, facts.c.fact_json).order_by(*_WHOSE, facts.c.seq)
+    for some in _are(ids):
+        for run_id, fence, number, text in connection.execute(query.where(some)):
+            found[run_id, fence, number].append(_decode(text))
     return found
 
 
-def ends_of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[Fact]]:
-    """Return the first and the last facts of attempts, each in order; those without any are there, too.
+def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
+    """Return the first and the last facts of crews, each in order; those without any are there, too.
 
     Between them are signs of life, one a minute, that say no more than the last of them.
     """
-    found: dict[Gang, list[Fact]] = {gang: [] for gang in gangs}
-    of = (facts.c.run_id, facts.c.fence)
-    for some in _are(gangs):
-        last = sa.select(*of, sa.func.max(facts.c.seq).label("last")).where(some).group_by(*of).subquery()
-        same = sa.and_(last.c.run_id == facts.c.run_id, last.c.fence == facts.c.fence)
+    found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
+    for some in _are(ids):
+        last = sa.select(*_WHOSE, sa.func.max(facts.c.seq).label("last")).where(some).group_by(*_WHOSE).subquery()
+        same = sa.and_(*(last.c[column.name] == column for column in _WHOSE))
         ends = sa.or_(facts.c.seq <= _ENDS, facts.c.seq > last.c.last - _ENDS)
-        query = sa.select(*of, facts.c.fact_json).join(last, same).where(ends).order_by(*of, facts.c.seq)
-        for run_id, fence, text in connection.execute(query):
-            found[run_id, fence].append(_decode(text))
+        query = sa.select(*_WHOSE, facts.c.fact_json).join(last, same).where(ends).order_by(*_WHOSE, facts.c.seq)
+        for run_id, fence, number, text in connection.execute(query):
+            found[run_id, fence, number].append(_decode(text))
     return found
 
 
-def counts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, int]:
-    """Return how many facts there are of attempts; those without any are left out."""
-    query = sa.select(facts.c.run_id, facts.c.fence, sa.func.count()).group_by(facts.c.run_id, facts.c.fence)
-    rows = (row for some in _are(gangs) for row in connection.execute(query.where(some)))
-    return {(run_id, fence): number for run_id, fence, number in rows}
+def counts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, int]:
+    """Return how many facts there are of crews; those without any are left out."""
+    query = sa.select(*_WHOSE, sa.func.count()).group_by(*_WHOSE)
+    rows = (row for some in _are(ids) for row in connection.execute(query.where(some)))
+    return {(run_id, fence, number): count for run_id, fence, number, count in rows}
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
@@ -101,12 +103,12 @@ def remove(connection: sa.Connection, run_id: str) -> None:
     connection.execute(facts.delete().where(facts.c.run_id == run_id))
 
 
-def _of(run_id: str, fence: int) -> sa.ColumnElement[bool]:
-    return sa.and_(facts.c.run_id == run_id, facts.c.fence == fence)
+def _of(crew: CrewId) -> sa.ColumnElement[bool]:
+    return sa.and_(*(column == value for column, value in zip(_WHOSE, crew, strict=True)))
 
 
-def _are(gangs: Collection[Gang]) -> Iterator[sa.ColumnElement[bool]]:
-    for some in portions(sorted(gangs)):
-        # The runs beside the pairs: SQLite looks pairs up in no index, and would read all facts there are.
-        runs = facts.c.run_id.in_(sorted({run_id for run_id, _ in some}))
-        yield sa.and_(runs, sa.tuple_(facts.c.run_id, facts.c.fence).in_(some))
+def _are(ids: Collection[CrewId]) -> Iterator[sa.ColumnElement[bool]]:
+    for some in portions(sorted(ids)):
+        # The runs beside the triples: SQLite looks them up in no index, and would read all facts there are.
+        runs = facts.c.run_id.in_(sorted({run_id for run_id, _, _ in some}))
+        yield sa.and_(runs, sa.tuple_(*_WHOSE).in_(some))

@@ -107,10 +107,10 @@ def of_attempt(
     return [_from_row((name, size, inline.get(name), parts)) for name, size, _, parts in found]
 
 
-def count(connection: sa.Connection, run_id: str, fence: int, *, prefix: str) -> int:
-    """Return how many files of an attempt have a name that begins so."""
-    query = sa.select(sa.func.count()).select_from(files).where(_of(run_id, fence))
-    return connection.execute(query.where(files.c.name.startswith(prefix, autoescape=True))).scalar_one()
+def names(connection: sa.Connection, run_id: str, fence: int, *, prefix: str) -> list[str]:
+    """Return the names of files of an attempt that begin so, without that."""
+    query = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.startswith(prefix, autoescape=True))
+    return [name.removeprefix(prefix) for name in connection.scalars(query)]
 
 
 def find(connection: sa.Connection, run_id: str, fence: int, name: str) -> StoredFile | None:

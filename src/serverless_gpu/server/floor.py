@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import sqlalchemy as sa
@@ -11,11 +12,13 @@ import sqlalchemy as sa
 from serverless_gpu import ambient
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.scheduling.values import Node
-from serverless_gpu.server import node_rules, nodes, pools, runs
+from serverless_gpu.server import active_runs, node_rules, nodes, pools
+from serverless_gpu.server.active_runs import Active, ActiveCrew
+from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.pools import RESERVED, StoredPool
-from serverless_gpu.server.runs import Active, StoredRun
+from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import NodeView, PoolView
 
@@ -27,21 +30,33 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         active: runs that have an attempt which has not ended.
-        freed: those of their attempts that have given their devices back, and only send results.
+        freed: those of their crews that have given their devices back, and only send results.
     """
 
     nodes: tuple[StoredNode, ...]
     pools: tuple[StoredPool, ...]
     active: tuple[Active, ...]
-    freed: frozenset[tuple[str, int]] = frozenset()
+    freed: frozenset[CrewId] = frozenset()
 
-    def by_node(self) -> dict[str, list[Active]]:
-        """Return the runs that have devices, by the identifier of their node."""
-        found: dict[str, list[Active]] = defaultdict(list)
+    def having(self, run: Active) -> tuple[ActiveCrew, ...]:
+        """Return the crews of a run that have devices."""
+        return tuple(crew for crew in run.crews if crew.id not in self.freed)
+
+    def by_node(self) -> dict[str, list[Holder]]:
+        """Return the runs that have devices, by the identifier of the node."""
+        found: dict[str, list[Holder]] = defaultdict(list)
         for run in self.active:
-            if (run.id, run.fence) not in self.freed:
-                found[run.node_id].append(run)
+            for crew in self.having(run):
+                found[crew.node_id].append(Holder(run.id, run.gpu_type, crew.gpus))
         return found
+
+
+class Holder(NamedTuple):
+    """A run that has devices on a node, and how many."""
+
+    run_id: str
+    gpu_type: str
+    gpus: int
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +80,7 @@ def load(connection: sa.Connection, leases: Leases) -> Floor:
     return Floor(
         nodes=tuple(nodes.every(connection)),
         pools=tuple(pools.every(connection)),
-        active=tuple(runs.active_briefly(connection)),
+        active=tuple(active_runs.active_briefly(connection)),
         freed=freed,
     )
 
@@ -174,7 +189,7 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.Sharing) -> Node:
     )
 
 
-def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times: Times) -> NodeView:
+def _view(node: StoredNode, holders: Sequence[Holder], presence: Presence, times: Times) -> NodeView:
     seen_ns = last_seen_ns(node, presence, times)
     found = node_rules.sharing(node.rules, times.wall_ns)
     sentence = away(node, presence, times) or found.problem
@@ -186,8 +201,8 @@ def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times
         pool=node.pool,
         devices=node.hello.devices,
         unavailable=node.hello.unavailable,
-        busy=sum(run.world_size for run in holders),
-        runs=tuple(run.id for run in holders),
+        busy=sum(one.gpus for one in holders),
+        runs=tuple(one.run_id for one in holders),
         version=node.hello.version,
         seen_ns=seen_ns,
         clock=presence.clock(node.id),
@@ -199,7 +214,7 @@ def _view(node: StoredNode, holders: Sequence[Active], presence: Presence, times
 
 
 def _view_pool(
-    pool: StoredPool, offered: Sequence[Node], held_by: Mapping[str, Sequence[Active]], *, queued: int
+    pool: StoredPool, offered: Sequence[Node], held_by: Mapping[str, Sequence[Holder]], *, queued: int
 ) -> PoolView:
     members = [node for node in offered if node.pool == pool.name]
     total, free = Counter[str](), Counter[str]()
@@ -208,8 +223,8 @@ def _view_pool(
         if node.away:
             continue
         held = Counter[str]()
-        for run in held_by.get(node.id, ()):
-            held[run.gpu_type] += run.world_size
+        for one in held_by.get(node.id, ()):
+            held[one.gpu_type] += one.gpus
         for name, count in node.total.items():
             free[name] += max(0, count - node.outside.get(name, 0) - held[name])
     return PoolView(

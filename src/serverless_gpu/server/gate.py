@@ -169,7 +169,7 @@ class Gate:
     def _reach_of(self, who: Caller, route: Route, path: str) -> str:
         if who.attempt is not None:
             own = self._table.attempt_of(route, path) if route.needs == ATTEMPT else None
-            if own == who.attempt or (own is None and route.needs.attempts and not who.late):
+            if own == who.attempt[:2] or (own is None and route.needs.attempts and not who.late):
                 return "own"
             if own is None and route.needs.attempts:
                 raise NotAllowed("the attempt was given up: nothing but what it has to tell is taken any more")

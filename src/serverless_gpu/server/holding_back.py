@@ -19,6 +19,7 @@ from serverless_gpu.model import admitting
 from serverless_gpu.model.admitting import Candidate, Key, Rooms
 from serverless_gpu.server import policies, runs
 from serverless_gpu.server.budget_index import subject_of_run
+from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.runs import StoredRun
 
 
@@ -59,27 +60,27 @@ def held_back(
     return admitting.held_back(waiting, using, caps, rooms)
 
 
-def why_not(connection: sa.Connection, run: StoredRun, rooms: Rooms | None, freed: frozenset[tuple[str, int]]) -> str:
+def why_not(connection: sa.Connection, run: StoredRun, rooms: Rooms | None, freed: frozenset[CrewId]) -> str:
     """Return why a run could not start now, whoever else waits, or "".
 
     Args:
         connection: reading is enough.
         run: as it is stored, or as it would be.
         rooms: what budgets have left; None where there are none.
-        freed: attempts that have given their devices back.
+        freed: crews that have given their devices back.
     """
     running = [(candidate(other), count) for other, count in _having(connection, run.owner, freed)]
     return held_back(connection, [candidate(run)], running, rooms).get(run.id, "")
 
 
-def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[tuple[str, int]]) -> bool:
+def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[CrewId]) -> bool:
     """Return whether a run that is about to be placed would be over its policy's cap: others were placed before it.
 
     Args:
         connection: of the transaction that places it.
         run: it.
         count: devices that it is to have.
-        freed: attempts that have given their devices back.
+        freed: crews that have given their devices back.
     """
     policy = run.spec.policy
     cap = None if policy is None else policies.caps(connection).get(policy)
@@ -89,10 +90,10 @@ def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozen
     return admitting.is_full(cap, used, count)
 
 
-def _having(
-    connection: sa.Connection, owner: str, freed: frozenset[tuple[str, int]]
-) -> Iterable[tuple[StoredRun, int]]:
+def _having(connection: sa.Connection, owner: str, freed: frozenset[CrewId]) -> Iterable[tuple[StoredRun, int]]:
     """Return runs of somebody that have devices, and how many."""
     for run in runs.active_of(connection, owner):
-        if run.attempt is not None and (run.id, run.fence) not in freed:
-            yield run, run.attempt.world_size
+        there = () if run.attempt is None else run.attempt.open_crews
+        gpus = sum(crew.gpus for crew in there if crew.id not in freed)
+        if gpus:
+            yield run, gpus

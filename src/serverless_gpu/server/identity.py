@@ -21,11 +21,11 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
 from serverless_gpu.model.access import ROLES, SCOPES
 from serverless_gpu.serialized import from_json
-from serverless_gpu.server.attempts import WITHOUT_REPORT
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.crews import WITHOUT_REPORT
 from serverless_gpu.server.keys import PREFIX as ATTEMPT_PREFIX
 from serverless_gpu.server.keys import Keys, encode, parse_attempt_token, sha256, token_until_s
-from serverless_gpu.server.tables import attempts, members, principals, teams, tokens
+from serverless_gpu.server.tables import crews, members, principals, teams, tokens
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.principals import PrincipalRequest, PrincipalView, TeamView, TokenMade, TokenView
 
@@ -381,8 +381,10 @@ _WHOSE = (
     )
     .where(tokens.c.id == sa.bindparam("token"))
 )
-_ATTEMPT = sa.select(attempts.c.token_sha256, attempts.c.reason).where(
-    attempts.c.run_id == sa.bindparam("run_id"), attempts.c.fence == sa.bindparam("fence")
+_CREW = sa.select(crews.c.token_sha256, crews.c.reason).where(
+    crews.c.run_id == sa.bindparam("of_run"),
+    crews.c.fence == sa.bindparam("of_fence"),
+    crews.c.crew == sa.bindparam("of_crew"),
 )
 _LATE = frozenset(reason.value for reason in WITHOUT_REPORT)
 _LOGIN = "`sgpu login` stores another one; an administrator can make one with `sgpu token create`"
@@ -392,7 +394,8 @@ def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | N
     parsed, until_s = parse_attempt_token(secret), token_until_s(secret)
     row = None
     if parsed is not None:
-        row = connection.execute(_ATTEMPT, {"run_id": parsed[0], "fence": parsed[1]}).first()
+        run_id, fence, number = parsed
+        row = connection.execute(_CREW, {"of_run": run_id, "of_fence": fence, "of_crew": number}).first()
     if row is None:
         raise NotAuthenticated("this server does not know the attempt's token")
     signed = until_s is not None and keys is not None and keys.has_signed(secret)

@@ -11,8 +11,8 @@ Values only: no clock, no database, no log. What needs more than rows takes it a
 I1  a run whose submit was acknowledged can be read for ever (until retention removes it, which the audit says)
 I2  a run has one end, and it is its last event; nothing about it changes any more
 I3  attempts of a run come one after the other: no process of one is left when user code of the next begins (its
-    devices may still be looked at then); at most the last is open; its orders are for its own node; user code runs
-    again only if that was asked for
+    devices may still be looked at then); at most the last is open; each of its crews is on a node of its own, which
+    its orders are for; user code runs again only if that was asked for
 I4  a device is never lent twice at the same time, from the reservation until it was looked at
 I5  states move only along the table; events are numbered without a gap
 I6  SUCCEEDED: the result of every rank is stored, whole
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import msgspec
 
@@ -41,7 +41,8 @@ from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
-from serverless_gpu.server.books import Booked, Books
+from serverless_gpu.server.books import Booked, BookedOrder, Books
+from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.events import StoredEvent, is_remark
 from serverless_gpu.server.ledger_invariants import ledger
 from serverless_gpu.server.lendings import Lent, doubly, lent_once
@@ -241,23 +242,40 @@ def _attempt(booked: Booked, attempt: StoredAttempt) -> Iterator[Violation]:
     if attempt.fence == booked.run.fence and attempt.ended_ns is None and attempt.state is not booked.run.state:
         yield of_run(booked, "I3", f"is {booked.run.state}, and its open attempt is {attempt.state}")
     own = [order for order in booked.orders if order.fence == attempt.fence]
+    if len(attempt.crews) != attempt.num_nodes or sum(crew.gpus for crew in attempt.crews) != attempt.world_size:
+        yield of_run(booked, "I3", f"attempt {attempt.fence} has {len(attempt.crews)} crews of {attempt.num_nodes}")
+    if len({crew.node_id for crew in attempt.crews}) != len(attempt.crews):
+        yield of_run(booked, "I3", f"attempt {attempt.fence} has two crews on one node")
+    if (attempt.ended_ns is None) != bool(attempt.open_crews):
+        yield of_run(booked, "I3", f"attempt {attempt.fence} has {len(attempt.open_crews)} open crews, and is over")
+    for crew in attempt.crews:
+        yield from _crew(booked, crew, [order for order in own if order.crew == crew.number])
+
+
+def _crew(booked: Booked, crew: StoredCrew, own: Sequence[BookedOrder]) -> Iterator[Violation]:
+    name = f"attempt {crew.fence}{f' (crew {crew.number})' if crew.number else ''}"
+    if (crew.ended_ns is None) != (crew.state in _OPEN) or (crew.ended_ns is None) != (crew.reason is None):
+        yield of_run(booked, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
     starts = [order for order in own if order.kind == "start"]
     if len(starts) != 1:
-        yield of_run(booked, "I3", f"attempt {attempt.fence} has {len(starts)} orders to start")
+        yield of_run(booked, "I3", f"{name} has {len(starts)} orders to start")
     for order in own:
-        if order.node_id != attempt.node_id:
-            yield of_run(booked, "I3", f"attempt {attempt.fence} is on {attempt.node_id}, order {order.seq} is not")
+        if order.node_id != crew.node_id:
+            yield of_run(booked, "I3", f"{name} is on {crew.node_id}, order {order.seq} is not")
 
 
 def _facts_in_order(booked: Booked) -> Iterator[Violation]:
     """Attempts on one boot of one node are compared by its clock."""
-    for fence, following in pairwise(sorted(booked.facts)):
-        ended = [fact for fact in booked.facts[fence] if fact.kind is not FactKind.FREED]
-        began = [fact for fact in booked.facts[following] if fact.kind is FactKind.EXEC]
-        if not ended or not began or ended[-1].boot_id != began[0].boot_id:
-            continue
-        if began[0].boottime_ns < ended[-1].boottime_ns:
-            yield of_run(booked, "I3", f"attempt {following} ran user code while {fence} still had processes")
+    for fence, following in pairwise(sorted({fence for fence, _ in booked.facts})):
+        before = [facts for (other, _), facts in booked.facts.items() if other == fence]
+        after = [facts for (other, _), facts in booked.facts.items() if other == following]
+        for own, others in product(before, after):
+            ended = [fact for fact in own if fact.kind is not FactKind.FREED]
+            began = [fact for fact in others if fact.kind is FactKind.EXEC]
+            if not ended or not began or ended[-1].boot_id != began[0].boot_id:
+                continue
+            if began[0].boottime_ns < ended[-1].boottime_ns:
+                yield of_run(booked, "I3", f"attempt {following} ran user code while {fence} still had processes")
 
 
 def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
@@ -304,7 +322,7 @@ def _stored(booked: Booked, missing: frozenset[str]) -> Iterator[Violation]:
     if run.state is not State.SUCCEEDED or attempt is None or not isinstance(run.spec.payload, Function):
         return
     results = booked.results.get(run.fence)
-    ranks = run.spec.processes(attempt.world_size)
+    ranks = attempt.num_nodes if run.spec.per_node else attempt.world_size
     there = results.count if results is not None else 0
     if there < ranks:
         yield of_run(booked, "I6", f"has succeeded, and {there} of {ranks} results are there")

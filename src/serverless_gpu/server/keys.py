@@ -1,7 +1,7 @@
 """The server's key: 32 random bytes in a file that only its user can read, and what is derived from them.
 
     key ─┬─ "sealing"  ─▶ encrypts what lies in the database (`sealing.py`)
-         ├─ "attempts" ─▶ tokens of attempts
+         ├─ "attempts" ─▶ tokens of attempts, one for each of their crews
          └─ "requests" ─▶ fingerprints, by which a request that comes again is known
 
 A token of an attempt is computed, not remembered, so that an order can be delivered again after a restart, and a lease
@@ -9,6 +9,7 @@ be renewed without a write. It ends: its last second is a part of it.
 
     sgpa_<run>_<fence>_<until>_<43 characters>     until: seconds since 1970
     sgpa_<run>_<fence>_<43 characters>             of nodes that take no renewal; the database has its hash. No end
+    sgpa_<run>_<fence>-<crew>_…                    of another crew than the first, of a gang on several nodes
 
 Whoever has a copy of the database but not of this file can neither read the callers' variables nor speak for an
 attempt. Without the file, what was sealed is lost, so `sgpu server backup` takes both: a backup is as secret as the
@@ -31,7 +32,8 @@ from serverless_gpu.node.private_files import write_private
 KEY_BYTES = 32
 PREFIX = "sgpa_"
 _ATTEMPT = re.compile(
-    PREFIX + r"(?P<run>[^_]{26})_(?P<fence>[0-9]{1,9})(?:_(?P<until>[1-9][0-9]{0,11}))?_(?P<secret>[A-Za-z0-9_-]{43})"
+    PREFIX + r"(?P<run>[^_]{26})_(?P<fence>[0-9]{1,9})(?:-(?P<crew>[1-9][0-9]{0,3}))?"
+    r"(?:_(?P<until>[1-9][0-9]{0,11}))?_(?P<secret>[A-Za-z0-9_-]{43})"
 )
 _UNNAMED = re.compile(r"\.(key|token|node\.token|join\.token)\.[0-9a-f]{16}")
 
@@ -50,15 +52,16 @@ class Keys:
         self._attempts = _derived(key, "attempts")
         self._requests = _derived(key, "requests")
 
-    def attempt_token(self, run_id: str, fence: int, *, until_s: int | None = None) -> str:
-        """Return the token of an attempt; the same one each time.
+    def attempt_token(self, run_id: str, fence: int, crew: int = 0, *, until_s: int | None = None) -> str:
+        """Return the token of a crew of an attempt; the same one each time.
 
         Args:
             run_id: the run.
             fence: number of the attempt.
+            crew: number of the crew; the first one's looks as if there were no others.
             until_s: when it ends, seconds since 1970; None for one that a node without renewal gets.
         """
-        whose = [run_id, f"{fence}"] if until_s is None else [run_id, f"{fence}", f"{until_s}"]
+        whose = [run_id, f"{fence}-{crew}" if crew else f"{fence}", *([] if until_s is None else [f"{until_s}"])]
         said = hmac.digest(self._attempts, ":".join(["attempt", *whose]).encode(), "sha256")
         return PREFIX + "_".join([*whose, encode(said)])
 
@@ -93,10 +96,10 @@ def read_keys(directory: Path) -> Keys:
     return Keys(path.read_bytes())
 
 
-def parse_attempt_token(token: str) -> tuple[str, int] | None:
-    """Return the run and the fence that a token says it is for, or None when it is no token of an attempt."""
+def parse_attempt_token(token: str) -> tuple[str, int, int] | None:
+    """Return run, fence and crew that a token says it is for, or None when it is no token of an attempt."""
     match = _ATTEMPT.fullmatch(token)
-    return None if match is None else (match["run"], int(match["fence"]))
+    return None if match is None else (match["run"], int(match["fence"]), int(match["crew"] or 0))
 
 
 def token_until_s(token: str) -> int | None:

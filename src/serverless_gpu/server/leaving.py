@@ -6,7 +6,7 @@
     `drain --stop`              at once: who asks for that does not want to wait
 
 Nobody leaves without having been told five minutes before, also when the calendar was changed a moment ago or the
-server was away over the turn; a server that is killed in between knows from the attempt's row who was told.
+server was away over the turn; a server that is killed in between knows from the crew's row who was told.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.attempt import StopReason
-from serverless_gpu.server import attempts, audit, node_rules, nodes, runs, stopping
+from serverless_gpu.server import audit, crews, node_rules, nodes, runs, stopping
+from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.hub import run_key
 from serverless_gpu.server.nodes import RuledNode
 from serverless_gpu.server.runs import StoredRun
@@ -38,9 +39,10 @@ def look(services: Services) -> None:
     freed = services.leases.freed()
     due: list[_Due] = []
     for node, run in services.database.read(lambda connection: _concerned(connection, at_ns)):
-        if run.stop is not None or (run.id, run.fence) in freed:
+        own = [] if run.attempt is None else [crew for crew in run.attempt.open_crews if crew.node_id == node.id]
+        if run.stop is not None or not own or own[0].id in freed:
             continue
-        because = _look_at(services, node, run, at_ns)
+        because = _look_at(services, node, run, own[0], at_ns)
         if because is not None:
             due.append((node, run, because))
     for first in range(0, len(due), TOGETHER):
@@ -56,17 +58,17 @@ def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, S
     ]
 
 
-def _look_at(services: Services, node: RuledNode, run: StoredRun, at_ns: int) -> str | None:
+def _look_at(services: Services, node: RuledNode, run: StoredRun, crew: StoredCrew, at_ns: int) -> str | None:
     """Tell a run's owner that it has to leave, or return why it is to stop now."""
     leave = node_rules.leaves(node.rules, node=node.name, owner=run.owner, at_ns=at_ns)
-    if leave is None or run.attempt is None:
+    if leave is None:
         return None
     if leave.at_ns is None:
         return leave.because
-    told_ns = run.attempt.leave_ns
+    told_ns = crew.leave_ns
     if told_ns is None or told_ns < leave.at_ns > at_ns:  # never, or of a turn before that it has lived through
         leave_ns = max(leave.at_ns, at_ns + round(node_rules.WARNING_S * 1e9))
-        services.database.write(lambda connection: attempts.note(connection, run.id, run.fence, leave_ns=leave_ns))
+        services.database.write(lambda connection: crews.note(connection, crew.id, leave_ns=leave_ns))
         _log.info("run %s has to leave %s at %s", run.id, node.name, format_soon(leave_ns, at_ns))
         services.hub.touch(run_key(run.id))
         return None

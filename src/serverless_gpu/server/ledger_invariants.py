@@ -4,7 +4,7 @@
     entries        numbered without a gap; a reversal takes back one that stands, whole; one stands for each day
     provisional    nothing of it stands, and it adds up to nothing, once everything about the attempt is known
 
-An attempt that goes on, or that is to be charged (`attempts.uncharged`), has no entries that could be wrong yet but
+A crew that goes on, or that is to be charged (`crews.uncharged`), has no entries that could be wrong yet but
 those of its days that are over, which are looked at by themselves.
 """
 
@@ -21,39 +21,57 @@ from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import EntryKind, Line, charge, reversed_line, standing, sum_of
 from serverless_gpu.server import counting
 from serverless_gpu.server.attempts import StoredAttempt
-from serverless_gpu.server.books import Booked, SeenReceipt
+from serverless_gpu.server.books import Booked, OfCrew, SeenReceipt
 from serverless_gpu.server.charges import Posted
+from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.violations import Violation, of_run
 
 
 def ledger(booked: Booked) -> Iterator[Violation]:
     """Yield what is wrong with the facts, receipts and entries of a run."""
-    ended = {attempt.fence for attempt in booked.attempts if attempt.ended_ns is not None}
-    for fence in sorted(set(booked.receipts) - ended):
+    all_crews = [_OfCrew(attempt=attempt, crew=crew) for attempt in booked.attempts for crew in attempt.crews]
+    ended = {one.key for one in all_crews if one.crew.ended_ns is not None}
+    for fence, _ in sorted(set(booked.receipts) - ended):
         yield of_run(booked, "I7", f"attempt {fence} has a receipt, and has not ended")
-    for attempt in booked.attempts:
-        own = booked.facts.get(attempt.fence, ())
+    for one in all_crews:
+        own = booked.facts.get(one.key, ())
         for fact, following in pairwise(own):
             if fact.boot_id == following.boot_id and following.boottime_ns < fact.boottime_ns:
-                sentence = f"fact {following.seq} of attempt {attempt.fence} is older than fact {fact.seq}"
+                sentence = f"fact {following.seq} of {one.name} is older than fact {fact.seq}"
                 yield of_run(booked, "I7", sentence)
-        posted = booked.charges.get(attempt.fence, ())
+        posted = booked.charges.get(one.key, ())
         for sentence in _entries(posted):
-            yield of_run(booked, "I7", f"attempt {attempt.fence}: {sentence}")
-        if attempt.fence in booked.unread:
+            yield of_run(booked, "I7", f"{one.name}: {sentence}")
+        if one.key in booked.unread:
             continue  # nothing to compare
-        for sentence in (*_receipt(attempt, own, booked), *_charged(attempt, own, posted, booked)):
+        for sentence in (*_receipt(one, own, booked), *_charged(one, own, posted, booked)):
             yield of_run(booked, "I7", sentence)
 
 
-def _receipt(attempt: StoredAttempt, own: Sequence[Fact], booked: Booked) -> Iterator[str]:
-    receipt = booked.receipts.get(attempt.fence)
+class _OfCrew(msgspec.Struct, frozen=True, kw_only=True):
+    """A crew, and its attempt."""
+
+    attempt: StoredAttempt
+    crew: StoredCrew
+
+    @property
+    def key(self) -> OfCrew:
+        return self.crew.fence, self.crew.number
+
+    @property
+    def name(self) -> str:
+        number = self.crew.number
+        return f"attempt {self.crew.fence}{f' (crew {number})' if number else ''}"
+
+
+def _receipt(one: _OfCrew, own: Sequence[Fact], booked: Booked) -> Iterator[str]:
+    receipt = booked.receipts.get(one.key)
     if receipt is None or receipt.gpu_ms is None or receipt.facts is None:
         return
     if len(own) < receipt.facts:
-        yield f"{len(own)} of the {receipt.facts} facts of attempt {attempt.fence} are there"
-    elif (charged := _charge_ms(own, attempt.gpu_type)) != receipt.gpu_ms:
-        yield f"attempt {attempt.fence} is charged {receipt.gpu_ms} ms, facts say {charged}"
+        yield f"{len(own)} of the {receipt.facts} facts of {one.name} are there"
+    elif (charged := _charge_ms(own, one.attempt.gpu_type)) != receipt.gpu_ms:
+        yield f"{one.name} is charged {receipt.gpu_ms} ms, facts say {charged}"
 
 
 def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
@@ -89,35 +107,35 @@ def _takes_back(one: Posted, before: Posted) -> bool:
     return is_same and one.entry.line == reversed_line(before.entry.line)
 
 
-def _charged(attempt: StoredAttempt, own: Sequence[Fact], posted: Sequence[Posted], booked: Booked) -> Iterator[str]:
+def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[Posted], booked: Booked) -> Iterator[str]:
     """Yield what is not charged as facts and tariff say."""
-    if attempt.settled_ns is None or attempt.uncharged:
+    if of.crew.settled_ns is None or of.crew.uncharged:
         return
     try:
-        wanted = counting.used(attempt, own)
+        wanted = counting.used(of.attempt, of.crew, own)
     except InvalidValue as error:
-        yield f"attempt {attempt.fence} cannot be charged: {error.message}"
+        yield f"{of.name} cannot be charged: {error.message}"
         return
     stands = standing(one.entry for one in posted).values()
     if [entry.line for entry in stands] != list(wanted):
-        yield f"attempt {attempt.fence} is charged {_told(entry.line for entry in stands)}, facts say {_told(wanted)}"
+        yield f"{of.name} is charged {_told(entry.line for entry in stands)}, facts say {_told(wanted)}"
         return
-    receipt = booked.receipts.get(attempt.fence)
+    receipt = booked.receipts.get(of.key)
     is_whole = receipt is not None and receipt.facts is not None and len(own) >= receipt.facts
     if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(entry.provisional for entry in stands):
-        yield f"attempt {attempt.fence} has said everything, and is charged provisionally"
-    if receipt is not None and is_whole and _is_alike(attempt, receipt):
-        micros = sum_of(wanted, attempt.tariff).micros
+        yield f"{of.name} has said everything, and is charged provisionally"
+    if receipt is not None and is_whole and _is_alike(of.crew, receipt):
+        micros = sum_of(wanted, of.attempt.tariff).micros
         if micros != receipt.micros:
-            yield f"the receipt of attempt {attempt.fence} says {receipt.micros} micros, and the ledger {micros}"
+            yield f"the receipt of {of.name} says {receipt.micros} micros, and the ledger {micros}"
 
 
-def _is_alike(attempt: StoredAttempt, receipt: SeenReceipt) -> bool:
+def _is_alike(crew: StoredCrew, receipt: SeenReceipt) -> bool:
     """Return whether a receipt can be compared: of a node that knows the tariff, for an end that the server knows so.
 
     One that was given up and has come to its own end has two ends, and the server's counts.
     """
-    reason = None if attempt.reason is Reason.COMPLETED else attempt.reason
+    reason = None if crew.reason is Reason.COMPLETED else crew.reason
     return receipt.bill is not msgspec.UNSET and receipt.reason == (reason.value if reason else None)
 
 

@@ -28,14 +28,16 @@ def lent_once(books: Books) -> Iterator[Violation]:
     lent: dict[Place, list[Lent]] = {}
     for booked in books.runs:
         for attempt in booked.attempts:
-            for place, one in of_facts(attempt.gang, attempt.node_id, booked.facts.get(attempt.fence, ())):
-                lent.setdefault(place, []).append(one)
+            for crew in attempt.crews:
+                own = booked.facts.get((crew.fence, crew.number), ())
+                for place, one in of_facts(attempt.gang, crew.node_id, own):
+                    lent.setdefault(place, []).append(one)
     for place, ones in lent.items():
         yield from doubly(place[-1], ones)
 
 
 def of_facts(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, Lent]]:
-    """Yield which devices an attempt had, and when: the same times that it is charged for.
+    """Yield which devices a crew of an attempt had, and when: the same times that it is charged for.
 
     Args:
         gang: the attempt, as ``run:fence``.
@@ -66,8 +68,10 @@ class Lendings:
         found: set[Violation] = set()
         for booked in books.runs:
             for attempt in booked.attempts:
-                for place, one in of_facts(attempt.gang, attempt.node_id, booked.facts.get(attempt.fence, ())):
-                    found.update(self._put(place, one))
+                for crew in attempt.crews:
+                    own = booked.facts.get((crew.fence, crew.number), ())
+                    for place, one in of_facts(attempt.gang, crew.node_id, own):
+                        found.update(self._put(place, one))
         while len(self._known) > self._most:
             self._take(next(iter(self._known)))
         return sorted(found)

@@ -45,7 +45,7 @@ class Lifetime(msgspec.Struct):
     ended_ns: int | None = None
 
     def look(self, one: StoredAttempt, now: Moment, leases: Leases, *, is_stopping: bool) -> None:
-        """Note what can be seen of an attempt.
+        """Note what can be seen of an attempt: of its crews, what was seen of them last.
 
         Args:
             one: as it is stored.
@@ -55,10 +55,14 @@ class Lifetime(msgspec.Struct):
         """
         if is_stopping and self.stop_ns is None:
             self.stop_ns = now.boot_ns
-        ended_ns = one.lease_ns if one.given_up else one.ended_ns
+        ended_ns = None
+        if one.ended_ns is not None:
+            ends = (crew.lease_ns if crew.given_up else crew.ended_ns for crew in one.crews)
+            ended_ns = max((end_ns for end_ns in ends if end_ns is not None), default=one.ended_ns)
         is_new = self.seen_ns is None
         if ended_ns is None:
-            self.seen_ns = min(now.boot_ns, leases.last_ns(one.run_id, one.fence, now_ns=now.boot_ns))
+            heard_ns = (leases.last_ns(crew.id, now_ns=now.boot_ns) for crew in one.open_crews)
+            self.seen_ns = min(now.boot_ns, max(heard_ns, default=now.boot_ns))
         elif self.seen_ns is None:
             self.seen_ns = now.boot(ended_ns)
         elif ended_ns != self.ended_ns:

@@ -1,13 +1,13 @@
 """What this process has heard, and when, by its own boottime: memory that is meant to be lost with it.
 
-    Leases        attempts, renewed by their reports          silence ─▶ UNREACHABLE ─▶ given up after the hard fence
+    Leases        crews, renewed by their reports             silence ─▶ UNREACHABLE ─▶ given up after the hard fence
                   and whether they have given their devices back, which every later report repeats
     Presence      nodes, renewed by hello and heartbeat       who is not there gets nothing new
                   and how far their clocks are off, which every heartbeat repeats
     Deliveries    orders that left this process               what never left can be taken back
 
 No wall clock takes part: a column would be read by the next process with another boottime, and a wall clock jumps. So
-a server that starts knows nothing, and every attempt counts as heard of at that moment; a node counts as there once it
+a server that starts knows nothing, and every crew counts as heard of at that moment; a node counts as there once it
 has said something. All methods may be called from any thread, and take the time as a value.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
+from serverless_gpu.server.crews import CrewId
 from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0
@@ -23,53 +24,52 @@ PRESENT_S = 20.0
 
 
 class Leases:
-    """When attempts were heard of last."""
+    """When crews were heard of last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._heard: dict[tuple[str, int], int] = {}
-        self._freed: set[tuple[str, int]] = set()
+        self._heard: dict[CrewId, int] = {}
+        self._freed: set[CrewId] = set()
 
-    def free(self, run_id: str, fence: int) -> bool:
-        """Note that an attempt has given its devices back, though it has not ended; return whether that is news."""
+    def free(self, crew: CrewId) -> bool:
+        """Note that a crew has given its devices back, though it has not ended; return whether that is news."""
         with self._lock:
-            is_news = (run_id, fence) not in self._freed
-            self._freed.add((run_id, fence))
+            is_news = crew not in self._freed
+            self._freed.add(crew)
             return is_news
 
-    def freed(self) -> frozenset[tuple[str, int]]:
-        """Return the attempts that have no devices any more."""
+    def freed(self) -> frozenset[CrewId]:
+        """Return the crews that have no devices any more."""
         with self._lock:
             return frozenset(self._freed)
 
-    def renew(self, run_id: str, fence: int, *, now_ns: int) -> int | None:
-        """Note that an attempt reported; return when it was heard of before, None for never.
+    def renew(self, crew: CrewId, *, now_ns: int) -> int | None:
+        """Note that a crew reported; return when it was heard of before, None for never.
 
         Args:
-            run_id: the run.
-            fence: the attempt.
+            crew: run, fence and number.
             now_ns: boottime at which the report arrived, nanoseconds.
         """
         with self._lock:
-            before_ns = self._heard.get((run_id, fence))
-            self._heard[run_id, fence] = now_ns
+            before_ns = self._heard.get(crew)
+            self._heard[crew] = now_ns
             return before_ns
 
-    def last_ns(self, run_id: str, fence: int, *, now_ns: int) -> int:
-        """Return when an attempt was heard of last, boottime in nanoseconds; one that never was counts from now on."""
+    def last_ns(self, crew: CrewId, *, now_ns: int) -> int:
+        """Return when a crew was heard of last, boottime in nanoseconds; one that never was counts from now on."""
         with self._lock:
-            return self._heard.setdefault((run_id, fence), now_ns)
+            return self._heard.setdefault(crew, now_ns)
 
     def count(self) -> int:
-        """Return how many attempts there are that have been heard of, about."""
+        """Return how many crews there are that have been heard of, about."""
         with self._lock:
             return len(self._heard)
 
-    def keep(self, gangs: Collection[tuple[str, int]]) -> None:
-        """Forget all attempts but these."""
+    def keep(self, ids: Collection[CrewId]) -> None:
+        """Forget all crews but these."""
         with self._lock:
-            self._heard = {gang: heard for gang, heard in self._heard.items() if gang in gangs}
-            self._freed.intersection_update(gangs)
+            self._heard = {crew: heard for crew, heard in self._heard.items() if crew in ids}
+            self._freed.intersection_update(ids)
 
 
 class Presence:

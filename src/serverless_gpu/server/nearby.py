@@ -98,7 +98,7 @@ class Nearby:
         self._flights: dict[str, Future[_Copy]] = {}
         self._sizes: OrderedDict[str, int] | None = None  # key → bytes; what was asked for last at the end
         self._documents: dict[str, _Document] = {}
-        self._told = ""
+        self._told: set[str] = set()
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
         """Yield an object, or a range of it, in pieces; when this returns it is there, and right.
@@ -217,11 +217,12 @@ class Nearby:
         try:
             if _digest_of(copy) != digest:
                 raise OSError("it is not what it was")
-            os.utime(self._place(key))
         except OSError as error:
-            self._tell(f"the copy of {key[:20]} in {self._directory} is thrown away: {error}")
+            _log.warning("the copy of %s in %s is thrown away: %s", key[:20], self._directory, error)
             self.forget((key,))
             return None
+        with contextlib.suppress(OSError):  # it only says what goes first after a restart
+            os.utime(self._place(key))
         with self._lock:
             if key in self._known():
                 self._known().move_to_end(key)
@@ -251,9 +252,15 @@ class Nearby:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh.write_bytes(data)
             copy = _File(fresh)
-            fresh.rename(place)
+            with self._lock:
+                if key in self._known():
+                    fresh.rename(place)
+                else:  # it had to give way while it was written
+                    fresh.unlink()
+                    return copy
         except OSError as error:
-            fresh.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it says what it said just now
+                fresh.unlink(missing_ok=True)
             self.forget((key,))
             self._tell(f"copies of {self._store.url} are not kept in {self._directory}: {error.strerror or error}")
             return _Bytes(data)
@@ -265,6 +272,8 @@ class Nearby:
     def _make_room(self, size: int) -> bool:
         """Have what was not asked for longest go until there is room for so many bytes; return whether there is."""
         known = self._known()
+        if size > self._bytes_max:
+            return False
         while not self._fits(size, sum(known.values())):
             if not known:
                 return False
@@ -293,20 +302,24 @@ class Nearby:
         try:
             self._place(key).unlink(missing_ok=True)
         except OSError as error:
-            self._tell(f"{self._place(key)} cannot be removed: {error.strerror}")
+            self._tell(f"copies in {self._directory} cannot be removed: {error.strerror or error}")
 
     def _known(self) -> OrderedDict[str, int]:
         """Return what is here; looked for once, and then what a killed server left is removed."""
         if self._sizes is None:
-            self._sizes = OrderedDict(_found(self._directory))
+            self._sizes = OrderedDict()
+            try:
+                self._sizes.update(_found(self._directory))
+            except OSError as error:
+                self._tell(f"{self._directory} cannot be read: {error.strerror}")
         return self._sizes
 
     def _place(self, key: str) -> Path:
         return self._directory / key
 
     def _tell(self, sentence: str) -> None:
-        if sentence != self._told:
-            self._told = sentence
+        if sentence not in self._told:
+            self._told.add(sentence)
             _log.warning("%s", sentence)
 
 

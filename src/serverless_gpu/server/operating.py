@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.run_lifecycle import Forgotten
-from serverless_gpu.server import audit, floor, nodes, runs, transitions
+from serverless_gpu.server import audit, crews, floor, nodes, runs, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.floor import GONE, Floor
@@ -59,9 +59,9 @@ def forget(services: Services, who: Caller, name: str, *, known_dead: bool) -> N
         node = find_node(connection, name)
         note = Note(at_ns=at_ns, detail=f"{who.name} said that {node.name} is dead")
         told = [
-            transitions.tell(connection, run, Forgotten(), note=note)
-            for run in runs.active(connection)
-            if run.attempt is not None and run.attempt.node_id == node.id
+            transitions.tell_crew(connection, run, crew.number, Forgotten(), note=note)
+            for crew in crews.open_on(connection, node.id)
+            if (run := runs.find(connection, crew.run_id)) is not None and run.fence == crew.fence
         ]
         nodes.forget(connection, node.id, at_ns=at_ns)
         detail = {"name": node.name, "runs": [one.before.id for one in told]}

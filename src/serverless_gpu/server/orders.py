@@ -3,8 +3,8 @@
     decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
 
 An order is written with the decision it follows from and delivered until its node says that it has taken it, over any
-number of restarts on either side. It may arrive twice; the node takes it once, by its gang. Orders about attempts that
-have ended are not delivered any more: the attempt's end was the answer.
+number of restarts on either side. It may arrive twice; the node takes it once, by its gang. Orders about crews that
+have ended are not delivered any more: the crew's end was the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import StopReason
-from serverless_gpu.server.tables import attempts, orders
+from serverless_gpu.server.crews import CrewId
+from serverless_gpu.server.tables import crews, orders
 
 OPEN_MAX = 1_000
 """Orders that are looked at in one go; the rest comes when these are taken."""
@@ -26,37 +27,36 @@ class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
     """An order that has not been taken.
 
     Attributes:
+        crew: which of the attempt's it is for.
         stop: why, for a stop; None for a start.
     """
 
     seq: int
     run_id: str
     fence: int
+    crew: int
     kind: Literal["start", "stop"]
     stop: StopReason | None
     created_ns: int
 
 
-def add_start(connection: sa.Connection, node_id: str, run_id: str, fence: int, *, at_ns: int) -> int:
-    """Write the order to start an attempt; return its number."""
-    return _insert(connection, {"node_id": node_id, "run_id": run_id, "fence": fence, "kind": "start"}, at_ns)
+def add_start(connection: sa.Connection, node_id: str, crew: CrewId, *, at_ns: int) -> int:
+    """Write the order to start a crew; return its number."""
+    return _insert(connection, node_id, crew, {"kind": "start"}, at_ns)
 
 
-def add_stop(
-    connection: sa.Connection, node_id: str, run_id: str, fence: int, *, why: StopReason, at_ns: int
-) -> int | None:
-    """Write the order to stop an attempt; return its number, or None when it was written before."""
-    same = sa.and_(
-        orders.c.run_id == run_id, orders.c.fence == fence, orders.c.kind == "stop", orders.c.stop == why.value
-    )
+def add_stop(connection: sa.Connection, node_id: str, crew: CrewId, *, why: StopReason, at_ns: int) -> int | None:
+    """Write the order to stop a crew; return its number, or None when it was written before."""
+    run_id, fence, number = crew
+    own = sa.and_(orders.c.run_id == run_id, orders.c.fence == fence, orders.c.crew == number)
+    same = sa.and_(own, orders.c.kind == "stop", orders.c.stop == why.value)
     if connection.execute(sa.select(orders.c.seq).where(same)).first() is not None:
         return None
-    row = {"node_id": node_id, "run_id": run_id, "fence": fence, "kind": "stop", "stop": why.value}
-    return _insert(connection, row, at_ns)
+    return _insert(connection, node_id, crew, {"kind": "stop", "stop": why.value}, at_ns)
 
 
 def waiting(connection: sa.Connection, node_id: str) -> list[StoredOrder]:
-    """Return the orders of a node that it has not taken and whose attempts have not ended, in order."""
+    """Return the orders of a node that it has not taken and whose crews have not ended, in order."""
     return _open(connection, orders.c.node_id == node_id)
 
 
@@ -81,14 +81,16 @@ def remove(connection: sa.Connection, run_id: str) -> None:
 
 def _open(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[StoredOrder]:
     columns = [orders.c[name] for name in StoredOrder.__struct_fields__]
-    joined = orders.join(attempts, sa.and_(attempts.c.run_id == orders.c.run_id, attempts.c.fence == orders.c.fence))
-    query = sa.select(*columns).select_from(joined)
-    query = query.where(which, orders.c.taken_ns.is_(None), attempts.c.ended_ns.is_(None))
+    own = (crews.c[name] == orders.c[name] for name in ("run_id", "fence", "crew"))
+    query = sa.select(*columns).select_from(orders.join(crews, sa.and_(*own)))
+    query = query.where(which, orders.c.taken_ns.is_(None), crews.c.ended_ns.is_(None))
     rows = connection.execute(query.order_by(orders.c.seq).limit(OPEN_MAX))
     return [StoredOrder(**(dict(row._mapping) | {"stop": StopReason(row.stop) if row.stop else None})) for row in rows]
 
 
-def _insert(connection: sa.Connection, row: dict[str, object], at_ns: int) -> int:
-    result = connection.execute(orders.insert().values(**row, created_ns=at_ns))
+def _insert(connection: sa.Connection, node_id: str, crew: CrewId, row: dict[str, object], at_ns: int) -> int:
+    run_id, fence, number = crew
+    whose = {"node_id": node_id, "run_id": run_id, "fence": fence, "crew": number}
+    result = connection.execute(orders.insert().values(**whose, **row, created_ns=at_ns))
     key = result.inserted_primary_key
     return int(key[0]) if key is not None else 0

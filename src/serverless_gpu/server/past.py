@@ -15,9 +15,9 @@ from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.scheduling import learning
 from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
-from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row
+from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 from serverless_gpu.server.portions import portions
-from serverless_gpu.server.tables import attempts, runs
+from serverless_gpu.server.tables import attempts, crews, runs
 
 HALF_LIVES = 8
 """Use that is older counts less than one part in 250, and is left out."""
@@ -36,14 +36,15 @@ def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
         half_life_s: after which use counts half.
     """
     part_ns = max(1, round(half_life_s * 1e9 / _PARTS))
-    took_ns = attempts.c.ended_ns - attempts.c.created_ns
+    took_ns = crews.c.ended_ns - attempts.c.created_ns
     part = ((now_ns - attempts.c.created_ns - took_ns // 2) // part_ns).label("part")
-    device_ms = took_ns // 1_000_000 * attempts.c.world_size
+    device_ms = took_ns // 1_000_000 * crews.c.gpus
+    own = sa.and_(crews.c.run_id == attempts.c.run_id, crews.c.fence == attempts.c.fence)
     since_ns = now_ns - round(HALF_LIVES * half_life_s * 1e9)
     query = (
         sa.select(runs.c.team, runs.c.owner, attempts.c.gpu_type, part, sa.func.sum(device_ms))
-        .select_from(attempts.join(runs, runs.c.id == attempts.c.run_id))
-        .where(attempts.c.ended_ns > since_ns)
+        .select_from(attempts.join(runs, runs.c.id == attempts.c.run_id).join(crews, own))
+        .where(crews.c.ended_ns > since_ns)
         .group_by(runs.c.team, runs.c.owner, attempts.c.gpu_type, sa.text("part"))
     )
     teams: dict[str, float] = defaultdict(float)
@@ -88,4 +89,4 @@ def latest_of_name(connection: sa.Connection, owner: str, name: str, *, limit: i
     query = sa.select(*COLUMNS).select_from(JOINED.join(runs, last))
     query = query.where(runs.c.owner == owner, runs.c.name == name, runs.c.state == State.SUCCEEDED.value)
     rows = connection.execute(query.order_by(runs.c.id.desc()).limit(limit))
-    return [attempt for row in rows if (attempt := from_row(row))]
+    return whole(connection, [from_row(row) for row in rows])

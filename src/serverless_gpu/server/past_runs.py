@@ -1,4 +1,4 @@
-"""Runs of which nothing more comes: ended, all their attempts settled, and all that those used in the ledger.
+"""Runs of which nothing more comes: ended, all crews of their attempts settled, and all that those used in the ledger.
 
 Part of the query room of runs (`runs.py`), for whoever removes them.
 """
@@ -11,11 +11,11 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import TERMINAL
 from serverless_gpu.server.portions import portions
-from serverless_gpu.server.tables import attempts, runs
+from serverless_gpu.server.tables import crews, runs
 
 _UNSETTLED = sa.exists().where(
-    attempts.c.run_id == runs.c.id,
-    sa.or_(attempts.c.settled_ns.is_(None), attempts.c.uncharged),
+    crews.c.run_id == runs.c.id,
+    sa.or_(crews.c.settled_ns.is_(None), crews.c.uncharged),
 )
 _OVER = sa.and_(
     runs.c.state.in_([state.value for state in TERMINAL]),

@@ -1,7 +1,7 @@
 """The reconciler: what should be, what is heard, and what follows when the two part.
 
-    silent for longer than the soft limit        the run is shown as UNREACHABLE; nothing else happens
-    ... than grace + margin                      the node has ended the attempt by its own clock: given up (NODE_GONE)
+    a crew silent for longer than the soft limit the run is shown as UNREACHABLE; nothing else happens
+    ... than grace + margin                      the node has ended the crew by its own clock: given up (NODE_GONE)
     an order that never left, its node away      taken back: the run is placed elsewhere
     a receipt that never comes                   the run is settled without one
     an owner who may start no runs any more      as was decided then: their runs end by themselves, or are stopped
@@ -12,7 +12,7 @@ Silence is judged by this process's boottime, and everything counts as heard of 
 that was away for a day gives nobody up for it. Whatever is decided is one transaction with the run as it was read; when
 a report was faster, nothing happens, and the next tick looks again.
 
-An attempt that is heard of is never ended here, however long it stops or sends its results: its processes are its
+A crew that is heard of is never ended here, however long it stops or sends its results: its processes are its
 node's to count, and the node has a limit of its own for results. How long silence may last is what the attempt was
 granted, not what this server grants today.
 """
@@ -28,10 +28,10 @@ from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import Event, GivenUp, IllegalTransition, Silent
-from serverless_gpu.server import attempts, leaving, nodes, owners, runs, transitions
-from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server import active_runs, crews, leaving, nodes, owners, runs, transitions
+from serverless_gpu.server.active_runs import Active, ActiveCrew
+from serverless_gpu.server.crews import CrewId, StoredCrew
 from serverless_gpu.server.hub import SCHEDULER, run_key
-from serverless_gpu.server.runs import Active
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
@@ -56,7 +56,7 @@ class Reconciler:
         self._soft_s = settings.soft_expiry_s
         self._grace_s, self._margin_s = settings.partition_grace_s, settings.partition_margin_s
         self._settled_ns: int | None = None
-        self._unsettled: dict[tuple[str, int], int] = {}
+        self._unsettled: dict[CrewId, int] = {}
 
     def tick(self, now_ns: int) -> int | None:
         """Do everything that is due.
@@ -72,12 +72,13 @@ class Reconciler:
         # Asked before the database: what is reserved has its intent there, so what is not there is over.
         reserved = self._engine.recover() if self._engine is not None else ()
         known = services.deliveries.known()
-        active = services.database.read(runs.active_briefly)
+        active = services.database.read(active_runs.active_briefly)
         gangs = {(run.id, run.fence) for run in active}
-        services.leases.keep(gangs)
+        services.leases.keep({crew.id for run in active for crew in run.crews})
         services.deliveries.forget(known - gangs)
         for run in active:
-            self._look(run, now_ns)
+            for crew in run.crews:
+                self._look(run, crew, now_ns)
         owners.stop_some(services)
         leaving.look(services)
         self._release(reserved, gangs)
@@ -86,58 +87,61 @@ class Reconciler:
             self._settle(now_ns)
         return now_ns + round(EVERY_S * 1e9)
 
-    def _look(self, run: Active, now_ns: int) -> None:
-        heard_ns = self._services.leases.last_ns(run.id, run.fence, now_ns=now_ns)
+    def _look(self, run: Active, crew: ActiveCrew, now_ns: int) -> None:
+        heard_ns = self._services.leases.last_ns(crew.id, now_ns=now_ns)
         silent_s = (now_ns - heard_ns) / 1e9
-        if silent_s > run.grace_s + self._margin_s:
+        if silent_s > crew.grace_s + self._margin_s:
             detail = f"nothing was heard of it for {silent_s:.0f} s"
-            self._tell(run, GivenUp(reason=Reason.NODE_GONE), heard_ns=heard_ns, detail=detail)
-        elif silent_s > self._soft_s and not self._take_back(run, now_ns) and run.state is not State.UNREACHABLE:
-            self._tell(run, Silent(), heard_ns=heard_ns)
+            self._tell(crew, GivenUp(reason=Reason.NODE_GONE), heard_ns=heard_ns, detail=detail)
+        elif silent_s > self._soft_s and not self._take_back(run, crew, now_ns) and crew.state is not State.UNREACHABLE:
+            self._tell(crew, Silent(), heard_ns=heard_ns)
 
-    def _take_back(self, run: Active, now_ns: int) -> bool:
-        if self._services.presence.is_there(run.node_id, now_ns=now_ns):
+    def _take_back(self, run: Active, crew: ActiveCrew, now_ns: int) -> bool:
+        if self._services.presence.is_there(crew.node_id, now_ns=now_ns):
             return False
-        return self._scheduler.give_back(run.id, run.fence, f"{run.node} went away before it was told")
+        return self._scheduler.give_back(run.id, run.fence, f"{crew.node} went away before it was told")
 
-    def _tell(self, run: Active, event: Event, *, heard_ns: int, detail: str = "") -> None:
-        """Tell a run that its attempt is silent, unless that was heard of meanwhile: who reports was answered."""
+    def _tell(self, crew: ActiveCrew, event: Event, *, heard_ns: int, detail: str = "") -> None:
+        """Tell a run that a crew of it is silent, unless that was heard of meanwhile: who reports was answered."""
         services = self._services
         note = Note(at_ns=services.clock.wall_ns(), detail=detail)
+        run_id, fence, number = crew.id
 
         def work(connection: sa.Connection) -> Told | None:
-            found = runs.find(connection, run.id)
-            if found is None or (found.fence, found.state) != (run.fence, run.state):
+            found = runs.find(connection, run_id)
+            if found is None or found.attempt is None or found.fence != fence:
                 return None
-            if services.leases.last_ns(run.id, run.fence, now_ns=heard_ns) != heard_ns:
+            now = found.attempt.crews[number]
+            if now.state is not crew.state or now.ended_ns is not None:
                 return None
-            return transitions.tell(connection, found, event, note=note)
+            if services.leases.last_ns(crew.id, now_ns=heard_ns) != heard_ns:
+                return None
+            return transitions.tell_crew(connection, found, number, event, note=note)
 
         try:
             told = services.database.write(work)
         except (StaleAttempt, IllegalTransition) as error:
-            _log.info("nothing was done about run %s: %s", run.id, error)
+            _log.info("nothing was done about run %s: %s", run_id, error)
             return
         if told is not None:
             told.announce(services)
 
     def _settle(self, now_ns: int) -> None:
-        """Settle attempts whose receipt would have come long ago, as this process saw them wait, by its boottime."""
-        waiting = self._services.database.read(attempts.unsettled)
-        ended = {(one.run_id, one.fence): one for one in waiting}
-        self._unsettled = {gang: self._unsettled.get(gang, now_ns) for gang in ended}
-        for gang, attempt in ended.items():
-            if now_ns - self._unsettled[gang] > (self._grace_s + self._margin_s) * 1e9:
-                self._settle_without(attempt)
+        """Settle crews whose receipt would have come long ago, as this process saw them wait, by its boottime."""
+        ended = {one.id: one for one in self._services.database.read(crews.unsettled)}
+        self._unsettled = {crew: self._unsettled.get(crew, now_ns) for crew in ended}
+        for crew, one in ended.items():
+            if now_ns - self._unsettled[crew] > (self._grace_s + self._margin_s) * 1e9:
+                self._settle_without(one)
 
-    def _settle_without(self, attempt: StoredAttempt) -> None:
+    def _settle_without(self, crew: StoredCrew) -> None:
         at_ns = self._services.clock.wall_ns()
 
         def work(connection: sa.Connection) -> bool:
-            return transitions.settle(connection, attempt.run_id, attempt.fence, receipt=None, at_ns=at_ns)
+            return transitions.settle(connection, crew.id, receipt=None, at_ns=at_ns)
 
         self._services.database.write(work)
-        self._services.hub.touch(run_key(attempt.run_id))
+        self._services.hub.touch(run_key(crew.run_id))
 
     def _hear_engine(self) -> None:
         """Note which nodes the engine counts on; a node is what has joined under the engine's name for it."""

@@ -1,14 +1,15 @@
-"""A node reports about an attempt: the one way in which the server learns what happens to a run.
+"""A node reports about its crew of an attempt: the one way in which the server learns what happens to a run.
 
-    report ─▶ is the attempt there? ─▶ lease renewed (memory)
+    report ─▶ is the crew there? ─▶ lease renewed (memory)
                   │
                   ├─ logs    appended to files by offset, before the transaction: losing them again is no harm
                   ├─ state, facts, files, ending, receipt: one transaction, or none when nothing is new
                   ├─ whoever waits for it is woken
                   └─ logs made durable, if the attempt has ended; then the node may forget its own
 
-The gate has checked the attempt's own token. A report is applied whole or not at all, and may come twice: logs by their
-offsets, facts and files by their names, states because nothing goes backwards, an ending because it is the same one.
+The gate has checked the crew's own token, which says which one it is. A report is applied whole or not at all, and may
+come twice: logs by their offsets, facts and files by their names, states because nothing goes backwards, an ending
+because it is the same one.
 
 What can go wrong:
 
@@ -39,15 +40,17 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, ServerUnavailable, TooLarge
 from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.crews import numbered
 from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
 from serverless_gpu.serialized import from_json
-from serverless_gpu.server import attempt_tokens, attempts, audit, facts, files, nodes, runs, transitions
+from serverless_gpu.server import attempt_tokens, attempts, audit, crews, facts, files, nodes, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.crews import CrewId, StoredCrew
 from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.hub import LEDGER, SCHEDULER, run_key
 from serverless_gpu.server.logs import STREAMS
@@ -79,18 +82,24 @@ class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that reports, and its run."""
+    """A crew that reports, its attempt and its run."""
 
     run: StoredRun
     attempt: StoredAttempt
+    crew: StoredCrew
 
     @property
     def is_current(self) -> bool:
-        return self.attempt.ended_ns is None and self.run.fence == self.attempt.fence
+        return self.crew.ended_ns is None and self.run.fence == self.attempt.fence
 
     @property
-    def ranks(self) -> int:
-        return self.run.spec.processes(self.attempt.world_size)
+    def ranks(self) -> range:
+        """Return the numbers of the crew's processes."""
+        return numbered(self.crew.place, per_node=self.run.spec.per_node)
+
+    def has(self, rank: int, stream: str) -> bool:
+        """Return whether output is the crew's: of one of its processes, or the samples of its node."""
+        return rank in self.ranks or (stream == "telemetry" and rank == self.crew.number)
 
 
 class _Applied(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +115,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
 
     Args:
         services: the server's.
-        who: the attempt, whose token the gate has checked.
+        who: the crew, whose token the gate has checked.
         run_id: the run.
         fence: number of the attempt.
         said: what is new.
@@ -117,21 +126,22 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         TooLarge: it is over a limit.
     """
     arrived_ns = services.clock.boottime_ns()
-    found = services.database.read(lambda connection: _find(connection, run_id, fence))
+    crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
+    found = services.database.read(lambda connection: _find(connection, crew))
     if found is None:
         return _answer(services, stale=True)
     _check(services, found, said)
     was_silent = False
-    if found.attempt.ended_ns is None:
-        heard_ns = services.leases.renew(run_id, fence, now_ns=arrived_ns)
+    if found.crew.ended_ns is None:
+        heard_ns = services.leases.renew(crew, now_ns=arrived_ns)
         was_silent = heard_ns is None or arrived_ns - heard_ns > services.settings.soft_expiry_s * 1e9
-        _grant(services, found.attempt)
+        _grant(services, found.crew)
     offsets = _append(services, found.attempt, said.logs)
     if said.logs:
         faults.reach("after_logs_before_state")
-    if said.ending is not None and not found.attempt.given_up:
-        _close_logs(services, found.attempt, said, offsets)
-    if said.freed and found.is_current and services.leases.free(run_id, fence):
+    if said.ending is not None and not found.crew.given_up:
+        _close_logs(services, found.crew, said, offsets)
+    if said.freed and found.is_current and services.leases.free(crew):
         services.hub.touch(SCHEDULER)
     applied = _Applied()
     # After a silence it may be given up at this moment: then a transaction decides which of the two came first.
@@ -143,12 +153,12 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         if said.ending is not None:
             faults.reach("after_report_before_answer")
     _announce(services, found, said, applied)
-    if said.ending is not None or (said.logs and found.attempt.ended_ns is not None):
+    if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
         services.logs.sync(run_id, fence)  # nobody but the node waits for that
     if is_news or found.run.state is not State.RUNNING:  # else it is as it was read: most reports are signs of life
-        found = services.database.read(lambda connection: _find(connection, run_id, fence)) or found
+        found = services.database.read(lambda connection: _find(connection, crew)) or found
     stop = found.run.stop if found.is_current else None
-    answer = _answer(services, stale=found.attempt.is_stale(said.state))
+    answer = _answer(services, stale=found.crew.is_stale(said.state))
     token = "" if answer.stale else attempt_tokens.next_token(services, who)
     return msgspec.structs.replace(answer, stop=stop, offsets=offsets, token=token)
 
@@ -169,34 +179,35 @@ def _heartbeat_s(services: Services) -> float:
     return max(settings.heartbeat_s, min(wanted_s, settings.soft_expiry_s / 4, settings.partition_grace_s / 4))
 
 
-def _grant(services: Services, attempt: StoredAttempt) -> None:
-    """Write how long an attempt may go on without an answer, where that is longer than before.
+def _grant(services: Services, crew: StoredCrew) -> None:
+    """Write how long a crew may go on without an answer, where that is longer than before.
 
     The next server may grant less, and waits for as long as this one has granted.
     """
     grace_s = services.settings.partition_grace_s
-    if grace_s > attempt.grace_s:
-        services.database.write(
-            lambda connection: attempts.note(connection, attempt.run_id, attempt.fence, grace_s=grace_s)
-        )
+    if grace_s > crew.grace_s:
+        services.database.write(lambda connection: crews.note(connection, crew.id, grace_s=grace_s))
 
 
-def _find(connection: sa.Connection, run_id: str, fence: int) -> _Found | None:
+def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
+    run_id, fence, number = crew
     run = runs.find(connection, run_id)
     if run is None:
         return None
     attempt = run.attempt
     if attempt is None or attempt.fence != fence:
         attempt = attempts.find(connection, run_id, fence)
-    return None if attempt is None else _Found(run=run, attempt=attempt)
+    if attempt is None or number >= len(attempt.crews):
+        return None
+    return _Found(run=run, attempt=attempt, crew=attempt.crews[number])
 
 
 def _check(services: Services, found: _Found, said: Report) -> None:
     """Refuse what cannot be, before anything of the report is applied."""
     ranks = found.ranks
     for piece in said.logs:
-        if not 0 <= piece.rank < ranks:
-            raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {ranks}")
+        if not found.has(piece.rank, piece.stream):
+            raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {len(ranks)}")
     if sum(len(file.inline or b"") for file in said.files) > INLINE_BYTES_MAX:
         raise TooLarge(f"the files of one report have more than {INLINE_BYTES_MAX} bytes", hint="send them as blobs")
     for file in said.files:
@@ -210,27 +221,27 @@ def _check(services: Services, found: _Found, said: Report) -> None:
         )
     for name in said.ending.log_ends if said.ending is not None else ():
         rank, _, stream = name.partition(".")
-        if not rank.isdecimal() or int(rank) >= ranks or stream not in STREAMS:
+        if not rank.isdecimal() or not found.has(int(rank), stream) or stream not in STREAMS:
             raise InvalidValue(f"attempt {found.attempt.gang} has no output {name[:40]!r}")
     for fact in said.facts:
-        _check_fact(found.attempt, fact)
+        _check_fact(found.crew, fact)
     if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
         raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
-    if _text(said.receipt) is not None and said.ending is None and found.attempt.ended_ns is None:
+    if _text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
         raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
 
 
-def _check_fact(attempt: StoredAttempt, fact: Fact) -> None:
-    """Refuse what no attempt can have used: everything else is counted, and paid for."""
-    if fact.attempt != attempt.gang:
-        raise InvalidValue(f"a fact came with the report of {attempt.gang} that is about another attempt")
+def _check_fact(crew: StoredCrew, fact: Fact) -> None:
+    """Refuse what no crew can have used: everything else is counted, and paid for."""
+    if fact.attempt != crew.gang:
+        raise InvalidValue(f"a fact came with the report of {crew.gang} that is about another attempt")
     times = (fact.boottime_ns, fact.wall_ns)
     amounts = (fact.cpus, fact.memory_bytes, fact.grace_ms or 0)
     if not all(0 <= value < 1 << 62 for value in (*times, *amounts)) or not 0 <= fact.seq < 1 << 31:
-        raise InvalidValue(f"fact {fact.seq} of attempt {attempt.gang} has a number that cannot be")
-    if len(fact.gpus) > attempt.world_size:
+        raise InvalidValue(f"fact {fact.seq} of attempt {crew.gang} has a number that cannot be")
+    if len(fact.gpus) > crew.gpus:
         held = len(fact.gpus)
-        raise InvalidValue(f"attempt {attempt.gang} is said to hold {held} devices, and has {attempt.world_size}")
+        raise InvalidValue(f"attempt {crew.gang} is said to hold {held} devices, and has {crew.gpus}")
 
 
 def _check_file(file: File) -> None:
@@ -263,8 +274,8 @@ def _append(services: Services, attempt: StoredAttempt, pieces: tuple[LogPiece, 
     return wanted
 
 
-def _close_logs(services: Services, attempt: StoredAttempt, said: Report, offsets: dict[str, int]) -> None:
-    """Say in the output of an attempt that ends what there was no room for: more of it will not come."""
+def _close_logs(services: Services, crew: StoredCrew, said: Report, offsets: dict[str, int]) -> None:
+    """Say in the output of a crew that ends what there was no room for: more of it will not come."""
     ends = dict(said.ending.log_ends) if said.ending is not None else {}
     for piece in said.logs:
         name, end = f"{piece.rank}.{piece.stream}", piece.offset + len(piece.data)
@@ -272,11 +283,9 @@ def _close_logs(services: Services, attempt: StoredAttempt, said: Report, offset
             ends.setdefault(name, end)
     for name, end in ends.items():
         rank, _, stream = name.partition(".")
-        where = f"runs/{attempt.run_id}/{attempt.fence}/logs/{name}"
-        why = f"the server's disk was full when the run ended; it is on node {attempt.node}, {where} in its home"
-        missing = services.logs.close_short(
-            attempt.run_id, attempt.fence, rank=int(rank), stream=stream, end=end, why=why
-        )
+        where = f"runs/{crew.run_id}/{crew.fence}/logs/{name}"
+        why = f"the server's disk was full when the run ended; it is on node {crew.node}, {where} in its home"
+        missing = services.logs.close_short(crew.run_id, crew.fence, rank=int(rank), stream=stream, end=end, why=why)
         services.measures.log_bytes_dropped.inc(missing)
         offsets.pop(name, None)
 
@@ -289,22 +298,21 @@ def _is_news(services: Services, found: _Found, said: Report) -> bool:
         return False
     if _tracked(said) not in ("", found.run.tracked):
         return True
-    attempt = found.attempt
-    unwritten_ns = services.clock.wall_ns() - attempt.lease_ns
+    unwritten_ns = services.clock.wall_ns() - found.crew.lease_ns
     is_due = not 0 <= unwritten_ns < services.settings.lease_written_s * 1e9
-    return is_due or _sentence(said) != attempt.sentence or bool(_happened(found.run, said))
+    return is_due or _sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
 
 
-def _happened(run: StoredRun, said: Report) -> list[Event]:
-    """Return what a report says that the run does not know yet."""
+def _happened(crew: StoredCrew, said: Report) -> list[Event]:
+    """Return what a report says of a crew that is not known yet."""
     seen = _SEEN.get(said.state, State.STOPPING)
     began = said.exec_ns is not None or (said.ending is not None and said.ending.began)
     happened: list[Event] = []
-    if run.state is State.UNREACHABLE:
+    if crew.state is State.UNREACHABLE:
         happened.append(Heard(seen))
-    if began and run.attempt is not None and not run.attempt.began:
+    if began and not crew.began:
         happened.append(Started())
-    state = run.attempt.before if run.state is State.UNREACHABLE and run.attempt is not None else run.state
+    state = crew.before if crew.state is State.UNREACHABLE else crew.state
     if seen is State.STOPPING and state is not State.STOPPING:
         happened.append(Stopping())
     if said.ending is not None:
@@ -319,27 +327,28 @@ def _write(services: Services, who: Caller, found: _Found, said: Report) -> _App
         ServerStorageFull: there is no room, and the attempt goes on: it was heard of, which its node is told so.
         ServerUnavailable: there is no room, and the attempt is over: nothing that it could take for an answer.
     """
-    at_ns, run_id, fence = services.clock.wall_ns(), found.attempt.run_id, found.attempt.fence
+    at_ns, crew = services.clock.wall_ns(), found.crew.id
     try:
-        return services.database.write(lambda connection: _apply(connection, who, run_id, fence, said, at_ns=at_ns))
+        return services.database.write(lambda connection: _apply(connection, who, crew, said, at_ns=at_ns))
     except ServerStorageFull as error:
-        if found.attempt.ended_ns is None:
+        if found.crew.ended_ns is None:
             raise
         raise ServerUnavailable(error.message, hint=error.hint) from error
 
 
-def _apply(connection: sa.Connection, who: Caller, run_id: str, fence: int, said: Report, *, at_ns: int) -> _Applied:
-    found = _find(connection, run_id, fence)
+def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *, at_ns: int) -> _Applied:
+    run_id, fence, _ = crew
+    found = _find(connection, crew)
     if found is None:
         return _Applied()
-    _keep_facts(connection, found.attempt, said)
-    if found.attempt.given_up:
+    _keep_facts(connection, found.crew, said)
+    if found.crew.given_up:
         ending = said.ending
         # It may come as often as whoever has the token likes; the audit has it once.
-        if ending is not None and attempts.note_late(connection, run_id, fence, reason=ending.reason.value):
-            detail = {"fence": fence, "reason": ending.reason.value, "given_up_as": found.attempt.reason or ""}
+        if ending is not None and crews.note_late(connection, crew, reason=ending.reason.value):
+            detail = {"fence": fence, "reason": ending.reason.value, "given_up_as": found.crew.reason or ""}
             audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
-        settled = _settle(connection, found.attempt, said, at_ns=at_ns)
+        settled = _settle(connection, found.crew, said, at_ns=at_ns)
         return _Applied(settled=settled)
     stored = [
         StoredFile(
@@ -350,36 +359,30 @@ def _apply(connection: sa.Connection, who: Caller, run_id: str, fence: int, said
     # What was acknowledged with the ending stays as it was; the receipt and what comes with it is new then.
     if _tracked(said) not in ("", found.run.tracked):
         runs.note_tracked(connection, run_id, _tracked(said))
-    written = files.put(connection, run_id, fence, stored, replace=found.attempt.ended_ns is None)
+    written = files.put(connection, run_id, fence, stored, replace=found.crew.ended_ns is None)
     told = _tell(connection, found, said, at_ns=at_ns) if found.is_current else None
-    settled = _settle(connection, found.attempt, said, at_ns=at_ns)
+    settled = _settle(connection, found.crew, said, at_ns=at_ns)
     return _Applied(told=told, settled=settled, files=bool(written))
 
 
 def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int) -> Told:
-    attempt = found.attempt
+    crew = found.crew
     if said.ending is not None:
         _check_results(connection, found, said)
-        attempts.note(
-            connection,
-            attempt.run_id,
-            attempt.fence,
-            stopped_json=_text(said.ending.stopped),
-            lease_ns=at_ns,
-            sentence=_sentence(said),
-        )
+        stopped = _text(said.ending.stopped)
+        crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=_sentence(said))
         if not said.ending.proven:  # the node says so, too, with its next sign of life; until then nothing is placed
-            nodes.drain(connection, attempt.node_id, f"unkillable: a process of run {attempt.run_id}")
+            nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
         if said.ending.reason is Reason.GPU_LOST:  # another attempt must not meet that GPU
-            nodes.drain(connection, attempt.node_id, f"{Reason.GPU_LOST}: a GPU of run {attempt.run_id}")
+            nodes.drain(connection, crew.node_id, f"{Reason.GPU_LOST}: a GPU of run {crew.run_id}")
     else:
-        attempts.note(connection, attempt.run_id, attempt.fence, lease_ns=at_ns, sentence=_sentence(said))
+        crews.note(connection, crew.id, lease_ns=at_ns, sentence=_sentence(said))
     note = Note(
         at_ns=at_ns,
         detail=_detail(said),
-        exec_ns=_began_ns(attempt, said, at_ns) if attempt.started_ns is None else None,
+        exec_ns=_began_ns(found.attempt, said, at_ns) if crew.started_ns is None else None,
     )
-    return transitions.tell(connection, found.run, *_happened(found.run, said), note=note)
+    return transitions.tell_crew(connection, found.run, crew.number, *_happened(crew, said), note=note)
 
 
 def _began_ns(attempt: StoredAttempt, said: Report, at_ns: int) -> int | None:
@@ -395,40 +398,42 @@ def _check_results(connection: sa.Connection, found: _Found, said: Report) -> No
     attempt, ending = found.attempt, said.ending
     if ending is None or ending.reason is not Reason.COMPLETED or not isinstance(found.run.spec.payload, Function):
         return
-    there = files.count(connection, attempt.run_id, attempt.fence, prefix="results/")
-    if there < found.ranks:
+    wanted = {str(number) for number in found.ranks}
+    names = files.names(connection, attempt.run_id, attempt.fence, prefix="results/")
+    there = len(wanted & {name.partition(".")[0] for name in names})
+    if there < len(wanted):
         raise InvalidValue(
-            f"attempt {attempt.gang} is said to have completed, and {there} of {found.ranks} results are here",
+            f"attempt {attempt.gang} is said to have completed, and {there} of {len(wanted)} results are here",
             hint="results come before the ending, or with it",
         )
 
 
-def _keep_facts(connection: sa.Connection, attempt: StoredAttempt, said: Report) -> None:
+def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> None:
     if said.facts:
-        for seq in facts.add(connection, attempt.run_id, attempt.fence, said.facts):
-            _log.error("fact %d of attempt %s came again and says something else; the first stays", seq, attempt.gang)
-        if attempt.ended_ns is not None:
+        for seq in facts.add(connection, crew.id, said.facts):
+            _log.error("fact %d of attempt %s came again and says something else; the first stays", seq, crew.gang)
+        if crew.ended_ns is not None:
             # Always written: on PostgreSQL a charge that is made at this moment without these facts is made again.
-            attempts.note(connection, attempt.run_id, attempt.fence, uncharged=True)
+            crews.note(connection, crew.id, uncharged=True)
 
 
-def _settle(connection: sa.Connection, attempt: StoredAttempt, said: Report, *, at_ns: int) -> bool:
-    """Write the receipt; an attempt whose node has nothing to say of its end, its supervisor lost, gets none."""
+def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns: int) -> bool:
+    """Write the receipt; a crew whose node has nothing to say of its end, its supervisor lost, gets none."""
     receipt = _text(said.receipt)
     if receipt is None and (said.ending is None or _text(said.ending.stopped) is not None):
         return False
-    return transitions.settle(connection, attempt.run_id, attempt.fence, receipt=receipt, at_ns=at_ns)
+    return transitions.settle(connection, crew.id, receipt=receipt, at_ns=at_ns)
 
 
 def _announce(services: Services, found: _Found, said: Report, applied: _Applied) -> None:
     if applied.told is not None:
         applied.told.announce(services)
-    is_said = _sentence(said) != found.attempt.sentence or _tracked(said) not in ("", found.run.tracked)
+    is_said = _sentence(said) != found.crew.sentence or _tracked(said) not in ("", found.run.tracked)
     if said.logs or applied.settled or applied.files or is_said:
         services.hub.touch(run_key(found.run.id))
     if applied.settled:
         services.hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
-    if applied.settled or (said.facts and found.attempt.ended_ns is not None):
+    if applied.settled or (said.facts and found.crew.ended_ns is not None):
         services.hub.touch(LEDGER)
 
 

@@ -180,5 +180,6 @@ def _hold(connection: sa.Connection, now_ns: int) -> int:
     runs.hold(connection, [run.id for run in held], at_ns=now_ns)
     for run in held:
         if run.attempt is not None:
-            orders.take_starts(connection, run.attempt.node_id, [(run.id, run.fence)], at_ns=now_ns)
+            for crew in run.attempt.crews:
+                orders.take_starts(connection, crew.node_id, [(run.id, run.fence)], at_ns=now_ns)
     return len(held)

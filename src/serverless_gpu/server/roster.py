@@ -21,9 +21,10 @@ import sqlalchemy as sa
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share, Used, Wanted
-from serverless_gpu.server import affording, attempts, draining, floor, holding_back, owners, past, runs, shares
+from serverless_gpu.server import affording, crews, draining, floor, holding_back, owners, past, runs, shares
+from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.floor import Floor
-from serverless_gpu.server.runs import Active, StoredRun
+from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.spending import AsOf
 from serverless_gpu.server.wanting import Past, begun, wanted
@@ -143,7 +144,7 @@ class Roster:
                 self._to_learn[gone.name] = None
         if not new:
             return
-        failed, preempted = attempts.failed_nodes(connection, new), past.preemptions(connection, new)
+        failed, preempted = crews.failed_nodes(connection, new), past.preemptions(connection, new)
         for stored in runs.find_many(connection, new):
             before = Past(failed=failed.get(stored.id, frozenset()), preemptions=preempted.get(stored.id, 0))
             self._remember(stored, before, now_ns)
@@ -207,8 +208,9 @@ class Roster:
         """Return who has devices, or is about to be given some, and how many."""
         for run in there.active:
             entry = self._known.get(run.id)
-            if entry is not None and (run.id, run.fence) not in there.freed:
-                yield entry.candidate, run.world_size
+            gpus = sum(crew.gpus for crew in there.having(run))
+            if entry is not None and gpus:
+                yield entry.candidate, gpus
         for run_id, count in underway.items():
             if run_id in self._known and self._known[run_id].waits:
                 yield self._known[run_id].candidate, count
@@ -216,15 +218,16 @@ class Roster:
     def _running(self, there: Floor, now_ns: int) -> Iterable[tuple[str, Running]]:
         for run in there.active:
             entry = self._known.get(run.id)
-            if entry is None or (run.id, run.fence) in there.freed:
+            having = there.having(run)
+            if entry is None or not having:
                 continue
             is_leaving = run.stop is not None or run.state is State.STOPPING
             if is_leaving and (entry.leaving is None or entry.leaving[0] != run.fence):
                 entry.leaving = (run.fence, now_ns)
             leaving_ns = entry.leaving[1] if is_leaving and entry.leaving is not None else None
-            key = (run.fence, run.started_ns, leaving_ns, entry.wanted)
+            key = (run.fence, run.started_ns, leaving_ns, entry.wanted, len(having))
             if entry.running is None or entry.running_key != key:
-                entry.running, entry.running_key = _as_running(run, entry.wanted, leaving_ns), key
+                entry.running, entry.running_key = _as_running(run, having, entry.wanted, leaving_ns), key
             yield run.id, entry.running
 
 
@@ -243,9 +246,9 @@ def _kept_back(entry: _Entry, why: str) -> Wanted:
     return entry.kept
 
 
-def _as_running(run: Active, asked: Wanted, leaving_ns: int | None) -> Running:
+def _as_running(run: Active, having: Iterable[ActiveCrew], asked: Wanted, leaving_ns: int | None) -> Running:
     if run.started_ns is not None:
         asked = begun(asked, (run.started_ns - run.created_ns) / 1e9)
-    share = Share(node_id=run.node_id, gpu_type=run.gpu_type, count=run.world_size)
+    shares = tuple(Share(node_id=crew.node_id, gpu_type=run.gpu_type, count=crew.gpus) for crew in having)
     is_leaving = leaving_ns is not None
-    return Running(wanted=asked, shares=(share,), since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns)
+    return Running(wanted=asked, shares=shares, since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns)

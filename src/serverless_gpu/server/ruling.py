@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model import access
 from serverless_gpu.model.access import Reach
-from serverless_gpu.server import attempts, audit, identity, node_rules, nodes, operating
+from serverless_gpu.server import audit, crews, identity, node_rules, nodes, operating
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import RECONCILER, SCHEDULER, run_key
@@ -152,7 +152,7 @@ def _decided(
         nodes.rule(connection, node.id, change.rules)
         detail = {"name": node.name, **change.detail}
         audit.record(connection, who=asked.who, action=change.action, subject=node.id, now_ns=at_ns, detail=detail)
-        return node.id, attempts.stay(connection, node.id) if change.action is Action.NODE_CALENDAR else []
+        return node.id, crews.stay(connection, node.id) if change.action is Action.NODE_CALENDAR else []
 
     node_id, told = services.database.write(work)
     for key in (SCHEDULER, RECONCILER, *map(run_key, told)):

@@ -1,13 +1,13 @@
 """Runs: the query room of what was asked for and what has become of it. Nobody else reads or writes their table.
 
-A run is read together with its current attempt and the name of that attempt's node. Its state is changed by
-`transitions.py` only, with `change`: compare and set.
+A run is read together with its current attempt and that one's crews. Its state is changed by `transitions.py` only,
+with `change`: compare and set.
 """
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -22,7 +22,8 @@ from serverless_gpu.server import attempts
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts as attempts_table
-from serverless_gpu.server.tables import nodes, runs
+from serverless_gpu.server.tables import crews as crews_table
+from serverless_gpu.server.tables import runs
 from serverless_gpu.wire.runs import Target
 
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
@@ -126,32 +127,6 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, FAULT_RETRIES_MAX - self.fault_retries_used)
 
 
-class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A run that has an attempt which has not ended, as far as loops look at it: they read thousands, all the time.
-
-    Attributes:
-        node: the name of the node its attempt is on.
-        grace_s: the longest its attempt was ever allowed to go on without an answer, in seconds.
-        stop: why it is asked to stop, or None.
-        created_ns: when its attempt was placed.
-        started_ns: when user code of its attempt began; None as long as it has not.
-    """
-
-    id: str
-    owner: str
-    name: str
-    fence: int
-    state: State
-    node_id: str
-    node: str
-    gpu_type: str
-    world_size: int
-    grace_s: float
-    stop: StopReason | None
-    created_ns: int
-    started_ns: int | None
-
-
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """What the node needs of a run and nobody else gets to see."""
 
@@ -184,23 +159,7 @@ _COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     runs.c[f"{name}_json" if name in _JSON else name] for name in _NAMES
 ]
 _CURRENT = sa.and_(attempts_table.c.run_id == runs.c.id, attempts_table.c.fence == runs.c.fence)
-_SELECT = sa.select(*_COLUMNS, *attempts.COLUMNS).select_from(
-    runs.outerjoin(attempts_table, _CURRENT).outerjoin(nodes, nodes.c.id == attempts_table.c.node_id)
-)
-
-
-_ACTIVE_BRIEFLY = (
-    sa.select(
-        *(runs.c[name] for name in ("id", "owner", "name", "fence", "state")),
-        attempts_table.c.node_id,
-        nodes.c.name,
-        *(attempts_table.c[name] for name in ("gpu_type", "world_size", "grace_s")),
-        runs.c.stop,
-        *(attempts_table.c[name] for name in ("created_ns", "started_ns")),
-    )
-    .select_from(runs.join(attempts_table, _CURRENT).join(nodes, nodes.c.id == attempts_table.c.node_id))
-    .where(runs.c.state.in_([state.value for state in ACTIVE]))
-)
+_SELECT = sa.select(*_COLUMNS, *attempts.COLUMNS).select_from(attempts.joined_to(runs, _CURRENT))
 _FIND = _SELECT.where(runs.c.id == sa.bindparam("run_id"))
 _EXISTS = sa.select(runs.c.id).where(runs.c.id == sa.bindparam("run_id"))
 
@@ -276,7 +235,7 @@ def exists(connection: sa.Connection, run_id: str) -> bool:
 def find(connection: sa.Connection, run_id: str) -> StoredRun | None:
     """Return one run."""
     row = connection.execute(_FIND, {"run_id": run_id}).first()
-    return None if row is None else _from_row(row)
+    return None if row is None else _from_rows(connection, [row])[0]
 
 
 def payload(connection: sa.Connection, run_id: str) -> Payload | None:
@@ -317,7 +276,7 @@ def page(connection: sa.Connection, wished: Wished, *, limit: int, cursor: str =
         query = query.where(runs.c.tags_json.contains(text, autoescape=True))
     if cursor:
         query = query.where(runs.c.id < cursor)
-    found = [_from_row(row) for row in connection.execute(query.limit(limit + 1))]
+    found = _from_rows(connection, connection.execute(query.limit(limit + 1)))
     following = found[limit - 1].id if len(found) > limit else ""
     return [run for run in found[:limit] if wished.tags.items() <= run.spec.tags.items()], following
 
@@ -358,9 +317,8 @@ def waiting(connection: sa.Connection, *, limit: int, owner: str | None = None) 
 
 def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredRun]:
     """Return those runs that exist, in no order."""
-    return [
-        _from_row(row) for some in portions(run_ids) for row in connection.execute(_SELECT.where(runs.c.id.in_(some)))
-    ]
+    parts = (connection.execute(_SELECT.where(runs.c.id.in_(some))) for some in portions(run_ids))
+    return _from_rows(connection, (row for part in parts for row in part))
 
 
 def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
@@ -373,41 +331,21 @@ def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int
 def active(connection: sa.Connection) -> list[StoredRun]:
     """Return the runs that have an attempt which has not ended."""
     query = _SELECT.where(runs.c.state.in_([state.value for state in ACTIVE]))
-    return [_from_row(row) for row in connection.execute(query)]
+    return _from_rows(connection, connection.execute(query))
 
 
 def on_node(connection: sa.Connection, node_id: str) -> list[StoredRun]:
-    """Return the runs that have an attempt on a node which has not ended."""
-    here = sa.and_(runs.c.state.in_([state.value for state in ACTIVE]), attempts_table.c.node_id == node_id)
-    return [_from_row(row) for row in connection.execute(_SELECT.where(here).order_by(runs.c.id))]
+    """Return the runs that have a crew on a node which has not ended."""
+    own = crews_table.alias()
+    here = sa.select(own.c.run_id).where(own.c.node_id == node_id, own.c.ended_ns.is_(None))
+    query = _SELECT.where(runs.c.id.in_(here), runs.c.state.in_([state.value for state in ACTIVE]))
+    return _from_rows(connection, connection.execute(query.order_by(runs.c.id)))
 
 
 def active_of(connection: sa.Connection, owner: str) -> list[StoredRun]:
     """Return an owner's runs that have an attempt which has not ended."""
     theirs = sa.and_(runs.c.owner == owner, runs.c.state.in_([state.value for state in ACTIVE]))
-    return [_from_row(row) for row in connection.execute(_SELECT.where(theirs))]
-
-
-def active_briefly(connection: sa.Connection) -> list[Active]:
-    """Return the runs that have an attempt which has not ended; a quarter of the work of `active`."""
-    return [
-        Active(
-            id=row[0],
-            owner=row[1],
-            name=row[2],
-            fence=row[3],
-            state=State(row[4]),
-            node_id=row[5],
-            node=row[6],
-            gpu_type=row[7],
-            world_size=row[8],
-            grace_s=row[9],
-            stop=StopReason(row[10]) if row[10] else None,
-            created_ns=row[11],
-            started_ns=row[12],
-        )
-        for row in connection.execute(_ACTIVE_BRIEFLY)
-    ]
+    return _from_rows(connection, connection.execute(_SELECT.where(theirs)))
 
 
 def waiting_of(connection: sa.Connection, owner: str, *, at_most: int) -> int:
@@ -457,6 +395,16 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) ->
     last = sa.and_(runs.c.id == run_id, runs.c.fence == fence, runs.c.settled_ns.is_(None))
     ended = runs.c.state.in_([state.value for state in TERMINAL])
     return connection.execute(runs.update().where(last, ended).values(settled_ns=at_ns)).rowcount == 1
+
+
+def _from_rows(connection: sa.Connection, rows: Iterable[Sequence[typing.Any]]) -> list[StoredRun]:
+    """Return runs with their attempts; those with all of their crews."""
+    found = [_from_row(row) for row in rows]
+    gangs = {run.id: run.attempt for run in found if run.attempt is not None and run.attempt.num_nodes > 1}
+    if not gangs:
+        return found
+    whole = {attempt.run_id: attempt for attempt in attempts.whole(connection, list(gangs.values()))}
+    return [msgspec.structs.replace(run, attempt=whole.get(run.id, run.attempt)) for run in found]
 
 
 def _from_row(row: Sequence[typing.Any]) -> StoredRun:

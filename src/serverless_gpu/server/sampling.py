@@ -18,13 +18,14 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from serverless_gpu.model.attempt import ACTIVE, State
 from serverless_gpu.model.hardware import census
-from serverless_gpu.server import audit, draining, floor, nodes
+from serverless_gpu.server import audit, draining, floor, nodes, uncharged
+from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.probing import Probe
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.space import free_bytes
-from serverless_gpu.server.tables import attempts, orders, runs
+from serverless_gpu.server.tables import attempts, crews, orders, runs
 
 FRESH_S = 2.0
 BOUND_S = 3.0
@@ -70,7 +71,7 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     runs: dict[str, int]
     queued_ns: int | None
     nodes: list[StoredNode]
-    held: list[tuple[str, str, int, str, int]]  # node, run, fence, type, devices
+    held: list[tuple[str, CrewId, str, int]]  # node, crew, type, devices
     orders: tuple[int, int | None]
     drained: bool
     unchained: int
@@ -121,11 +122,8 @@ def look(services: Services) -> Sample:
     rows = services.database.read(_load)
     times = floor.now(services)
     freed = services.leases.freed()
-    held = [(node, gpu_type, count) for node, run, fence, gpu_type, count in rows.held if (run, fence) not in freed]
-    ages = [
-        times.boottime_ns - services.leases.last_ns(run, fence, now_ns=times.boottime_ns)
-        for _, run, fence, _, _ in rows.held
-    ]
+    held = [(node, gpu_type, count) for node, crew, gpu_type, count in rows.held if crew not in freed]
+    ages = [times.boottime_ns - services.leases.last_ns(crew, now_ns=times.boottime_ns) for _, crew, _, _ in rows.held]
     count, oldest_ns = rows.orders
     return Sample(
         at_ns=times.boottime_ns,
@@ -150,8 +148,10 @@ def _load(connection: sa.Connection) -> _Rows:
     by_state = sa.select(runs.c.state, sa.func.count()).where(runs.c.state.in_(alive)).group_by(runs.c.state)
     oldest = sa.select(sa.func.min(runs.c.queued_ns)).where(runs.c.state == State.QUEUED.value)
     current = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
-    columns = (attempts.c.node_id, attempts.c.run_id, attempts.c.fence, attempts.c.gpu_type, attempts.c.world_size)
-    held = sa.select(*columns).select_from(runs.join(attempts, current)).where(runs.c.state.in_(active))
+    own = sa.and_(crews.c.run_id == attempts.c.run_id, crews.c.fence == attempts.c.fence)
+    columns = (crews.c.node_id, crews.c.run_id, crews.c.fence, crews.c.crew, attempts.c.gpu_type, crews.c.gpus)
+    held = sa.select(*columns).select_from(runs.join(attempts, current).join(crews, own))
+    held = held.where(runs.c.state.in_(active), crews.c.ended_ns.is_(None))
     about = sa.and_(orders.c.run_id == runs.c.id, orders.c.fence == runs.c.fence)
     untaken = sa.select(sa.func.count(), sa.func.min(orders.c.created_ns)).select_from(runs.join(orders, about))
     untaken = untaken.where(runs.c.state.in_(active), orders.c.taken_ns.is_(None))
@@ -160,11 +160,11 @@ def _load(connection: sa.Connection) -> _Rows:
         runs={state: number for state, number in connection.execute(by_state)},
         queued_ns=connection.scalar(oldest),
         nodes=nodes.every(connection),
-        held=[(row[0], row[1], row[2], row[3], row[4]) for row in connection.execute(held)],
+        held=[(row[0], (row[1], row[2], row[3]), row[4], row[5]) for row in connection.execute(held)],
         orders=(count, oldest_order),
         drained=draining.find(connection) is not None,
         unchained=audit.pending(connection, after_seq=audit.chained_seq(connection))[0],
-        uncharged=connection.scalar(sa.select(sa.func.count()).where(attempts.c.uncharged)) or 0,
+        uncharged=uncharged.count(connection),
     )
 
 

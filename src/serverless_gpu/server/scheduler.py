@@ -17,7 +17,7 @@ The planner is memory that is made again from the database: at the start, when a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -26,12 +26,12 @@ from serverless_gpu import faults
 from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
 from serverless_gpu.errors import SecretMissing, StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.crews import laid_out
 from serverless_gpu.model.run_lifecycle import Ended
-from serverless_gpu.model.scheduling import values as scheduling
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import (
     accounts,
-    attempts,
+    crews,
     draining,
     holding_back,
     keys,
@@ -44,7 +44,9 @@ from serverless_gpu.server import (
     transitions,
     unsatisfiable,
 )
+from serverless_gpu.server.active_runs import Active
 from serverless_gpu.server.attempts import NewAttempt
+from serverless_gpu.server.crews import NewCrew
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.giving_back import give_back
 from serverless_gpu.server.hub import node_key, run_key
@@ -125,7 +127,7 @@ class Scheduler:
         some = planning.underway()[:AT_ONCE]
         for first in range(0, len(some), TOGETHER):
             together = some[first : first + TOGETHER]
-            self._place([one for one in together if _where(one).node_id in stored], stored)
+            self._place([one for one in together if all(share.node_id in stored for share in one.shares)], stored)
             planning.tried(together)
         return wake_ns
 
@@ -135,7 +137,7 @@ class Scheduler:
         at_ns = services.clock.wall_ns()
 
         def intend(connection: sa.Connection) -> list[int | Told | None]:
-            return [self._intend(connection, one, stored[_where(one).node_id], at_ns) for one in placements]
+            return [self._intend(connection, one, _on(one, stored), at_ns) for one in placements]
 
         try:
             written = services.database.write(intend)
@@ -150,18 +152,22 @@ class Scheduler:
                 placed.append((placement, came))
         services.measures.placed.inc(len(placed))
         for placement, fence in placed:
-            with log_context.bound(run=placement.run_id, attempt=fence, node=stored[_where(placement).node_id].name):
+            names = ", ".join(node.name for node in _on(placement, stored))
+            with log_context.bound(run=placement.run_id, attempt=fence, node=names):
                 _log.info("placed")
             services.deliveries.made(placement.run_id, fence)
-            services.leases.renew(placement.run_id, fence, now_ns=services.clock.boottime_ns())
+            for number in range(len(placement.shares)):
+                crew = placement.run_id, fence, number
+                services.leases.renew(crew, now_ns=services.clock.boottime_ns())
         for placement, fence in placed:
             faults.reach("after_commit_before_launch")
-            self._submit(placement, fence, stored[_where(placement).node_id])
-            services.hub.touch(node_key(_where(placement).node_id))
+            self._submit(placement, fence, stored)
+            for share in placement.shares:
+                services.hub.touch(node_key(share.node_id))
             services.hub.touch(run_key(placement.run_id))
 
     def _intend(
-        self, connection: sa.Connection, placement: Placement, node: StoredNode, at_ns: int
+        self, connection: sa.Connection, placement: Placement, on: Sequence[StoredNode], at_ns: int
     ) -> int | Told | None:
         """Return the fence of the attempt, what followed when it was over at once, or None: there is none."""
         run = runs.find(connection, placement.run_id)
@@ -171,20 +177,16 @@ class Scheduler:
             return None  # they were shut out meanwhile
         if draining.find(connection) is not None:
             return None
-        if not nodes.is_still(connection, node):
-            return None  # it restarted, or was forgotten; its next hello rings
-        if holding_back.is_full(connection, run, _where(placement).count, self._services.leases.freed()):
-            return None  # others of its owner were placed before it
-        token = self._services.keys.attempt_token(run.id, run.fence + 1)
+        if not all(nodes.is_still(connection, node) for node in on):
+            return None  # one restarted, or was forgotten; its next hello rings
         new = NewAttempt(
-            node_id=node.id,
-            gpu_type=_where(placement).gpu_type,
-            world_size=_where(placement).count,
-            token_sha256=keys.sha256(token),
-            boot_id=node.boot_id,
-            grace_s=self._services.settings.partition_grace_s,
+            gpu_type=placement.shares[0].gpu_type,
+            world_size=sum(share.count for share in placement.shares),
+            num_nodes=len(on),
         )
-        priced = self._at_its_price(connection, run, new, pool=node.pool, at_ns=at_ns)
+        if holding_back.is_full(connection, run, new.world_size, self._services.leases.freed()):
+            return None  # others of its owner were placed before it
+        priced = self._at_its_price(connection, run, new, pool=on[0].pool, at_ns=at_ns)
         if priced is None:
             return None  # others were placed before it, and a budget has no more room
         new = priced
@@ -193,16 +195,35 @@ class Scheduler:
             new = _with_secrets(connection, self._services.sealer, run, new)
         except SecretMissing as error:
             reason, problem = Reason.SECRET_MISSING, error.message
-        if run.spec.secrets and SECRETS not in node.hello.takes:
+        old = next((node.name for node in on if SECRETS not in node.hello.takes), "")
+        if run.spec.secrets and old:
             reason = reason or Reason.REFUSED
-            problem = problem or f"{node.name} is of a version that has no secrets"
+            problem = problem or f"{old} is of a version that has no secrets"
         try:
-            fence = transitions.place(connection, run, new=new, node=node.name, at_ns=at_ns)
+            fence = transitions.place(connection, run, new=new, on=self._crews(run, placement, on), at_ns=at_ns)
         except StaleAttempt:
             return None
         if reason is not None:
             return _end_at_once(connection, run.id, reason, Note(at_ns=at_ns, detail=problem))
         return fence
+
+    def _crews(self, run: StoredRun, placement: Placement, on: Sequence[StoredNode]) -> list[NewCrew]:
+        """Return the crews of a run's next attempt, by their numbers."""
+        named = {node.name: node for node in on}
+        laid = laid_out([(node.name, share.count) for node, share in zip(on, placement.shares, strict=True)])
+        return [
+            NewCrew(
+                number=place.number,
+                node_id=named[place.node].id,
+                node=place.node,
+                boot_id=named[place.node].boot_id,
+                first_rank=place.first_rank,
+                gpus=place.gpus,
+                token_sha256=keys.sha256(self._services.keys.attempt_token(run.id, run.fence + 1, place.number)),
+                grace_s=self._services.settings.partition_grace_s,
+            )
+            for place in laid
+        ]
 
     def _at_its_price(
         self, connection: sa.Connection, run: StoredRun, new: NewAttempt, *, pool: str, at_ns: int
@@ -219,15 +240,19 @@ class Scheduler:
         said = {"tariff_json": msgspec.json.encode(tariff).decode(), "account_id": accounts.ensure(connection, account)}
         return msgspec.structs.replace(new, **said)
 
-    def _submit(self, placement: Placement, fence: int, node: StoredNode) -> None:
+    def _submit(self, placement: Placement, fence: int, stored: Mapping[str, StoredNode]) -> None:
         engine = self._engine
-        if engine is None or node.name not in {known.name for known in engine.nodes()}:
+        if engine is None:
             return
-        where = _where(placement)
-        share = Share(node=node.name, gpu_type=where.gpu_type, count=where.count)
-        gang = f"{placement.run_id}:{fence}"
-        self._asked[gang] = engine.plan(Gang(id=gang, shares=(share,)))
-        self._ask(gang)
+        there = {known.name for known in engine.nodes()}
+        shares = [(stored[share.node_id].name, share) for share in placement.shares]
+        wanted = tuple(
+            Share(node=name, gpu_type=share.gpu_type, count=share.count) for name, share in shares if name in there
+        )
+        if wanted:
+            gang = f"{placement.run_id}:{fence}"
+            self._asked[gang] = engine.plan(Gang(id=gang, shares=wanted))
+            self._ask(gang)
 
     def _ask_again(self, there: Floor) -> None:
         """Ask for every gang that is to start and that the engine does not have, whichever server placed it.
@@ -241,10 +266,11 @@ class Scheduler:
         self._asked = {}
         for run in there.active:
             gang = f"{run.id}:{run.fence}"
-            if run.state is not State.STARTING or run.node not in names or gang in reserved:
+            if run.state is not State.STARTING or gang in reserved:
                 continue
-            share = Share(node=run.node, gpu_type=run.gpu_type, count=run.world_size)
-            self._asked[gang] = engine.plan(Gang(id=gang, shares=(share,)))
+            shares = _shares(run, names)
+            if shares:
+                self._asked[gang] = engine.plan(Gang(id=gang, shares=shares))
         for gang in list(self._asked):
             self._ask(gang)
 
@@ -263,7 +289,7 @@ class Scheduler:
             self._note(run_id, int(fence), answer.sentence)
 
     def _note(self, run_id: str, fence: int, sentence: str) -> None:
-        self._services.database.write(lambda connection: attempts.note(connection, run_id, fence, sentence=sentence))
+        self._services.database.write(lambda connection: crews.note_all(connection, run_id, fence, sentence=sentence))
         self._services.hub.touch(run_key(run_id))
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
@@ -271,10 +297,16 @@ class Scheduler:
         return give_back(self._services, run_id, fence, why)
 
 
-def _where(placement: Placement) -> scheduling.Share:
-    """Return what a gang is to have: on one node, as an attempt is of one."""
-    (share,) = placement.shares
-    return share
+def _on(placement: Placement, stored: Mapping[str, StoredNode]) -> list[StoredNode]:
+    """Return the nodes of a placement, in its order."""
+    return [stored[share.node_id] for share in placement.shares]
+
+
+def _shares(run: Active, names: Collection[str]) -> tuple[Share, ...]:
+    """Return what a run that was placed is to have on those nodes."""
+    return tuple(
+        Share(node=crew.node, gpu_type=run.gpu_type, count=crew.gpus) for crew in run.crews if crew.node in names
+    )
 
 
 def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new: NewAttempt) -> NewAttempt:
@@ -290,5 +322,6 @@ def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: N
     run = runs.find(connection, run_id)
     assert run is not None
     told = transitions.tell(connection, run, Ended(reason=reason, began=False), note=note)
-    transitions.settle(connection, run_id, run.fence, receipt=None, at_ns=note.at_ns)
+    if run.attempt is not None:
+        transitions.settle_all(connection, run.attempt, at_ns=note.at_ns)
     return told

@@ -61,9 +61,9 @@ from serverless_gpu.model.pricing import Tariff, rate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import budgets, pools, runs, uncharged
 from serverless_gpu.server.accounts import Account
-from serverless_gpu.server.attempts import Gang
 from serverless_gpu.server.budget_index import BudgetIndex, Rooms, subject_of_run, with_hold
 from serverless_gpu.server.budget_sums import Sums
+from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.lifetimes import Lifetime, Moment
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.runs import StoredRun
@@ -167,7 +167,7 @@ class Spending:
             self._get_to_know(connection, there)
             freed = as_of.leases.freed()
             self._lives = {gang: self._lives.get(gang) or Lifetime() for gang in there}
-            going = {gang: self._going_on(one, as_of, gang in freed) for gang, one in there.items()}
+            going = {gang: self._going_on(one, as_of, freed) for gang, one in there.items()}
             self._entered = {gang: at for gang, at in self._entered.items() if at is None or at > as_of.moment}
             for gang in self._entered.keys() - going.keys():
                 one = self._going[gang]
@@ -337,8 +337,9 @@ class Spending:
                 name="" if run is None else run.name,
             )
 
-    def _going_on(self, unposted: Unposted, as_of: AsOf, is_free: bool) -> GoingOn:
+    def _going_on(self, unposted: Unposted, as_of: AsOf, freed: frozenset[CrewId]) -> GoingOn:
         one = unposted.attempt
+        is_free = all(crew.id in freed for crew in one.open_crews)
         known, life = self._known[one.run_id, one.fence], self._lives[one.run_id, one.fence]
         now = Moment(as_of.wall_ns, as_of.boot_ns)
         life.look(one, now, as_of.leases, is_stopping=unposted.is_stopping)
@@ -352,7 +353,7 @@ class Spending:
             started_ns=None if life.began_ns is None or not is_billed else now.wall(life.began_ns),
             seen_ns=as_of.wall_ns if life.seen_ns is None else now.wall(life.seen_ns),
             grace_s=known.grace_s,
-            alone_s=one.grace_s,
+            alone_s=max(crew.grace_s for crew in one.crews),
             stop_ns=None if life.stop_ns is None else now.wall(life.stop_ns),
             is_over=one.ended_ns is not None or is_free,
         )

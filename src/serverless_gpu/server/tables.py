@@ -207,37 +207,65 @@ runs = sa.Table(
     ),
 )
 
-attempts = sa.Table(
+attempts = sa.Table(  # what is the same for all crews of one
     "attempts",
     metadata,
     sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
     sa.Column("fence", sa.Integer, primary_key=True),
-    sa.Column("node_id", sa.ForeignKey("nodes.id"), nullable=False, index=True),
     sa.Column("gpu_type", sa.String(256), nullable=False),
     sa.Column("world_size", sa.Integer, nullable=False),
+    sa.Column("num_nodes", sa.Integer, nullable=False, default=1),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("before", sa.String(16)),  # what it was when it became UNREACHABLE
     sa.Column("reason", sa.String(32)),
     sa.Column("began", sa.Boolean, nullable=False, default=False),
-    sa.Column("sentence", sa.Text, nullable=False, default=""),
-    sa.Column("token_sha256", sa.String(64), nullable=False, unique=True),
-    sa.Column("boot_id", sa.String(64), nullable=False),  # of the node when it was placed there
     sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("started_ns", sa.BigInteger),
+    sa.Column("ended_ns", sa.BigInteger),
+    sa.Column("settled_ns", sa.BigInteger),
+    sa.Column("secrets_json", sa.Text, nullable=False, default="[]"),  # model.secrets.Pinned, none of their values
+    sa.Column("tariff_json", sa.Text, nullable=False, default="{}"),  # model.pricing.Tariff, as it was placed
+    sa.Column("account_id", sa.ForeignKey("accounts.id")),  # of all its charges, as it was placed
+    sa.Column("version", sa.Integer, nullable=False, default=0),  # of it and its crews: whoever changes one counts on
+    sa.Column("chosen_json", sa.Text),  # model.meeting.Chosen: how its crews meet
+    sa.Column("called_off", sa.Boolean, nullable=False, default=False),  # its crews will not meet
+    sa.Column("released", sa.Boolean, nullable=False, default=False),  # all of its ranks have returned, and may exit
+    sa.Column("cause_json", sa.Text),  # model.gang_life.Cause
+)
+
+crews = sa.Table(  # what an attempt has on one node
+    "crews",
+    metadata,
+    sa.Column("run_id", sa.String(26), primary_key=True),
+    sa.Column("fence", sa.Integer, primary_key=True),
+    sa.Column("crew", sa.Integer, primary_key=True),  # 0, 1, 2 … of this attempt
+    sa.Column("node_id", sa.ForeignKey("nodes.id"), nullable=False, index=True),
+    sa.Column("boot_id", sa.String(64), nullable=False),  # of the node when it was placed there
+    sa.Column("first_rank", sa.Integer, nullable=False, default=0),
+    sa.Column("gpus", sa.Integer, nullable=False),
+    sa.Column("token_sha256", sa.String(64), nullable=False, unique=True),
     sa.Column("lease_ns", sa.BigInteger, nullable=False),  # last renewal that was written (coalesced)
     sa.Column("grace_s", sa.Float, nullable=False),  # the longest it was ever allowed to go on without an answer
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("before", sa.String(16)),  # what it was when it became UNREACHABLE
+    sa.Column("began", sa.Boolean, nullable=False, default=False),
+    sa.Column("reason", sa.String(32)),
+    sa.Column("proven", sa.Boolean, nullable=False, default=True),  # of one that ended: no process of it is left
+    sa.Column("sentence", sa.Text, nullable=False, default=""),
+    sa.Column("leave_ns", sa.BigInteger),  # when it has to leave its node, as its owner was told
     sa.Column("started_ns", sa.BigInteger),
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),
     sa.Column("late_reason", sa.String(32)),  # how its node says it ended, after it was given up
     sa.Column("stopped_json", sa.Text),  # node.protocol.Stopped
     sa.Column("receipt_json", sa.Text),
-    sa.Column("secrets_json", sa.Text, nullable=False, default="[]"),  # model.secrets.Pinned, none of their values
-    sa.Column("leave_ns", sa.BigInteger),  # when it has to leave its node, as its owner was told
-    sa.Column("tariff_json", sa.Text, nullable=False, default="{}"),  # model.pricing.Tariff, as it was placed
-    sa.Column("account_id", sa.ForeignKey("accounts.id")),  # of all its charges, as it was placed
+    sa.Column("halt_json", sa.Text),  # model.gang_life.Halt
+    sa.Column("returned", sa.Boolean, nullable=False, default=False),
     sa.Column("uncharged", sa.Boolean, nullable=False, default=False),  # it has ended, and charges do not say all of it
+    sa.ForeignKeyConstraint(["run_id", "fence"], ["attempts.run_id", "attempts.fence"]),
+    sa.UniqueConstraint("run_id", "fence", "node_id"),
     sa.Index(  # `charging.py` looks for them
-        "ix_attempts_uncharged",
+        "ix_crews_uncharged",
         "uncharged",
         sqlite_where=sa.text("uncharged"),
         postgresql_where=sa.text("uncharged"),
@@ -263,12 +291,13 @@ orders = sa.Table(  # the outbox: written with the decision, delivered until ack
     sa.Column("node_id", sa.ForeignKey("nodes.id"), nullable=False),
     sa.Column("run_id", sa.String(26), nullable=False),
     sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("crew", sa.Integer, nullable=False, default=0),
     sa.Column("kind", sa.String(8), nullable=False),  # start, stop
     sa.Column("stop", sa.String(16)),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("taken_ns", sa.BigInteger),
     sa.Index("ix_orders_open", "node_id", "taken_ns", "seq"),
-    sa.UniqueConstraint("run_id", "fence", "kind", "stop"),
+    sa.UniqueConstraint("run_id", "fence", "crew", "kind", "stop"),
 )
 
 events = sa.Table(
@@ -301,9 +330,10 @@ facts = sa.Table(
     metadata,
     sa.Column("run_id", sa.String(26), primary_key=True),
     sa.Column("fence", sa.Integer, primary_key=True),
+    sa.Column("crew", sa.Integer, primary_key=True, default=0),
     sa.Column("seq", sa.Integer, primary_key=True),
     sa.Column("fact_json", sa.Text, nullable=False),
-    sa.ForeignKeyConstraint(["run_id", "fence"], ["attempts.run_id", "attempts.fence"]),
+    sa.ForeignKeyConstraint(["run_id", "fence", "crew"], ["crews.run_id", "crews.fence", "crews.crew"]),
 )
 
 accounts = sa.Table(  # who used something, and as what: charges that are alike in all of it share a row
@@ -330,6 +360,7 @@ charges = sa.Table(  # the ledger: model.ledger.Entry; only ever added to, and k
     sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
     sa.Column("run_id", sa.String(26), nullable=False),
     sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("crew", sa.Integer, nullable=False, default=0),
     sa.Column("number", sa.Integer, nullable=False),
     sa.Column("kind", sa.String(16), nullable=False),  # original, reversal, restated
     sa.Column("provisional", sa.Boolean, nullable=False),
@@ -339,7 +370,7 @@ charges = sa.Table(  # the ledger: model.ledger.Entry; only ever added to, and k
     sa.Column("start_ns", sa.BigInteger, nullable=False),
     sa.Column("end_ns", sa.BigInteger, nullable=False),
     sa.Column("gpus", sa.Integer, nullable=False),
-    sa.Column("queued_ms", sa.BigInteger, nullable=False),  # wall time, of the first entry of an attempt
+    sa.Column("queued_ms", sa.BigInteger, nullable=False),  # wall time, of the first entry of crew 0
     sa.Column("environment_ms", sa.BigInteger, nullable=False),
     sa.Column("start_ms", sa.BigInteger, nullable=False),
     sa.Column("run_ms", sa.BigInteger, nullable=False),
@@ -352,15 +383,16 @@ charges = sa.Table(  # the ledger: model.ledger.Entry; only ever added to, and k
     sa.Column("memory_mib_ms", sa.BigInteger, nullable=False),
     sa.Column("micros", sa.BigInteger),
     sa.Column("dbu_micros", sa.BigInteger, nullable=False),
-    sa.UniqueConstraint("run_id", "fence", "number"),
+    sa.UniqueConstraint("run_id", "fence", "crew", "number"),
     sa.Index("ix_charges_day", "day", "account_id"),
 )
 
-utilisations = sa.Table(  # what telemetry saw of an attempt's devices, by its receipt; kept as charges are
+utilisations = sa.Table(  # what telemetry saw of a crew's devices, by its receipt; kept as charges are
     "utilisations",
     metadata,
     sa.Column("run_id", sa.String(26), primary_key=True),
     sa.Column("fence", sa.Integer, primary_key=True),
+    sa.Column("crew", sa.Integer, primary_key=True, default=0),
     sa.Column("account_id", sa.ForeignKey("accounts.id"), nullable=False),
     sa.Column("day", sa.Integer, nullable=False),  # on which it ended
     sa.Column("gpus", sa.Integer, nullable=False),

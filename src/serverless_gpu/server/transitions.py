@@ -1,22 +1,27 @@
 """What happens to a run, written down: the one place where its state changes.
 
-    what happened ─▶ model/run_lifecycle.advance ─▶ compare and set ─▶ attempt, events, orders   (one transaction)
-                                                                          └─ after the commit: `Told.announce`
+    what happened to a crew ─▶ gangs.follow ─┐
+    what happened to a run ──────────────────┴─▶ model/run_lifecycle.advance
+                     ─▶ compare and set ─▶ attempt, its crews, events, orders   (one transaction)
+                                             └─ after the commit: `Told.announce`
 
 The decision is the table's. Here it becomes rows: the run as it was expected to be (else somebody was faster, nothing
-is changed and `StaleAttempt` is raised), its attempt, one event for each change, and an order for the node when the run
-is to stop. Orders of an attempt that is over are not delivered any more (`orders.py`): a node that comes back late
-finds nothing to start.
+is changed and `StaleAttempt` is raised), its attempt and that one's crews, one event for each change, and an order for
+each node when the run is to stop. Orders of a crew that is over are not delivered any more (`orders.py`): a node that
+comes back late finds nothing to start.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from enum import Enum
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import ACTIVE, MEANINGS, STOPPED_BY, Reason, State
+from serverless_gpu.model.gang_life import Fold
 from serverless_gpu.model.policy import format_span
 from serverless_gpu.model.run_lifecycle import (
     INFRA_RETRIES_MAX,
@@ -33,8 +38,9 @@ from serverless_gpu.model.run_lifecycle import (
     advance,
     over_because,
 )
-from serverless_gpu.server import attempts, events, log_context, orders, runs
+from serverless_gpu.server import attempts, crews, events, gangs, log_context, orders, runs
 from serverless_gpu.server.attempts import NewAttempt, StoredAttempt
+from serverless_gpu.server.crews import WITHOUT_REPORT, CrewId, NewCrew, StoredCrew
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.hub import LEDGER, SCHEDULER, node_key, run_key
 from serverless_gpu.server.measures import Measures
@@ -43,6 +49,7 @@ from serverless_gpu.server.services import Services
 
 _log = logging.getLogger(__name__)
 _Over = Ended | GivenUp | Forgotten
+_NODE_CHARACTERS = 256
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +83,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
                 _log.info("%s%s", event.state.value, f" ({event.reason.value})" if event.reason is not None else "")
         attempt = self.before.attempt
         if Instruction.SEND_STOP in self.instructions and attempt is not None:
-            hub.touch(node_key(attempt.node_id))
+            for crew in attempt.open_crews:
+                hub.touch(node_key(crew.node_id))
         if Instruction.REQUEUE in self.instructions or Instruction.CONCLUDE in self.instructions:
             hub.touch(SCHEDULER)
             hub.touch(LEDGER)
@@ -86,7 +94,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         if Instruction.CONCLUDE in self.instructions and self.life.reason is not None:
             measures.ended.labels(self.life.reason.value).inc()
         for event in self.events:
-            if event.reason in attempts.WITHOUT_REPORT:
+            if event.reason in WITHOUT_REPORT:
                 measures.given_up.labels(event.reason.value).inc()
 
 
@@ -97,20 +105,52 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
         at_ns: now, nanoseconds since 1970.
         detail: beyond the reason, when an attempt is over.
         exec_ns: when user code began, nanoseconds since 1970, once that is known.
+        node: the name of the node that it is about; "" for all of the attempt's.
     """
 
     at_ns: int
     detail: str = ""
     exec_ns: int | None = None
+    node: str = ""
 
 
-def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, node: str, at_ns: int) -> int:
-    """Write that a run that waits is to start on a node, and the order for the node: the intent, before the effect.
+class _Gang(msgspec.Struct, frozen=True, kw_only=True):
+    """The attempt that something happens to, and its crews as they are then.
+
+    Attributes:
+        folded: what the crews amount to, where it happened to one of them.
+    """
+
+    attempt: StoredAttempt
+    crews: tuple[StoredCrew, ...]
+    folded: Fold | None = None
+
+    @property
+    def changed(self) -> dict[int, dict[str, object]]:
+        """Return what is to be written of its crews."""
+        return {
+            before.number: {
+                name: value.value if isinstance(value, Enum) else value
+                for name, value in msgspec.structs.asdict(crew).items()
+                if value != getattr(before, name)
+            }
+            for before, crew in zip(self.attempt.crews, self.crews, strict=True)
+            if crew != before
+        }
+
+    @property
+    def started_ns(self) -> int | None:
+        """Return when user code began on the first of its nodes."""
+        return min((crew.started_ns for crew in self.crews if crew.started_ns is not None), default=None)
+
+
+def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Sequence[NewCrew], at_ns: int) -> int:
+    """Write that a run that waits is to start, and the order for each node: the intent, before the effect.
 
     Args:
         run: as it was read in this transaction.
         new: the attempt.
-        node: the node's name.
+        on: its crews, by their numbers.
         at_ns: now, nanoseconds since 1970.
 
     Returns:
@@ -121,6 +161,7 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, node: s
         StaleAttempt: it does not wait any more.
     """
     life, _ = advance(run.life, Placed())
+    node = _short(", ".join(crew.node for crew in on))
     event = StoredEvent(
         run_id=run.id,
         seq=run.events + 1,
@@ -132,13 +173,17 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, node: s
     )
     runs.change(connection, run, state=life.state.value, fence=life.fence, events=event.seq)
     attempts.insert(connection, run.id, life.fence, new=new, at_ns=at_ns)
+    crews.insert(connection, run.id, life.fence, on, at_ns=at_ns)
     events.add(connection, [event])
-    orders.add_start(connection, new.node_id, run.id, life.fence, at_ns=at_ns)
+    for crew in on:
+        orders.add_start(connection, crew.node_id, (run.id, life.fence, crew.number), at_ns=at_ns)
     return life.fence
 
 
 def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> Told:
     """Write what follows from what happened to a run, in order; nothing, when nothing follows.
+
+    What happens to an attempt happens to all crews of it.
 
     Args:
         run: as it was read in this transaction.
@@ -150,6 +195,43 @@ def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note
         StaleAttempt: the run is not any more as it was read; nothing was changed.
     """
     attempt = run.attempt if run.state in ACTIVE else None
+    if attempt is None:
+        return _tell(connection, run, happened, gang=None, note=note)
+    there = tuple(_after(crew, happened, note) for crew in attempt.crews)
+    return _tell(connection, run, happened, gang=_Gang(attempt=attempt, crews=there), note=note)
+
+
+def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note) -> Told:
+    """Write what follows from what happened to one crew of a run's attempt, in order; nothing, when nothing follows.
+
+    Args:
+        run: as it was read in this transaction, at an attempt that goes on.
+        number: of the crew.
+        happened: in the life of the crew; anything but `Placed` and what is asked of runs.
+        note: what else is known.
+
+    Raises:
+        IllegalTransition: it cannot have happened to a run in this state; nothing was changed.
+        StaleAttempt: the run is not any more as it was read; nothing was changed.
+    """
+    attempt = run.attempt
+    assert attempt is not None and run.state in ACTIVE
+    there = tuple(_after(crew, happened, note) if crew.number == number else crew for crew in attempt.crews)
+    is_word = not any(isinstance(event, GivenUp | Forgotten) for event in happened)
+    folded, follows = gangs.follow(run, there, is_word=is_word, detail=note.detail)
+    note = msgspec.structs.replace(note, node=note.node or attempt.crews[number].node)
+    return _tell(connection, run, follows, gang=_Gang(attempt=attempt, crews=there, folded=folded), note=note)
+
+
+def _after(crew: StoredCrew, happened: Sequence[Event], note: Note) -> StoredCrew:
+    for event in happened:
+        crew = gangs.after(crew, event, at_ns=note.at_ns, exec_ns=note.exec_ns)
+    return crew
+
+
+def _tell(
+    connection: sa.Connection, run: StoredRun, happened: Sequence[Event], *, gang: _Gang | None, note: Note
+) -> Told:
     told = Told(before=run, life=run.life)
     over: _Over | None = None
     for event in happened:
@@ -162,9 +244,9 @@ def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note
             written += (_event(run, life, event, note=note, seq=run.events + len(written) + 1),)
         told = Told(before=run, life=life, instructions=told.instructions + issued, events=written)
     if told.changed:
-        _write_run(connection, told, over=over, note=note)
-        if attempt is not None:
-            _write_attempt(connection, attempt, told, over=over, note=note)
+        _write_run(connection, told, gang, over=over, note=note)
+    if gang is not None and (told.changed or gang.changed):
+        _write_attempt(connection, gang, told, over=over, note=note)
     return told
 
 
@@ -183,7 +265,7 @@ def remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *,
     run = runs.find(connection, run_id)
     if run is None or run.fence != fence or run.state not in ACTIVE:
         return False
-    node = run.attempt.node if run.attempt is not None else ""
+    node = _short(run.attempt.node) if run.attempt is not None else ""
     event = StoredEvent(
         run_id=run.id, seq=run.events + 1, fence=fence, at_ns=at_ns, state=run.state, sentence=sentence, node=node
     )
@@ -192,14 +274,25 @@ def remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *,
     return True
 
 
-def settle(connection: sa.Connection, run_id: str, fence: int, *, receipt: str | None, at_ns: int) -> bool:
-    """Write the receipt of an attempt that has ended, or that none will come any more.
+def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
+    """Write the receipt of a crew that has ended, or that none will come any more.
 
     Returns:
         Whether that is news.
     """
-    news = attempts.settle(connection, run_id, fence, receipt=receipt, at_ns=at_ns)
-    return runs.settle(connection, run_id, fence, at_ns=at_ns) or news
+    run_id, fence, _ = crew
+    news = crews.settle(connection, crew, receipt=receipt, at_ns=at_ns)
+    if news:
+        is_settled = attempts.settle(connection, run_id, fence, at_ns=at_ns)
+    else:
+        is_settled = not crews.is_any_unsettled(connection, run_id, fence)
+    return (is_settled and runs.settle(connection, run_id, fence, at_ns=at_ns)) or news
+
+
+def settle_all(connection: sa.Connection, attempt: StoredAttempt, *, at_ns: int) -> None:
+    """Write that no receipts will come of an attempt that has ended."""
+    for crew in attempt.crews:
+        settle(connection, crew.id, receipt=None, at_ns=at_ns)
 
 
 def told_as(reason: Reason, detail: str) -> str:
@@ -208,19 +301,19 @@ def told_as(reason: Reason, detail: str) -> str:
     return f"{sentence}: {detail}" if detail else sentence
 
 
-def _write_run(connection: sa.Connection, told: Told, *, over: _Over | None, note: Note) -> None:
+def _write_run(connection: sa.Connection, told: Told, gang: _Gang | None, *, over: _Over | None, note: Note) -> None:
     run, life = told.before, told.life
     values: dict[str, object] = {
         "state": life.state.value,
         "stop": life.stop.value if life.stop else None,
         "events": run.events + len(told.events),
     }
-    if note.exec_ns is not None and run.started_ns is None:
-        values["started_ns"] = note.exec_ns
+    if gang is not None and gang.started_ns is not None and run.started_ns is None:
+        values["started_ns"] = gang.started_ns
     if Instruction.SEND_STOP in told.instructions:
         values["detail"] = note.detail  # why it is to stop, for those who look meanwhile and at its end
     if Instruction.CONCLUDE in told.instructions:
-        nothing_to_come = not isinstance(over, Ended)
+        nothing_to_come = gang is None or all(crew.settled_ns is not None for crew in gang.crews)
         values |= {
             "reason": life.reason.value if life.reason else None,
             "detail": _asked_because(run, life.reason) or note.detail,
@@ -255,30 +348,42 @@ def _asked_because(run: StoredRun, reason: Reason | None) -> str:
     return run.detail if run.stop is not None and STOPPED_BY[run.stop] is reason else ""
 
 
-def _write_attempt(
-    connection: sa.Connection, attempt: StoredAttempt, told: Told, *, over: _Over | None, note: Note
-) -> None:
-    life = told.life
-    values: dict[str, object] = {"started_ns": note.exec_ns} if note.exec_ns is not None else {}
+def _write_attempt(connection: sa.Connection, gang: _Gang, told: Told, *, over: _Over | None, note: Note) -> None:
+    life, attempt, of_crews = told.life, gang.attempt, gang.changed
+    values: dict[str, object] = {"began": attempt.began or any(crew.began for crew in gang.crews)}
+    if attempt.started_ns is None and gang.started_ns is not None:
+        values["started_ns"] = gang.started_ns
+    if gang.folded is not None and gang.folded.cause != attempt.cause:
+        values["cause_json"] = msgspec.json.encode(gang.folded.cause).decode()
+    for number, own in of_crews.items():
+        if "ended_ns" in own:
+            reason = gang.crews[number].reason
+            own["sentence"] = _asked_because(told.before, reason)  # what is said of it from now on
     if over is None:
         before = life.before.value if life.before else None
-        values |= {"state": life.state.value, "before": before, "began": life.began}
+        values |= {"state": life.state.value, "before": before}
     else:
         reason = over_because(over)
-        values |= {"state": MEANINGS[reason].state.value, "before": None, "reason": reason.value, "uncharged": True}
-        values |= {"began": attempt.began or (isinstance(over, Ended) and over.began), "ended_ns": note.at_ns}
-        values["sentence"] = _asked_because(told.before, reason)  # what is said of it from now on
-        if not isinstance(over, Ended):
+        values |= {"state": MEANINGS[reason].state.value, "before": None, "reason": reason.value}
+        values["ended_ns"] = note.at_ns
+        for crew in attempt.crews:
+            of_crews.setdefault(crew.number, {})["uncharged"] = True  # now it is known what all of them pay
+        if all(crew.settled_ns is not None for crew in gang.crews):
             values["settled_ns"] = note.at_ns
-    attempts.change(connection, attempt, **values)
+    attempts.change(connection, attempt, of_crews=of_crews, **values)
     if over is None and life.stop is not None and Instruction.SEND_STOP in told.instructions:
-        to = (attempt.node_id, attempt.run_id, attempt.fence)
-        orders.add_stop(connection, *to, why=life.stop, at_ns=note.at_ns)
+        for crew in attempt.open_crews:
+            orders.add_stop(connection, crew.node_id, crew.id, why=life.stop, at_ns=note.at_ns)
+
+
+def _short(nodes: str) -> str:
+    """Return names of nodes as an event has room for them."""
+    return nodes if len(nodes) <= _NODE_CHARACTERS else f"{nodes[: _NODE_CHARACTERS - 1]}…"
 
 
 def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int) -> StoredEvent:
     over = over_because(event) if isinstance(event, Ended | GivenUp | Forgotten) else None
-    node = run.attempt.node if run.attempt is not None and run.state in ACTIVE else ""
+    node = _short(run.attempt.node) if run.attempt is not None and run.state in ACTIVE else ""
     return StoredEvent(
         run_id=run.id,
         seq=seq,
@@ -286,7 +391,7 @@ def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int) -> 
         at_ns=note.at_ns,
         state=life.state,
         reason=life.reason or over,
-        sentence=_sentence(event, life, node=node, detail=_asked_because(run, over) or note.detail),
+        sentence=_sentence(event, life, node=note.node or node, detail=_asked_because(run, over) or note.detail),
         node=node,
     )
 

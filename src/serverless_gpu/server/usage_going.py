@@ -23,9 +23,10 @@ from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.usage import Amounts, Group
 from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
 from serverless_gpu.server.accounts import Account
-from serverless_gpu.server.attempts import Gang, StoredAttempt
+from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.charges import Posted
 from serverless_gpu.server.counting import Now
+from serverless_gpu.server.crews import CrewId, StoredCrew
 
 LIMIT = 1_000
 _EVER_NS = 1 << 62
@@ -33,7 +34,7 @@ _NUMBERS = (*SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "dbu_m
 
 
 class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt used on a day, as far as the ledger does not say so.
+    """What a crew used on a day, as far as the ledger does not say so.
 
     Attributes:
         line: the day as it is by now; `amounts` what of it is not in the ledger.
@@ -52,7 +53,7 @@ class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
     """All that is not in the ledger yet.
 
     Attributes:
-        attempts: how many there are of them here.
+        attempts: how many there are of them here, each crew of its own.
         is_cut: whether there are more.
     """
 
@@ -70,19 +71,20 @@ def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMI
         currency: of the server, for attempts of an older one.
         limit: how many attempts, at most.
     """
-    gangs = sorted({*uncharged.going_on(connection, before_ns=_EVER_NS), *uncharged.due(connection, limit=limit + 1)})
-    shown = gangs[:limit]
-    tries = attempts.of_runs(connection, sorted({run_id for run_id, _ in shown}))
-    found = [tries[gang] for gang in shown if gang in tries]
-    known = accounts.find_many(connection, [one.account_id for one in found if one.account_id is not None])
-    posted, told = charges.of_attempts(connection, shown), facts.ends_of_attempts(connection, shown)
+    ids = sorted({*uncharged.going_on(connection, before_ns=_EVER_NS), *uncharged.due(connection, limit=limit + 1)})
+    shown = ids[:limit]
+    tries = attempts.of_runs(connection, sorted({run_id for run_id, _, _ in shown}))
+    found = [(tries[run_id, fence], number) for run_id, fence, number in shown if (run_id, fence) in tries]
+    known = accounts.find_many(connection, [one.account_id for one, _ in found if one.account_id is not None])
+    posted, told = charges.of_crews(connection, shown), facts.ends_of_crews(connection, shown)
     lines: list[UnpostedDay] = []
-    for attempt in found:
-        gang = attempt.run_id, attempt.fence
+    for attempt, number in found:
+        crew = attempt.crews[number]
         account = known.get(attempt.account_id or 0) or _counted_as(connection, attempt, currency)
         if account is not None:
-            lines += _lines(attempt, account, posted[gang], told[gang], at)
-    return UnpostedDays(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(gangs) > limit)
+            used = _used(attempt, crew, told[crew.id], at)
+            lines += _lines(crew, account, posted[crew.id], used)
+    return UnpostedDays(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(ids) > limit)
 
 
 def groups(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[Group]:
@@ -100,32 +102,33 @@ def groups(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[Group]:
 
 def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str) -> Account | None:
     """Return as what an attempt will be counted that was placed by an older server."""
-    run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.node_id)
+    run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
     if run is None:
         return None
     return accounts.of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
 
 
-def _lines(
-    attempt: StoredAttempt, account: Account, posted: Sequence[Posted], told: Sequence[Fact], at: Now
-) -> list[UnpostedDay]:
+def _used(attempt: StoredAttempt, crew: StoredCrew, told: Sequence[Fact], at: Now) -> Sequence[Line]:
     try:
-        lines = counting.so_far(attempt, told, at)
+        return counting.so_far(attempt, crew, told, at)
     except InvalidValue:
-        return []
+        return ()
+
+
+def _lines(crew: StoredCrew, account: Account, posted: Sequence[Posted], used: Sequence[Line]) -> list[UnpostedDay]:
     there: dict[int, list[Line]] = defaultdict(list)
     for one in posted:
         there[one.entry.line.day].append(one.entry.line)
     return [
         UnpostedDay(
-            run_id=attempt.run_id,
-            fence=attempt.fence,
+            run_id=crew.run_id,
+            fence=crew.fence,
             account=account,
             line=line,
             amounts=_less(line, there.get(line.day, ())),
             is_posted=line.day in there,
         )
-        for line in lines
+        for line in used
     ]
 
 
@@ -139,9 +142,9 @@ def _less(line: Line, posted: Sequence[Line]) -> Amounts:
     return Amounts(**numbers, micros=micros, unpriced_ms=unpriced, going_ms=numbers["gpu_ms"])
 
 
-def _first_counted(lines: Sequence[UnpostedDay], posted: Mapping[Gang, Sequence[Posted]]) -> tuple[UnpostedDay, ...]:
+def _first_counted(lines: Sequence[UnpostedDay], posted: Mapping[CrewId, Sequence[Posted]]) -> tuple[UnpostedDay, ...]:
     """Return lines in which a run of that the ledger says nothing is counted once, where it began."""
-    counted = {run_id for (run_id, fence), entries in posted.items() if entries or fence > 1}
+    counted = {run_id for (run_id, fence, _), entries in posted.items() if entries or fence > 1}
     found = []
     for one in sorted(lines, key=lambda line: (line.run_id, line.fence, line.line.day)):
         is_first = one.run_id not in counted

@@ -81,16 +81,15 @@ def demand(
 ) -> list[tuple[int, DemandRow]]:
     """Return what attempts used on each day, as it holds now, from the entry after `after` on, each with its number."""
     later = charges.alias("later")
-    same_day = sa.and_(*(later.c[name] == charges.c[name] for name in ("run_id", "fence", "day")))
+    same_day = sa.and_(*(later.c[name] == charges.c[name] for name in ("run_id", "fence", "crew", "day")))
+    same_crew = sa.and_(*(utilisations.c[name] == charges.c[name] for name in ("run_id", "fence", "crew")))
     is_last = ~sa.exists(sa.select(sa.literal(1)).where(same_day, later.c.number > charges.c.number))
     named = {name: getattr(asked, name) for name in ("team", "pool", "gpu_type") if getattr(asked, name)}
     query = (
         sa.select(charges, *(accounts.c[name] for name in _OF_ACCOUNT), *(utilisations.c[name] for name in _SEEN))
         .add_columns(utilisations.c.gpu_ms.label("used_ms"))
         .join(accounts, accounts.c.id == charges.c.account_id)
-        .outerjoin(
-            utilisations, sa.and_(utilisations.c.run_id == charges.c.run_id, utilisations.c.fence == charges.c.fence)
-        )
+        .outerjoin(utilisations, same_crew)
         .where(charges.c.seq > after, charges.c.end_ns > asked.from_ns, charges.c.start_ns < asked.to_ns)
         .where(charges.c.kind != EntryKind.REVERSAL.value, is_last, *may_see)
         .where(*(accounts.c[name] == value for name, value in named.items()))

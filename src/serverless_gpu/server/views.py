@@ -16,8 +16,9 @@ from serverless_gpu.model import access
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server import attempts, events, files, runs
-from serverless_gpu.server.attempts import Outcome, StoredAttempt
+from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.crews import Outcome, StoredCrew
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.runs import StoredRun
@@ -110,17 +111,19 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
     if run.state is State.QUEUED or attempt is None:
         return waits_for
     if run.state is State.UNREACHABLE:
-        return f"no word from {attempt.node} since {format_utc(attempt.lease_ns)}; it may well be going on"
+        silent = [crew for crew in attempt.open_crews if crew.state is State.UNREACHABLE] or attempt.crews
+        names, since_ns = ", ".join(crew.node for crew in silent), min(crew.lease_ns for crew in silent)
+        return f"no word from {names} since {format_utc(since_ns)}; it may well be going on"
     if run.state is State.STOPPING and run.stop is not None:
         return attempt.sentence or f"asked to stop: {run.stop}{f': {run.detail}' if run.detail else ''}"
-    return "; ".join(filter(None, (_leaves(attempt), attempt.sentence)))
+    return "; ".join(filter(None, (*(_leaves(crew) for crew in attempt.open_crews), attempt.sentence)))
 
 
-def _leaves(attempt: StoredAttempt) -> str:
-    """Return that an attempt has to leave its node soon, or ""."""
-    if attempt.leave_ns is None:
+def _leaves(crew: StoredCrew) -> str:
+    """Return that a crew has to leave its node soon, or ""."""
+    if crew.leave_ns is None:
         return ""
-    return f"has to leave {attempt.node} at {format_soon_zoned(attempt.leave_ns)}, when it ceases to be shared"
+    return f"has to leave {crew.node} at {format_soon_zoned(crew.leave_ns)}, when it ceases to be shared"
 
 
 def attempt_view(attempt: StoredAttempt) -> AttemptView:

@@ -19,6 +19,7 @@ def upgrade() -> None:
     _accounts()
     _attempts()
     _outcomes()
+    _audit()
     _secrets()
     _queue()
     _ledger()
@@ -182,60 +183,88 @@ def _attempts() -> None:
         "attempts",
         sa.Column("run_id", sa.String(length=26), nullable=False),
         sa.Column("fence", sa.Integer(), nullable=False),
-        sa.Column("node_id", sa.String(length=26), nullable=False),
         sa.Column("gpu_type", sa.String(length=256), nullable=False),
         sa.Column("world_size", sa.Integer(), nullable=False),
+        sa.Column("num_nodes", sa.Integer(), nullable=False),
         sa.Column("state", sa.String(length=16), nullable=False),
         sa.Column("before", sa.String(length=16), nullable=True),
         sa.Column("reason", sa.String(length=32), nullable=True),
         sa.Column("began", sa.Boolean(), nullable=False),
-        sa.Column("sentence", sa.Text(), nullable=False),
-        sa.Column("token_sha256", sa.String(length=64), nullable=False),
-        sa.Column("boot_id", sa.String(length=64), nullable=False),
         sa.Column("created_ns", sa.BigInteger(), nullable=False),
-        sa.Column("lease_ns", sa.BigInteger(), nullable=False),
-        sa.Column("grace_s", sa.Float(), nullable=False),
         sa.Column("started_ns", sa.BigInteger(), nullable=True),
         sa.Column("ended_ns", sa.BigInteger(), nullable=True),
         sa.Column("settled_ns", sa.BigInteger(), nullable=True),
-        sa.Column("late_reason", sa.String(length=32), nullable=True),
-        sa.Column("stopped_json", sa.Text(), nullable=True),
-        sa.Column("receipt_json", sa.Text(), nullable=True),
         sa.Column("secrets_json", sa.Text(), nullable=False),
-        sa.Column("leave_ns", sa.BigInteger(), nullable=True),
         sa.Column("tariff_json", sa.Text(), nullable=False),
         sa.Column("account_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=True),
-        sa.Column("uncharged", sa.Boolean(), nullable=False),
+        sa.Column("version", sa.Integer(), nullable=False),
+        sa.Column("chosen_json", sa.Text(), nullable=True),
+        sa.Column("called_off", sa.Boolean(), nullable=False),
+        sa.Column("released", sa.Boolean(), nullable=False),
+        sa.Column("cause_json", sa.Text(), nullable=True),
         sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_attempts_account_id_accounts")),
-        sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name=op.f("fk_attempts_node_id_nodes")),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_attempts_run_id_runs")),
         sa.PrimaryKeyConstraint("run_id", "fence", name=op.f("pk_attempts")),
-        sa.UniqueConstraint("token_sha256", name=op.f("uq_attempts_token_sha256")),
     )
-    op.create_index(op.f("ix_attempts_node_id"), "attempts", ["node_id"], unique=False)
-    op.create_index(
-        "ix_attempts_uncharged",
-        "attempts",
-        ["uncharged"],
-        unique=False,
-        sqlite_where=sa.text("uncharged"),
-        postgresql_where=sa.text("uncharged"),
-    )
+    _crews()
     op.create_table(
         "orders",
         sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
         sa.Column("node_id", sa.String(length=26), nullable=False),
         sa.Column("run_id", sa.String(length=26), nullable=False),
         sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("crew", sa.Integer(), nullable=False),
         sa.Column("kind", sa.String(length=8), nullable=False),
         sa.Column("stop", sa.String(length=16), nullable=True),
         sa.Column("created_ns", sa.BigInteger(), nullable=False),
         sa.Column("taken_ns", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name=op.f("fk_orders_node_id_nodes")),
         sa.PrimaryKeyConstraint("seq", name=op.f("pk_orders")),
-        sa.UniqueConstraint("run_id", "fence", "kind", "stop", name=op.f("uq_orders_run_id")),
+        sa.UniqueConstraint("run_id", "fence", "crew", "kind", "stop", name=op.f("uq_orders_run_id")),
     )
     op.create_index("ix_orders_open", "orders", ["node_id", "taken_ns", "seq"], unique=False)
+
+
+def _crews() -> None:
+    op.create_table(
+        "crews",
+        sa.Column("run_id", sa.String(length=26), nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("crew", sa.Integer(), nullable=False),
+        sa.Column("node_id", sa.String(length=26), nullable=False),
+        sa.Column("boot_id", sa.String(length=64), nullable=False),
+        sa.Column("first_rank", sa.Integer(), nullable=False),
+        sa.Column("gpus", sa.Integer(), nullable=False),
+        sa.Column("token_sha256", sa.String(length=64), nullable=False),
+        sa.Column("lease_ns", sa.BigInteger(), nullable=False),
+        sa.Column("grace_s", sa.Float(), nullable=False),
+        sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("before", sa.String(length=16), nullable=True),
+        sa.Column("began", sa.Boolean(), nullable=False),
+        sa.Column("reason", sa.String(length=32), nullable=True),
+        sa.Column("proven", sa.Boolean(), nullable=False),
+        sa.Column("sentence", sa.Text(), nullable=False),
+        sa.Column("leave_ns", sa.BigInteger(), nullable=True),
+        sa.Column("started_ns", sa.BigInteger(), nullable=True),
+        sa.Column("ended_ns", sa.BigInteger(), nullable=True),
+        sa.Column("settled_ns", sa.BigInteger(), nullable=True),
+        sa.Column("late_reason", sa.String(length=32), nullable=True),
+        sa.Column("stopped_json", sa.Text(), nullable=True),
+        sa.Column("receipt_json", sa.Text(), nullable=True),
+        sa.Column("halt_json", sa.Text(), nullable=True),
+        sa.Column("returned", sa.Boolean(), nullable=False),
+        sa.Column("uncharged", sa.Boolean(), nullable=False),
+        sa.ForeignKeyConstraint(["node_id"], ["nodes.id"], name=op.f("fk_crews_node_id_nodes")),
+        sa.ForeignKeyConstraint(
+            ["run_id", "fence"], ["attempts.run_id", "attempts.fence"], name=op.f("fk_crews_run_id_attempts")
+        ),
+        sa.PrimaryKeyConstraint("run_id", "fence", "crew", name=op.f("pk_crews")),
+        sa.UniqueConstraint("run_id", "fence", "node_id", name=op.f("uq_crews_run_id")),
+        sa.UniqueConstraint("token_sha256", name=op.f("uq_crews_token_sha256")),
+    )
+    op.create_index(op.f("ix_crews_node_id"), "crews", ["node_id"], unique=False)
+    some = sa.text("uncharged")
+    op.create_index("ix_crews_uncharged", "crews", ["uncharged"], sqlite_where=some, postgresql_where=some)
 
 
 def _outcomes() -> None:
@@ -269,13 +298,19 @@ def _outcomes() -> None:
         "facts",
         sa.Column("run_id", sa.String(length=26), nullable=False),
         sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("crew", sa.Integer(), nullable=False),
         sa.Column("seq", sa.Integer(), nullable=False),
         sa.Column("fact_json", sa.Text(), nullable=False),
         sa.ForeignKeyConstraint(
-            ["run_id", "fence"], ["attempts.run_id", "attempts.fence"], name=op.f("fk_facts_run_id_attempts")
+            ["run_id", "fence", "crew"],
+            ["crews.run_id", "crews.fence", "crews.crew"],
+            name=op.f("fk_facts_run_id_crews"),
         ),
-        sa.PrimaryKeyConstraint("run_id", "fence", "seq", name=op.f("pk_facts")),
+        sa.PrimaryKeyConstraint("run_id", "fence", "crew", "seq", name=op.f("pk_facts")),
     )
+
+
+def _audit() -> None:
     op.create_table(
         "audit",
         sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
@@ -337,6 +372,7 @@ def _ledger() -> None:
         sa.Column("seq", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
         sa.Column("run_id", sa.String(length=26), nullable=False),
         sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("crew", sa.Integer(), nullable=False),
         sa.Column("number", sa.Integer(), nullable=False),
         sa.Column("kind", sa.String(length=16), nullable=False),
         sa.Column("provisional", sa.Boolean(), nullable=False),
@@ -361,13 +397,14 @@ def _ledger() -> None:
         sa.Column("dbu_micros", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_charges_account_id_accounts")),
         sa.PrimaryKeyConstraint("seq", name=op.f("pk_charges")),
-        sa.UniqueConstraint("run_id", "fence", "number", name=op.f("uq_charges_run_id")),
+        sa.UniqueConstraint("run_id", "fence", "crew", "number", name=op.f("uq_charges_run_id")),
     )
     op.create_index("ix_charges_day", "charges", ["day", "account_id"], unique=False)
     op.create_table(
         "utilisations",
         sa.Column("run_id", sa.String(length=26), nullable=False),
         sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("crew", sa.Integer(), nullable=False),
         sa.Column("account_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False),
         sa.Column("day", sa.Integer(), nullable=False),
         sa.Column("gpus", sa.Integer(), nullable=False),
@@ -376,7 +413,7 @@ def _ledger() -> None:
         sa.Column("busy_ms", sa.BigInteger(), nullable=False),
         sa.Column("peak_memory_bytes", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_utilisations_account_id_accounts")),
-        sa.PrimaryKeyConstraint("run_id", "fence", name=op.f("pk_utilisations")),
+        sa.PrimaryKeyConstraint("run_id", "fence", "crew", name=op.f("pk_utilisations")),
     )
     columns = ["day", "account_id", "observed_ms", "busy_ms"]
     op.create_index("ix_utilisations_day", "utilisations", columns, unique=False)

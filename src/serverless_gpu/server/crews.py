@@ -1,0 +1,299 @@
+"""Crews: the query room of what attempts have on one node each. Nobody else reads or writes their table.
+
+A crew is written with its attempt, before anybody is told; its state is what its node says of it, or that nobody hears
+of it. It is changed together with its attempt's version (`attempts.change`): what two crews report at once cannot both
+miss what the other one says.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import StaleAttempt
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.crews import CrewPlace
+from serverless_gpu.server.portions import portions
+from serverless_gpu.server.tables import crews, nodes
+
+Gang = tuple[str, int]
+"""Run and fence."""
+CrewId = tuple[str, int, int]
+"""Run, fence and number of the crew."""
+
+WITHOUT_REPORT = frozenset({Reason.NODE_GONE, Reason.NODE_REBOOTED})
+"""A crew, or an attempt, of such an end was given up: whatever still comes of it is too late."""
+
+
+class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a crew is to be.
+
+    Attributes:
+        number: from 0 on.
+        node: the node's name.
+        boot_id: of the node now. When the node has another one, the crew is over.
+        first_rank: its lowest global rank, where each device has a rank.
+        gpus: how many devices it is to have.
+        token_sha256: of its own token; the token itself is made again from the server's key when it is needed.
+        grace_s: how long it may go on without an answer of the server, in seconds.
+    """
+
+    number: int = 0
+    node_id: str
+    node: str
+    boot_id: str
+    first_rank: int = 0
+    gpus: int
+    token_sha256: str
+    grace_s: float
+
+
+class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
+    """A crew as it is written down; what it ended with is `Outcome`, which may be large.
+
+    Attributes:
+        node: the node's name.
+        state: what its node says of it; UNREACHABLE when it is silent.
+        before: what it was when it became UNREACHABLE.
+        proven: of one that ended: whether no process of it is left.
+        sentence: what the node says about it.
+        lease_ns: its last sign of life that was written; up to 15 s behind.
+        grace_s: the longest it was ever allowed to go on without an answer, whatever the server grants now; in seconds.
+        leave_ns: when it has to leave its node, as its owner was told; nanoseconds since 1970.
+        started_ns: when its user code began.
+        halt_json: `model.gang_life.Halt`: why it ends before its end, once it has said so.
+        returned: whether all of its ranks have, and wait for those of others.
+        uncharged: whether it has ended, and the ledger does not say all of it.
+    """
+
+    run_id: str
+    fence: int
+    number: int
+    node_id: str
+    node: str
+    boot_id: str
+    first_rank: int
+    gpus: int
+    token_sha256: str
+    lease_ns: int
+    grace_s: float
+    state: State
+    before: State | None
+    began: bool
+    reason: Reason | None
+    proven: bool
+    sentence: str
+    leave_ns: int | None
+    started_ns: int | None
+    ended_ns: int | None
+    settled_ns: int | None
+    halt_json: str | None
+    returned: bool
+    uncharged: bool
+
+    @property
+    def id(self) -> CrewId:
+        """Return run, fence and number."""
+        return self.run_id, self.fence, self.number
+
+    @property
+    def gang(self) -> str:
+        """Return the gang id, `run:fence`."""
+        return f"{self.run_id}:{self.fence}"
+
+    @property
+    def place(self) -> CrewPlace:
+        """Return where it stands within its gang."""
+        return CrewPlace(number=self.number, node=self.node, first_rank=self.first_rank, gpus=self.gpus)
+
+    @property
+    def given_up(self) -> bool:
+        """Return whether the server ended it without a report."""
+        return self.reason in WITHOUT_REPORT
+
+    def is_stale(self, state: State) -> bool:
+        """Return whether a node that sees it in a state has to stop it, because for the server it is over.
+
+        One that was refused never began, so the run may be placed again: should a node have it all the same, nothing of
+        it may begin. What has come to its own end is not stale: its receipt is still to come.
+        """
+        return self.given_up or (self.reason is Reason.REFUSED and state is not State.STOPPING)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a crew ended with, as JSON: `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
+
+    stopped: str | None
+    receipt: str | None
+
+
+_NAMES = [name for name in StoredCrew.__struct_fields__ if name != "node"]
+COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
+    *(crews.c["crew" if name == "number" else name] for name in _NAMES),
+    nodes.c.name,
+]
+"""What a query selects of a crew and its node for `from_row`."""
+_JOINED = crews.outerjoin(nodes, nodes.c.id == crews.c.node_id)  # so that it begins with the crews
+_SELECT = sa.select(*COLUMNS).select_from(_JOINED)
+
+
+def from_row(row: Sequence[typing.Any]) -> StoredCrew:
+    """Return the crew of `COLUMNS`."""
+    fields = dict(zip(_NAMES, row, strict=False))
+    return StoredCrew(
+        **(
+            fields
+            | {
+                "node": row[len(_NAMES)],
+                "state": State(fields["state"]),
+                "before": State(fields["before"]) if fields["before"] else None,
+                "reason": Reason(fields["reason"]) if fields["reason"] else None,
+            }
+        )
+    )
+
+
+def insert(connection: sa.Connection, run_id: str, fence: int, new: Sequence[NewCrew], *, at_ns: int) -> None:
+    """Write down the crews of an attempt that is to be made."""
+    rows = []
+    for one in new:
+        row = msgspec.structs.asdict(one) | {"run_id": run_id, "fence": fence, "crew": one.number}
+        del row["number"], row["node"]
+        rows.append(row | {"state": State.STARTING.value, "lease_ns": at_ns})
+    connection.execute(crews.insert(), rows)
+
+
+def find(connection: sa.Connection, run_id: str, fence: int, number: int) -> StoredCrew | None:
+    """Return one crew."""
+    row = connection.execute(_SELECT.where(_is(run_id, fence, number))).first()
+    return None if row is None else from_row(row)
+
+
+def on_node(connection: sa.Connection, run_id: str, fence: int, node_id: str) -> StoredCrew | None:
+    """Return what an attempt has on a node: one crew at most."""
+    here = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence, crews.c.node_id == node_id)
+    row = connection.execute(_SELECT.where(here)).first()
+    return None if row is None else from_row(row)
+
+
+def of_gangs(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, tuple[StoredCrew, ...]]:
+    """Return all crews of some attempts, by their numbers."""
+    found: dict[Gang, list[StoredCrew]] = {}
+    for some in portions(sorted({run_id for run_id, _ in gangs})):
+        for row in connection.execute(_SELECT.where(crews.c.run_id.in_(some)).order_by(crews.c.crew)):
+            one = from_row(row)
+            if (one.run_id, one.fence) in gangs:
+                found.setdefault((one.run_id, one.fence), []).append(one)
+    return {gang: tuple(own) for gang, own in found.items()}
+
+
+def open_on(connection: sa.Connection, node_id: str) -> list[StoredCrew]:
+    """Return the crews on a node that have not ended."""
+    query = _SELECT.where(crews.c.node_id == node_id, crews.c.ended_ns.is_(None))
+    rows = connection.execute(query.order_by(crews.c.run_id, crews.c.fence))
+    return [from_row(row) for row in rows]
+
+
+def unsettled(connection: sa.Connection) -> list[StoredCrew]:
+    """Return the crews that have ended and whose receipt has not come."""
+    query = _SELECT.where(crews.c.ended_ns.is_not(None), crews.c.settled_ns.is_(None))
+    return [from_row(row) for row in connection.execute(query)]
+
+
+def is_any_unsettled(connection: sa.Connection, run_id: str, fence: int) -> bool:
+    """Return whether something more is awaited of a crew of an attempt."""
+    own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
+    query = sa.select(crews.c.crew).where(own, crews.c.settled_ns.is_(None))
+    return connection.execute(query.limit(1)).first() is not None
+
+
+def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, str]:
+    """Return the receipts of crews that have one."""
+    found: dict[CrewId, str] = {}
+    query = sa.select(crews.c.run_id, crews.c.fence, crews.c.crew, crews.c.receipt_json)
+    for some in portions(sorted({run_id for run_id, _, _ in ids})):
+        for run_id, fence, number, receipt in connection.execute(query.where(crews.c.run_id.in_(some))):
+            if receipt is not None and (run_id, fence, number) in ids:
+                found[run_id, fence, number] = receipt
+    return found
+
+
+def outcomes(connection: sa.Connection, run_id: str, fence: int) -> tuple[Outcome, ...]:
+    """Return what the crews of an attempt ended with, by their numbers."""
+    own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
+    query = sa.select(crews.c.stopped_json, crews.c.receipt_json).where(own).order_by(crews.c.crew)
+    return tuple(Outcome(stopped=stopped, receipt=receipt) for stopped, receipt in connection.execute(query))
+
+
+def failed_nodes(connection: sa.Connection, run_ids: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return, by run, the nodes on which a crew of it was lost, or ended by itself before its user code began."""
+    found: dict[str, set[str]] = {}
+    query = sa.select(crews.c.run_id, crews.c.node_id)
+    failed = sa.or_(crews.c.began.is_(sa.false()), crews.c.state == State.LOST.value)
+    query = query.where(crews.c.ended_ns.is_not(None), failed, crews.c.reason != Reason.PEER_FAILED.value)
+    for some in portions(list(run_ids)):
+        for run_id, node_id in connection.execute(query.where(crews.c.run_id.in_(some))):
+            found.setdefault(run_id, set()).add(node_id)
+    return {run_id: frozenset(ids) for run_id, ids in found.items()}
+
+
+def change(connection: sa.Connection, crew: StoredCrew, values: Mapping[str, object]) -> None:
+    """Change a crew that is still as it was read. Only `attempts.change` calls this.
+
+    Raises:
+        StaleAttempt: it is not; nothing was changed.
+    """
+    unchanged = sa.and_(_is(*crew.id), crews.c.state == crew.state.value)
+    if connection.execute(crews.update().where(unchanged).values(**values)).rowcount != 1:
+        raise StaleAttempt(f"crew {crew.number} of attempt {crew.gang} is not {crew.state} any more")
+
+
+def note(connection: sa.Connection, crew: CrewId, **values: object) -> None:
+    """Write what does not depend on the crew's state: its lease, its sentence."""
+    connection.execute(crews.update().where(_is(*crew)).values(**values))
+
+
+def note_all(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
+    """Write the same of all crews of an attempt."""
+    own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
+    connection.execute(crews.update().where(own).values(**values))
+
+
+def stay(connection: sa.Connection, node_id: str) -> list[str]:
+    """Take back that crews on a node were told to leave it; return their runs."""
+    told = sa.and_(crews.c.node_id == node_id, crews.c.ended_ns.is_(None), crews.c.leave_ns.is_not(None))
+    found = list(connection.scalars(sa.select(crews.c.run_id).where(told)))
+    if found:
+        connection.execute(crews.update().where(told).values(leave_ns=None))
+    return found
+
+
+def note_late(connection: sa.Connection, crew: CrewId, *, reason: str) -> bool:
+    """Write how the node of a crew that was given up says it ended; return False when that was written before."""
+    first = sa.and_(_is(*crew), crews.c.late_reason.is_(None))
+    return connection.execute(crews.update().where(first).values(late_reason=reason)).rowcount == 1
+
+
+def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
+    """Write the receipt of a crew that ended, or that none will come; return False when that was done before.
+
+    A receipt that comes although none was awaited any more is kept, too.
+    """
+    first = crews.c.settled_ns.is_(None) if receipt is None else crews.c.receipt_json.is_(None)
+    values: dict[str, object] = {"settled_ns": sa.func.coalesce(crews.c.settled_ns, at_ns), "uncharged": True}
+    if receipt is not None:
+        values["receipt_json"] = receipt
+    ended = sa.and_(_is(*crew), crews.c.ended_ns.is_not(None), first)
+    return connection.execute(crews.update().where(ended).values(**values)).rowcount == 1
+
+
+def remove(connection: sa.Connection, run_id: str) -> None:
+    """Remove the crews of a run, of which nothing is left that refers to them."""
+    connection.execute(crews.delete().where(crews.c.run_id == run_id))
+
+
+def _is(run_id: str, fence: int, number: int) -> sa.ColumnElement[bool]:
+    return sa.and_(crews.c.run_id == run_id, crews.c.fence == fence, crews.c.crew == number)

@@ -1,0 +1,140 @@
+"""What becomes of a gang when something happens to one of its crews: values only, and the one place that folds them.
+
+    something happened to a crew ─▶ `after`: the crew then ─▶ `follow`: all crews, folded (`model/gang_life.py`)
+                                                                 └─ what has happened to the run by that
+
+The events are those of `model/run_lifecycle.py`: each crew has a life of its own, and the run hears of what it amounts
+to. A gang of one crew tells the run what that one says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from serverless_gpu.model import gang_life
+from serverless_gpu.model.attempt import MEANINGS, State
+from serverless_gpu.model.gang_life import Fold, Halt, Over
+from serverless_gpu.model.run_lifecycle import (
+    Ended,
+    Event,
+    Forgotten,
+    GivenUp,
+    Heard,
+    Silent,
+    Started,
+    Stopping,
+    over_because,
+)
+from serverless_gpu.serialized import from_json
+from serverless_gpu.server.crews import StoredCrew
+from serverless_gpu.server.runs import StoredRun
+
+_ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
+
+
+def after(crew: StoredCrew, event: Event, *, at_ns: int, exec_ns: int | None = None) -> StoredCrew:
+    """Return a crew after something happened to it; as it was, where that says nothing about crews.
+
+    Args:
+        crew: as it is; one that has ended stays so.
+        event: what happened.
+        at_ns: now, nanoseconds since 1970.
+        exec_ns: when its user code began, where that is known.
+    """
+    if crew.ended_ns is not None:
+        return crew
+    if exec_ns is not None and crew.started_ns is None:
+        crew = msgspec.structs.replace(crew, started_ns=exec_ns)
+    match event:
+        case Started():
+            return msgspec.structs.replace(crew, began=True, state=_later(crew.state, State.RUNNING))
+        case Stopping():
+            return msgspec.structs.replace(crew, state=State.STOPPING)
+        case Silent() if crew.state is not State.UNREACHABLE:
+            return msgspec.structs.replace(crew, state=State.UNREACHABLE, before=crew.state)
+        case Heard() if crew.state is State.UNREACHABLE:
+            state = _later(crew.before or State.STARTING, event.state)
+            return msgspec.structs.replace(crew, state=state, before=None)
+        case Ended() | GivenUp() | Forgotten():
+            return _over(crew, event, at_ns)
+    return crew
+
+
+def _over(crew: StoredCrew, event: Ended | GivenUp | Forgotten, at_ns: int) -> StoredCrew:
+    reason = over_because(event)
+    is_word = isinstance(event, Ended)
+    return msgspec.structs.replace(
+        crew,
+        state=MEANINGS[reason].state,
+        before=None,
+        reason=reason,
+        began=crew.began or (isinstance(event, Ended) and event.began),
+        proven=not isinstance(event, Ended) or event.proven,
+        ended_ns=at_ns,
+        settled_ns=crew.settled_ns if is_word else at_ns,
+        uncharged=True,
+    )
+
+
+def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail: str = "") -> tuple[Fold, list[Event]]:
+    """Return what the crews of a run's attempt amount to, and what has happened to the run by that.
+
+    Args:
+        run: as it was read, at an attempt that goes on.
+        crews: all of that, as they are now.
+        is_word: whether a node said so; else it follows from silence, or from what somebody knows.
+        detail: for people, of the crew that has just ended.
+    """
+    attempt = run.attempt
+    assert attempt is not None
+    # Of one crew all is known that its node says; of several one may fail of what another one was asked.
+    stop = run.stop if len(crews) > 1 else None
+    folded = gang_life.fold(
+        [_life(crew, detail) for crew in crews], attempt.cause, stop=stop, released=attempt.released
+    )
+    happened: list[Event] = []
+    if is_word or folded.over is None:
+        before, has_begun = attempt.crews, all(crew.began for crew in crews)
+        is_start = has_begun and not all(crew.began for crew in before)
+        happened += _on_its_way(run, folded, is_start=is_start)
+    if folded.over is not None:
+        happened.append(folded.over)
+    return folded, happened
+
+
+def _on_its_way(run: StoredRun, folded: Fold, *, is_start: bool) -> list[Event]:
+    """Return what happens to a run before it ends."""
+    was_silent = run.state is State.UNREACHABLE
+    if folded.state is State.UNREACHABLE:
+        return [] if was_silent else [Silent()]
+    happened: list[Event] = [Heard(folded.state)] if was_silent else []
+    if is_start:
+        happened.append(Started())
+    known = run.life.before if was_silent else run.state
+    if folded.state is State.STOPPING and known is not State.STOPPING:
+        happened.append(Stopping())
+    return happened
+
+
+def _life(crew: StoredCrew, detail: str) -> gang_life.Crew:
+    over = None
+    if crew.ended_ns is not None and crew.reason is not None:
+        over = Over(reason=crew.reason, began=crew.began, proven=crew.proven, given_up=crew.given_up, detail=detail)
+    return gang_life.Crew(
+        number=crew.number,
+        state=crew.state,
+        before=crew.before,
+        began=crew.began,
+        returned=crew.returned,
+        halt=None if crew.halt_json is None else from_json(crew.halt_json, Halt),
+        over=over,
+    )
+
+
+def _later(one: State, other: State) -> State:
+    """Return the state that comes later in a crew's life: nothing goes backwards, and silence stays."""
+    if one is State.UNREACHABLE:
+        return one
+    return max(one, other, key=_ORDER.index)
