@@ -20,6 +20,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.meeting import Address, Chosen, Offer, Reach, choose, word
 from serverless_gpu.node import meeting
 from serverless_gpu.node.meeting import FILL_BYTES, Meeting
+from serverless_gpu.node.rendezvous import reserve_port
 
 NONCE = "a secret of the gang"
 HERE = Address(interface="lo", address="127.0.0.1")
@@ -32,7 +33,9 @@ class Crews:
         self.selector = selectors.DefaultSelector()
         nonces = nonces or [NONCE] * count
         self.all = [Meeting(nonce, number, count, self.selector, SystemClock()) for number, nonce in enumerate(nonces)]
-        self.offers = [msgspec.structs.replace(one.offer(), addresses=(HERE,)) for one in self.all]
+        self.port = reserve_port()  # of crew 0, for rank 0
+        offers = [one.offer(0 if number else self.port.getsockname()[1]) for number, one in enumerate(self.all)]
+        self.offers = [msgspec.structs.replace(offer, addresses=(HERE,)) for offer in offers]
 
     def turn(self, limit_s: float = 0.05) -> None:
         """Turn the loop once, as a supervisor does."""
@@ -169,6 +172,20 @@ def nonsense() -> object:
     first.try_all(crews.offers)
     crews.turn()
     return {"untouched": untouched, "same": first.reach is reach}
+
+
+def rendezvous_is_closed() -> object:
+    """Rank 0's node answers, but not on the port of the rendezvous; afterwards that port is rank 0's."""
+    crews = Crews(2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        refusing = other.getsockname()[1]
+    crews.offers[0] = msgspec.structs.replace(crews.offers[0], rendezvous_port=refusing)
+    crews.meet()
+    for one in crews.all:
+        one.close()
+    with socket.create_server(("127.0.0.1", crews.port.getsockname()[1])) as store:
+        listens = bool(store.fileno())
+    return {"problems": crews.problems(1), "listens": listens}
 
 
 def alone() -> object:

@@ -68,6 +68,10 @@ def test_what_is_no_list_of_all_crews_is_left_alone() -> None:
     assert scene("nonsense") == {"untouched": True, "same": True}
 
 
+def test_a_port_of_the_rendezvous_that_is_closed_is_found_and_an_open_one_is_rank_0s() -> None:
+    assert scene("rendezvous_is_closed") == {"problems": ["Connection refused"], "listens": True}
+
+
 def test_a_crew_without_an_address_is_waited_for_by_nobody() -> None:
     assert scene("alone") == [0, 1]
 

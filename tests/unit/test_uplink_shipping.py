@@ -148,6 +148,11 @@ def test_outputs_are_those_of_the_attempt_and_nothing_else(tmp_path: Path) -> No
     (tmp_path / "remote.json").write_bytes(b"a token")
     outputs = Outputs(tmp_path)
     assert [output.name for output in outputs.unsent(ended=False)] == ["hang-1.txt"]
+    (tmp_path / "failures" / "7.json").touch()
+    (tmp_path / "failures" / "70.json").touch()
+    assert [output.name for output in outputs.unsent(ended=False, failed=7)] == ["failures/7.json", "hang-1.txt"]
+    (tmp_path / "failures" / "7.json").unlink()
+    (tmp_path / "failures" / "70.json").unlink()
     unsent = outputs.unsent(ended=True)
     assert [output.name for output in unsent] == ["failures/0.json", "hang-1.txt", "results/0.pkl", "results/1.pkl"]
     files = outputs.inline(unsent)

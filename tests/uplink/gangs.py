@@ -41,6 +41,7 @@ class SeenCrew(SeenAttempt):
         self.returned = False
         self.halt: Halt | None = None
         self.halted_before_ending = False
+        self.files_at_halt: frozenset[str] = frozenset()
 
     def take(self, report: Report) -> ReportAnswer:
         """Take a report, as a server does, and put it together with what the others said."""
@@ -99,6 +100,7 @@ class SeenGang:
             crew.returned = crew.returned or report.returned
             if report.halt is not None and crew.halt is None:
                 crew.halt = report.halt
+                crew.files_at_halt = frozenset(crew.files)
                 crew.halted_before_ending = report.ending is None
             self._choose()
             came = self.fold

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -9,10 +10,12 @@ import pytest
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.environment.questions import Where
-from serverless_gpu.errors import HardwareError
+from serverless_gpu.errors import HardwareError, InvalidValue
+from serverless_gpu.model.crews import laid_out
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
+from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import starting
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Start
@@ -48,3 +51,32 @@ def test_a_device_that_is_left_out_is_no_candidate(monkeypatch: pytest.MonkeyPat
     assert candidates_of(order, monkeypatch) == [uuids[0], uuids[2], uuids[3]]
     with pytest.raises(HardwareError):
         candidates_of(msgspec.structs.replace(ORDER, without=tuple(uuids[:2])), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"crew": 2}, "crew 2 of [0, 1] with 3 of 3 devices cannot be"),
+        ({"world_size": 4}, "crew 0 of [0, 1] with 3 of 4 devices cannot be"),
+        ({"crews": laid_out([("n0", 2), ("n1", 1)])[::-1]}, "crew 1 of the order cannot begin with rank 2"),
+        ({"nonce": ""}, "nothing by which they know each other"),
+    ],
+)
+def test_a_gang_that_cannot_be_is_refused_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, object], told: str
+) -> None:
+    order = msgspec.structs.replace(ORDER, crews=laid_out([("n0", 2), ("n1", 1)]), nonce="secret")
+    with pytest.raises(InvalidValue, match=re.escape(told)):
+        starting.take(Home(tmp_path), msgspec.structs.replace(order, **changes), tmp_path / "uplink.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crew_gets_its_own_devices_and_not_the_gangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    crews = laid_out([("n0", 2), ("n1", 1)])
+    order = msgspec.structs.replace(ORDER, crews=crews, crew=1, nonce="secret")
+    launch = starting.make_launch(order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=Where(""))
+    assert (launch.world_size, launch.crews, launch.crew, launch.nonce) == (1, crews, 1, "secret")
+    assert launch.numbers == range(2, 3)
+    taken = starting.take(Home(tmp_path), order, tmp_path / "uplink.json")
+    assert taken is not None and taken[1].world_size == 1

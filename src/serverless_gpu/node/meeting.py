@@ -4,9 +4,9 @@
                 ◀─ word(other, this) ─┘          who it is, and how long that took
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
 
-What is decided of that is `model/meeting.py`'s. The connections are those that NCCL and Gloo will make: any crew to any
-other, on ports that the kernel gave, with packets as large as the network takes. So a pair that could not work together
-is named before user code begins, and no other trial is made.
+What is decided of that is `model/meeting.py`'s. The connections are those that ranks will make: any crew to any other,
+as NCCL and Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the very port of
+the rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
 
 Lives here: sockets, in the supervisor's loop; nothing blocks. Strangers may connect: they are told nothing before they
 have said a word that only a crew of the gang knows, and who says none is hung up on.
@@ -19,6 +19,7 @@ have not said who they are; no descriptors (the address was not tried, and says 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import selectors
@@ -147,11 +148,12 @@ class _Guest:
 
 
 class _Call:
-    """One address of another crew that is being tried."""
+    """One address of another crew that is being tried, on one of its ports."""
 
-    def __init__(self, crew: int, address: Address) -> None:
+    def __init__(self, crew: int, address: Address, port: int) -> None:
         self.crew = crew
         self.address = address
+        self.port = port
         self.began_ns = 0
         self.answered_ns: int | None = None
         self.tried: Tried | None = None
@@ -159,7 +161,7 @@ class _Call:
         self._expected = b""
         self._own = b""
 
-    def begin(self, port: int, words: tuple[bytes, bytes], selector: selectors.BaseSelector, clock: Clock) -> None:
+    def begin(self, words: tuple[bytes, bytes], selector: selectors.BaseSelector, clock: Clock) -> None:
         """Connect; `words` are what is to be said and what is to be answered."""
         self._clock = clock
         self._own, self._expected = words
@@ -173,7 +175,7 @@ class _Call:
             return
         self._wire = _Wire(sock, selector, self.began_ns + round(PROBE_S * 1e9))
         try:
-            sock.connect((self.address.address, port))
+            sock.connect((self.address.address, self.port))
         except BlockingIOError:
             pass
         except OSError as error:
@@ -261,7 +263,7 @@ class Meeting:
         self._crews = crews
         self._selector = selector
         self._clock = clock
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self._guests: list[_Guest] = []
         self._calls: list[_Call] = []
         self._waiting: list[_Call] = []  # to be begun
@@ -277,16 +279,20 @@ class Meeting:
         Raises:
             OSError: no port is to be had.
         """
-        self._listener = listener()
-        self._listener.setblocking(False)
+        listeners = [listener()]
+        self._listeners = listeners
+        if rendezvous_port:
+            listeners.append(listener(rendezvous_port))  # beside who holds it, until the gang has met
         others = [other for other in range(self._crews) if other != self._crew]
         self._answers = {
             word(self._nonce, frm=other, to=self._crew): word(self._nonce, frm=self._crew, to=other) for other in others
         }
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        for one in listeners:
+            one.setblocking(False)
+            self._selector.register(one, selectors.EVENT_READ, functools.partial(self._accept, one))
         return Offer(
             crew=self._crew,
-            port=self._listener.getsockname()[1],
+            port=listeners[0].getsockname()[1],
             rendezvous_port=rendezvous_port,
             addresses=own_addresses(),
         )
@@ -297,9 +303,11 @@ class Meeting:
             return
         self._offers = {offer.crew: offer for offer in offers if offer.crew != self._crew}
         places = [
-            (place, _Call(offer.crew, address))
+            (place, _Call(offer.crew, address, port))
             for offer in self._offers.values()
             for place, address in enumerate(offer.addresses[:ADDRESSES_MAX])
+            for port in (offer.port, offer.rendezvous_port)
+            if port
         ]
         self._waiting = [call for _, call in sorted(places, key=lambda one: one[0])]  # each crew's best one first
         self.tend()
@@ -327,21 +335,19 @@ class Meeting:
         self._begin_calls()
         self._look_for_enough(now_ns)
         if not self._waiting and all(call.tried is not None for call in self._calls):
-            found = [call.tried for call in self._calls if call.tried is not None]
-            self.reach = Reach(crew=self._crew, tried=tuple(found))
+            self.reach = Reach(crew=self._crew, tried=tuple(tried for _, tried in self._outcomes()))
 
     def close(self) -> None:
         """Listen no more, and hang up on all."""
-        if self._listener is not None:
+        for one in self._listeners:
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
+                self._selector.unregister(one)
+            one.close()
         for guest in self._guests:
             guest.wire.close()
         for call in self._calls:
             call.end("the meeting was over")
-        self._guests, self._calls, self._waiting = [], [], []
+        self._listeners, self._guests, self._calls, self._waiting = [], [], [], []
 
     def _begin_calls(self) -> None:
         free = CALLS_MAX - sum(call.tried is None for call in self._calls)
@@ -352,16 +358,29 @@ class Meeting:
                 word(self._nonce, frm=self._crew, to=call.crew),
                 word(self._nonce, frm=call.crew, to=self._crew),
             )
-            call.begin(self._offers[call.crew].port, words, self._selector, self._clock)
+            call.begin(words, self._selector, self._clock)
+
+    def _outcomes(self) -> list[tuple[Address, Tried]]:
+        """Return what came of each address whose ports have all been tried."""
+        calls: dict[tuple[int, Address], list[_Call]] = {}
+        for call in (*self._calls, *self._waiting):
+            calls.setdefault((call.crew, call.address), []).append(call)
+        found: list[tuple[Address, Tried]] = []
+        for (_, address), ports in calls.items():
+            tried = [call.tried for call in ports if call.tried is not None]
+            if len(tried) == len(ports):
+                # One that was not reached, or the slowest.
+                found.append((address, max(tried, key=lambda one: (one.microseconds is None, one.microseconds or 0))))
+        return found
 
     def _look_for_enough(self, now_ns: int) -> None:
         """Wait no longer for dead addresses when every crew was reached at one that other machines have, too."""
         if self._enough_ns is None:
             times: dict[int, int] = {}
-            for call in self._calls:
-                took_us = call.tried.microseconds if call.tried is not None else None
-                if took_us is not None and not is_loopback(call.address):
-                    times[call.crew] = min(took_us, times.get(call.crew, took_us))
+            for address, tried in self._outcomes():
+                took_us = tried.microseconds
+                if took_us is not None and not is_loopback(address):
+                    times[tried.crew] = min(took_us, times.get(tried.crew, took_us))
             if len(times) == len(self._offers):
                 self._enough_ns = now_ns + max(round(SETTLE_S * 1e9), 4_000 * max(times.values()))
         elif now_ns >= self._enough_ns:
@@ -373,12 +392,10 @@ class Meeting:
             self._calls += self._waiting
             self._waiting = []
 
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
-            if self._listener is None:
-                return
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listening.accept()
             except BlockingIOError:
                 return
             except OSError:  # gone already; or no descriptors: whoever knocks would be heard again at once
@@ -394,12 +411,12 @@ class Meeting:
                 self._guests.remove(oldest)
 
 
-def listener() -> socket.socket:
-    """Return a socket that listens on every address of this node, on a port that the kernel chose.
+def listener(port: int = 0) -> socket.socket:
+    """Return a socket that listens on every address of this node, on a port that the kernel chose, or this one.
 
     Raises:
-        OSError: there is none.
+        OSError: there is none, or somebody else has it.
     """
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=_BACKLOG)
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)

@@ -37,6 +37,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         profile: path of the file that says how the server is reached; which server it is, too.
         token: the attempt's own.
+        world_size: devices that it is to have on this node.
         partition_grace_s: how long it may go on without an answer of the server.
         owner: the principal whose run it is.
         tariff: what it pays, where the server said so; once it is launched, its own directory says what it pays.

@@ -64,9 +64,13 @@ class Delivery:
         """Return whether large outputs are on their way."""
         return self._upload is not None and not self._upload.done
 
-    def before_the_end(self) -> tuple[File, ...]:
-        """Return what a run that goes on has to show: stacks of ranks that stand still."""
-        return self._outputs.inline(self._outputs.unsent(ended=False))
+    def before_the_end(self, failed: int | None = None) -> tuple[File, ...]:
+        """Return what a run that goes on has to show: stacks of ranks that stand still, and how one failed.
+
+        Args:
+            failed: a rank whose failure is told before the end.
+        """
+        return self._outputs.inline(self._outputs.unsent(ended=False, failed=failed))
 
     def deliver(self, stopped: Stopped, upload_s: float, *, cancelled: bool) -> Delivered:
         """Return what goes into the next report.

@@ -230,7 +230,7 @@ class Reporter:
         """Return the report of an attempt that has not ended."""
         crew = known.crew or CrewNews()
         state = State.STOPPING if known.stop is not None or crew.halt is not None else known.state
-        files = self._delivery.before_the_end()
+        files = self._delivery.before_the_end(None if crew.halt is None else crew.halt.rank)
         facts = self._learn_from(self._facts.unsent())
         return Report(
             state=state,

@@ -200,14 +200,16 @@ class Outputs:
         self._directory = directory
         self._sent: set[str] = set()
 
-    def unsent(self, *, ended: bool) -> list[Output]:
+    def unsent(self, *, ended: bool, failed: int | None = None) -> list[Output]:
         """Return what the server has not, by name; before the end only stacks of ranks that stand still.
 
         Args:
             ended: whether nothing writes to them any more.
+            failed: a rank whose failure is told before the end, and is to be there then.
         """
         found = []
-        for place in (".", "results", "failures") if ended else (".",):
+        early = set() if failed is None else {f"failures/{failed}.json", f"failures/{failed}.pkl"}
+        for place in (".", "results", "failures") if ended else (".", "failures") if early else (".",):
             try:
                 with os.scandir(self._directory / place) as entries:
                     files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
@@ -215,6 +217,8 @@ class Outputs:
                 continue
             for entry in files:
                 name = entry.name if place == "." else f"{place}/{entry.name}"
+                if place == "failures" and not ended and name not in early:
+                    continue
                 if name not in self._sent and _OUTPUT_NAME.fullmatch(name):
                     found.append(Output(name, Path(entry.path), entry.stat().st_size))
         return sorted(found, key=lambda output: output.name)

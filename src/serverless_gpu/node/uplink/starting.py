@@ -49,7 +49,7 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
         profile: of the server.
 
     Raises:
-        InvalidValue: it is no run's identifier, or that of a run of this node's own.
+        InvalidValue: it is no run's identifier, or that of a run of this node's own; or its gang cannot be.
         StorageError: the disk is full, or the home is not writable.
         OSError: whether it was made before cannot be said now; nothing follows from that.
     """
@@ -57,6 +57,7 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
         raise InvalidValue(f"{order.run_id[:64]!r} (fence {order.fence}) is no attempt's name")
     if has_remote(home.attempt(order.run_id, order.fence)):
         return None
+    _check_crews(order)
     if (home.attempt(order.run_id, order.fence) / "spec.json").exists():
         raise InvalidValue(f"run {order.run_id} is one of this node's own")
     remote = Remote(
@@ -65,7 +66,7 @@ def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
         profile=str(profile),
         token=order.token,
         gpu_type=order.gpu_type,
-        world_size=order.world_size,
+        world_size=order.gpus,
         partition_grace_s=order.partition_grace_s,
         owner=order.owner,
         tariff=order.tariff or UNPRICED,
@@ -96,7 +97,6 @@ def make_launch(
         HardwareError: this node has not what the order needs.
         InvalidValue: the node's configuration, or the order, cannot be used.
     """
-    _check_crews(order)
     devices = offered(greeting, os.environ)
     there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     visible = [device for device in there if device.uuid not in order.without]
