@@ -21,11 +21,11 @@ from serverless_gpu.client.preflight import pack
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.crews import laid_out
 from serverless_gpu.model.gang_life import Cause, Crew, Fold, Halt, Over, fold, told_to_stop
-from serverless_gpu.model.meeting import Apart, Chosen, Offer, Reach, choose
+from serverless_gpu.model.meeting import Address, Apart, Chosen, Offer, Reach, choose
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.agents import Look, Start
 from serverless_gpu.wire.attempts import Report, ReportAnswer
-from tests.local.observe import wait_for
+from tests.local.observe import LIMIT_S, wait_for
 from tests.uplink.agent_server import AgentServer, SeenAttempt
 
 
@@ -72,6 +72,7 @@ class SeenGang:
         holds_chosen: whether how they meet is not told yet.
         holds_release: whether they are not released yet.
         apart: why they could not meet.
+        addresses: at which crews are said to be, where it is not to be what they say.
     """
 
     def __init__(self, server: AgentServer, starts: Sequence[Start]) -> None:
@@ -80,6 +81,7 @@ class SeenGang:
         self.apart: Apart | None = None
         self.cause: Cause | None = None
         self.released = False
+        self.addresses: tuple[str, ...] = ()
         self.holds_offers = False
         self.holds_chosen = False
         self.holds_release = False
@@ -95,7 +97,8 @@ class SeenGang:
         """Put a report together with the others, have those look for whom that is news, and answer."""
         with self._lock:
             before = [self._news(one) for one in self.crews]
-            crew.offer = crew.offer or report.offer
+            if report.offer is not None and crew.offer is None:
+                crew.offer = self._offered(crew, report.offer)
             crew.reach = crew.reach or report.reach
             crew.returned = crew.returned or report.returned
             if report.halt is not None and crew.halt is None:
@@ -121,10 +124,10 @@ class SeenGang:
         for crew in self.crews:
             self.look(crew)
 
-    def settled(self) -> SeenGang:
+    def settled(self, limit_s: float = LIMIT_S) -> SeenGang:
         """Wait until all crews have receipts."""
         for crew in self.crews:
-            crew.settled()
+            wait_for(lambda crew=crew: crew.receipt is not None, "the crew is settled", limit_s)  # type: ignore[misc]  # mypy does not type a lambda's defaults
         return self
 
     def running(self) -> SeenGang:
@@ -137,6 +140,12 @@ class SeenGang:
         """Wait until all crews have offered."""
         wait_for(lambda: all(crew.offer is not None for crew in self.crews), "all crews have offered")
         return self
+
+    def _offered(self, crew: SeenCrew, offer: Offer) -> Offer:
+        """Return what a crew offers, with an address of its own where all are on one machine and must not share one."""
+        if not self.addresses:
+            return offer
+        return msgspec.structs.replace(offer, addresses=(Address(interface="lo", address=self.addresses[crew.number]),))
 
     def _choose(self) -> None:
         offers = [crew.offer for crew in self.crews if crew.offer is not None]
@@ -187,6 +196,7 @@ def order_gang(
     crews = laid_out([(f"n{number}", gpus) for number, gpus in enumerate(shares)])
     run_id = new_run_id()
     nonce = changes.pop("nonce", "a secret of the gang")
+    context = changes.pop("context", b"") or msgspec.json.encode(caller_context())
     starts = [
         Start(
             seq=server.next_seq() + crew.number,
@@ -196,7 +206,7 @@ def order_gang(
             spec=RunSpec(name=getattr(function, "__name__", "call"), remote=True, **(spec or {})),
             gpu_type="H100",
             world_size=sum(shares),
-            context=msgspec.Raw(msgspec.json.encode(caller_context())),
+            context=msgspec.Raw(context),
             call=None if function is None else _packed(function, args),
             submitted_ns=SystemClock().wall_ns(),
             crews=crews,

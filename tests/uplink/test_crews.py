@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,19 @@ def add_up() -> tuple[int, int, str]:
     dist.destroy_process_group()
     print("done", flush=True)
     return rank_number(), int(number.item()), os.environ["MASTER_ADDR"]
+
+
+def add_up_until_one_dies() -> None:
+    """Add up with gloo; the last rank dies of it, and the others are told by their sockets only."""
+    import torch  # noqa: PLC0415 - in ranks only
+    import torch.distributed as dist  # noqa: PLC0415 - likewise
+
+    dist.init_process_group("gloo")
+    number = torch.tensor([rank_number()])
+    dist.all_reduce(number)
+    if rank_number() == 3:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.all_reduce(number)
 
 
 def fail_on_the_second(where: str) -> None:
@@ -126,6 +140,17 @@ def test_F06_a_rank_that_raises_on_one_node_ends_those_on_the_other(nodes: list[
     assert detail(first) == "n1: ValueError: no luck in rank 3"
     assert gang.cause is not None and (gang.cause.crew, gang.cause.rank) == (1, 3)
     assert "failures/3.json" in second.files and not any("failures/3" in name for name in first.files)
+    assert_nothing_is_left(nodes)
+
+
+def test_F01_a_crash_on_one_node_is_the_story_whatever_ranks_on_the_other_say_of_it(nodes: list[Node]) -> None:
+    gang = order_gang(nodes[0].server, add_up_until_one_dies).settled()
+    first, second = gang.crews
+    assert second.reason is Reason.RANK_SIGNAL and second.halt is not None and second.halt.rank == 3
+    assert first.halt is not None and (first.halt.reason is Reason.PEER_FAILED or first.halt.peer_lost)
+    over = gang.fold.over
+    assert gang.cause is not None and gang.cause.crew == 1 and over is not None
+    assert over.reason is Reason.RANK_SIGNAL
     assert_nothing_is_left(nodes)
 
 

@@ -223,7 +223,8 @@ def _return(place: Place, value: object, report: protocol.Report) -> int:
 def _wait_for_others(place: Place) -> None:
     """Stay until every rank has returned: rank 0, which has the store; the others a while.
 
-    Peers may still be talking to this rank. They may also be waiting for it to go, so that is bounded.
+    Peers may still be talking to this rank. They may also be waiting for it to go, so that is bounded. On several
+    nodes, too: what all depend on is with rank 0, which stays until the last has returned everywhere.
     """
     if place.release is None:
         return

@@ -113,6 +113,7 @@ class _Task:
         self.environment = {**kept, **variables.cluster_variables(share, token=self.tokens)}
         self.without_metrics = monitor.missing()
         self.outcome = False  # whether how the driver ended has been said
+        self.begun = False  # whether a node without a driver has said that it runs
         self.family = Family()  # last: what can fail comes before there is anything to end
         self._say_what_is_missing()
 
@@ -142,20 +143,29 @@ class _Task:
         return self._attend(driver)
 
     def member(self) -> int:
-        """Have a node without a driver until the driver has ended; return how this ends."""
+        """Have a node without a driver until the driver has ended; return how this ends.
+
+        It says that it runs once it has joined: before that, nothing of the user's has begun anywhere.
+        """
         node = member.Node(self.share, self.family, self.environment, self.kept)
 
-        def take_part() -> str:
-            self.work.report({"event": "exec", "stack": -1})
-            return member.take_part(node, self._say, self._record_metrics)
+        def record(found: Ports, leave: Callable[[], None]) -> None:
+            self._begin()
+            self._record_metrics(found, leave)
 
-        lost = member.until_stopped(take_part)
+        lost = member.until_stopped(lambda: member.take_part(node, self._say, record))
         if lost is None:
             return -signal.SIGTERM
         if lost:
-            return self._lose(lost, None)
+            return self._lose(lost, None, _KIND if self.begun else _NOT_STARTED)
+        self._begin()  # also where the driver ended before all had joined
         self.family.end()
         return self.work.finish()
+
+    def _begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            self.work.report({"event": "exec", "stack": -1})
 
     def _start(self, driver: Driver) -> Engine | None:
         share = self.share
