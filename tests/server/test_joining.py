@@ -65,6 +65,7 @@ def test_a_machine_gets_an_agents_token_of_its_own_and_how_it_joins(api: Api, to
         "token": "f" * 64,
         "version": "2.60.0",
         "python": "3.11.7",
+        "problem": "",
     }
     assert api.do(said["token"], "POST", "/agents", hello("gpu-2", "m2", "i2"))["node"]
     made = api.do(api.admin, "GET", "/tokens")["tokens"][-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,26 @@ def test_a_port_that_somebody_has_is_named() -> None:
     for address, offset in (("127.0.0.1", 3), ("127.0.0.9", 1)):
         with socket.create_server((address, base + offset)):
             assert ray_machine.taken_port(base, "127.0.0.9") == base + offset
+
+
+def test_a_head_that_is_being_started_is_waited_for_and_one_that_is_closed_is_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+        ray_joining._refuse_closed(f"127.0.0.1:{port}", patience_s=0.0, ports="7900-7999")
+    head = f"127.0.0.1:{port}"
+    with pytest.raises(ServerProblem) as closed:
+        ray_joining._refuse_closed(head, patience_s=0.0, ports="7900-7999")
+    assert closed.value.message == f"the server answers, and Ray at {head} does not: Connection refused"
+    assert closed.value.hint == "between the machines of a pool, TCP 7900-7999 has to be open, in both directions"
+    with pytest.raises(ServerProblem) as gone:
+        ray_joining._refuse_closed(head, patience_s=0.1, ports="7900-7999")
+    assert gone.value.message == f"Ray's head at {head} answers nobody, the server neither: Connection refused"
+    late = threading.Timer(0.3, lambda: served.append(socket.create_server(("127.0.0.1", port))))
+    served: list[socket.socket] = []
+    late.start()
+    ray_joining._refuse_closed(head, patience_s=30.0, ports="7900-7999")
+    late.join()
+    served[0].close()
 
 
 def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

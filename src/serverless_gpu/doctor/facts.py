@@ -338,6 +338,39 @@ class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[TrackingServer, ...] = ()
 
 
+class Listener(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """A port that a process listens on; `address` is "*" for all."""
+
+    port: int
+    address: str
+    process: str
+
+
+class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The Ray of the pool that this home is in.
+
+    Attributes:
+        directory: of its files; "" where there is none.
+        address: of this machine in it.
+        version: of the Ray that runs.
+        without_token: processes that do not ask for one.
+        token_problem: who else can read the token, or "".
+        addresses: of this machine, but for loopback.
+        unfenced: why ranks could end it, or "".
+        processes: how many there are.
+    """
+
+    directory: str = ""
+    address: str = ""
+    version: str = ""
+    without_token: tuple[str, ...] = ()
+    token_problem: str = ""
+    listeners: tuple[Listener, ...] = ()
+    addresses: tuple[str, ...] = ()
+    unfenced: str = ""
+    processes: int = 0
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was seen; `cwd` is where the caller stands, "" when that place does not exist any more."""
 
@@ -349,6 +382,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     agent: AgentFacts | Unknown = Unknown()
     cgroups: CgroupFacts | Unknown = Unknown()
     server: ServerFacts | Unknown = Unknown()
+    pool: PoolFacts | Unknown = Unknown()
     limits: LimitFacts | Unknown = Unknown()
     network: NetworkFacts | Unknown = Unknown()
     mounts: MountFacts | Unknown = Unknown()

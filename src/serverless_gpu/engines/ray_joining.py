@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import select
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from serverless_gpu.ambient import machine
+from serverless_gpu.ambient import SystemClock, machine
 from serverless_gpu.engines import ray_machine, ray_start
 from serverless_gpu.engines.ray_join_file import JoinFile
 from serverless_gpu.engines.ray_keeper import Plan, unreachable
@@ -32,6 +33,9 @@ from serverless_gpu.wire.joining import JoinAnswer, JoinRequest
 
 DIRECTORY = "ray"
 """Of the files of a machine that joins, in its home."""
+HEAD_S = 60.0
+"""How long a head is waited for that is being started."""
+_LOOK_S = 0.5
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +101,8 @@ def prepare(wish: Wish, home: Home, environ: Mapping[str, str]) -> Ready:
         raise ServerProblem(different, hint="")
     head = ray_start.joined(host, port or int(answer.ray.address.rpartition(":")[2]))
     base = answer.ray.port if wish.port is None else wish.port
-    _refuse_closed(head, base, address)
+    _refuse_closed(head, patience_s=HEAD_S if answer.ray.problem else 0.0, ports=ray_start.port_range(base))
+    _refuse_taken(base, address)
     directory = home.root / DIRECTORY
     profile = directory / ray_machine.PROFILE
     files = ray_machine.Files(home=home, directory=directory, profile=profile)
@@ -181,13 +186,28 @@ def _ask(wish: Wish, home: Home) -> JoinAnswer:
             raise ServerUnavailable(error.message, hint=hint) from None
 
 
-def _refuse_closed(head: str, base: int, address: str) -> None:
+def _refuse_closed(head: str, *, patience_s: float, ports: str) -> None:
+    """Refuse to join a head that is not reached; one that the server does not reach either may be on its way."""
+    clock = SystemClock()
+    until_ns = clock.boottime_ns() + round(patience_s * 1e9)
     why = unreachable(head)
-    if why:
+    while why and clock.boottime_ns() < until_ns:
+        select.select([], [], [], _LOOK_S)
+        why = unreachable(head)
+    if not why:
+        return
+    if patience_s:
         raise ServerProblem(
-            f"the server answers, and Ray at {head} does not: {why}",
-            hint=f"between the machines of a pool, TCP {ray_start.port_range(base)} has to be open, in both directions",
+            f"Ray's head at {head} answers nobody, the server neither: {why}",
+            hint="on the first machine: sgpu status   (its log: server/ray/keeper.log in the home)",
         )
+    raise ServerProblem(
+        f"the server answers, and Ray at {head} does not: {why}",
+        hint=f"between the machines of a pool, TCP {ports} has to be open, in both directions",
+    )
+
+
+def _refuse_taken(base: int, address: str) -> None:
     taken = ray_machine.taken_port(base, address)
     if taken is not None:
         raise ServerProblem(

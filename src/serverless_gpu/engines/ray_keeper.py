@@ -261,21 +261,22 @@ def end_processes(directory: str) -> int:
     return count
 
 
+def marked_pids(directory: str) -> list[int]:
+    """Return the processes that have a directory as their mark."""
+    names = (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
+    return [int(name) for name in names if _has_mark(int(name), directory)]
+
+
 def marked(directory: str) -> Iterator[int]:
     """Yield descriptors of the processes that have a directory as their mark; each is closed after its turn."""
-    sign = f"{MARK}={directory}".encode()
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
+    for pid in marked_pids(directory):
         try:
-            pidfd = os.pidfd_open(int(name))
+            pidfd = os.pidfd_open(pid)
         except OSError:
             continue
         try:
-            with contextlib.suppress(OSError):
-                environ = Path("/proc", name, "environ").read_bytes()
-                if sign in environ.split(b"\0") and _is_alive(name):
-                    yield pidfd
+            if _has_mark(pid, directory):  # nobody else has got its number meanwhile
+                yield pidfd
         finally:
             os.close(pidfd)
 
@@ -290,9 +291,14 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(("RAY_", MARK))}
 
 
-def _is_alive(pid: str) -> bool:
-    text = Path("/proc", pid, "stat").read_text(encoding="utf-8", errors="replace")
-    return text.rpartition(")")[2].split()[0] != "Z"
+def _has_mark(pid: int, directory: str) -> bool:
+    try:
+        if f"{MARK}={directory}".encode() not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return False
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def _waited(stop: int, pause_s: float) -> bool:

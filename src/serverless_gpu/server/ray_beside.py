@@ -137,6 +137,7 @@ class RayBeside:
             token=self._token,
             version=self._version,
             python=ray_machine.python_version(),
+            problem=unreachable(self.cluster.address),
         )
 
     def tick(self, now_ns: int) -> int:

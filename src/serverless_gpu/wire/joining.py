@@ -34,6 +34,7 @@ class RayPool(Answer, frozen=True, kw_only=True):
         token: of the cluster.
         version: of Ray; every machine needs the same.
         python: its interpreter; every machine needs the same minor version.
+        problem: why its head does not answer the server either, or "": it may be on its way.
     """
 
     address: str
@@ -41,6 +42,7 @@ class RayPool(Answer, frozen=True, kw_only=True):
     token: str
     version: str
     python: str
+    problem: str = ""
 
 
 class JoinAnswer(Answer, frozen=True, kw_only=True):

@@ -88,10 +88,8 @@ def _leave(home: Home, profile: Path, name: str) -> None:
             control.stop(home, profile)
         say(f"{name} has left the pool; nothing ran here")
         return
-    runs = "1 run goes on" if count == 1 else f"{count} runs go on"
-    say(
-        f"{name} has left the pool and is given nothing new; {runs} here and will be heard of: the agent stays for them"
-    )
+    runs, how = ("1 run goes on", "it ends") if count == 1 else (f"{count} runs go on", "they end")
+    say(f"{name} has left the pool and is given nothing new; {runs} here, and the server hears how {how}")
 
 
 @contextlib.contextmanager

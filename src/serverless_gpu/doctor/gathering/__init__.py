@@ -1,6 +1,6 @@
 """Looking at this machine, thinly and bounded: what comes back are facts, or why there are none.
 
-    threads     home · runs · agent and cgroups · server · tracking · limits · network   (a dead disk blocks one)
+    threads     home · runs · agent and cgroups · server · pool · tracking · limits · network   (a dead disk blocks one)
     processes   NVML · mounts · what is installed · what importing it does        (these crash and hang by nature)
 
 All start at once and each has the same limit, so the whole takes little longer than that.
@@ -24,6 +24,7 @@ from serverless_gpu.doctor.facts import (
     LimitFacts,
     MountFacts,
     NetworkFacts,
+    PoolFacts,
     RunsFacts,
     ServerFacts,
     TrackingFacts,
@@ -34,6 +35,7 @@ from serverless_gpu.doctor.gathering.environment import look_at_imports, look_at
 from serverless_gpu.doctor.gathering.gpus import look_at_gpus
 from serverless_gpu.doctor.gathering.machine import look_at_home, look_at_limits, look_at_network, look_at_runs
 from serverless_gpu.doctor.gathering.mounting import look_at_mounts
+from serverless_gpu.doctor.gathering.pool import look_at_pool
 from serverless_gpu.doctor.gathering.service import look_at_service
 from serverless_gpu.doctor.gathering.serving import look_at_server
 from serverless_gpu.doctor.gathering.tracking import look_at_tracking
@@ -55,6 +57,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         "mounts": lambda: look_at_mounts(environ, limit_s),
         "service": lambda: look_at_service(environ),
         "server": lambda: look_at_server(environ),
+        "pool": lambda: look_at_pool(environ),
         "tracking": lambda: look_at_tracking(environ),
         "home": lambda: look_at_home(environ),
         "runs": lambda: look_at_runs(environ),
@@ -79,6 +82,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         agent=agent if isinstance(agent, AgentFacts) else _why(agent),
         cgroups=cgroups if isinstance(cgroups, CgroupFacts) else _why(cgroups),
         server=area("server", ServerFacts),
+        pool=area("pool", PoolFacts),
         limits=area("limits", LimitFacts),
         network=area("network", NetworkFacts),
         mounts=area("mounts", MountFacts),
