@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -25,11 +24,8 @@ from serverless_gpu.server import (
     costing,
     counting,
     crews,
-    events,
     floor,
     lendings,
-    orders,
-    reporting,
     runs,
     tables,
     transitions,
@@ -38,18 +34,15 @@ from serverless_gpu.server import (
 )
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.invariants import violations
 from serverless_gpu.server.keys import parse_attempt_token
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
+from serverless_gpu.wire.attempts import Ending, LogPiece
 from tests.server.charged import charge_all
+from tests.server.ganged import FINISHED, RAISED, began, happened, result, say, told_of, waiting, wrong
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, place_gang, rows, stored, tell
-
-FINISHED = Ending(state=State.SUCCEEDED, reason=Reason.COMPLETED, began=True, stopped=msgspec.Raw(b"{}"))
-RAISED = Ending(state=State.FAILED, reason=Reason.RANK_RAISED, began=True, stopped=msgspec.Raw(b'{"a":2}'))
 
 
 @pytest.fixture
@@ -72,46 +65,6 @@ def run_id(services: Services, database: Database) -> str:
     run_id = add_run(database)
     place_gang(database, run_id, 2, 1)
     return run_id
-
-
-def say(services: Services, run_id: str, crew: int, state: State = State.RUNNING, **said: Any) -> ReportAnswer:
-    who = Caller(kind="attempt", attempt=(run_id, 1, crew))
-    return reporting.report(services, who, run_id=run_id, fence=1, said=Report(state=state, **said))
-
-
-def began(services: Services, run_id: str) -> None:
-    say(services, run_id, 0, exec_ns=T0 + 2 * S)
-    say(services, run_id, 1, exec_ns=T0 + 3 * S)
-
-
-def result(rank: int) -> File:
-    return File(name=f"results/{rank}.pkl", size=2, inline=b"ok")
-
-
-def happened(database: Database, run_id: str, number: int, *what: Any, **note: Any) -> Told:
-    """Let something happen to a crew."""
-
-    def write(connection: sa.Connection) -> Told:
-        run = runs.find(connection, run_id)
-        assert run is not None
-        return transitions.tell_crew(connection, run, number, *what, note=Note(at_ns=T0 + 5 * S, **note))
-
-    return database.write(write)
-
-
-def told_of(database: Database, run_id: str) -> list[tuple[State, str]]:
-    found = database.read(lambda connection: events.after(connection, run_id, 1))
-    return [(event.state, event.sentence) for event in found]
-
-
-def waiting(database: Database, node_id: str) -> list[orders.StoredOrder]:
-    return database.read(lambda connection: orders.waiting(connection, node_id))
-
-
-def wrong(database: Database) -> list[str]:
-    """Return what is wrong with the crews of what is written; nobody is said to have asked for these runs."""
-    found = violations(database.read(books.load))
-    return [one.sentence for one in found if one.invariant != "I8"]
 
 
 def test_a_gang_is_placed_with_a_crew_and_an_order_for_each_node(database: Database, run_id: str) -> None:
@@ -196,9 +149,9 @@ def test_a_crew_sends_its_own_ranks_and_no_others(services: Services, database: 
     began(services, run_id)
     say(services, run_id, 1, logs=(LogPiece(rank=2, stream="stdout", offset=0, data=b"x"),))
     say(services, run_id, 1, logs=(LogPiece(rank=1, stream="telemetry", offset=0, data=b"x"),))
-    for rank, stream in ((0, "stdout"), (1, "stderr"), (3, "stdout"), (0, "telemetry")):
+    for rank, name in ((0, "stdout"), (1, "stderr"), (3, "stdout"), (0, "telemetry")):
         with pytest.raises(InvalidValue, match=f"no rank {rank}"):
-            say(services, run_id, 1, logs=(LogPiece(rank=rank, stream=stream, offset=0, data=b"x"),))  # type: ignore[arg-type]  # as from a node
+            say(services, run_id, 1, logs=(LogPiece(rank=rank, stream=name, offset=0, data=b"x"),))  # type: ignore[arg-type]  # as from a node
     with pytest.raises(InvalidValue, match="0 of 1 results"):
         say(services, run_id, 1, State.STOPPING, files=(result(0),), ending=FINISHED)
 
@@ -235,7 +188,10 @@ def test_a_gang_with_a_lost_crew_ends_with_the_other_and_settles(
     services: Services, database: Database, run_id: str
 ) -> None:
     began(services, run_id)
+    happened(database, run_id, 1, Silent())
     happened(database, run_id, 1, GivenUp(Reason.NODE_GONE), detail="nothing was heard of it for 960 s")
+    assert told_of(database, run_id)[-1] == (State.STOPPING, "on n2: nothing was heard of it for 960 s")
+    assert services.looks.of("node-1") == ()  # whoever tells it announces it
     run = stored(database, run_id)
     assert run.attempt is not None and run.attempt.cause is not None
     assert (run.state, run.attempt.cause.crew, run.attempt.cause.reason) == (State.STOPPING, 1, Reason.NODE_GONE)
@@ -247,6 +203,17 @@ def test_a_gang_with_a_lost_crew_ends_with_the_other_and_settles(
     found = database.read(lambda connection: crews.failed_nodes(connection, [run_id]))
     assert found == {run_id: frozenset({"node-2"})}
     assert wrong(database) == []
+
+
+def test_user_code_that_began_is_not_forgotten_when_another_crew_is_given_up(
+    services: Services, database: Database, run_id: str
+) -> None:
+    happened(database, run_id, 1, GivenUp(Reason.NODE_GONE))
+    ending = Ending(state=State.FAILED, reason=Reason.PEER_FAILED, began=True, stopped=msgspec.Raw(b"{}"))
+    say(services, run_id, 0, State.STOPPING, ending=ending)
+    run = stored(database, run_id)
+    assert (run.state, run.reason, run.infra_retries_used) == (State.LOST, Reason.NODE_GONE, 0)
+    assert run.attempt is not None and run.attempt.began
 
 
 def test_who_fails_is_the_story_and_not_who_was_told_of_it(services: Services, database: Database, run_id: str) -> None:

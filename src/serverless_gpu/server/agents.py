@@ -44,6 +44,7 @@ from serverless_gpu.wire.agents import (
     AttemptSeen,
     Heartbeat,
     HeartbeatAnswer,
+    Look,
     Order,
     Start,
     Stop,
@@ -57,10 +58,13 @@ PYTHONS_MAX = 64
 TAKES_MAX = 64
 MAX_RUN = "max_run"
 """What a node says that it takes, or it is told `RunSpec.max_run_s` as a run's timeout."""
+CREWS = "crews"
+"""What a node says that takes a part of a gang: it may be told to look."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
 """A node's last sign of life is written at most this often, unless something else about it is new."""
 SEND_AGAIN_S = 15.0
+LOOK_AGAIN_S = 1.0
 ALIVE_S = 10.0
 """A stream with nothing to say says that much this often."""
 _log = logging.getLogger(__name__)
@@ -184,6 +188,19 @@ class Agents:
         deliveries = self._services.deliveries
         return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
+    def looks(self, who: Caller, node_id: str) -> list[Look]:
+        """Return which crews on a node are to report now; none where the node does not know of crews.
+
+        Raises:
+            NotFound: there is no such node of this principal.
+        """
+        asked = self._services.looks.of(node_id)
+        if not asked:
+            return []
+        node = self._services.database.read(lambda connection: _own(connection, who, node_id))
+        there = asked if CREWS in node.hello.takes else ()
+        return [Look(run_id=run_id, fence=fence) for run_id, fence, _ in there]
+
     def take(self, who: Caller, node_id: str, seqs: Sequence[int]) -> None:
         """Note that a node has taken orders.
 
@@ -284,7 +301,11 @@ async def stream(services: Services, who: Caller, node_id: str, instance: str = 
             sent[order.seq] = now_ns
             yield order
             faults.reach("after_order_left")
-        if await hub.changed(key, seen, ALIVE_S) == seen:
+        # No orders: they are not taken, and come again until the crew has reported.
+        looks = await to_thread.run_sync(agents.looks, who, node_id) if services.looks.of(node_id) else []
+        for asked in looks:
+            yield asked
+        if await hub.changed(key, seen, LOOK_AGAIN_S if looks else ALIVE_S) == seen and not looks:
             yield None
 
 

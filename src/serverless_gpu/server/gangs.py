@@ -15,7 +15,7 @@ import msgspec
 
 from serverless_gpu.model import gang_life
 from serverless_gpu.model.attempt import MEANINGS, State
-from serverless_gpu.model.gang_life import Fold, Halt, Over
+from serverless_gpu.model.gang_life import Cause, Fold, Halt, Over
 from serverless_gpu.model.run_lifecycle import (
     Ended,
     Event,
@@ -28,6 +28,7 @@ from serverless_gpu.model.run_lifecycle import (
     over_because,
 )
 from serverless_gpu.serialized import from_json
+from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.runs import StoredRun
 
@@ -78,6 +79,47 @@ def _over(crew: StoredCrew, event: Ended | GivenUp | Forgotten, at_ns: int) -> S
     )
 
 
+def said(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
+    """Return a crew after it said that its ranks have returned, or why it ends; neither is taken back, nor replaced.
+
+    Args:
+        crew: as it is; one that has ended stays so.
+        returned: whether all of its ranks have.
+        halt: why it ends before its end, or None.
+    """
+    if crew.ended_ns is not None:
+        return crew
+    if returned and not crew.returned:
+        crew = msgspec.structs.replace(crew, returned=True)
+    if halt is not None and crew.halt_json is None:
+        crew = msgspec.structs.replace(crew, halt_json=msgspec.json.encode(halt).decode())
+    return crew
+
+
+def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> tuple[bool, str]:
+    """Return what each report of a crew is answered: whether its ranks may exit, and what failed on another node.
+
+    Args:
+        attempt: of several crews, as it is now.
+        crew: that reports.
+        is_stopping: whether the run is asked to stop, which its crews are told by itself.
+    """
+    cause = attempt.cause
+    if crew.ended_ns is not None or (attempt.released and crew.halt_json is None):
+        return attempt.released and crew.ended_ns is None, ""
+    if cause is None or not gang_life.told_to_stop(_life(crew, ""), cause) or (cause.crew is None and is_stopping):
+        return False, ""
+    return False, words(cause, attempt)
+
+
+def words(cause: Cause, attempt: StoredAttempt) -> str:
+    """Return why a gang ends, in one line for people."""
+    where = f" on {attempt.crews[cause.crew].node}" if cause.crew is not None else ""
+    whose = f"rank {cause.rank}{where}" if cause.rank is not None else where.strip()
+    what = cause.detail or MEANINGS[cause.reason].sentence
+    return f"{whose}: {what}" if whose else what
+
+
 def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail: str = "") -> tuple[Fold, list[Event]]:
     """Return what the crews of a run's attempt amount to, and what has happened to the run by that.
 
@@ -99,8 +141,11 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
         before, has_begun = attempt.crews, all(crew.began for crew in crews)
         is_start = has_begun and not all(crew.began for crew in before)
         happened += _on_its_way(run, folded, is_start=is_start)
-    if folded.over is not None:
-        happened.append(folded.over)
+    over = folded.over
+    if isinstance(over, GivenUp) and len(crews) > 1:  # which does not say whether user code began on another node
+        over = Ended(over.reason, began=folded.began)
+    if over is not None:
+        happened.append(over)
     return folded, happened
 
 

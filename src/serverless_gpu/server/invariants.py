@@ -248,6 +248,10 @@ def _attempt(booked: Booked, attempt: StoredAttempt) -> Iterator[Violation]:
         yield of_run(booked, "I3", f"attempt {attempt.fence} has two crews on one node")
     if (attempt.ended_ns is None) != bool(attempt.open_crews):
         yield of_run(booked, "I3", f"attempt {attempt.fence} has {len(attempt.open_crews)} open crews, and is over")
+    states = _listed(crew.state for crew in attempt.crews)
+    is_silent = any(crew.state is State.UNREACHABLE for crew in attempt.open_crews)
+    if is_silent != (attempt.state is State.UNREACHABLE) or attempt.began != any(crew.began for crew in attempt.crews):
+        yield of_run(booked, "I3", f"attempt {attempt.fence} is {attempt.state}, began {attempt.began}: crews {states}")
     for crew in attempt.crews:
         yield from _crew(booked, crew, [order for order in own if order.crew == crew.number])
 

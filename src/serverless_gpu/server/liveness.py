@@ -2,6 +2,7 @@
 
     Leases        crews, renewed by their reports             silence ─▶ UNREACHABLE ─▶ given up after the hard fence
                   and whether they have given their devices back, which every later report repeats
+    Looks         crews that are to report now                until they do
     Presence      nodes, renewed by hello and heartbeat       who is not there gets nothing new
                   and how far their clocks are off, which every heartbeat repeats
     Deliveries    orders that left this process               what never left can be taken back
@@ -70,6 +71,39 @@ class Leases:
         with self._lock:
             self._heard = {crew: heard for crew, heard in self._heard.items() if crew in ids}
             self._freed.intersection_update(ids)
+
+
+class Looks:
+    """Crews that are to report now, since the answer has something for them: until they do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: dict[str, set[CrewId]] = {}
+
+    def ask(self, node_id: str, crew: CrewId) -> None:
+        """Note that a crew on a node is to report."""
+        with self._lock:
+            self._asked.setdefault(node_id, set()).add(crew)
+
+    def of(self, node_id: str) -> tuple[CrewId, ...]:
+        """Return the crews on a node that are to report, and have not yet."""
+        with self._lock:
+            return tuple(sorted(self._asked.get(node_id, ())))
+
+    def done(self, node_id: str, crew: CrewId) -> None:
+        """Note that a crew has reported."""
+        with self._lock:
+            there = self._asked.get(node_id)
+            if there is not None:
+                there.discard(crew)
+                if not there:
+                    del self._asked[node_id]
+
+    def keep(self, ids: Collection[CrewId]) -> None:
+        """Forget all crews but these."""
+        with self._lock:
+            left = {node_id: own & set(ids) for node_id, own in self._asked.items()}
+            self._asked = {node_id: own for node_id, own in left.items() if own}
 
 
 class Presence:

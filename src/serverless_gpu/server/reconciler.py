@@ -74,7 +74,9 @@ class Reconciler:
         known = services.deliveries.known()
         active = services.database.read(active_runs.active_briefly)
         gangs = {(run.id, run.fence) for run in active}
-        services.leases.keep({crew.id for run in active for crew in run.crews})
+        there = {crew.id for run in active for crew in run.crews}
+        services.leases.keep(there)
+        services.looks.keep(there)
         services.deliveries.forget(known - gangs)
         for run in active:
             for crew in run.crews:

@@ -32,7 +32,6 @@ What can go wrong:
 from __future__ import annotations
 
 import logging
-import re
 
 import msgspec
 import sqlalchemy as sa
@@ -42,10 +41,22 @@ from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, Ser
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.crews import numbered
 from serverless_gpu.model.facts import Fact
+from serverless_gpu.model.gang_life import Halt
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
-from serverless_gpu.serialized import from_json
-from serverless_gpu.server import attempt_tokens, attempts, audit, crews, facts, files, nodes, runs, transitions
+from serverless_gpu.server import (
+    attempt_tokens,
+    attempts,
+    audit,
+    crews,
+    facts,
+    files,
+    gangs,
+    nodes,
+    report_words,
+    runs,
+    transitions,
+)
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
@@ -58,27 +69,12 @@ from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
-from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
+from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
-SENTENCE_CHARACTERS_MAX = 2_000
 SIGNS_PER_S = 100
 """Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
-_LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 _log = logging.getLogger(__name__)
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
-
-
-class _Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What people are told of `node.protocol.Stopped.cause`."""
-
-    rank: int | None = None
-    detail: str = ""
-
-
-class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read here of `node.protocol.Stopped`; the rest is for the client."""
-
-    cause: _Cause | None = None
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +126,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     found = services.database.read(lambda connection: _find(connection, crew))
     if found is None:
         return _answer(services, stale=True)
+    services.looks.done(found.crew.node_id, crew)  # before anything is read for the answer: what is new then asks again
     _check(services, found, said)
     was_silent = False
     if found.crew.ended_ns is None:
@@ -160,7 +157,11 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     stop = found.run.stop if found.is_current else None
     answer = _answer(services, stale=found.crew.is_stale(said.state))
     token = "" if answer.stale else attempt_tokens.next_token(services, who)
-    return msgspec.structs.replace(answer, stop=stop, offsets=offsets, token=token)
+    answer = msgspec.structs.replace(answer, stop=stop, offsets=offsets, token=token)
+    if found.attempt.num_nodes == 1 or not found.is_current:
+        return answer
+    release, peer_failed = gangs.told(found.attempt, found.crew, is_stopping=stop is not None)
+    return msgspec.structs.replace(answer, release=release, peer_failed=peer_failed)
 
 
 def _answer(services: Services, *, stale: bool) -> ReportAnswer:
@@ -225,9 +226,11 @@ def _check(services: Services, found: _Found, said: Report) -> None:
             raise InvalidValue(f"attempt {found.attempt.gang} has no output {name[:40]!r}")
     for fact in said.facts:
         _check_fact(found.crew, fact)
+    if said.halt is not None and said.halt.rank is not None and said.halt.rank not in ranks:
+        raise InvalidValue(f"attempt {found.attempt.gang} has no rank {said.halt.rank} on node {found.crew.node}")
     if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
         raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
-    if _text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
+    if report_words.text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
         raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
 
 
@@ -292,15 +295,17 @@ def _close_logs(services: Services, crew: StoredCrew, said: Report, offsets: dic
 
 def _is_news(services: Services, found: _Found, said: Report) -> bool:
     """Return whether there is anything to write; most reports only say that the attempt is alive."""
-    if said.facts or said.files or said.ending is not None or _text(said.receipt) is not None:
+    if said.facts or said.files or said.ending is not None or report_words.text(said.receipt) is not None:
         return True
     if not found.is_current:
         return False
-    if _tracked(said) not in ("", found.run.tracked):
+    if report_words.tracked(said) not in ("", found.run.tracked):
+        return True
+    if gangs.said(found.crew, returned=_returned(found, said), halt=_halt(found, said)) != found.crew:
         return True
     unwritten_ns = services.clock.wall_ns() - found.crew.lease_ns
     is_due = not 0 <= unwritten_ns < services.settings.lease_written_s * 1e9
-    return is_due or _sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
+    return is_due or report_words.sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
 
 
 def _happened(crew: StoredCrew, said: Report) -> list[Event]:
@@ -357,8 +362,8 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
         for file in said.files
     ]
     # What was acknowledged with the ending stays as it was; the receipt and what comes with it is new then.
-    if _tracked(said) not in ("", found.run.tracked):
-        runs.note_tracked(connection, run_id, _tracked(said))
+    if report_words.tracked(said) not in ("", found.run.tracked):
+        runs.note_tracked(connection, run_id, report_words.tracked(said))
     written = files.put(connection, run_id, fence, stored, replace=found.crew.ended_ns is None)
     told = _tell(connection, found, said, at_ns=at_ns) if found.is_current else None
     settled = _settle(connection, found.crew, said, at_ns=at_ns)
@@ -369,20 +374,32 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
     crew = found.crew
     if said.ending is not None:
         _check_results(connection, found, said)
-        stopped = _text(said.ending.stopped)
-        crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=_sentence(said))
+        stopped = report_words.text(said.ending.stopped)
+        crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=report_words.sentence(said))
         if not said.ending.proven:  # the node says so, too, with its next sign of life; until then nothing is placed
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
         if said.ending.reason is Reason.GPU_LOST:  # another attempt must not meet that GPU
             nodes.drain(connection, crew.node_id, f"{Reason.GPU_LOST}: a GPU of run {crew.run_id}")
     else:
-        crews.note(connection, crew.id, lease_ns=at_ns, sentence=_sentence(said))
+        crews.note(connection, crew.id, lease_ns=at_ns, sentence=report_words.sentence(said))
     note = Note(
         at_ns=at_ns,
-        detail=_detail(said),
+        detail=report_words.detail(said),
         exec_ns=_began_ns(found.attempt, said, at_ns) if crew.started_ns is None else None,
+        returned=_returned(found, said),
+        halt=_halt(found, said),
     )
     return transitions.tell_crew(connection, found.run, crew.number, *_happened(crew, said), note=note)
+
+
+def _returned(found: _Found, said: Report) -> bool:
+    """Return whether all ranks of a crew wait for those of others; one without others waits for nobody."""
+    return said.returned and found.attempt.num_nodes > 1
+
+
+def _halt(found: _Found, said: Report) -> Halt | None:
+    """Return why a crew of several ends before its end; one without others tells nobody."""
+    return report_words.halt(said, found.ranks) if found.attempt.num_nodes > 1 else None
 
 
 def _began_ns(attempt: StoredAttempt, said: Report, at_ns: int) -> int | None:
@@ -419,8 +436,8 @@ def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> No
 
 def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns: int) -> bool:
     """Write the receipt; a crew whose node has nothing to say of its end, its supervisor lost, gets none."""
-    receipt = _text(said.receipt)
-    if receipt is None and (said.ending is None or _text(said.ending.stopped) is not None):
+    receipt = report_words.text(said.receipt)
+    if receipt is None and (said.ending is None or report_words.text(said.ending.stopped) is not None):
         return False
     return transitions.settle(connection, crew.id, receipt=receipt, at_ns=at_ns)
 
@@ -428,45 +445,13 @@ def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns:
 def _announce(services: Services, found: _Found, said: Report, applied: _Applied) -> None:
     if applied.told is not None:
         applied.told.announce(services)
-    is_said = _sentence(said) != found.crew.sentence or _tracked(said) not in ("", found.run.tracked)
+    is_said = report_words.sentence(said) != found.crew.sentence or report_words.tracked(said) not in (
+        "",
+        found.run.tracked,
+    )
     if said.logs or applied.settled or applied.files or is_said:
         services.hub.touch(run_key(found.run.id))
     if applied.settled:
         services.hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
     if applied.settled or (said.facts and found.crew.ended_ns is not None):
         services.hub.touch(LEDGER)
-
-
-def _text(json: Json) -> str | None:
-    """Return JSON as it came; None where nothing did."""
-    text = bytes(json).decode() if isinstance(json, msgspec.Raw) else ""
-    return None if text in ("", "null") else text
-
-
-def _tracked(said: Report) -> str:
-    """Return the link to the run in MLflow, or "": people open it, and a node may say what it likes."""
-    return said.tracked if _LINK.fullmatch(said.tracked) else ""
-
-
-def _sentence(said: Report) -> str:
-    return _storable(said.sentence)
-
-
-def _detail(said: Report) -> str:
-    """Return what people are told of an ending beyond its reason: what the node says, or which rank it was and why."""
-    stopped = _text(said.ending.stopped) if said.ending is not None else None
-    if said.ending is None or said.sentence or stopped is None:
-        return _sentence(said) if said.ending is not None else ""
-    try:
-        cause = from_json(stopped, _Stopped).cause
-    except msgspec.DecodeError:  # of another version; the client may know it
-        return ""
-    if cause is None or not cause.detail:
-        return ""
-    line = cause.detail.strip().partition("\n")[0]
-    return _storable(line if cause.rank is None else f"rank {cause.rank}: {line}")
-
-
-def _storable(text: str) -> str:
-    """Return text as PostgreSQL takes it, and not too much of it."""
-    return text[:SENTENCE_CHARACTERS_MAX].replace("\0", "")

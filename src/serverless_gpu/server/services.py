@@ -23,7 +23,7 @@ from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.health import Health
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.keys import Keys
-from serverless_gpu.server.liveness import Deliveries, Leases, Presence
+from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.receiving import Spool
@@ -60,6 +60,7 @@ class Services:
         keys: for tokens of attempts.
         sealer: seals and opens callers' variables.
         leases: when attempts were heard of last; whoever applies a report renews.
+        looks: who is to report now.
         presence: when nodes were heard of last.
         deliveries: orders that left.
         sentences: what runs that wait are told.
@@ -82,6 +83,7 @@ class Services:
     environments: Environments
     spool: Spool
     leases: Leases = dataclasses.field(default_factory=Leases)
+    looks: Looks = dataclasses.field(default_factory=Looks)
     presence: Presence = dataclasses.field(default_factory=Presence)
     deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)

@@ -16,12 +16,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import ACTIVE, MEANINGS, STOPPED_BY, Reason, State
-from serverless_gpu.model.gang_life import Fold
+from serverless_gpu.model.gang_life import Fold, Halt
 from serverless_gpu.model.policy import format_span
 from serverless_gpu.model.run_lifecycle import (
     INFRA_RETRIES_MAX,
@@ -35,6 +36,7 @@ from serverless_gpu.model.run_lifecycle import (
     Run,
     Silent,
     StopAsked,
+    Stopping,
     advance,
     over_because,
 )
@@ -59,12 +61,14 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         before: the run as it was.
         life: what it is now.
         events: what was written about it.
+        looks: crews for which something is new that they are told when they report: they are to report now.
     """
 
     before: StoredRun
     life: Run
     instructions: tuple[Instruction, ...] = ()
     events: tuple[StoredEvent, ...] = ()
+    looks: tuple[StoredCrew, ...] = ()
 
     @property
     def changed(self) -> bool:
@@ -73,9 +77,12 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
     def announce(self, services: Services) -> None:
         """Wake whoever waits for this, and count it; after the commit."""
+        hub = services.hub
+        for crew in self.looks:
+            services.looks.ask(crew.node_id, crew.id)
+            hub.touch(node_key(crew.node_id))
         if not self.changed:
             return
-        hub = services.hub
         self.count(services.measures)
         hub.touch(run_key(self.before.id))
         for event in self.events:
@@ -106,12 +113,16 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
         detail: beyond the reason, when an attempt is over.
         exec_ns: when user code began, nanoseconds since 1970, once that is known.
         node: the name of the node that it is about; "" for all of the attempt's.
+        returned: whether all ranks of the crew that it is about have, and wait for those of others.
+        halt: why that crew ends before its end, once it has said so.
     """
 
     at_ns: int
     detail: str = ""
     exec_ns: int | None = None
     node: str = ""
+    returned: bool = False
+    halt: Halt | None = None
 
 
 class _Gang(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +148,12 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
             for before, crew in zip(self.attempt.crews, self.crews, strict=True)
             if crew != before
         }
+
+    @property
+    def because(self) -> str:
+        """Return why it ends before its end, for people; "" where that is not known, or there are no other crews."""
+        cause = self.folded.cause if self.folded is not None and len(self.crews) > 1 else None
+        return "" if cause is None else gangs.words(cause, self.attempt)
 
     @property
     def started_ns(self) -> int | None:
@@ -216,11 +233,18 @@ def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened:
     """
     attempt = run.attempt
     assert attempt is not None and run.state in ACTIVE
-    there = tuple(_after(crew, happened, note) if crew.number == number else crew for crew in attempt.crews)
+    news = partial(gangs.said, returned=note.returned, halt=note.halt)
+    there = tuple(_after(news(crew), happened, note) if crew.number == number else crew for crew in attempt.crews)
     is_word = not any(isinstance(event, GivenUp | Forgotten) for event in happened)
     folded, follows = gangs.follow(run, there, is_word=is_word, detail=note.detail)
+    gang = _Gang(attempt=attempt, crews=there, folded=folded)
     note = msgspec.structs.replace(note, node=note.node or attempt.crews[number].node)
-    return _tell(connection, run, follows, gang=_Gang(attempt=attempt, crews=there, folded=folded), note=note)
+    if folded.cause is not None and len(there) > 1 and folded.over is not None:
+        note = msgspec.structs.replace(note, detail=gang.because)
+    told = _tell(connection, run, follows, gang=gang, note=note)
+    is_new = folded.cause != attempt.cause or folded.releases != attempt.released
+    looks = tuple(crew for crew in there if is_new and crew.number != number and crew.ended_ns is None)
+    return msgspec.structs.replace(told, looks=looks)
 
 
 def _after(crew: StoredCrew, happened: Sequence[Event], note: Note) -> StoredCrew:
@@ -241,7 +265,8 @@ def _tell(
             note = _with_limit(run, over, note)
         written = told.events
         if life.state is not told.life.state or issued:
-            written += (_event(run, life, event, note=note, seq=run.events + len(written) + 1),)
+            because = gang.because if gang is not None and isinstance(event, Stopping | Heard) else ""
+            written += (_event(run, life, event, note=note, seq=run.events + len(written) + 1, because=because),)
         told = Told(before=run, life=life, instructions=told.instructions + issued, events=written)
     if told.changed:
         _write_run(connection, told, gang, over=over, note=note)
@@ -355,6 +380,8 @@ def _write_attempt(connection: sa.Connection, gang: _Gang, told: Told, *, over: 
         values["started_ns"] = gang.started_ns
     if gang.folded is not None and gang.folded.cause != attempt.cause:
         values["cause_json"] = msgspec.json.encode(gang.folded.cause).decode()
+    if gang.folded is not None and gang.folded.releases and len(gang.crews) > 1:
+        values["released"] = True
     for number, own in of_crews.items():
         if "ended_ns" in own:
             reason = gang.crews[number].reason
@@ -381,7 +408,7 @@ def _short(nodes: str) -> str:
     return nodes if len(nodes) <= _NODE_CHARACTERS else f"{nodes[: _NODE_CHARACTERS - 1]}…"
 
 
-def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int) -> StoredEvent:
+def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int, because: str) -> StoredEvent:
     over = over_because(event) if isinstance(event, Ended | GivenUp | Forgotten) else None
     node = _short(run.attempt.node) if run.attempt is not None and run.state in ACTIVE else ""
     return StoredEvent(
@@ -391,7 +418,8 @@ def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int) -> 
         at_ns=note.at_ns,
         state=life.state,
         reason=life.reason or over,
-        sentence=_sentence(event, life, node=note.node or node, detail=_asked_because(run, over) or note.detail),
+        sentence=because
+        or _sentence(event, life, node=note.node or node, detail=_asked_because(run, over) or note.detail),
         node=node,
     )
 
