@@ -60,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         directory: of Ray's files, in one that only this user can enter.
         log: path of the file for what Ray says.
         head: address that has to answer before a machine can join; "" for the head itself.
+        token: digest of the cluster's token: Ray reads that once, so with another one it is started anew.
     """
 
     command: tuple[str, ...]
@@ -67,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     log: str
     head: str = ""
+    token: str = ""
 
     @property
     def parent(self) -> str:

@@ -37,6 +37,7 @@ IDLE_S = 600.0
 """How long Ray is kept for a server that is not there."""
 LOCK = "keeper.lock"
 _PLAN, _LOG = "keeper.json", "keeper.log"
+_TELLING = ("RAY_", "CUDA_", "SERVERLESS_GPU_")
 _START_S = 30.0
 _END_S = 30.0
 
@@ -123,8 +124,10 @@ def stop_ray(home: Path) -> bool:
 
 
 def digest_of(plan: Plan) -> str:
-    """Return what tells a plan, kept by this version, from others."""
-    return hashlib.sha256(__version__.encode() + msgspec.json.encode(plan)).hexdigest()[:16]
+    """Return what tells a plan, kept by this version, from others; another shell's PATH makes none of it."""
+    ours = {name: value for name, value in plan.environ.items() if name.startswith(_TELLING)}
+    told = msgspec.json.encode(msgspec.structs.replace(plan, environ=ours), order="sorted")
+    return hashlib.sha256(__version__.encode() + told).hexdigest()[:16]
 
 
 def main(directory: str, owner: str) -> NoReturn:

@@ -241,6 +241,7 @@ def prepared(node: ray_start.Node, files: Files, token: str, environ: Mapping[st
         directory=node.directory,
         log=str(log_path(files.directory)),
         head=head,
+        token=hashlib.sha256(token.encode()).hexdigest()[:12],
     )
 
 

@@ -200,10 +200,11 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
             *lines,
             "other machines cannot join yet: this server listens on loopback. Give it --host, --tls-cert and --tls-key",
         ]
+    head = settings.ray.address.rpartition(":")[0] or address
     return [
         *lines,
         f"other machines join with a copy of {path}, as secret as a password:",
-        f"  sgpu join {address} --token-file {NAME}",
+        f"  sgpu join {head} --token-file {NAME}",
     ]
 
 
