@@ -31,7 +31,7 @@ _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "p
 
 def own_addresses() -> tuple[Address, ...]:
     """Return where this node may be reached, at most `ADDRESSES_MAX`."""
-    found = list(dict.fromkeys((*_inet(), *_inet6(Path("/proc/net/if_inet6")))))
+    found = list({one.address: one for one in (*_inet(), *_inet6(Path("/proc/net/if_inet6")))}.values())
     found.sort(key=lambda one: (one.interface.startswith(_OF_CONTAINERS), ":" in one.address))
     outside = [one for one in found if kind_of(one.address) in ("IPv4", "IPv6")]
     inside = [one for one in found if is_loopback(one)][:1]

@@ -38,6 +38,7 @@ CALLS_MAX = 256
 GUESTS_MAX = 256
 _ACCEPTED_AT_ONCE = 64
 _BREATH_S = 0.05
+_LOOK_NS = 5_000_000
 _BACKLOG = 1024
 _WORD_BYTES = 32
 _FILL = bytes(FILL_BYTES)
@@ -269,6 +270,7 @@ class Meeting:
         self._waiting: list[_Call] = []  # to be begun
         self._offers: dict[int, Offer] = {}
         self._enough_ns: int | None = None  # from then on what is missing is not waited for
+        self._look_ns = 0  # when it is next worth a look whether that is so
 
     def offer(self, rendezvous_port: int = 0) -> Offer:
         """Listen, and return where the others can try this crew.
@@ -317,7 +319,8 @@ class Meeting:
         """Return when `tend` has something to do, or None while that is for others to say."""
         limits = [call.until_ns for call in self._calls if call.tried is None]
         limits += [guest.wire.until_ns for guest in self._guests]
-        limits += [self._enough_ns] if self._enough_ns is not None and self.reach is None else []
+        if self._offers and self.reach is None:
+            limits.append(self._look_ns if self._enough_ns is None else self._enough_ns)
         return min(limits, default=None)
 
     def tend(self) -> None:
@@ -375,7 +378,8 @@ class Meeting:
 
     def _look_for_enough(self, now_ns: int) -> None:
         """Wait no longer for dead addresses when every crew was reached at one that other machines have, too."""
-        if self._enough_ns is None:
+        if self._enough_ns is None and now_ns >= self._look_ns:
+            self._look_ns = now_ns + _LOOK_NS
             times: dict[int, int] = {}
             for address, tried in self._outcomes():
                 took_us = tried.microseconds
@@ -383,7 +387,7 @@ class Meeting:
                     times[tried.crew] = min(took_us, times.get(tried.crew, took_us))
             if len(times) == len(self._offers):
                 self._enough_ns = now_ns + max(round(SETTLE_S * 1e9), 4_000 * max(times.values()))
-        elif now_ns >= self._enough_ns:
+        elif self._enough_ns is not None and now_ns >= self._enough_ns:
             for call in [*self._calls, *self._waiting]:
                 if call.began_ns:
                     call.expire((now_ns - call.began_ns) / 1e9)
@@ -394,6 +398,8 @@ class Meeting:
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
+            if not self._has_room():
+                return  # those of ours that are here are soon through, and the others wait in the kernel's queue
             try:
                 sock, _ = listening.accept()
             except BlockingIOError:
@@ -403,12 +409,18 @@ class Meeting:
                 return
             until_ns = self._clock.boottime_ns() + round(PROBE_S * 1e9)
             self._guests.append(_Guest(_Wire(sock, self._selector, until_ns), self._answers))
-            if len(self._guests) > GUESTS_MAX:
-                self._guests = [guest for guest in self._guests if guest.wire.is_open]
-            if len(self._guests) > GUESTS_MAX:
-                oldest = next((guest for guest in self._guests if not guest.is_known), self._guests[0])
-                oldest.wire.close()
-                self._guests.remove(oldest)
+
+    def _has_room(self) -> bool:
+        """Return whether one more may come; for that the oldest goes that has not said who it is."""
+        if len(self._guests) >= GUESTS_MAX:
+            self._guests = [guest for guest in self._guests if guest.wire.is_open]
+        if len(self._guests) < GUESTS_MAX:
+            return True
+        stranger = next((guest for guest in self._guests if not guest.is_known), None)
+        if stranger is not None:
+            stranger.wire.close()
+            self._guests.remove(stranger)
+        return stranger is not None
 
 
 def listener(port: int = 0) -> socket.socket:
