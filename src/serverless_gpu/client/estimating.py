@@ -46,6 +46,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         is_bound: whether that is the latest time: everybody who is waited for has declared how long they run at most.
         basis: what that rests on, or why nobody can say.
         node: where, by name, or "".
+        nodes: where, by name, of a gang on several nodes.
         place: its place in the queue for such devices; 0 when it would start at once.
         impossible: whether nothing that is there can ever serve it.
         cost: what it would cost, at most and about; None where a server does not say.
@@ -58,6 +59,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     is_bound: bool = False
     basis: str = ""
     node: str = ""
+    nodes: tuple[str, ...] = ()
     place: int = 0
     impossible: bool = False
     cost: CostEstimate | None = None
@@ -78,6 +80,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
             at_ns=None if self.start is None else round(self.start.timestamp() * 1e9),
             is_bound=self.is_bound,
             node=self.node,
+            nodes=self.nodes,
             basis=self.basis,
             place=self.place,
             impossible=self.impossible,
@@ -137,6 +140,7 @@ def made(estimate: values.Estimate, now_ns: int, cost: CostEstimate | None = Non
         is_bound=estimate.is_bound,
         basis=_basis(estimate),
         node=estimate.node,
+        nodes=estimate.nodes,
         place=estimate.place,
         impossible=estimate.impossible,
         cost=cost,

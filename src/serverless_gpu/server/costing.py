@@ -116,7 +116,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         spec: what it asks for, with what its policy adds.
         pool: where it goes; "" for any on-demand one.
-        node: where it would start, by name, or "".
+        node: where it would start, by name, or ""; of several the first.
+        several_nodes: whether it may have several, where none is large enough.
         expected_s: how long it is likely to have its devices.
         limit: what limits how long it takes at a time.
     """
@@ -124,6 +125,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec
     pool: str
     node: str = ""
+    several_nodes: bool = False
     expected_s: float | None = None
     limit: str = "timeout"
 
@@ -172,6 +174,7 @@ def _places(connection: sa.Connection, wish: Wish) -> list[tuple[str, str, int]]
     wanted = wish.spec.resources
     reserved = {pool.name for pool in pools.every(connection) if pool.kind == RESERVED}
     found: dict[str, set[tuple[str, str, int]]] = {}
+    parts: dict[str, set[tuple[str, str, int]]] = {}  # of gangs that no node is large enough for
     for node in nodes.every(connection):
         is_open = node.pool == wish.pool if wish.pool else node.pool not in reserved
         if not is_open and node.name != wish.node:  # it may borrow in a reserved pool
@@ -181,8 +184,10 @@ def _places(connection: sa.Connection, wish: Wish) -> list[tuple[str, str, int]]
             own = node.hello.own_types
             fits = matches(wanted.gpu_type, gpu_type, own) if wanted.gpu_type is not None else gpu_type != CPU
             count = there if wanted.gpus is None else wanted.gpus
-            if fits and 0 < count <= there:
-                found.setdefault(node.name, set()).add((gpu_type, node.pool, count))
+            if fits and count > 0 and there > 0:
+                (found if count <= there else parts).setdefault(node.name, set()).add((gpu_type, node.pool, count))
+    if not found and wish.several_nodes:
+        found = parts
     chosen = found.get(wish.node) or set().union(*found.values())
     if not chosen and wanted.gpus is not None and wanted.gpu_type is not None:
         return [(wanted.gpu_type, wish.pool, wanted.gpus)]  # nothing that is there has as many, but the price is known

@@ -73,7 +73,14 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
     allowed, run, held_back, expected_s = services.database.read(work)
     asked = wanted(run, Past(expected_s=expected_s), now_ns=now_ns)
     found = Estimate(at_ns=None, basis=held_back) if held_back else services.sentences.estimate(asked)
-    wish = Wish(spec=allowed.spec, pool=allowed.pool, node=found.node, expected_s=expected_s, limit=_limit(allowed))
+    wish = Wish(
+        spec=allowed.spec,
+        pool=allowed.pool,
+        node=found.node or next(iter(found.nodes), ""),
+        several_nodes=asked.several_nodes,
+        expected_s=expected_s,
+        limit=_limit(allowed),
+    )
     currency = services.settings.currency
     cost = services.database.read(
         lambda connection: costing.estimate(connection, wish, now_ns=now_ns, currency=currency)

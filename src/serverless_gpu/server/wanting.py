@@ -8,9 +8,12 @@ from serverless_gpu.ambient import format_clock
 from serverless_gpu.model.run_lifecycle import pause_s
 from serverless_gpu.model.scheduling.learning import LEAVING_S, START_S, limit_s
 from serverless_gpu.model.scheduling.values import Wanted
-from serverless_gpu.model.spec import Function
+from serverless_gpu.model.spec import Function, Kernel
 from serverless_gpu.server import floor
 from serverless_gpu.server.runs import StoredRun
+
+SEVERAL_NODES = False
+"""Whether gangs have several nodes. False until all that follows from a placement knows of crews."""
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,9 +23,11 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
         failed: nodes on which an attempt of it was lost, or did not begin.
         preemptions: how often it had to make room.
         expected_s: how long it is likely to have devices, by earlier runs of its name.
+        apart: pairs of nodes whose crews did not reach each other.
     """
 
     failed: frozenset[str] = frozenset()
+    apart: frozenset[tuple[str, str]] = frozenset()
     preemptions: int = 0
     expected_s: float | None = None
 
@@ -40,6 +45,7 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
     """
     spec, resources = run.spec, run.spec.resources
     not_before_ns, held = _held(run, now_ns)
+    several, alone = _several(run)
     return Wanted(
         run_id=run.id,
         title=floor.title(run),
@@ -49,12 +55,15 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
         queued_ns=run.queued_ns,
         gpus=resources.gpus,
         gpu_type=resources.gpu_type,
+        several_nodes=several,
+        alone=alone,
         pool=run.pool,
         machine=run.target.machine,
         platform=run.target.platform,
         python=_python(run),
         caller=run.target.caller,
         avoid=past.failed,
+        apart=past.apart,
         not_before_ns=not_before_ns,
         held=held,
         limit_s=limit_s(spec.limit_s, spec.grace_s),
@@ -64,6 +73,22 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
         preemptions=past.preemptions,
         grace_s=spec.grace_s,
     )
+
+
+def _several(run: StoredRun) -> tuple[bool, str]:
+    """Return whether a run may have several nodes, and what would let it, as its owner would write it, or "".
+
+    It has them where no node that it may use could hold it: that is the planner's to know. All devices of *a* node are
+    on one, a kernel is one process, and files that lie on one machine are on no other.
+    """
+    spec, resources = run.spec, run.spec.resources
+    if not SEVERAL_NODES or resources.gpus is None or isinstance(spec.payload, Kernel):
+        return False, ""
+    if resources.same_node:
+        return False, "without same_node=True"
+    if run.target.machine or spec.environment == "live":
+        return False, 'with env="snapshot"'
+    return True, ""
 
 
 def begun(asked: Wanted, after_s: float) -> Wanted:

@@ -38,6 +38,7 @@ class EstimateView(Answer, frozen=True, kw_only=True):
         at_ns: the expected time; None where it is unknown.
         is_bound: whether that is the latest time.
         node: where, by name, or "".
+        nodes: where, by name, of a gang on several nodes.
         basis: what that rests on, or why it is unknown, in words.
         place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
         impossible: whether nothing that has joined can ever serve it.
@@ -51,6 +52,7 @@ class EstimateView(Answer, frozen=True, kw_only=True):
     at_ns: int | None
     is_bound: bool = False
     node: str = ""
+    nodes: tuple[str, ...] = ()
     basis: str
     place: int = 0
     impossible: bool = False
@@ -75,6 +77,7 @@ def estimate_of(view: EstimateView) -> Estimate:
         at_ns=view.at_ns,
         is_bound=view.is_bound,
         node=view.node,
+        nodes=view.nodes,
         basis=view.basis,
         place=view.place,
         impossible=view.impossible,

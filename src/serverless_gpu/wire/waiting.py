@@ -26,6 +26,7 @@ class HolderView(Answer, frozen=True, kw_only=True):
         is_bound: whether that is the latest time, as declared.
         is_leaving: whether it was asked to stop.
         asked_ns: when it is asked to make room, if it is still there; None for never, and where it is asked already.
+        node: where, of what is waited for on several nodes; else "".
     """
 
     title: str
@@ -34,6 +35,15 @@ class HolderView(Answer, frozen=True, kw_only=True):
     is_bound: bool = False
     is_leaving: bool = False
     asked_ns: int | None = None
+    node: str = ""
+
+
+class PartView(Answer, frozen=True, kw_only=True):
+    """What a gang on several nodes waits for on one of them: devices that it would have there, and that are free."""
+
+    node: str
+    count: int
+    free: int
 
 
 class WaitView(Answer, frozen=True, kw_only=True):
@@ -45,6 +55,7 @@ class WaitView(Answer, frozen=True, kw_only=True):
         gpu_type: their type; "" where that depends on the node.
         one_node: whether they have to be on one node.
         whole: whether it asks for all devices of a node, however many these are.
+        nodes: those where it fits soonest, of a gang on several.
         node: name of the node where it fits soonest, or "".
         free: devices of its kind that are free there.
         outside: those that others than this server use there, or that are in quarantine.
@@ -65,6 +76,7 @@ class WaitView(Answer, frozen=True, kw_only=True):
     gpu_type: str = ""
     one_node: bool = True
     whole: bool = False
+    nodes: tuple[PartView, ...] = ()
     node: str = ""
     free: int = 0
     outside: int = 0

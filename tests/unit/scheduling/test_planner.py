@@ -201,7 +201,7 @@ def test_a_node_that_is_away_is_not_used_and_said_to_be_away() -> None:
         (
             wanted("r1", 16, several_nodes=True),
             [node("n1", H100=4), node("n2", H100=8)],
-            "needs 16 H100, and all nodes together have 12",
+            "needs 16 H100; all 2 nodes of pool 'default' have 12 together",
         ),
         (
             wanted("r1", platform="linux-aarch64"),

@@ -162,6 +162,7 @@ def _as_json(spec: RunSpec, url: str, imported: _Imported, estimate: Estimate) -
             "is_bound": estimate.is_bound,
             "basis": estimate.basis,
             "node": estimate.node,
+            "nodes": estimate.nodes,
             "place": estimate.place,
             "impossible": estimate.impossible,
             "cost": estimate.cost,

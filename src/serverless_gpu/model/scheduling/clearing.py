@@ -17,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from serverless_gpu.model.scheduling import placing
+from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.impossible import could_be
 from serverless_gpu.model.scheduling.places import Group, Place
 from serverless_gpu.model.scheduling.preempting import (
@@ -30,6 +31,7 @@ from serverless_gpu.model.scheduling.preempting import (
     standing,
 )
 from serverless_gpu.model.scheduling.shapes import Ask
+from serverless_gpu.model.scheduling.spreading import are_one, is_several
 from serverless_gpu.model.scheduling.state import State
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, Preemption, Reservation, Share, Wanted
 
@@ -77,7 +79,7 @@ class Clearing:
                 continue
             wanted, ask = found[0], found[1].ask
             missing = [self._missing(wanted, ask, share) for share in shares]
-            if not _is_all(ask, shares) or any(lacks is None for lacks in missing):
+            if any(lacks is None for lacks in missing) or not _is_all(state.floor, ask, shares):
                 del state.clearing[run_id]
             elif any(missing):
                 self._keep(run_id, shares)
@@ -131,9 +133,10 @@ class Clearing:
     def _search(self, wanted: Wanted, ask: Ask) -> Room:
         """Return who has to leave for a run, of the first nodes that lack the fewest devices."""
         state = self._state
-        reach = state.floor.reach(ask.shape)
-        if ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > reach.whole:
-            sites = [site for where, name in self._nodes(wanted, ask) if (site := self._site(where, name, ask))]
+        if is_several(state.floor, wanted, ask):
+            found = [self._site(where, name, ask) for where, name in self._parts(wanted, ask)]
+            self._looked += len(found)
+            sites = [site for site in found if site is not None]
             return room(wanted, sites, state.floor.terms, state.now_ns) or Room()
         ripe: list[Site] = []
         green: list[Site] = []
@@ -149,22 +152,16 @@ class Clearing:
     def _nodes(self, wanted: Wanted, ask: Ask) -> list[tuple[Place, str]]:
         """Return nodes that a run may use where enough could get free, those that lack the fewest devices first."""
         floor, count = self._state.floor, ask.shape.gpus
-        is_spread = ask.shape.several and count is not None and count > floor.reach(ask.shape).whole
-        keys = (
-            [(key, name) for key in floor.places for name in floor.places[key].node.total]
-            if is_spread
-            else (list(floor.leavers.counts))
-        )
         found = []
         types: dict[int, tuple[str, ...]] = {}
-        for node_id, name in keys:
+        for node_id, name in list(floor.leavers.counts):
             where = floor.places.get(node_id)
             if where is None or where.node.away or node_id in wanted.avoid:
                 continue
             above = -1 if id(where.group) in self._host_ids else wanted.priority
             free = where.free.get(name, 0)
-            need = where.node.total.get(name, 0) if count is None or is_spread else count
-            if need <= 0 or not (is_spread or free + floor.leavers.most(node_id, name, above) >= need):
+            need = where.node.total.get(name, 0) if count is None else count
+            if need <= 0 or free + floor.leavers.most(node_id, name, above) < need:
                 continue
             group = id(where.group) if not floor.reach(ask.shape).singles else id(where)
             if group not in types:
@@ -172,6 +169,14 @@ class Clearing:
             if name in types[group]:
                 found.append((need - free, *where.entry, name))
         return [(where, name) for *_, where, name in sorted(found, key=lambda entry: entry[:3])]
+
+    def _parts(self, wanted: Wanted, ask: Ask) -> list[tuple[Place, str]]:
+        """Return nodes of which a gang on several could have some, those on which an attempt failed last of all."""
+        usable = placing.usable(self._state.floor, wanted, ask, self._state.now_ns)
+        found = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
+        well = [entry for entry in found if entry[0].node.id not in wanted.avoid]
+        several = well if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0) else found
+        return sorted(several, key=lambda entry: (*entry[0].entry[:2], entry[1]))
 
     def _site(self, where: Place, gpu_type: str, ask: Ask) -> Site | None:
         """Return a node with those who are there; None where somebody waits for what gets free by itself."""
@@ -183,7 +188,7 @@ class Clearing:
         return Site(
             node=where.node,
             gpu_type=gpu_type,
-            need=total if count is None else min(count, total),
+            need=total if count is None else min(count, total if count <= total else where.usable(gpu_type)),
             free=placing.unkept(floor, where, gpu_type) + _leaving(where, gpu_type),
             holders=tuple(held.running for held in where.runs.get(gpu_type, {}).values()),
         )
@@ -242,6 +247,8 @@ def _has_room(group: Group, types: tuple[str, ...], wanted: Wanted) -> bool:
     indexes = [group.index[name] for name in types]
     if wanted.gpus is None:
         return any(index.whole for index in indexes)
+    if wanted.several_nodes and group.sample.crews and any(index.free >= wanted.gpus for index in indexes):
+        return True  # there may be, on several of these nodes
     return any(index.best(wanted.gpus, wanted.avoid) is not None for index in indexes)
 
 
@@ -301,6 +308,7 @@ def _leaving(where: Place, gpu_type: str) -> int:
     return sum(held.count for held in where.runs.get(gpu_type, {}).values() if held.running.is_leaving)
 
 
-def _is_all(ask: Ask, shares: tuple[Share, ...]) -> bool:
-    """Return whether shares are still what a run asks for."""
-    return ask.shape.gpus is None or ask.shape.gpus == sum(share.count for share in shares)
+def _is_all(floor: Floor, ask: Ask, shares: tuple[Share, ...]) -> bool:
+    """Return whether shares are still what a run asks for, all of them, and what one gang may have."""
+    enough = ask.shape.gpus is None or ask.shape.gpus == sum(share.count for share in shares)
+    return enough and are_one(floor, shares)

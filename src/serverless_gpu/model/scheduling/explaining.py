@@ -18,12 +18,13 @@ from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.impossible import impossible
 from serverless_gpu.model.scheduling.places import Place
 from serverless_gpu.model.scheduling.preempting import may_ask, standing
-from serverless_gpu.model.scheduling.promising import Seeker
+from serverless_gpu.model.scheduling.promising import Chosen, Seeker
 from serverless_gpu.model.scheduling.queue import Line
 from serverless_gpu.model.scheduling.shapes import Ask
+from serverless_gpu.model.scheduling.spreading import is_several
 from serverless_gpu.model.scheduling.state import State
 from serverless_gpu.model.scheduling.telling import some
-from serverless_gpu.model.scheduling.values import Estimate, Holder, Reservation, Wait, WaitReason, Wanted
+from serverless_gpu.model.scheduling.values import Estimate, Holder, Part, Reservation, Share, Wait, WaitReason, Wanted
 from serverless_gpu.units import format_duration_ms
 
 AHEAD_MAX = 64
@@ -96,7 +97,7 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
         return Estimate(at_ns=None, basis=never, impossible=True)
     shares = placing.place(state.floor, wanted, ask, now_ns)
     if shares is not None:
-        return Estimate(at_ns=now_ns, node=_node(state, [share.node_id for share in shares]), basis="enough is free")
+        return Estimate(at_ns=now_ns, node=_node(state, shares), nodes=_nodes(state, shares), basis="enough is free")
     lines = _ahead(state, wanted, ask, now_ns)
     place = 1 + sum(count for _, count in lines)
     if place > AHEAD_MAX:
@@ -119,7 +120,8 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     known = "declared" if found.is_bound else "declared and learned"
     return Estimate(
         at_ns=found.at_ns,
-        node=_node(state, [share.node_id for share in found.shares]),
+        node=_node(state, found.shares),
+        nodes=_nodes(state, found.shares),
         basis=f"by the {known} ends of those who have the devices" + (f" and of {place - 1} ahead" if ahead else ""),
         place=place,
         wait=_Explained(state, wanted, ask, now_ns).wait(place),
@@ -140,14 +142,18 @@ def _unknown(state: State, wanted: Wanted, ask: Ask, ahead: list[tuple[Wanted, L
     ]
     open_ended += [other.title for other, line in ahead if math.isinf(line.ask.spans(other)[0])]
     if not open_ended:
-        return "nobody can say when enough of one node is free"
+        one = "several nodes" if is_several(state.floor, wanted, ask) else "one node"
+        return f"nobody can say when enough of {one} is free"
     named = ", ".join(some(sorted(set(open_ended))))
     return f"no timeout was declared for {named}, and too few like them have ended to learn from"
 
 
-def _node(state: State, node_ids: list[str]) -> str:
-    place = state.floor.places.get(node_ids[0]) if len(node_ids) == 1 else None
-    return "" if place is None else place.node.name
+def _node(state: State, shares: tuple[Share, ...]) -> str:
+    return state.floor.places[shares[0].node_id].node.name if len(shares) == 1 else ""
+
+
+def _nodes(state: State, shares: tuple[Share, ...]) -> tuple[str, ...]:
+    return tuple(state.floor.places[share.node_id].node.name for share in shares) if len(shares) > 1 else ()
 
 
 class _Order:
@@ -202,13 +208,13 @@ class _Explained:
     def __init__(self, state: State, wanted: Wanted, ask: Ask, now_ns: int) -> None:
         self._state, self._floor = state, state.floor
         self._wanted, self._ask, self._now_ns = wanted, ask, now_ns
+        self._is_several = is_several(state.floor, wanted, ask)
         self._reservation: Reservation | None = state.reservations.get(wanted.run_id)
 
     def wait(self, place: int) -> Wait:
         """Return it, with the run's place in the queue."""
-        shape = self._ask.shape
-        if shape.several and shape.gpus is not None and shape.gpus > self._floor.reach(shape).whole:
-            return self._anywhere(place)
+        if self._is_several:
+            return self._several(place)
         nearest = self._nearest()
         if nearest is None:
             return self._closed(place)
@@ -217,7 +223,7 @@ class _Explained:
         free = where.free[name]
         ahead = self._keeper(where, name) if free else ""
         at_ns, is_bound = self._start(where, name, needed, place)
-        kept_ns, spare_s = self._spare(where, name, needed)
+        kept_ns, spare_s = self._spare([(where, name, needed)])
         return msgspec.structs.replace(
             self._there(where, name, self._reason(ahead, enough=free >= needed), free),
             outside=where.node.outside.get(name, 0),
@@ -240,16 +246,18 @@ class _Explained:
             whole=shape.gpus is None,
             gpu_type=self._wanted.gpu_type or gpu_type,
             reason=reason,
+            one_node=not self._is_several,
             node=where.node.name,
             free=free,
         )
 
-    def _spare(self, where: Place, gpu_type: str, count: int) -> tuple[int | None, float]:
+    def _spare(self, chosen: Chosen) -> tuple[int | None, float]:
         """Return from when on what is free is kept for others, and how long a run may declare that fits in before."""
-        book = self._floor.books.get((where.node.id, gpu_type))
-        if book is None or where.free[gpu_type] < count:
+        if any(where.free[name] < count for where, name, count in chosen):
             return None, 0.0
-        until = min(book.likely.until(count), book.bound.until(count))
+        books = [(self._floor.books.get((where.node.id, name)), count) for where, name, count in chosen]
+        ends = [min(book.likely.until(count), book.bound.until(count)) for book, count in books if book is not None]
+        until = min(ends, default=math.inf)
         if until <= self._now_ns or math.isinf(until):
             return None, 0.0
         left_s = (until - self._now_ns) / 1e9 - self._wanted.beyond_s
@@ -349,6 +357,7 @@ class _Explained:
                     is_bound=is_bound,
                     is_leaving=running.is_leaving,
                     asked_ns=asked.get(running.wanted.run_id),
+                    node=where.node.name if self._is_several else "",
                 )
                 found.append(((until, -held.count, title), holder))
         return tuple(holder for _, holder in sorted(found, key=lambda entry: entry[0])[:HOLDERS_MAX])
@@ -370,11 +379,11 @@ class _Explained:
         away, closed = [], []
         for where, types, _ in self._floor.reach(self._ask.shape).places():
             for name in types:
-                if not 0 < (count or 1) <= where.node.total[name]:
+                if not 0 < (count or 1) <= where.node.total[name] and not self._is_several:
                     continue
                 if where.node.away:
                     away.append(f"{where.node.name} {where.node.away}")
-                else:
+                elif not placing.is_usable(self._floor, wanted, self._ask, (where, name), self._now_ns):
                     closed.append((where.node.turns_ns or math.inf, *where.entry[:2], where, name))
         if not closed:
             words = "; ".join(some(sorted(set(away))))
@@ -384,6 +393,7 @@ class _Explained:
                 count=count or 0,
                 whole=count is None,
                 gpu_type=wanted.gpu_type or "",
+                one_node=not self._is_several,
                 place=place,
                 words=words,
             )
@@ -418,28 +428,60 @@ class _Explained:
         needed = self._ask.shape.needs(where.node, gpu_type)
         return (left_s, "") if where.free[gpu_type] >= needed else (0.0, "")
 
-    def _anywhere(self, place: int) -> Wait:
-        """Return what a gang of several nodes waits for."""
-        rows = list(placing.usable(self._floor, self._wanted, self._ask, self._now_ns))
-        free = sum(where.free[name] for where, name in rows)
-        keepers = sorted({title for where, name in rows if where.free[name] and (title := self._keeper(where, name))})
+    def _several(self, place: int) -> Wait:
+        """Return what a gang on several nodes waits for."""
+        chosen = self._chosen()
+        if not chosen:
+            return self._closed(place)
+        lacks = [(where, name) for where, name, count in chosen if where.free[name] < count]
+        kept = (self._keeper(where, name) for where, name, _ in chosen if where.free[name])
+        ahead = next((title for title in kept if title), "")
         at_ns, is_bound = self._promised()
-        enough = free >= (self._ask.shape.gpus or 0)
+        kept_ns, spare_s = self._spare(chosen)
         return Wait(
             run_id=self._wanted.run_id,
-            reason=self._reason(keepers[0] if keepers else "", enough=enough and not rows),
+            reason=self._reason(ahead, enough=not lacks),
             count=self._ask.shape.gpus or 0,
-            gpu_type=self._wanted.gpu_type or next((name for _, name in rows), ""),
+            gpu_type=self._wanted.gpu_type or chosen[0][1],
             one_node=False,
-            free=free,
-            outside=sum(where.node.outside.get(name, 0) for where, name in rows),
-            holders=self._holders(rows),
-            ahead=keepers[0] if keepers else "",
+            nodes=tuple(
+                Part(node=where.node.name, count=count, free=where.free[name]) for where, name, count in chosen
+            ),
+            free=sum(where.free[name] for where, name, _ in chosen),
+            outside=sum(where.node.outside.get(name, 0) for where, name in lacks),
+            holders=self._holders(lacks) if lacks else (),
+            ahead=ahead,
+            kept_ns=kept_ns,
+            spare_s=spare_s,
             place=place,
             at_ns=at_ns,
             is_bound=is_bound,
-            words="" if not enough else "whole nodes are needed, and too few are wholly free",
+            words="; ".join(some([where.node.left_out for where, _ in lacks if where.node.left_out])),
         )
+
+    def _chosen(self) -> Chosen:
+        """Return where enough is free but kept, else what is promised, else where the fewest devices are missing.
+
+        All that may be used where even that is too little: what lacks is used by others, or in quarantine. Nothing
+        where some nodes may not be used now.
+        """
+        seeker = Seeker(self._floor, self._wanted, self._ask, self._now_ns)
+        found = seeker.nearest(kept=True)
+        if found is not None and found[0] == 0 and self._wanted.run_id not in self._state.clearing:
+            return found[1]
+        shares = self._reservation.shares if self._reservation is not None else ()
+        if shares and all(share.node_id in self._floor.places for share in shares):
+            return [(self._floor.places[share.node_id], share.gpu_type, share.count) for share in shares]
+        found = seeker.nearest()
+        if found is not None:
+            return found[1]
+        rows = list(placing.usable(self._floor, self._wanted, self._ask, self._now_ns))
+        is_all = len(rows) == sum(len(types) for _, types, _ in self._floor.reach(self._ask.shape).places())
+        return [(where, name, where.node.total[name]) for where, name in rows] if is_all else []
+
+
+def _part(where: Place, gpu_type: str, count: int) -> Part:
+    return Part(node=where.node.name, count=count, free=where.free[gpu_type])
 
 
 def _claimed(where: Place, wanted: Wanted, floor: Floor) -> str:

@@ -1,6 +1,6 @@
 """What there is to give: nodes, what is free on them, and the node that a gang fits best.
 
-    group   nodes of one pool, platform, Python, owner and calendar: whoever may use one of them may use all
+    group   nodes of one pool, platform, Python, owner, calendar: whoever may use one of them may use all
       index   of one type: nodes by how many devices are free ─▶ best fit is one look, not a walk over nodes
     reach   groups and types that a shape may use; found once, until nodes of another kind come
 
@@ -15,14 +15,14 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
 from serverless_gpu.model.scheduling.holding import Held
 from serverless_gpu.model.scheduling.learning import Medians
 from serverless_gpu.model.scheduling.leavers import Leavers
-from serverless_gpu.model.scheduling.places import Entry, Group, Index, Place, Reach, Ready
+from serverless_gpu.model.scheduling.places import Entry, Group, Index, Parts, Place, Reach, Ready, together
 from serverless_gpu.model.scheduling.preempting import Terms
 from serverless_gpu.model.scheduling.reserving import Book, Ends, Profile
 from serverless_gpu.model.scheduling.shapes import Ask, Shape
@@ -48,7 +48,8 @@ class Floor:
         self._runs: dict[str, dict[str, dict[str, Held]]] = {}
         self._used: dict[str, Counter[str]] = {}
         self.ready: dict[tuple[int, bool], list[Ready]] = {}
-        self.wholes: dict[tuple[int, bool], dict[str, list[tuple[float, float, str, str, Place]]]] = {}
+        self._touched: dict[tuple[str, str], None] = {}
+        self.parts: dict[tuple[int, bool, int], Parts] = {}
         self.medians = Medians()
         self._machines: dict[str, dict[str, Place]] = {}
 
@@ -102,6 +103,7 @@ class Floor:
         for name, total in place.node.total.items():
             self._out(place, name)
             self.books.pop((node_id, name), None)
+            self._touched.pop((node_id, name), None)
             totals = group.index[name].totals
             totals[total] -= 1
             if totals[total] <= 0:
@@ -141,6 +143,7 @@ class Floor:
         if place is not None and share.gpu_type in place.node.total:
             self._out(place, share.gpu_type)
             self._in(place, share.gpu_type)
+            self._touched[share.node_id, share.gpu_type] = None
 
     def _in(self, place: Place, gpu_type: str) -> None:
         free = place.free[gpu_type] = place.count(gpu_type)
@@ -174,6 +177,15 @@ class Floor:
             book = self.books[key] = place.book(gpu_type, now_ns)
         return book
 
+    def is_apart(self, node_id: str, gpu_type: str) -> bool:
+        """Return whether what was worked out about a node in this pass may not hold: see `apart`."""
+        return (node_id, gpu_type) in self.books or (node_id, gpu_type) in self._touched
+
+    def apart(self) -> Iterator[tuple[Place, str]]:
+        """Yield nodes and types of which something was kept, or given to somebody, in this pass."""
+        for node_id, gpu_type in (*self.books, *(key for key in self._touched if key not in self.books)):
+            yield self.places[node_id], gpu_type
+
     def guess(self, place: Place, gpu_type: str, now_ns: int) -> Profile:
         """Return what is free when by a guess; it is kept with the node's book, where there is one."""
         book = self.books.get((place.node.id, gpu_type))
@@ -197,7 +209,8 @@ class Floor:
     def close_books(self) -> None:
         """Forget what was kept: a pass begins."""
         self.ready.clear()
-        self.wholes.clear()
+        self.parts.clear()
+        self._touched.clear()
         books, self.books = self.books, {}
         for node_id, gpu_type in books:
             place = self.places[node_id]
@@ -207,7 +220,7 @@ class Floor:
     def forecast(self) -> Floor:
         """Return a floor on which promises are tried: they leave this one as it is."""
         other = copy.copy(self)
-        other.books, other.ready, other.wholes, other._is_forecast = {}, {}, {}, True
+        other.books, other.ready, other.parts, other._touched, other._is_forecast = {}, {}, {}, {}, True
         return other
 
     # --- what is in reach ---
@@ -215,7 +228,7 @@ class Floor:
     def is_possible(self, shape: Shape) -> bool:
         """Return whether there are devices enough for a shape, free or not."""
         reach = self.reach(shape)
-        return (shape.gpus or 1) <= (reach.most if shape.several else reach.whole)
+        return (shape.gpus or 1) <= (max(reach.whole, reach.most) if shape.several else reach.whole)
 
     def reach(self, shape: Shape) -> Reach:
         """Return what a shape may use, whether it is free or not."""
@@ -291,24 +304,26 @@ def _types(shape: Shape, there: list[str], own: tuple[GpuType, ...], only: str |
 
 
 def _measured(reach: Reach) -> Reach:
-    """Note how large the largest node in reach is, and what a gang of several nodes can have at most."""
-    most = Counter[str]()
+    """Note how large the largest node in reach is, and what a gang on several nodes can have at most."""
+    sizes: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for group, types, _ in reach.entries:
         for name in types:
-            for total, number in group.index[name].totals.items():
-                reach.whole = max(reach.whole, total)
-                most[name] += total * number
+            totals = group.index[name].totals
+            reach.whole = max(reach.whole, *totals, 0)
+            if group.sample.crews:
+                sizes[group.sample.pool, name].update(totals)
     for place, types, _ in reach.singles.values():
         for name in types:
             reach.whole = max(reach.whole, place.node.total[name])
-            most[name] += place.node.total[name]
-    reach.most = max(most.values(), default=0)
+            if place.node.crews:
+                sizes[place.node.pool, name][place.node.total[name]] += 1
+    reach.most = max(map(together, sizes.values()), default=0)
     return reach
 
 
 def _group_key(node: Node) -> tuple[object, ...]:
     hours = (node.owner, node.owner_first, node.shared, node.turns_ns)
-    return (node.pool, node.platform, node.pythons, node.own, tuple(sorted(node.total)), hours)
+    return (node.pool, node.platform, node.pythons, node.own, tuple(sorted(node.total)), node.crews, hours)
 
 
 def _stays(old: Node, new: Node) -> bool:

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from serverless_gpu.model.crews import NODES_MAX
 from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.floor import Floor, has_python
 from serverless_gpu.model.scheduling.places import Place
-from serverless_gpu.model.scheduling.preempting import could_use
+from serverless_gpu.model.scheduling.preempting import could_use, is_open
 from serverless_gpu.model.scheduling.shapes import Ask
+from serverless_gpu.model.scheduling.spreading import most
+from serverless_gpu.model.scheduling.telling import some
 from serverless_gpu.model.scheduling.values import Node, Wanted
 
 
@@ -24,39 +27,35 @@ def impossible(floor: Floor, wanted: Wanted, ask: Ask) -> str:
 
 def could_be(floor: Floor, wanted: Wanted, ask: Ask) -> bool:
     """Return whether something that has joined can serve a run; what can is mostly found at once."""
-    totals = Counter[str]()
     for place, types, _ in floor.reach(ask.shape).places():
-        if could_use(wanted, place.node, floor.terms) and _is_open(wanted, place.node):
+        if could_use(wanted, place.node, floor.terms) and is_open(wanted, place.node):
             for name in types:
-                totals[name] += place.node.total[name]
                 if (wanted.gpus or 1) <= place.node.total[name]:
                     return True
-    return ask.shape.several and wanted.gpus is not None and max(totals.values(), default=0) >= wanted.gpus
+    if not ask.shape.several or wanted.gpus is None:
+        return False
+    return max(most(floor, wanted, ask).values(), default=0) >= wanted.gpus
 
 
 def _sentence(floor: Floor, wanted: Wanted) -> str:
     nodes = [place.node for place in sorted(floor.places.values(), key=_by_name)]
     admitted = [node for node in nodes if _admits(floor, node, wanted)]
-    open_to = [node for node in admitted if _is_open(wanted, node)]
+    open_to = [node for node in admitted if is_open(wanted, node)]
     if admitted and not open_to:
         owners = sorted({node.owner for node in admitted if node.owner})
-        if any(_is_open(msgspec.structs.replace(wanted, preemptible=True), node) for node in admitted):
+        if any(is_open(msgspec.structs.replace(wanted, preemptible=True), node) for node in admitted):
             first = f"its owner comes first on every node that would do ({', '.join(owners)})"
             return f"{first}: others need resume=True there"
         return f"every node that would do is its owner's alone: {', '.join(owners) or 'nobody else may use it'}"
-    return _lacking(wanted, open_to) if open_to else _nowhere(floor, wanted, nodes)
+    if not open_to:
+        return _nowhere(floor, wanted, nodes)
+    anywhere = msgspec.structs.replace(wanted, machine="")
+    beyond = [node for node in nodes if _admits(floor, node, anywhere) and is_open(wanted, node)]
+    return _lacking(wanted, open_to) + _instead(wanted, beyond)
 
 
 def _by_name(place: Place) -> tuple[str, str]:
     return place.node.name, place.node.id
-
-
-def _is_open(wanted: Wanted, node: Node) -> bool:
-    """Return whether a node is ever open to a run, as far as its owner has a say."""
-    if node.owner and node.owner == wanted.owner:
-        return True
-    can_leave = wanted.preemptible or not (node.owner and node.owner_first)
-    return can_leave and (node.shared or node.turns_ns is not None)
 
 
 def _admits(floor: Floor, node: Node, wanted: Wanted) -> bool:
@@ -125,6 +124,47 @@ def _lacking(wanted: Wanted, eligible: Sequence[Node]) -> str:
     count, name, node = max(fitting, key=lambda entry: entry[0])
     asked = wanted.gpu_type or name
     if wanted.several_nodes:
-        most = sum(count for count, other, _ in fitting if other == name)
-        return f"needs {wanted.gpus} {asked}, and all nodes{where} together have {most}"
+        return _too_few(wanted, [entry[1:] for entry in fitting], asked)
     return f"needs {wanted.gpus} {asked} on one node, and the largest{where} has {count} ({node.name})"
+
+
+def _kinds(nodes: Sequence[tuple[str, Node]]) -> dict[tuple[str, str], list[int]]:
+    """Return how large the nodes are that can have a part of a gang, by pool and type, the largest first."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for name, node in nodes:
+        if node.crews and node.total[name]:
+            kinds.setdefault((node.pool, name), []).append(node.total[name])
+    return {kind: sorted(sizes, reverse=True) for kind, sizes in sorted(kinds.items())}
+
+
+def _too_few(wanted: Wanted, fitting: Sequence[tuple[str, Node]], asked: str) -> str:
+    """Return why no pool ever has enough for a gang on several nodes."""
+    kinds = _kinds(fitting)
+    old = sorted({node.name for _, node in fitting if not node.crews})
+    without = f"; {', '.join(some(old))}: of a version that knows no gangs on several nodes" if old else ""
+    needs = f"needs {wanted.gpus} {asked}"
+    if not kinds:
+        return f"{needs} on several nodes{without}"
+    (pool, _), sizes = max(kinds.items(), key=lambda entry: sum(entry[1]))
+    of = f" of pool {pool!r}" if pool else ""
+    if sum(sizes) >= (wanted.gpus or 0):
+        most = sum(sizes[:NODES_MAX])
+        return f"{needs}, and a gang has {NODES_MAX} nodes at most: the largest{of} have {most} together{without}"
+    if len(sizes) == 1:
+        return f"{needs}; the only node{of} has {sizes[0]}{without}"
+    return f"{needs}; all {len(sizes)} nodes{of} have {sum(sizes)} together{without}"
+
+
+def _instead(wanted: Wanted, nodes: Sequence[Node]) -> str:
+    """Return how a gang that asked for one node would find room on several, or ""."""
+    count = wanted.gpus or 0
+    if not wanted.alone or wanted.several_nodes or wanted.gpu_type is None:
+        return ""
+    own = [(name, node) for node in nodes for name in node.total if matches(wanted.gpu_type, name, node.own)]
+    ways = [
+        number
+        for sizes in _kinds(own).values()
+        for number in range(2, min(len(sizes), NODES_MAX) + 1)
+        if sum(sizes[:number]) >= count > sum(sizes[: number - 1])
+    ]
+    return f"; {wanted.alone} {min(ways)} nodes would do" if ways else ""

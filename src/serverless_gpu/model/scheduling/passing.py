@@ -16,7 +16,7 @@ import heapq
 
 import msgspec
 
-from serverless_gpu.model.scheduling import placing
+from serverless_gpu.model.scheduling import placing, spreading
 from serverless_gpu.model.scheduling.clearing import Clearing, close_to_guests, open_to_guests
 from serverless_gpu.model.scheduling.fairness import charged_all
 from serverless_gpu.model.scheduling.promising import Seeker
@@ -193,6 +193,8 @@ class Pass:
 
     def _is_blocked(self, line: Line, wanted: Wanted) -> bool:
         number, ask = self._number, line.ask
+        if ask.shape.several and wanted.run_id in self._state.reservations:
+            return False  # what is kept for itself counts as free: it may fit where another one like it does not
         if ask.shape.blocked == number or ask.blocked == number or line.blocked == number:
             return True
         return ask.shape.is_walled(number, ask.spans(wanted))
@@ -244,9 +246,10 @@ class Pass:
         share.
         """
         has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
-        if not self._state.is_gang_of_nodes(ask) or (has_waited and not wanted.several_nodes):
+        floor = self._state.floor
+        if not self._state.is_gang_of_nodes(ask) or (has_waited and not spreading.is_several(floor, wanted, ask)):
             return seeker.keep(0.0)
-        return Seeker(self._state.floor, wanted, ask, self._now_ns, by_guess=True).promise()
+        return Seeker(floor, wanted, ask, self._now_ns, by_guess=True).promise()
 
     def _promise(self, line: Line, reservation: Reservation | None) -> bool:
         """Note a promise. The latest time of a user's first gang of a kind is kept from then on; others may move."""

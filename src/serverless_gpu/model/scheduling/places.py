@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 
+from serverless_gpu.model.crews import NODES_MAX
 from serverless_gpu.model.scheduling.holding import Held
 from serverless_gpu.model.scheduling.learning import Medians
 from serverless_gpu.model.scheduling.preempting import NO_CLAIM, Terms, may_use, standing
@@ -55,7 +56,7 @@ class Index:
             if not whole:
                 del self.whole[free]
 
-    def best(self, count: int, avoid: frozenset[str]) -> tuple[int, Place] | None:
+    def best(self, count: int, avoid: Container[str]) -> tuple[int, Place] | None:
         """Return the node with the least left over for so many devices, and how many that are."""
         for free in self.counts[bisect_left(self.counts, count) :]:
             for _, node_id, place in self.rows[free]:
@@ -185,8 +186,26 @@ def _enough(releases: list[tuple[float, int]], missing: int) -> float:
     return math.inf
 
 
+def together(sizes: Mapping[int, int]) -> int:
+    """Return how many devices a gang has at most that has as many nodes as it may.
+
+    Args:
+        sizes: how many nodes have how many devices.
+    """
+    most, nodes = 0, NODES_MAX
+    for size in sorted(sizes, reverse=True):
+        number = min(nodes, sizes[size])
+        most += size * number
+        nodes -= number
+    return most
+
+
 Ready = tuple[float, float, str, str, Place, str, int]
 """When devices of a node are free, likely and at the latest; its name and identifier; the node, the type, how many."""
+PartReady = tuple[float, float, int, str, str, Place]
+"""When devices of a node are free, likely and at the latest; how many are left over; its name and identifier; it."""
+Parts = dict[tuple[str, str], list[PartReady]]
+"""By pool and type, the first first."""
 Entry = tuple[Group, tuple[str, ...], Pool | None]
 Single = tuple[Place, tuple[str, ...], Pool | None]
 
@@ -198,7 +217,7 @@ class Reach:
         entries: groups, with the types that will do and the pool that would lend them.
         singles: nodes apart from their groups, by identifier: the caller's own machine, or the only one that will do.
         whole: devices that make a whole node.
-        most: the most that a gang can ever have.
+        most: the most that a gang on several nodes can ever have.
         kind: groups and types, by their numbers: who is in line for the same.
         weight: by what the waiting of a run is divided, once that was found out.
         is_lent: whether some of it would be lent by a reserved pool.

@@ -1,18 +1,18 @@
 """Where a gang starts now, and where a blocked one will: whole or not at all, on devices of one type.
 
 now     best fit: the node that keeps the least free; of those alike the first by name
-        several nodes: one, if one will do; else whole free nodes, the largest first, and one part
+        several nodes: where none could hold it; whole free ones and one part (`spreading.py`)
 later   the node that likely has enough first (`promise`), or that lacks the fewest devices (`keep`)
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 
 from serverless_gpu.model.scheduling.floor import Floor
-from serverless_gpu.model.scheduling.places import Index, Place
+from serverless_gpu.model.scheduling.places import Place
 from serverless_gpu.model.scheduling.shapes import Ask
+from serverless_gpu.model.scheduling.spreading import apart, is_several, spread
 from serverless_gpu.model.scheduling.values import Share, Wanted
 
 _NOBODY: frozenset[str] = frozenset()
@@ -30,16 +30,14 @@ def place(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[Share, .
         now_ns: the time.
     """
     avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
+    if is_several(floor, wanted, ask):
+        ways = (spread(floor, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
+        return next((shares for shares in ways if shares is not None), None)
     for avoid in avoids:
         found = min(_options(floor, wanted, ask, now_ns, avoid), key=_first, default=None)
         if found is not None:
             _, where, gpu_type, count = found
             return (Share(node_id=where.node.id, gpu_type=gpu_type, count=count),)
-    if ask.shape.several and ask.shape.gpus is not None:
-        for avoid in avoids:
-            shares = _spread(floor, wanted, ask, now_ns, avoid)
-            if shares is not None:
-                return shares
     return None
 
 
@@ -113,47 +111,6 @@ def _beside(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozense
         rank = where.group.rank(floor.terms, wanted, found[1], now_ns)
         if rank is not None and book.fits(needed, ends):
             yield (rank, left, *where.entry[:2]), where, name, needed
-
-
-def _spread(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozenset[str]) -> tuple[Share, ...] | None:
-    """Return whole free nodes and one part that make a gang together, as few nodes as possible, lent ones last."""
-    count = ask.shape.gpus or 0
-    found: list[tuple[int, str, Index]] = []
-    for group, types, pool in floor.reach(ask.shape).entries:
-        rank = group.rank(floor.terms, wanted, pool, now_ns)
-        if rank is not None:
-            found += [(rank, name, group.index[name]) for name in types]
-    for last in sorted({rank for rank, *_ in found}):
-        options: list[tuple[Share, ...]] = []
-        for gpu_type in sorted({name for _, name, _ in found}):
-            indexes = [index for rank, name, index in found if rank <= last and name == gpu_type]
-            if sum(index.free for index in indexes) >= count:
-                shares = _composed(gpu_type, count, indexes, avoid)
-                options += [shares] if shares is not None else []
-        if options:
-            return min(options, key=len)
-    return None
-
-
-def _composed(gpu_type: str, count: int, indexes: list[Index], avoid: frozenset[str]) -> tuple[Share, ...] | None:
-    """Return the largest whole nodes that it takes, and the part that leaves the least over."""
-    shares: list[Share] = []
-    used = set(avoid)
-    for size in sorted({size for index in indexes for size in index.whole}, reverse=True):
-        for _, node_id, _ in heapq.merge(*(index.whole.get(size, ()) for index in indexes)):
-            if size > count:
-                break
-            if node_id not in avoid:
-                shares.append(Share(node_id=node_id, gpu_type=gpu_type, count=size))
-                used.add(node_id)
-                count -= size
-    if not count:
-        return tuple(shares)
-    taken = frozenset(used)
-    rests = [(best[0], *best[1].entry[:2]) for index in indexes if (best := index.best(count, taken)) is not None]
-    if not rests:
-        return None
-    return (*shares, Share(node_id=min(rests)[2], gpu_type=gpu_type, count=count))
 
 
 def usable(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> Iterator[tuple[Place, str]]:

@@ -20,10 +20,12 @@ than the pool's time; what it takes to start, and to be gone at the end, comes o
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from serverless_gpu.model.crews import NODES_MAX
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CLASSES,
@@ -55,7 +57,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         gpu_type: of the devices that it would have there.
-        need: how many; of a gang that needs several nodes all that the node has.
+        need: how many; of a gang that needs several nodes all that the node has to give.
         free: those that it could have at once, and those of runs that are leaving already, promised to nobody else.
         holders: who has devices there.
     """
@@ -109,6 +111,19 @@ def could_use(wanted: Wanted, node: Node, terms: Terms) -> bool:
     # What its owner declares counts, without what may come on top: to start alone may take longer than most pools give.
     is_short = wanted.limit_s is not None and wanted.limit_s - wanted.beyond_s <= pool.return_s
     return pool.lends and wanted.priority >= BEST_EFFORT and (in_time or is_short)
+
+
+def is_open(wanted: Wanted, node: Node) -> bool:
+    """Return whether a node is ever open to a run, as far as its owner has a say.
+
+    Args:
+        wanted: the run.
+        node: where.
+    """
+    if node.owner and node.owner == wanted.owner:
+        return True
+    can_leave = wanted.preemptible or not (node.owner and node.owner_first)
+    return can_leave and (node.shared or node.turns_ns is not None)
 
 
 def may_use(wanted: Wanted, node: Node, terms: Terms, now_ns: int) -> bool:
@@ -199,29 +214,84 @@ def _cheapest_sites(wanted: Wanted, sites: Sequence[Site], terms: Terms, asked: 
     plans = [plan for site in alone if (plan := _clear(wanted, site, terms, asked)) is not None]
     if plans:
         return [min(plans, key=_cost)]
-    parts = [site for site in sites if _is_part(wanted, site)]
-    for size in sorted({site.need for site in parts}, reverse=True):
-        found = _several(wanted, parts, size, terms, asked)
-        if found:
-            return found
-    return []
+    kinds: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        if _is_part(wanted, site):
+            kinds.setdefault((site.node.pool, site.gpu_type), []).append(site)
+    ways = [way for _, some in sorted(kinds.items()) if (way := _Gathering(wanted, some, terms, asked).plans())]
+    return min(ways, key=lambda way: (_lost(way, asked[1]), len(way)), default=[])
 
 
-def _several(wanted: Wanted, sites: Sequence[Site], size: int, terms: Terms, asked: tuple[int, int]) -> list[_Plan]:
-    """Return whole nodes of one size, and a part of another one, that are together what a gang needs."""
-    whole, part = divmod(wanted.gpus or 0, size)
-    plans = [plan for site in sites if site.need == size and (plan := _clear(wanted, site, terms, asked)) is not None]
-    chosen = sorted(plans, key=_cost)[:whole]
-    if len(chosen) < whole:
-        return []
-    if part:
-        taken = {plan.site.node.id for plan in chosen}
-        rest = [msgspec.structs.replace(site, need=part) for site in sites if site.node.id not in taken]
-        plans = [plan for site in rest if (plan := _clear(wanted, site, terms, asked)) is not None]
-        if not plans:
-            return []
-        chosen.append(min(plans, key=_cost))
-    return chosen
+def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
+    """Return the device-nanoseconds that are thrown away; who leaves several nodes counts once."""
+    leaving = {victim.wanted.run_id: victim for plan in plans for victim in plan.victims}
+    return sum((now_ns - one.since_ns) * sum(share.count for share in one.shares) for one in leaving.values())
+
+
+class _Gathering:
+    """Whole nodes and a part of another one, of one pool and type, that are together what a gang needs.
+
+    The nodes that lose the least for each device come first. Whoever leaves one node leaves the others, too: these are
+    looked at again without them. All of it is found, or nobody is asked.
+
+    Args:
+        wanted: the gang.
+        sites: nodes; what each needs is all that it has to give.
+        terms: what the operator decided.
+        asked: the highest class to ask, and the time.
+    """
+
+    def __init__(self, wanted: Wanted, sites: Sequence[Site], terms: Terms, asked: tuple[int, int]) -> None:
+        self._wanted, self._terms, self._asked = wanted, terms, asked
+        self._left = wanted.gpus or 0
+        self._rest = {site.node.id: site for site in sites}
+        self._chosen: list[_Plan] = []
+
+    def plans(self) -> list[_Plan]:
+        """Return how room is made on each of the nodes; none where that cannot be."""
+        heap: list[tuple[float, int, str, str]] = []
+        known: dict[str, _Plan] = {}
+        stale = set(self._rest)
+        while self._left and len(self._chosen) < NODES_MAX:
+            for node_id in sorted(stale & self._rest.keys()):
+                plan = self._plan(self._rest[node_id])
+                if plan is not None:
+                    known[node_id] = plan
+                    site = plan.site
+                    heapq.heappush(heap, (plan.lost / site.need, -site.need, site.node.name, node_id))
+            stale = set()
+            while heap and not stale:
+                each, size, _, node_id = heapq.heappop(heap)
+                if node_id in self._rest and -size <= self._left and known[node_id].lost / -size == each:
+                    stale = self._take(known[node_id])
+                    break
+            else:
+                break
+        if self._left and len(self._chosen) < NODES_MAX:
+            parts = [site for site in self._rest.values() if site.need > self._left]
+            rest = [msgspec.structs.replace(site, need=self._left) for site in parts]
+            plans = [plan for site in rest if (plan := self._plan(site)) is not None]
+            if plans:
+                self._take(min(plans, key=_cost))
+        return [] if self._left else self._chosen
+
+    def _plan(self, site: Site) -> _Plan | None:
+        return _clear(self._wanted, site, self._terms, self._asked)
+
+    def _take(self, plan: _Plan) -> set[str]:
+        """Choose a node; return those where somebody who leaves it was, too."""
+        self._chosen.append(plan)
+        self._left -= plan.site.need
+        del self._rest[plan.site.node.id]
+        leaving = {victim.wanted.run_id for victim in plan.victims}
+        changed = {share.node_id for victim in plan.victims for share in victim.shares} & self._rest.keys()
+        for node_id in changed:
+            site = self._rest[node_id]
+            gone = [held for held in site.holders if held.wanted.run_id in leaving]
+            stay = tuple(held for held in site.holders if held.wanted.run_id not in leaving)
+            free = site.free + sum(_count(held, site) for held in gone)
+            self._rest[node_id] = msgspec.structs.replace(site, free=free, holders=stay)
+        return changed
 
 
 def _is_part(wanted: Wanted, site: Site) -> bool:

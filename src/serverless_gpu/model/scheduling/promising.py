@@ -17,20 +17,26 @@ from collections.abc import Iterator
 
 import msgspec
 
+from serverless_gpu.model.crews import NODES_MAX
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.holding import OVERDUE_NS
-from serverless_gpu.model.scheduling.places import Place, Ready
+from serverless_gpu.model.scheduling.places import PartReady, Parts, Place, Ready
 from serverless_gpu.model.scheduling.placing import is_usable, unkept, usable
+from serverless_gpu.model.scheduling.preempting import may_use
 from serverless_gpu.model.scheduling.shapes import Ask
+from serverless_gpu.model.scheduling.spreading import Kind, are_one, is_several
 from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
 
 Need = tuple[Place, str, int, float, float]
 """A node, a type, how many; when that many are free there: likely, and at the latest."""
 _ROUNDS_MAX = 16
+_TURNS_MAX = 4
+"""So many times it looks for nodes that do not change hands before it would be over."""
 _SLACK_NS = 60e9
 """A promise that slips by less holds: who starts before it does so when somebody looks, a little after they could."""
-_Whole = tuple[float, float, str, str, Place]
 _Row = tuple[int, str, str, Place]
+Chosen = list[tuple[Place, str, int]]
+"""Nodes, types, how many."""
 
 
 class Seeker:
@@ -49,21 +55,41 @@ class Seeker:
         self._by_guess = by_guess
         self._count = ask.shape.gpus
         self._likely_ns, self._limit_ns = ask.spans(wanted)
+        self._is_several = is_several(floor, wanted, ask)
+        self._parts: dict[tuple[int, bool, int], Parts] = {}
+        self._closing: set[int] = set()  # groups of nodes that change hands before it would be over
 
     # --- promises ---
 
     def promise(self) -> Reservation | None:
         """Promise it the devices that it likely has first; None where nobody can say when that is."""
-        needs = self._needs()
-        if not needs or math.isinf(max(need[3] for need in needs)):
-            return None
-        likely, bound = self._together(needs)
-        if math.isinf(likely):
+        for _ in range(_TURNS_MAX):
+            needs = self._needs()
+            if not needs or math.isinf(max(need[3] for need in needs)):
+                return None
+            likely, bound = self._together(needs)
+            if math.isinf(likely):
+                return None
+            closing = self._closes(needs, likely if self._by_guess or math.isinf(bound) else bound)
+            if not closing:
+                break
+            self._closing |= closing
+            self._parts.clear()
+        else:
             return None
         self._enter(needs, likely, bound)
         is_bound = not self._by_guess and not math.isinf(bound)
         at_ns = None if self._by_guess else math.ceil(bound if is_bound else likely)
         return Reservation(run_id=self._wanted.run_id, shares=_shares(needs), at_ns=at_ns, is_bound=is_bound)
+
+    def _closes(self, needs: list[Need], at: float) -> set[int]:
+        """Return groups of nodes that the gang may use now, and no longer when it would start there."""
+        groups = {id(need[0].group): need[0].group for need in needs if not need[0].group.is_plain}
+        return {
+            key
+            for key, group in groups.items()
+            if not may_use(self._wanted, group.sample, self._floor.terms, math.ceil(at))
+        }
 
     def may_have(self, shares: tuple[Share, ...]) -> bool:
         """Return whether devices that were promised are still what it wants and may have."""
@@ -73,7 +99,8 @@ class Seeker:
                 return False
             if share.count > where.node.total[share.gpu_type] - where.node.outside.get(share.gpu_type, 0):
                 return False
-        return self._count is None or sum(share.count for share in shares) == self._count
+        enough = self._count is None or sum(share.count for share in shares) == self._count
+        return enough and are_one(self._floor, shares)
 
     def is_away(self, shares: tuple[Share, ...]) -> bool:
         """Return whether a node is away that devices were promised on."""
@@ -142,30 +169,31 @@ class Seeker:
 
     def _needs(self) -> list[Need]:
         """Return where it likely starts first: one node, or as many as it takes."""
+        if self._is_several:
+            ways = [way for kind in sorted(self._rows(0)) if (way := self._soonest(kind)) is not None]
+            return min(ways, key=lambda way: way[0])[1] if ways else []
         rows = self._ready()
-        while rows and (rows[0][3], rows[0][5]) in self._floor.books:
+        while rows and self._floor.is_apart(rows[0][3], rows[0][5]):
             heapq.heappop(rows)
         options = rows[:1]
-        for node_id, name in self._floor.books:
-            where = self._floor.places[node_id]
+        for where, name in self._floor.apart():
             needed = self._needed(where, name)
             if 0 < needed <= where.node.total[name] and self._is_usable(where, name):
                 options.append((*self.when(where, name, needed), *where.entry, name, needed))
         if options and not math.isinf(min(options)[0]):
             likely, bound, _, _, where, name, needed = min(options)
             return [(where, name, needed, likely, bound)]
-        is_large = self._ask.shape.several and (self._count or 0) > self._floor.reach(self._ask.shape).whole
-        return self._needs_several() if is_large else []
+        return []
 
     def _ready(self) -> list[Ready]:
-        """Return a heap of when a shape's devices are free on nodes of which nothing was promised when it was made."""
+        """Return a heap of when a shape's devices are free on nodes that were not `apart` when it was made."""
         floor, key = self._floor, (self._ask.shape.number, self._by_guess)
         if floor.is_plain and not floor.reach(self._ask.shape).is_lent and key in floor.ready:
             return floor.ready[key]
         rows: list[Ready] = []
         for where, name in self._usable():
             needed = self._needed(where, name)
-            if 0 < needed <= where.node.total[name] and (where.node.id, name) not in floor.books:
+            if 0 < needed <= where.node.total[name] and not floor.is_apart(where.node.id, name):
                 likely, bound = self.when(where, name, needed)
                 if not math.isinf(likely):
                     rows.append((likely, bound, *where.entry, name, needed))
@@ -173,47 +201,81 @@ class Seeker:
         floor.ready[key] = rows
         return rows
 
-    def _needs_several(self) -> list[Need]:
-        """Return the whole nodes that it likely has first, and one part, of one type."""
-        options: list[list[Need]] = []
-        for name, row in sorted(self._ready_whole().items()):
-            left, needs = self._count or 0, list[Need]()
-            for likely, bound, _, _, where in self._with_books(row, name):
-                number = min(left, where.node.total[name])
-                needs.append((where, name, number, likely, bound))
-                left -= number
-                if not left:
-                    options.append(needs)
-                    break
-        return min(options, key=lambda needs: (max(need[3] for need in needs), len(needs)), default=[])
+    def _soonest(self, kind: Kind) -> tuple[tuple[float, int], list[Need]] | None:
+        """Return the whole nodes of a pool and type that it likely has first, and one part; when, and how many nodes.
 
-    def _ready_whole(self) -> dict[str, list[_Whole]]:
-        """Return, by type, when whole nodes are free of which nothing was promised when that was worked out."""
-        floor, key = self._floor, (self._ask.shape.number, self._by_guess)
-        if floor.is_plain and not floor.reach(self._ask.shape).is_lent and key in floor.wholes:
-            return floor.wholes[key]
-        rows: dict[str, list[_Whole]] = {}
-        for where, name in self._usable():
-            if (where.node.id, name) not in floor.books:
-                likely, bound = self.when(where, name, where.node.total[name])
-                if not math.isinf(likely):
-                    rows.setdefault(name, []).append((likely, bound, *where.entry))
-        for row in rows.values():
-            row.sort()
-        floor.wholes[key] = rows
+        Each whole node more makes the part smaller, and is had later: the part is looked for at each step.
+        """
+        left, whole = self._count or 0, self._floor.reach(self._ask.shape).whole
+        needs = list[Need]()
+        best: tuple[tuple[float, int], list[Need]] | None = None
+        is_looked_at = False
+        for likely, bound, *_, where in self._merged(kind, 0):
+            if (best is not None and likely >= best[0][0]) or len(needs) == NODES_MAX:
+                break
+            if left < whole and not is_looked_at:
+                best, is_looked_at = _sooner(best, self._with_part(kind, needs, left)), True
+            size = where.usable(kind[1])
+            if size > left:
+                continue
+            needs.append((where, kind[1], size, likely, bound))
+            left, is_looked_at = left - size, False
+            if not left:
+                return _sooner(best, needs)
+        if left < whole and not is_looked_at:
+            best = _sooner(best, self._with_part(kind, needs, left))
+        return best
+
+    def _with_part(self, kind: Kind, needs: list[Need], count: int) -> list[Need]:
+        """Return whole nodes and the part that is had first beside them; nothing where there is none."""
+        taken = {need[0].node.id for need in needs}
+        for likely, bound, _, _, node_id, where in self._merged(kind, count):
+            if node_id not in taken:
+                return [*needs, (where, kind[1], count, likely, bound)] if len(needs) < NODES_MAX else []
+        return []
+
+    def _rows(self, count: int) -> Parts:
+        """Return when so many devices are free on nodes that were not `apart` when that was worked out.
+
+        Args:
+            count: how many; 0 for all that a node has to give.
+        """
+        floor, key = self._floor, (self._ask.shape.number, self._by_guess, count)
+        is_shared = floor.is_plain and not floor.reach(self._ask.shape).is_lent
+        known = floor.parts if is_shared else self._parts
+        rows = known.get(key)
+        if rows is None:
+            rows = known[key] = {}
+            for where, name in self._usable():
+                if where.node.crews:
+                    found = rows.setdefault((where.node.pool, name), [])
+                    row = None if floor.is_apart(where.node.id, name) else self._row(where, name, count)
+                    found += [row] if row is not None else []
+            for found in rows.values():
+                found.sort()
         return rows
 
-    def _with_books(self, row: list[_Whole], gpu_type: str) -> Iterator[_Whole]:
-        """Yield whole nodes in the order in which they are free: those of which something was promised, too."""
-        floor, booked = self._floor, list[_Whole]()
-        for node_id, name in floor.books:
-            where = floor.places[node_id]
-            if name == gpu_type and self._is_usable(where, name):
-                likely, bound = self.when(where, name, where.node.total[name])
-                if not math.isinf(likely):
-                    booked.append((likely, bound, *where.entry))
-        free = (entry for entry in row if (entry[3], gpu_type) not in floor.books)
-        return heapq.merge(free, sorted(booked))
+    def _merged(self, kind: Kind, count: int) -> Iterator[PartReady]:
+        """Yield nodes in the order in which so many devices are free: those that are `apart`, too."""
+        apart = list[PartReady]()
+        pool, gpu_type = kind
+        for where, name in self._floor.apart():
+            if name == gpu_type and where.node.pool == pool and where.node.crews and self._is_usable(where, name):
+                row = self._row(where, name, count)
+                apart += [row] if row is not None else []
+        others = (row for row in self._rows(count).get(kind, ()) if not self._floor.is_apart(row[4], gpu_type))
+        return heapq.merge(others, sorted(apart))
+
+    def _row(self, where: Place, gpu_type: str, count: int) -> PartReady | None:
+        """Return when so many devices of a node are free, large nodes first, or those with the least left over."""
+        there = where.usable(gpu_type)
+        number = count or there
+        if not 0 < number <= there:
+            return None
+        likely, bound = self.when(where, gpu_type, number)
+        if math.isinf(likely):
+            return None
+        return (likely, bound, there - count if count else -there, *where.entry)
 
     # --- what gets free ---
 
@@ -225,15 +287,10 @@ class Seeker:
         """
         if nearly > 0 and self._count is not None and not self._is_near(nearly * self._count):
             return None
-        rows: dict[str, list[_Row]] = {}
-        for where, name in self._candidates():
-            needed = self._needed(where, name)
-            if needed > 0 and (self._ask.shape.several or needed <= where.node.total[name]):
-                rows.setdefault(name, []).append((max(0, needed - unkept(self._floor, where, name)), *where.entry))
-        options = [option for name, row in sorted(rows.items()) for option in self._nearest(name, row)]
-        if not options:
+        found = self.nearest() if self._is_several else self._nearest()
+        if found is None:
             return None
-        lacking, chosen = min(options, key=lambda option: option[0])
+        lacking, chosen = found
         whole = sum(number for _, _, number in chosen)
         if whole - lacking < nearly * whole:
             return None
@@ -242,11 +299,53 @@ class Seeker:
         shares = tuple(Share(node_id=where.node.id, gpu_type=name, count=number) for where, name, number in chosen)
         return Reservation(run_id=self._wanted.run_id, shares=shares, at_ns=None, is_bound=False)
 
+    def _nearest(self) -> tuple[int, Chosen] | None:
+        """Return how many devices it lacks on the node where it lacks the fewest, and that node."""
+        rows: dict[str, list[_Row]] = {}
+        for where, name in self._candidates():
+            needed = self._needed(where, name)
+            if 0 < needed <= where.node.total[name]:
+                rows.setdefault(name, []).append((max(0, needed - unkept(self._floor, where, name)), *where.entry))
+        if not rows:
+            return None
+        lacking, gpu_type, _, _, where = min((row[0], name, *row[1:]) for name, some in rows.items() for row in some)
+        return lacking, [(where, gpu_type, self._needed(where, gpu_type))]
+
+    def nearest(self, *, kept: bool = False) -> tuple[int, Chosen] | None:
+        """Return how many devices a gang on several nodes lacks where it lacks the fewest, and these nodes.
+
+        Those with the most free devices first; the part is the last one. None where there are not enough, free or not.
+
+        Args:
+            kept: whether what is kept for others counts as free.
+        """
+        rows: dict[Kind, list[_Row]] = {}
+        for where, name in self._usable():
+            if where.node.crews and where.usable(name) > 0:
+                free = -where.free[name] if kept else -unkept(self._floor, where, name)
+                rows.setdefault((where.node.pool, name), []).append((free, *where.entry))
+        options: list[tuple[int, int, Chosen]] = []
+        for (_, name), row in sorted(rows.items()):
+            left, lacks = self._count or 0, 0
+            chosen: Chosen = []
+            for free, _, _, where in heapq.nsmallest(NODES_MAX, row):
+                number = min(left, where.usable(name))
+                chosen.append((where, name, number))
+                lacks += max(0, number + free)
+                left -= number
+                if not left:
+                    options.append((lacks, len(chosen), chosen))
+                    break
+        if not options:
+            return None
+        lacking, _, chosen = min(options, key=lambda option: option[:2])
+        return lacking, chosen
+
     def _candidates(self) -> Iterator[tuple[Place, str]]:
         """Yield nodes among which is the one that lacks the fewest devices: of a group the one with the most free."""
         floor, shape = self._floor, self._ask.shape
         reach = floor.reach(shape)
-        if self._count is None or shape.several or reach.is_lent or reach.singles or not floor.is_plain:
+        if self._count is None or reach.is_lent or reach.singles or not floor.is_plain:
             yield from self._usable()
             return
         for group, types, _ in reach.entries:
@@ -265,36 +364,33 @@ class Seeker:
         indexes = [group.index[name] for group, types, _ in reach.entries for name in types]
         most = [where.free[name] for where, types, _ in reach.singles.values() for name in types]
         most += [self._floor.places[node_id].free[name] for node_id, name in self._floor.books]
-        if self._ask.shape.several:
+        if self._is_several:
             return sum(most) + sum(index.free for index in indexes) >= count
         return max(most + [index.counts[-1] for index in indexes if index.counts], default=0) >= count
-
-    def _nearest(self, gpu_type: str, row: list[_Row]) -> Iterator[tuple[int, list[tuple[Place, str, int]]]]:
-        """Return what it would have on devices of one type, and how many of them it lacks."""
-        lacking, *_, where = min(row, key=lambda entry: entry[:3])
-        if self._count is None or self._count <= where.node.total[gpu_type]:
-            yield lacking, [(where, gpu_type, self._needed(where, gpu_type))]
-        elif self._ask.shape.several:
-            left, lacks = self._count, 0
-            chosen: list[tuple[Place, str, int]] = []
-            for missing, _, _, where in sorted(row, key=lambda entry: entry[:3]):
-                number = min(left, where.node.total[gpu_type])
-                chosen.append((where, gpu_type, number))
-                lacks += max(0, number - (self._count - missing))
-                left -= number
-                if not left:
-                    yield lacks, chosen
-                    return
 
     def _needed(self, where: Place, gpu_type: str) -> int:
         return where.node.total[gpu_type] if self._count is None else self._count
 
     def _usable(self) -> Iterator[tuple[Place, str]]:
-        return usable(self._floor, self._wanted, self._ask, self._now_ns)
+        found = usable(self._floor, self._wanted, self._ask, self._now_ns)
+        if self._closing:
+            return ((where, name) for where, name in found if id(where.group) not in self._closing)
+        return found
 
     def _is_usable(self, where: Place, gpu_type: str) -> bool:
-        return is_usable(self._floor, self._wanted, self._ask, (where, gpu_type), self._now_ns)
+        is_closing = id(where.group) in self._closing
+        return not is_closing and is_usable(self._floor, self._wanted, self._ask, (where, gpu_type), self._now_ns)
 
 
 def _shares(needs: list[Need]) -> tuple[Share, ...]:
     return tuple(Share(node_id=where.node.id, gpu_type=name, count=count) for where, name, count, *_ in needs)
+
+
+def _sooner(
+    best: tuple[tuple[float, int], list[Need]] | None, needs: list[Need]
+) -> tuple[tuple[float, int], list[Need]] | None:
+    """Return what is had sooner, of those alike what has fewer nodes."""
+    if not needs:
+        return best
+    found = (max(need[3] for need in needs), len(needs)), needs
+    return found if best is None or found[0] < best[0] else best

@@ -31,24 +31,35 @@ class Profile:
     def __init__(self, now: int, free: int, releases: Iterable[tuple[float, int]]) -> None:
         self._now, self._free = now, free
         self._releases = sorted(releases)
-        self._bookings: list[tuple[float, float, int]] = []
+        self._bookings: list[tuple[float, float, int, str]] = []
 
-    def free(self) -> int:
-        """Return what is free now beside the bookings that hold from now on; less than 0 when more is waited for."""
-        return self._free - sum(count for start, _, count in self._bookings if start <= self._now)
+    def free(self, but: str = "") -> int:
+        """Return what is free now beside the bookings that hold from now on; less than 0 when more is waited for.
+
+        Args:
+            but: those of this run do not count.
+        """
+        return self._free - sum(
+            count for start, _, count, whose in self._bookings if start <= self._now and whose != but
+        )
 
     def fits(self, count: int, end: float) -> bool:
         """Return whether devices can be had now and until `end` without taking any from a booking."""
         if count > self.free():
             return False
-        starts = (start for start, _, _ in self._bookings if self._now < start < end)
+        starts = (start for start, *_ in self._bookings if self._now < start < end)
         return all(self._at(start) >= count for start in starts)
+
+    def most(self, end: float, but: str) -> int:
+        """Return how many devices can be had now and until `end` without taking any from a booking of another run."""
+        starts = (start for start, _, _, whose in self._bookings if self._now < start < end and whose != but)
+        return min([self.free(but), *(self._at(start, but) for start in starts)])
 
     def until(self, count: int) -> float:
         """Return until when devices can be had from now on: the first booking that they would be missing from."""
         if count > self.free():
             return self._now
-        starts = sorted(start for start, _, _ in self._bookings if start > self._now)
+        starts = sorted(start for start, *_ in self._bookings if start > self._now)
         return next((start for start in starts if self._at(start) < count), math.inf)
 
     def take(self, count: int, end: float) -> None:
@@ -62,15 +73,15 @@ class Profile:
         self._bookings = list(other._bookings)
         return self
 
-    def book(self, count: int, start: float, end: float) -> None:
-        """Promise devices for a time."""
-        self._bookings.append((start, end, count))
+    def book(self, run_id: str, count: int, span: tuple[float, float]) -> None:
+        """Promise devices to a run for a time."""
+        self._bookings.append((*span, count, run_id))
 
     def earliest(self, count: int, length: float, after: float = 0.0) -> float:
         """Return when so many are free for so long for the first time after a time; infinite where nobody can say."""
         steps = [(at, number) for at, number in self._releases if at > self._now]
         free = self._free + sum(number for at, number in self._releases if at <= self._now)
-        for start, end, number in self._bookings:
+        for start, end, number, _ in self._bookings:
             steps.append((max(start, self._now), -number))
             if not math.isinf(end):
                 steps.append((end, number))
@@ -91,9 +102,9 @@ class Profile:
                 free += change
         return math.inf if begun is None else begun
 
-    def _at(self, time: float) -> int:
+    def _at(self, time: float, but: str = "") -> int:
         free = self._free + sum(count for at, count in self._releases if at <= time)
-        return free - sum(count for start, end, count in self._bookings if start <= time < end)
+        return free - sum(count for start, end, count, whose in self._bookings if start <= time < end and whose != but)
 
 
 class Book:
@@ -118,6 +129,15 @@ class Book:
             return False
         return self.guess is None or self.guess.fits(count, guess)
 
+    def most(self, ends: Ends, but: str) -> int:
+        """Return how many devices a run can have now without making anybody wait who was promised some.
+
+        Args:
+            ends: when it would be over.
+            but: the run: what it was promised itself does not count.
+        """
+        return min(profile.most(end, but) for profile, end in zip(self._profiles(), ends, strict=False))
+
     def take(self, count: int, ends: Ends) -> None:
         """Note that a run got devices now."""
         for profile, end in zip(self._profiles(), ends, strict=False):
@@ -126,7 +146,7 @@ class Book:
     def keep(self, run_id: str, count: int, now: int) -> None:
         """Hold devices for a run from now on, whenever they get free."""
         for profile in self._profiles():
-            profile.book(count, now, math.inf)
+            profile.book(run_id, count, (now, math.inf))
         self.names.append((run_id, count))
 
     def promise(self, run_id: str, count: int, likely: tuple[float, float], bound: tuple[float, float] | None) -> None:
@@ -138,17 +158,17 @@ class Book:
             likely: from when until when, likely.
             bound: the same at the latest; None where nobody can say.
         """
-        self.likely.book(count, *likely)
+        self.likely.book(run_id, count, likely)
         if self.guess is not None:
-            self.guess.book(count, *likely)
+            self.guess.book(run_id, count, likely)
         if bound is not None:
-            self.bound.book(count, *bound)
+            self.bound.book(run_id, count, bound)
         self.names.append((run_id, count))
 
     def suppose(self, run_id: str, count: int, guess: tuple[float, float]) -> None:
         """Promise devices to a run by a guess: `guess` is there already."""
         if self.guess is not None:
-            self.guess.book(count, *guess)
+            self.guess.book(run_id, count, guess)
         self.names.append((run_id, count))
 
     def _profiles(self) -> tuple[Profile, ...]:

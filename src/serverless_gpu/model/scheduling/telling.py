@@ -52,7 +52,8 @@ def estimate_text(estimate: Estimate, clock: Clock) -> str:
     place = f"; {ordinal(estimate.place)} in line" if estimate.place else ""
     if estimate.at_ns is None:
         return f"unknown{basis}{place}"
-    where = f" on {estimate.node}" if estimate.node else ""
+    names = [estimate.node] if estimate.node else some(estimate.nodes)
+    where = f" on {', '.join(names)}" if names else ""
     if not estimate.place:
         return f"at once{where}{basis}"
     return f"{_at(estimate.at_ns, clock, is_bound=estimate.is_bound)}{where}{basis}{place}"
@@ -76,6 +77,8 @@ def _needing(wait: Wait) -> str:
         return f"needs every {name} of a node" + (f" ({wait.count})" if wait.count else "")
     if not wait.count:
         return ""
+    if len(wait.nodes) > 1:
+        return f"needs {wait.count} {name} on {len(wait.nodes)} nodes"
     return f"needs {wait.count} {name}" + (" on one node" if wait.one_node and wait.count > 1 else "")
 
 
@@ -94,7 +97,7 @@ def _there(wait: Wait, clock: Clock) -> list[str]:
 def _free(wait: Wait, clock: Clock) -> str:
     if not wait.node and not wait.free and wait.one_node:
         return _UNSEEN if wait.reason is WaitReason.TURN else ""
-    free = f"{wait.free or 'none'} free" + (f" on {wait.node}" if wait.node else "")
+    free = _free_on(wait)
     if not wait.free:
         return free
     if wait.ahead:
@@ -103,6 +106,15 @@ def _free(wait: Wait, clock: Clock) -> str:
     if wait.reason is WaitReason.RESERVED:
         return f"{free}, kept for others that are ahead"
     return f"{free}, and others are ahead" if wait.reason is WaitReason.TURN else free
+
+
+def _free_on(wait: Wait) -> str:
+    if not wait.nodes or not wait.free:
+        names = [wait.node] if wait.node else some([part.node for part in wait.nodes])
+        return f"{wait.free or 'none'} free" + (f" on {', '.join(names)}" if names else "")
+    first, *others = wait.nodes
+    texts = [f"{first.node} has {first.free or 'none'} free"]
+    return ", ".join(some([*texts, *(f"{part.node} {part.free or 'none'}" for part in others)]))
 
 
 def _calendar(wait: Wait, clock: Clock) -> str:
@@ -119,14 +131,15 @@ def _holding(holders: Sequence[Holder], clock: Clock) -> list[str]:
 
 
 def _holder(holder: Holder, clock: Clock) -> str:
+    where = f" on {holder.node}" if holder.node else ""
     if holder.is_leaving:
         by = "by" if holder.is_bound else "by about"
         until = f" {by} {clock(holder.until_ns)}" if holder.until_ns is not None else ""
-        return f"{holder.title} was asked to give back its {holder.count}{until}"
+        return f"{holder.title} was asked to give back its {holder.count}{where}{until}"
     until = f" until {_about(holder.until_ns, clock, is_bound=holder.is_bound)}" if holder.until_ns is not None else ""
     if holder.asked_ns is not None and (holder.until_ns is None or holder.asked_ns < holder.until_ns):
         until = f"{until}{', and' if until else ' and'} is asked to make room at {clock(holder.asked_ns)}"
-    return f"{holder.title} holds {holder.count}{until}"
+    return f"{holder.title} holds {holder.count}{where}{until}"
 
 
 def _merged(holders: Sequence[Holder]) -> list[Holder]:
@@ -146,7 +159,16 @@ def _together(one: Holder, other: Holder) -> Holder:
         until_ns=max(one.until_ns or 0, other.until_ns or 0) if known else None,
         asked_ns=None if one.asked_ns is None or other.asked_ns is None else max(one.asked_ns, other.asked_ns),
         is_bound=one.is_bound and other.is_bound,
+        node=_joined(one.node, other.node),
     )
+
+
+def _joined(nodes: str, node: str) -> str:
+    """Return names of nodes with one more; of many no more than a few."""
+    names = nodes.split(", ")
+    if node in names:
+        return nodes
+    return f"{nodes}, {node}" if len(names) < NAMED_MAX else f"{', '.join(names[: NAMED_MAX - 1])}, others"
 
 
 def _start(wait: Wait, clock: Clock) -> list[str]:

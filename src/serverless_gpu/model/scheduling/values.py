@@ -91,6 +91,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         turns_ns: when `shared` is the other way round by its calendar; None for never. Others start here only what
             ends before that, or can be preempted.
         owner_first: whether a waiting run of the owner's pushes out those of others, also while it is shared.
+        crews: whether it can have a part of a gang on several nodes.
     """
 
     id: str
@@ -108,6 +109,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = True
     turns_ns: int | None = None
     owner_first: bool = False
+    crews: bool = True
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -120,7 +122,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         queued_ns: since when it waits.
         gpus: how many devices; None for all of a node's.
         gpu_type: canonical name, or None for the only GPU type there is.
-        several_nodes: whether it may have devices of several nodes: as many whole nodes as it takes, and one part.
+        several_nodes: whether it may have devices of several nodes, if none that it may ever use has as many: as many
+            whole nodes as it takes, and one part, of one type in one pool.
+        alone: what would let it have several, as its owner would write it, or "": ``"without same_node=True"``.
+        apart: pairs of nodes that did not reach each other in an attempt of it: not both, where it can be otherwise.
         pool: "" for any on-demand pool.
         machine: the only machine that will do, or "".
         platform: the only platform that will do, or "".
@@ -146,12 +151,14 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gpus: int | None = None
     gpu_type: str | None = None
     several_nodes: bool = False
+    alone: str = ""
     pool: str = ""
     machine: str = ""
     platform: str = ""
     python: str = ""
     caller: str = ""
     avoid: frozenset[str] = frozenset()
+    apart: frozenset[tuple[str, str]] = frozenset()
     not_before_ns: int = 0
     held: str = ""
     limit_s: float | None = None
@@ -327,6 +334,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         is_bound: whether that is the latest time, as declared.
         is_leaving: whether it was asked to stop.
         asked_ns: when it is asked to make room, if it is still there; None for never, and where it is asked already.
+        node: where, of what is waited for on several nodes; else "".
     """
 
     title: str
@@ -335,6 +343,21 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     is_bound: bool = False
     is_leaving: bool = False
     asked_ns: int | None = None
+    node: str = ""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gang on several nodes waits for on one of them.
+
+    Attributes:
+        node: its name.
+        count: devices that it would have there.
+        free: those that are free there.
+    """
+
+    node: str
+    count: int
+    free: int
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
@@ -345,6 +368,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
         whole: whether it asks for all devices of a node, however many these are.
         gpu_type: their type; "" where that depends on the node.
         one_node: whether they have to be on one node.
+        nodes: those where it fits soonest, of a gang on several.
         node: name of the node where it fits soonest, or "".
         free: devices of its kind that are free there.
         outside: those that others than this server use there, or that are in quarantine.
@@ -366,6 +390,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = False
     gpu_type: str = ""
     one_node: bool = True
+    nodes: tuple[Part, ...] = ()
     node: str = ""
     free: int = 0
     outside: int = 0
@@ -388,6 +413,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         at_ns: the expected time; None where it is unknown.
         is_bound: whether that is the latest time.
         node: where, by name, or "".
+        nodes: where, by name, of a gang on several nodes.
         basis: what that rests on, or why it is unknown, in words.
         place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
         impossible: whether nothing that has joined can ever serve it.
@@ -397,6 +423,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     at_ns: int | None
     is_bound: bool = False
     node: str = ""
+    nodes: tuple[str, ...] = ()
     basis: str
     place: int = 0
     impossible: bool = False
