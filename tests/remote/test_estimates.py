@@ -122,6 +122,7 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
         "is_bound": True,
         "basis": "bob/sweep holds 3",
         "node": "n3",
+        "nodes": [],
         "place": 2,
         "impossible": False,
         "cost": None,
