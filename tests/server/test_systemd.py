@@ -40,6 +40,15 @@ def test_the_example_of_a_machine_that_joins_is_what_is_printed() -> None:
     assert {"KillMode=process", "OOMPolicy=continue", "Restart=always", "Delegate=yes"} <= set(printed.splitlines())
 
 
+def test_a_server_that_keeps_ray_is_in_no_sandbox(home: Path) -> None:
+    (home / "server.toml").write_text('engine = "ray"\nnode = false\n')
+    printed = CliRunner().invoke(sgpu, ["server", "unit"])
+    assert printed.exit_code == 0, printed.output
+    assert "PrivateTmp=yes" not in printed.output
+    (home / "server.toml").write_text("node = false\n")
+    assert "PrivateTmp=yes" in CliRunner().invoke(sgpu, ["server", "unit"]).output
+
+
 def test_a_unit_of_a_machine_that_joins_names_files_from_anywhere(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def unit() -> None:
         command=(sys.executable, "-m", "serverless_gpu.cli", "up"),
         user=getpass.getuser(),
         home=home.root,
-        node=settings.node,
+        node=settings.node or settings.ray is not None,  # Ray needs what the sandbox takes away
         tls=bool(settings.tls_cert),
         stopping_s=settings.stopping_s,
     )
