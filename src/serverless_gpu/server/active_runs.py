@@ -38,6 +38,8 @@ class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         stop: why it is asked to stop, or None.
         created_ns: when its attempt was placed.
         started_ns: when user code of its attempt began; None as long as it has not.
+        num_nodes: how many crews its attempt has, those that have ended, too.
+        has_met: whether it is decided that they meet, or that they will not.
     """
 
     id: str
@@ -51,6 +53,8 @@ class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     created_ns: int
     started_ns: int | None
     crews: tuple[ActiveCrew, ...]
+    num_nodes: int = 1
+    has_met: bool = False
 
 
 _CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
@@ -64,6 +68,8 @@ _ACTIVE_BRIEFLY = (
         *(crews.c[name] for name in ("crew", "node_id")),
         nodes.c.name,
         *(crews.c[name] for name in ("gpus", "grace_s", "state")),
+        attempts.c.num_nodes,
+        sa.or_(attempts.c.chosen_json.is_not(None), attempts.c.called_off, attempts.c.began).label("has_met"),
     )
     .select_from(runs.join(attempts, _CURRENT).join(crews, _OF_CURRENT).join(nodes, nodes.c.id == crews.c.node_id))
     .where(runs.c.state.in_([state.value for state in ACTIVE]), crews.c.ended_ns.is_(None))
@@ -92,5 +98,7 @@ def active_briefly(connection: sa.Connection) -> list[Active]:
             created_ns=row[8],
             started_ns=row[9],
             crews=(crew,),
+            num_nodes=row[16],
+            has_met=bool(row[17]),
         )
     return list(found.values())

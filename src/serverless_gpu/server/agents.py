@@ -279,6 +279,7 @@ class Agents:
             tariff=run.attempt.tariff,
             crews=tuple(one.place for one in run.attempt.crews) if run.attempt.num_nodes > 1 else (),
             crew=crew.number,
+            nonce=run.attempt.nonce,
         )
 
 

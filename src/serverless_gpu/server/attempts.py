@@ -7,6 +7,7 @@ crew (`crews.py`), and it is read with them: those on one node in the same query
 
 from __future__ import annotations
 
+import secrets
 import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -17,6 +18,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.gang_life import Cause
+from serverless_gpu.model.meeting import Chosen
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.serialized import from_json
@@ -62,6 +64,9 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
         version: grows with each change of it and of its crews.
         released: whether all of its ranks have returned, and may exit.
         cause_json: `model.gang_life.Cause`, once there is one.
+        nonce: by which its crews know each other; "" of one crew.
+        chosen_json: `model.meeting.Chosen`, once its crews have met.
+        called_off: whether they never will: no user code of it begins.
         crews: by their numbers.
     """
 
@@ -84,6 +89,9 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     released: bool = False
     cause_json: str | None = None
+    nonce: str = ""
+    chosen_json: str | None = None
+    called_off: bool = False
     crews: tuple[StoredCrew, ...]
 
     @property
@@ -100,6 +108,11 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     def cause(self) -> Cause | None:
         """Return why it ends before its end, once that is known."""
         return None if self.cause_json is None else from_json(self.cause_json, Cause)
+
+    @property
+    def chosen(self) -> Chosen | None:
+        """Return how its crews meet, once that is decided."""
+        return None if self.chosen_json is None else from_json(self.chosen_json, Chosen)
 
     @property
     def gang(self) -> str:
@@ -177,6 +190,7 @@ def whole(connection: sa.Connection, found: Sequence[StoredAttempt | None]) -> l
 def insert(connection: sa.Connection, run_id: str, fence: int, *, new: NewAttempt, at_ns: int) -> None:
     """Write down an attempt that is to be made; its crews are written after it."""
     row = msgspec.structs.asdict(new) | {
+        "nonce": secrets.token_hex(16) if new.num_nodes > 1 else "",
         "run_id": run_id,
         "fence": fence,
         "state": State.STARTING.value,
@@ -252,6 +266,23 @@ def change(
         raise StaleAttempt(f"attempt {attempt.gang} is not {attempt.state} any more")
     for number, own in of_crews.items():
         crews.change(connection, attempt.crews[number], own)
+
+
+def decide(connection: sa.Connection, attempt: StoredAttempt, **values: object) -> bool:
+    """Write that the crews of an attempt meet, or will not: once, and never both.
+
+    Args:
+        connection: of a transaction that writes.
+        attempt: as it was read in it.
+        **values: `chosen_json`, or `called_off` and what goes with it.
+
+    Returns:
+        False when it was decided before, or the attempt was changed meanwhile; nothing was written then.
+    """
+    open_still = sa.and_(attempts.c.chosen_json.is_(None), attempts.c.called_off.is_(sa.false()))
+    unchanged = sa.and_(_is(attempt.run_id, attempt.fence), attempts.c.version == attempt.version, open_still)
+    changed = attempts.update().where(unchanged).values(version=attempt.version + 1, **values)
+    return connection.execute(changed).rowcount == 1
 
 
 def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:

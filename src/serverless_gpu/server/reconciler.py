@@ -6,6 +6,7 @@
     a receipt that never comes                   the run is settled without one
     an owner who may start no runs any more      as was decided then: their runs end by themselves, or are stopped
     a node that is drained or not shared         runs that have to leave it are told, and then stopped (`leaving.py`)
+    crews that do not meet                       the gang is called off, and placed again (`meetings.py`)
     an engine's events                           nodes to be counted on, or not
 
 Silence is judged by this process's boottime, and everything counts as heard of when it starts (`liveness.py`): a server
@@ -28,7 +29,7 @@ from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import Event, GivenUp, IllegalTransition, Silent
-from serverless_gpu.server import active_runs, crews, leaving, nodes, owners, runs, transitions
+from serverless_gpu.server import active_runs, crews, leaving, meetings, nodes, owners, runs, transitions
 from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.crews import CrewId, StoredCrew
 from serverless_gpu.server.hub import SCHEDULER, run_key
@@ -81,6 +82,7 @@ class Reconciler:
         for run in active:
             for crew in run.crews:
                 self._look(run, crew, now_ns)
+        meetings.look(services, active, now_ns)
         owners.stop_some(services)
         leaving.look(services)
         self._release(reserved, gangs)

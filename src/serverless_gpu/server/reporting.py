@@ -52,6 +52,7 @@ from serverless_gpu.server import (
     facts,
     files,
     gangs,
+    meetings,
     nodes,
     report_words,
     runs,
@@ -150,6 +151,8 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         if said.ending is not None:
             faults.reach("after_report_before_answer")
     _announce(services, found, said, applied)
+    if found.is_current:
+        meetings.hear(services, found.attempt, found.crew, said)
     if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
         services.logs.sync(run_id, fence)  # nobody but the node waits for that
     if is_news or found.run.state is not State.RUNNING:  # else it is as it was read: most reports are signs of life
@@ -161,7 +164,8 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     if found.attempt.num_nodes == 1 or not found.is_current:
         return answer
     release, peer_failed = gangs.told(found.attempt, found.crew, is_stopping=stop is not None)
-    return msgspec.structs.replace(answer, release=release, peer_failed=peer_failed)
+    answer = msgspec.structs.replace(answer, release=release, peer_failed=peer_failed)
+    return meetings.told(services, found.attempt, found.crew, answer)
 
 
 def _answer(services: Services, *, stale: bool) -> ReportAnswer:
@@ -206,6 +210,7 @@ def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
 def _check(services: Services, found: _Found, said: Report) -> None:
     """Refuse what cannot be, before anything of the report is applied."""
     ranks = found.ranks
+    meetings.check(found.attempt, found.crew, said)
     for piece in said.logs:
         if not found.has(piece.rank, piece.stream):
             raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {len(ranks)}")

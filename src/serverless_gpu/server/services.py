@@ -20,6 +20,7 @@ from sqlalchemy.engine import Connection
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.gathering import Meetings
 from serverless_gpu.server.health import Health
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.keys import Keys
@@ -61,6 +62,7 @@ class Services:
         sealer: seals and opens callers' variables.
         leases: when attempts were heard of last; whoever applies a report renews.
         looks: who is to report now.
+        meetings: what crews have said that are to meet.
         presence: when nodes were heard of last.
         deliveries: orders that left.
         sentences: what runs that wait are told.
@@ -84,6 +86,7 @@ class Services:
     spool: Spool
     leases: Leases = dataclasses.field(default_factory=Leases)
     looks: Looks = dataclasses.field(default_factory=Looks)
+    meetings: Meetings = dataclasses.field(default_factory=Meetings)
     presence: Presence = dataclasses.field(default_factory=Presence)
     deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)

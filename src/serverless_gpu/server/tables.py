@@ -227,6 +227,7 @@ attempts = sa.Table(  # what is the same for all crews of one
     sa.Column("tariff_json", sa.Text, nullable=False, default="{}"),  # model.pricing.Tariff, as it was placed
     sa.Column("account_id", sa.ForeignKey("accounts.id")),  # of all its charges, as it was placed
     sa.Column("version", sa.Integer, nullable=False, default=0),  # of it and its crews: whoever changes one counts on
+    sa.Column("nonce", sa.String(64), nullable=False, default=""),  # by which its crews know each other
     sa.Column("chosen_json", sa.Text),  # model.meeting.Chosen: how its crews meet
     sa.Column("called_off", sa.Boolean, nullable=False, default=False),  # its crews will not meet
     sa.Column("released", sa.Boolean, nullable=False, default=False),  # all of its ranks have returned, and may exit

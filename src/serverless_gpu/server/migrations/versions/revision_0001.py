@@ -198,6 +198,7 @@ def _attempts() -> None:
         sa.Column("tariff_json", sa.Text(), nullable=False),
         sa.Column("account_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=True),
         sa.Column("version", sa.Integer(), nullable=False),
+        sa.Column("nonce", sa.String(length=64), nullable=False),
         sa.Column("chosen_json", sa.Text(), nullable=True),
         sa.Column("called_off", sa.Boolean(), nullable=False),
         sa.Column("released", sa.Boolean(), nullable=False),

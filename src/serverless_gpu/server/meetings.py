@@ -1,0 +1,246 @@
+"""How the crews of a gang meet, the server's part: who is told what, that they have met, or that they never will.
+
+    a report with an offer ─▶ memory   all are here ─▶ told to each crew until it has said what it reached
+    ... with what it reached ─▶ memory   all are here, nobody has failed, or is silent ─▶ `model.meeting.choose`
+         ├─ Chosen ─▶ written, then in every answer until user code begins
+         └─ Apart, or a limit has passed (`look`) ─▶ called off, written: the cause is that its nodes are apart
+
+User code waits for `chosen`, so this is a fence: `chosen` and `called_off` exclude each other in one statement. Of a
+gang that was called off no user code ever begins, which is proof: crews that nobody has heard of are ended in the same
+transaction, as refused, and should one come after all it is told that it is over. Those that were heard of end by
+their own word, as in any failure.
+
+What can go wrong:
+
+- The server dies anywhere: before `chosen` is durable nobody was told of it; after it, every answer has it. Offers and
+  what was reached come again with the next reports.
+- A crew says something else than before: the first word stays, which the others have tried.
+- The run is asked to stop, or a crew fails, before they have met: called off at the next look; that is not the cause.
+- A crew is silent when all the rest is there: nothing is chosen until it is heard of, or the limit has passed.
+- The server was restored from a backup: user code may run of which it knows nothing, so nothing is called off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import StaleAttempt
+from serverless_gpu.model.attempt import ACTIVE, Reason, State
+from serverless_gpu.model.gang_life import Cause
+from serverless_gpu.model.meeting import Apart, Chosen
+from serverless_gpu.model.run_lifecycle import Ended, IllegalTransition
+from serverless_gpu.server import attempts, gathering, runs, transitions
+from serverless_gpu.server.active_runs import Active
+from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.crews import CrewId, StoredCrew
+from serverless_gpu.server.gathering import Gathered
+from serverless_gpu.server.hub import node_key
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.wire.attempts import Report, ReportAnswer
+
+_log = logging.getLogger(__name__)
+_Work = tuple[StoredAttempt, tuple[Told, ...]]
+
+
+def check(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
+    """Refuse what no crew can have said.
+
+    Raises:
+        InvalidValue: so it is.
+    """
+    gathering.check(attempt.gang, crew.number, of=attempt.num_nodes, offer=said.offer, reach=said.reach)
+
+
+def hear(services: Services, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
+    """Note what a crew says about meeting the others, and decide what can be decided by it.
+
+    Args:
+        services: the server's.
+        attempt: as it was read before the report was applied.
+        crew: that reports.
+        said: what it says.
+    """
+    if attempt.num_nodes == 1 or attempt.ended_ns is not None or crew.ended_ns is not None or has_met(attempt):
+        return
+    now_ns = services.clock.boottime_ns()
+    known, is_complete = services.meetings.hear(
+        crew.id, of=attempt.num_nodes, offer=said.offer, reach=said.reach, now_ns=now_ns
+    )
+    if is_complete:
+        _have_look(services, attempt, but=crew.number)
+    _decide(services, attempt, known, now_ns=now_ns, but=crew.number)
+
+
+def told(services: Services, attempt: StoredAttempt, crew: StoredCrew, answer: ReportAnswer) -> ReportAnswer:
+    """Return an answer with what there is for a crew that has not begun; nothing, where it is to end.
+
+    Args:
+        services: the server's.
+        attempt: as it is now, at an attempt that goes on.
+        crew: that reports.
+        answer: without that.
+    """
+    is_ending = answer.stale or answer.stop is not None or answer.peer_failed or crew.halt_json is not None
+    if is_ending or attempt.num_nodes == 1 or crew.began or crew.ended_ns is not None:
+        return answer
+    if attempt.chosen is not None:
+        return msgspec.structs.replace(answer, chosen=attempt.chosen)
+    known = services.meetings.find((attempt.run_id, attempt.fence))
+    if known is None or has_met(attempt):
+        return answer
+    return msgspec.structs.replace(answer, offers=known.offers_for(crew.number))
+
+
+def look(services: Services, active: Sequence[Active], now_ns: int) -> None:
+    """Decide what time decides: a gang that does not meet is called off, and so is one that ends before it has.
+
+    Args:
+        services: the server's.
+        active: all runs that have devices.
+        now_ns: boottime, nanoseconds.
+    """
+    waiting = [run for run in active if run.num_nodes > 1 and not run.has_met]
+    services.meetings.keep({(run.id, run.fence) for run in waiting})
+    for one in waiting:
+        gang = (one.id, one.fence)
+        run = services.database.read(partial(_waiting, run_id=one.id, fence=one.fence))
+        if run is None or run.attempt is None:
+            continue
+        attempt, known = run.attempt, services.meetings.see(gang, now_ns=now_ns)
+        if run.stop is not None or attempt.cause is not None:
+            _call_off(services, attempt, known, why="")
+            continue
+        nodes = [crew.node for crew in attempt.crews]
+        heard = {crew.number for crew in attempt.crews if _was_heard(attempt, crew)}
+        age_s = (services.clock.wall_ns() - attempt.created_ns) / 1e9
+        why = known.overdue(nodes, heard, now_ns=now_ns, age_s=age_s)
+        if why:
+            _call_off(services, attempt, known, why=why)
+        else:
+            _decide(services, attempt, known, now_ns=now_ns)
+
+
+def has_met(attempt: StoredAttempt) -> bool:
+    """Return whether it is decided that a gang meets, or that it does not; user code that runs is proof of the first.
+
+    The server may not know that it was decided: it was restored from a backup.
+    """
+    if attempt.chosen_json is not None or attempt.called_off or attempt.began:
+        return True
+    return any(State.RUNNING in (crew.state, crew.before) for crew in attempt.crews)
+
+
+def _decide(
+    services: Services, attempt: StoredAttempt, known: Gathered, *, now_ns: int, but: int | None = None
+) -> None:
+    """Write how a gang meets, or that it does not, once its crews have said all that there is to say."""
+    quiet_s = services.settings.soft_expiry_s / 2  # two heartbeats, however far apart they are
+    try:
+        came = known.outcome([crew.node for crew in attempt.crews], now_ns=now_ns, quiet_s=quiet_s)
+    except ValueError as error:
+        _log.error("crews of attempt %s cannot meet: %s", attempt.gang, error)
+        return
+    if isinstance(came, Chosen):
+        _choose(services, attempt, came, but=but)
+    elif isinstance(came, Apart):
+        _call_off(services, attempt, known, why=came.sentence)
+
+
+def _choose(services: Services, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
+    text = msgspec.json.encode(chosen).decode()
+
+    def work(connection: sa.Connection) -> bool:
+        run = _waiting(connection, attempt.run_id, attempt.fence)
+        if run is None or run.attempt is None or run.stop is not None or not _may_begin(run.attempt):
+            return False
+        return attempts.decide(connection, run.attempt, chosen_json=text)
+
+    if services.database.write(work):
+        _log.info("the nodes of attempt %s have met at %s", attempt.gang, chosen.master[0])
+        _have_look(services, attempt, but=but)
+
+
+def _may_begin(attempt: StoredAttempt) -> bool:
+    """Return whether nothing has failed and everybody is heard of: user code may begin on all nodes."""
+    return attempt.cause is None and all(
+        crew.ended_ns is None and crew.halt_json is None and crew.state is State.STARTING for crew in attempt.crews
+    )
+
+
+def _call_off(services: Services, attempt: StoredAttempt, known: Gathered, *, why: str) -> None:
+    """Write that a gang will not meet, and end the crews that nobody has heard of.
+
+    Args:
+        services: the server's.
+        attempt: which.
+        known: of it.
+        why: for people; not asked where it ends for another reason.
+    """
+    at_ns = services.clock.wall_ns()
+    why = "".join(character if character.isprintable() else " " for character in why)
+
+    def work(connection: sa.Connection) -> _Work | None:
+        run = _waiting(connection, attempt.run_id, attempt.fence)
+        if run is None or run.attempt is None or run.restored_ns is not None:
+            return None
+        now, values = run.attempt, dict[str, object](called_off=True)
+        if now.cause is None and run.stop is None:
+            cause = Cause(crew=None, reason=Reason.NODES_APART, detail=why)
+            values["cause_json"] = msgspec.json.encode(cause).decode()
+        if not attempts.decide(connection, now, **values):
+            return None
+        unheard = [crew for crew in now.crews if crew.number not in known.heard_ns and not _was_heard(now, crew)]
+        note = Note(at_ns=at_ns, detail=why)
+        return now, tuple(_refuse(connection, crew.id, note) for crew in unheard if crew.ended_ns is None)
+
+    try:
+        done = services.database.write(work)
+    except (StaleAttempt, IllegalTransition) as error:
+        _log.info("attempt %s was not called off: %s", attempt.gang, error)
+        return
+    if done is None:
+        return
+    _log.warning("attempt %s was called off before its nodes had met%s", attempt.gang, f": {why}" if why else "")
+    for one in done[1]:
+        one.announce(services)
+    _have_look(services, done[0], but=None)
+
+
+def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> Told:
+    """End a crew that nobody has heard of: its gang was called off, so its user code never begins."""
+    run_id, _, number = crew
+    run = runs.find(connection, run_id)
+    assert run is not None
+    told = transitions.tell_crew(connection, run, number, Ended(Reason.REFUSED, began=False), note=note)
+    transitions.settle(connection, crew, receipt=None, at_ns=note.at_ns)
+    return told
+
+
+def _waiting(connection: sa.Connection, run_id: str, fence: int) -> StoredRun | None:
+    """Return a run whose crews are still to meet, as it is now, or None."""
+    run = runs.find(connection, run_id)
+    if run is None or run.attempt is None or run.fence != fence or run.state not in ACTIVE:
+        return None
+    return None if run.attempt.ended_ns is not None or has_met(run.attempt) else run
+
+
+def _was_heard(attempt: StoredAttempt, crew: StoredCrew) -> bool:
+    """Return whether it is written that a crew has reported, to this process or an earlier one."""
+    said = crew.halt_json is not None or crew.returned or crew.began or bool(crew.sentence)
+    is_starting = State.STARTING in (crew.state, crew.before)
+    return said or not is_starting or crew.lease_ns != attempt.created_ns
+
+
+def _have_look(services: Services, attempt: StoredAttempt, *, but: int | None) -> None:
+    """Have the crews of a gang report now, since there is news for them."""
+    for crew in attempt.open_crews:
+        if crew.number != but:
+            services.looks.ask(crew.node_id, crew.id)
+            services.hub.touch(node_key(crew.node_id))
