@@ -307,7 +307,7 @@ def test_a_stop_and_chosen_are_never_in_one_answer(
 def test_a_restored_server_calls_nothing_off(
     services: Services, database: Database, run_id: str, clock: FakeClock
 ) -> None:
-    database.write(lambda connection: runs.note_restored(connection, [run_id], at_ns=T0 + 8 * S))
+    database.write(lambda connection: runs.hold(connection, [run_id], at_ns=T0 + 8 * S))
     look(services, clock)
     look(services, clock, after_s=4 * gathering.TOTAL_S)
     assert not attempt_of(database, run_id).called_off
