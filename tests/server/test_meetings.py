@@ -355,13 +355,14 @@ def test_crews_of_a_gang_share_a_nonce_of_their_own(services: Services, database
 
 
 def test_chosen_or_called_off_never_both(database: Database, services: Services, run_id: str, clock: FakeClock) -> None:
-    """The last crew's word arrives in the moment in which the limit passes; on PostgreSQL both may be written at once."""
+    """The last word arrives in the moment in which the limit passes; on PostgreSQL both may be written at once."""
+    known = Meetings().see((run_id, 1), now_ns=0)
     for _ in range(8):
         run_id = add_run(database)
         place_gang(database, run_id, 2, 1)
         meet(services, run_id, 0)
         start(services, run_id, 1, offer=offer(1))
-        attempt, known = attempt_of(database, run_id), Meetings().see((run_id, 1), now_ns=0)
+        attempt = attempt_of(database, run_id)
         both = threading.Barrier(2)
 
         def choose(attempt: StoredAttempt = attempt, both: threading.Barrier = both) -> None:

@@ -7,8 +7,7 @@ from alembic import op
 
 revision = "0001"
 down_revision = None
-branch_labels = None
-depends_on = None
+branch_labels = depends_on = None
 
 
 def upgrade() -> None:
