@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from tests.local.observe import wait_for
 from tests.ray.plain_ray import PYTHON
 from tests.ray.remains import Footprint
 
-START_S = 150.0
+TRY_S = 70.0
 _END_S = 60.0
 _TRIES_MAX = 3
 _blocks = iter(range(12_000 + os.getpid() % 150 * 100, 32_000, ray_start.PORTS))
@@ -94,25 +95,29 @@ class Machine:
             )
 
     def wait_ready(self, head: str = "") -> None:
-        """Wait until Ray says that it runs; one that ends before it does is started again, as `sgpu join` does it.
+        """Wait until Ray says that it runs; one that ends before it does, or takes too long, is started again.
+
+        A raylet whose agents take longer than 15 s ends, and `ray start` waits for it two minutes all the same.
 
         Args:
             head: as for `start`.
         """
-        tries = 1
+        tries, until = 1, time.monotonic() + TRY_S
 
         def ready() -> bool:
-            nonlocal tries
+            nonlocal tries, until
             text = self._log.read_text(encoding="utf-8", errors="replace")
+            if "Ray runtime started" in text:
+                return True
             assert self._process is not None
-            if self._process.poll() is not None:
+            if self._process.poll() is not None or time.monotonic() > until:
                 assert tries < _TRIES_MAX, text
-                tries += 1
                 self.kill()
                 self.start(head)
-            return "Ray runtime started" in text
+                tries, until = tries + 1, time.monotonic() + TRY_S
+            return False
 
-        wait_for(ready, f"the Ray of {self.node.name} has started", limit_s=START_S)
+        wait_for(ready, f"the Ray of {self.node.name} has started", limit_s=2 * _TRIES_MAX * TRY_S)
 
     def processes(self) -> dict[int, str]:
         """Return the processes of Ray's here, and their command lines: by their variables, and with their children."""

@@ -24,7 +24,7 @@ from tests.local.observe import wait_for
 from tests.ray.clusters import Cluster, Machine, cluster
 from tests.ray.plain_ray import PYTHON
 
-pytestmark = [pytest.mark.heavy, pytest.mark.spot, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.heavy, pytest.mark.spot, pytest.mark.slow, pytest.mark.timeout(420)]
 
 READY_S = 90.0
 LOST_S = 10.0
