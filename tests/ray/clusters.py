@@ -110,7 +110,7 @@ class Machine:
             if "Ray runtime started" in text:
                 return True
             assert self._process is not None
-            if self._process.poll() is not None or time.monotonic() > until:
+            if self._process.poll() is not None or self._raylet_failed() or time.monotonic() > until:
                 assert tries < _TRIES_MAX, text
                 self.kill()
                 self.start(head)
@@ -118,6 +118,12 @@ class Machine:
             return False
 
         wait_for(ready, f"the Ray of {self.node.name} has started", limit_s=2 * _TRIES_MAX * TRY_S)
+
+    def _raylet_failed(self) -> bool:
+        with suppress(OSError):
+            logs = Path(self.node.directory) / "session_latest" / "logs"
+            return "Check failed" in (logs / "raylet.out").read_text(encoding="utf-8", errors="replace")
+        return False
 
     def processes(self) -> dict[int, str]:
         """Return the processes of Ray's here, and their command lines: by their variables, and with their children."""
@@ -196,12 +202,11 @@ class Cluster:
         return RayAccess(address=self.address, node_address="127.0.0.10", pool=pool, variables=variables)
 
     def start(self) -> None:
-        """Start the head, then all nodes at once."""
+        """Start the head, then its nodes one by one: at once they take longer than Ray waits on a busy machine."""
         self.head.start()
         self.head.wait_ready()
         for machine in self.nodes.values():
             machine.start(self.address)
-        for machine in self.nodes.values():
             machine.wait_ready(self.address)
 
 
