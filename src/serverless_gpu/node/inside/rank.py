@@ -97,7 +97,7 @@ def main(channel: Channel, events: Channel) -> int:
         world_size=protocol.integer(message, "world_size"),
         result_bytes_max=protocol.integer(message, "result_bytes_max"),
         gate=gate,
-        release=release,
+        release=None if message.get("ray") is not None else release,  # other nodes return once the driver has ended
         stack=stack,
         copies=copies if isinstance(copies := message.get("copies"), dict) else {},
         local_rank=protocol.integer(message, "local_rank"),
