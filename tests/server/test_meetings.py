@@ -16,16 +16,18 @@ from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.gang_life import Cause, Halt
 from serverless_gpu.model.meeting import Address, Chosen, Offer, Reach, Tried
 from serverless_gpu.model.run_lifecycle import StopAsked
-from serverless_gpu.server import active_runs, attempts, crews, gathering, meetings, runs
+from serverless_gpu.server import active_runs, attempts, crews, gathering, meetings, runs, tables
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.gathering import Meetings
+from serverless_gpu.server.roster import Roster
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, ReportAnswer
 from tests.server.ganged import say, told_of, waiting, wrong
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, place_gang, stored, tell
+from tests.server.test_agents import hello
 
 CHOSEN = Chosen(master=("10.0.0.1", 29500), interfaces=("eth0", "eth0"), addresses=("10.0.0.1", "10.0.0.2"))
 
@@ -167,12 +169,19 @@ def test_nodes_that_do_not_reach_each_other_are_apart(
     assert start(services, run_id, 0).peer_failed == sentence
     attempt = attempt_of(database, run_id)
     assert (attempt.called_off, attempt.chosen_json) == (True, None)
-    assert attempt.cause == Cause(crew=None, reason=Reason.NODES_APART, detail=sentence)
+    assert attempt.cause == Cause(crew=None, reason=Reason.NODES_APART, detail=sentence, apart=(1, 0))
     for number in (0, 1):
         ended(services, run_id, number)
     run = stored(database, run_id)
     assert (run.state, run.infra_retries_used) == (State.QUEUED, 1)
     assert attempt_of(database, run_id).reason is Reason.NODES_APART and wrong(database) == []
+    # Nothing failed on a node of them, and the next attempt is not to meet on both.
+    assert database.read(lambda connection: crews.failed_nodes(connection, [run_id])) == {}
+    text = msgspec.json.encode(hello("n1")).decode()
+    database.write(lambda connection: connection.execute(tables.nodes.update().values(hello_json=text)))
+    reading = database.read(lambda connection: Roster(services).read(connection, now_ns=T0 + 20 * S, afresh=False))
+    (one,) = reading.waiting.values()
+    assert (one.apart, one.avoid) == (frozenset({("node-2", "node-1")}), frozenset())
 
 
 def ended(services: Services, run_id: str, number: int) -> None:
@@ -381,6 +390,13 @@ def test_chosen_or_called_off_never_both(database: Database, services: Services,
         attempt = attempt_of(database, run_id)
         assert (attempt.chosen_json is None) is attempt.called_off
         assert (attempt.cause is None) is (not attempt.called_off)
+
+
+def test_a_gang_that_has_met_and_was_called_off_is_found(database: Database, services: Services, run_id: str) -> None:
+    meet(services, run_id, 0, 1)
+    assert wrong(database) == []
+    database.write(lambda connection: connection.execute(tables.attempts.update().values(called_off=True)))
+    assert wrong(database) == ["attempt 1 was called off, and its crews have met"]
 
 
 def test_what_was_decided_is_not_decided_again(database: Database, services: Services, run_id: str) -> None:

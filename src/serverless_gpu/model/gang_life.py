@@ -95,6 +95,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         crew: whose story it is; None where it is the server's: the run was asked to stop, or its nodes did not meet.
         final: whether nothing that is heard later replaces it.
+        apart: two crews of which the first does not reach the second, where that is the cause.
     """
 
     crew: int | None
@@ -102,6 +103,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     detail: str = ""
     final: bool = True
+    apart: tuple[int, int] | None = None
 
 
 class Fold(msgspec.Struct, frozen=True, kw_only=True):

@@ -229,6 +229,21 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
     return connection.execute(query.limit(1)).first() is not None
 
 
+def apart_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[tuple[str, str]]]:
+    """Return, by run, pairs of nodes of which one did not reach the other in an attempt of it."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    query = sa.select(attempts.c.run_id, attempts.c.fence, attempts.c.cause_json)
+    query = query.where(attempts.c.called_off, attempts.c.cause_json.is_not(None))
+    for some in portions(list(run_ids)):
+        rows = connection.execute(query.where(attempts.c.run_id.in_(some)))
+        pairs = {(run_id, fence): from_json(cause, Cause).apart for run_id, fence, cause in rows}
+        apart = {gang: pair for gang, pair in pairs.items() if pair is not None}
+        for gang, own in (crews.of_gangs(connection, apart) if apart else {}).items():
+            first, second = apart[gang]
+            found.setdefault(gang[0], set()).add((own[first].node_id, own[second].node_id))
+    return {run_id: frozenset(pairs) for run_id, pairs in found.items()}
+
+
 def outcome(connection: sa.Connection, run_id: str, fence: int) -> Outcome:
     """Return what an attempt ended with; nothing, when there is no such attempt.
 

@@ -246,6 +246,8 @@ def _attempt(booked: Booked, attempt: StoredAttempt) -> Iterator[Violation]:
         yield of_run(booked, "I3", f"attempt {attempt.fence} has {len(attempt.crews)} crews of {attempt.num_nodes}")
     if len({crew.node_id for crew in attempt.crews}) != len(attempt.crews):
         yield of_run(booked, "I3", f"attempt {attempt.fence} has two crews on one node")
+    if attempt.called_off and (attempt.chosen_json is not None or attempt.began):
+        yield of_run(booked, "I3", f"attempt {attempt.fence} was called off, and its crews have met")
     if (attempt.ended_ns is None) != bool(attempt.open_crews):
         yield of_run(booked, "I3", f"attempt {attempt.fence} has {len(attempt.open_crews)} open crews, and is over")
     states = _listed(crew.state for crew in attempt.crews)

@@ -150,7 +150,7 @@ def _decide(
     if isinstance(came, Chosen):
         _choose(services, attempt, came, but=but)
     elif isinstance(came, Apart):
-        _call_off(services, attempt, known, why=came.sentence)
+        _call_off(services, attempt, known, why=came.sentence, apart=came.pair)
 
 
 def _choose(services: Services, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
@@ -174,7 +174,9 @@ def _may_begin(attempt: StoredAttempt) -> bool:
     )
 
 
-def _call_off(services: Services, attempt: StoredAttempt, known: Gathered, *, why: str) -> None:
+def _call_off(
+    services: Services, attempt: StoredAttempt, known: Gathered, *, why: str, apart: tuple[int, int] | None = None
+) -> None:
     """Write that a gang will not meet, and end the crews that nobody has heard of.
 
     Args:
@@ -182,6 +184,7 @@ def _call_off(services: Services, attempt: StoredAttempt, known: Gathered, *, wh
         attempt: which.
         known: of it.
         why: for people; not asked where it ends for another reason.
+        apart: two crews of which the first does not reach the second.
     """
     at_ns = services.clock.wall_ns()
     why = "".join(character if character.isprintable() else " " for character in why)
@@ -192,7 +195,7 @@ def _call_off(services: Services, attempt: StoredAttempt, known: Gathered, *, wh
             return None
         now, values = run.attempt, dict[str, object](called_off=True)
         if now.cause is None and run.stop is None:
-            cause = Cause(crew=None, reason=Reason.NODES_APART, detail=why)
+            cause = Cause(crew=None, reason=Reason.NODES_APART, detail=why, apart=apart)
             values["cause_json"] = msgspec.json.encode(cause).decode()
         if not attempts.decide(connection, now, **values):
             return None
