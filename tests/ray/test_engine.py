@@ -24,7 +24,7 @@ from tests.local.observe import wait_for
 from tests.ray.clusters import Cluster, Machine, cluster
 from tests.ray.plain_ray import PYTHON
 
-pytestmark = [pytest.mark.heavy, pytest.mark.spot, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(420)]
 
 READY_S = 90.0
 LOST_S = 10.0
@@ -146,6 +146,7 @@ def variables(pid: int) -> list[str]:
     return [line.partition("=")[0] for line in Path(f"/proc/{pid}/environ").read_text("utf-8").split("\0") if line]
 
 
+@pytest.mark.spot
 def test_what_is_given_back_is_reserved_again_soon(made: Callable[[], RayEngine]) -> None:
     engine, took_ms = made(), []
     for number in range(6):
@@ -157,6 +158,7 @@ def test_what_is_given_back_is_reserved_again_soon(made: Callable[[], RayEngine]
     print(f"reserved: {took_ms[0]} ms, again {took_ms[1:]} ms")
 
 
+@pytest.mark.spot
 def test_an_agent_is_no_process_of_rays(ray: Cluster, made: Callable[[], RayEngine]) -> None:
     made()
     for name, pid in agents(ray).items():
