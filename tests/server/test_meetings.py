@@ -286,6 +286,19 @@ def test_nothing_is_chosen_once_a_crew_has_failed(
     assert attempt.cause.reason is Reason.ENV_CORRUPT  # and not that the nodes are apart
 
 
+@pytest.mark.parametrize("what", ["halt", "stop"])
+def test_a_gang_that_ends_has_not_met_though_all_is_said(
+    services: Services, database: Database, run_id: str, what: str
+) -> None:
+    meet(services, run_id, 0)
+    if what == "halt":
+        say(services, run_id, 0, State.STOPPING, halt=Halt(reason=Reason.ENV_CORRUPT))
+    else:
+        tell(database, run_id, StopAsked(StopReason.CANCEL))
+    meet(services, run_id, 1)
+    assert attempt_of(database, run_id).chosen_json is None
+
+
 def test_cancel_of_a_gang_with_an_absent_node(
     services: Services, database: Database, run_id: str, clock: FakeClock
 ) -> None:
