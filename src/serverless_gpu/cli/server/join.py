@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from serverless_gpu.cli.choosing import this_home
-from serverless_gpu.cli.output import say
+from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.client.remote.profile import check_address
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
 from serverless_gpu.loading import load
@@ -49,7 +49,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
     """
     home = this_home()
     if options["unit"]:
-        click.echo(_unit(home), nl=False)
+        say_lines(_unit(home).rstrip("\n"))
         return
     file = load("serverless_gpu.engines.ray_join_file").read_join_file(token_file)
     if options["server"]:
