@@ -31,6 +31,7 @@ def count_until_stopped(limit: int = 10_000) -> int:
     """Count, from where the attempt before got to; save the number and why when asked to stop."""
     earlier = rt.resume_dir()
     start = json.loads((earlier / f"{rt.get_global_rank()}.json").read_text())["step"] if earlier else 0
+    rt.should_stop()  # from now on SIGTERM does not end it
     print("from", start, flush=True)
     for step in range(start, start + limit):
         if rt.should_stop():

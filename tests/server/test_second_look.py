@@ -57,7 +57,9 @@ def test_F81_who_waits_for_others_that_devices_are_kept_for_is_not_forgotten(
     scheduler.tick(clock.boottime_ns())
     assert find(services, busy).state is State.STARTING
     clock.advance(5)
-    large, small = submit_with(services, gpus=8), submit_with(services, gpus=1)
+    large = submit_with(services, gpus=8)
+    clock.advance(1)  # of two that came at once the one whose identifier is the lower is the first
+    small = submit_with(services, gpus=1)
     check = SelfCheck(services)
     for _ in range(15):
         services.presence.heard(stored_node_id(services), now_ns=clock.boottime_ns())

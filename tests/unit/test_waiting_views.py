@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
+from serverless_gpu.model.scheduling.values import Estimate, Holder, Part, Wait, WaitReason
 from serverless_gpu.wire.estimates import EstimateView, estimate_of, estimate_view
 from serverless_gpu.wire.waiting import HOLDERS_MAX, HolderView, WaitView, wait_of, wait_view
 
@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "owner": "carol",
     "turns_ns": 16,
     "words": "or so",
+    "nodes": (Part(node="n3", count=8, free=5), Part(node="n4", count=4, free=0)),
 }
 
 
