@@ -12,8 +12,8 @@ from serverless_gpu.model.spec import Function, Kernel
 from serverless_gpu.server import floor
 from serverless_gpu.server.runs import StoredRun
 
-SEVERAL_NODES = False
-"""Whether gangs have several nodes. False until all that follows from a placement knows of crews."""
+SEVERAL_NODES = True
+"""Whether gangs have several nodes."""
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,82 @@
+"""What ranks of gangs run in these tests; it travels to the nodes as a file of the caller's project.
+
+Standard library only; torch is taken from where the test has it: its capture would take longer than the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+_STAY_S = 100.0
+
+
+def rank_number() -> int:
+    """Return this rank's number."""
+    return int(os.environ["RANK"])
+
+
+def announce(where: str, name: str) -> None:
+    """Leave a file that says this process's pid and its parent's; it is whole as soon as it is there."""
+    temporary = Path(where, f".{name}.{os.getpid()}")
+    temporary.write_text(f"{os.getpid()} {os.getppid()}")
+    temporary.rename(Path(where, name))
+
+
+def wait_for_file(where: str, name: str) -> None:
+    """Wait until a file is there, not for ever."""
+    limit = time.monotonic() + _STAY_S
+    while not Path(where, name).exists():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"{name} did not come")
+        time.sleep(0.01)
+
+
+def stay(where: str) -> int:
+    """Say that this rank is there, and return its number once the file `go` is."""
+    announce(where, f"{os.environ['SGPU_FENCE']}.rank{rank_number()}")
+    wait_for_file(where, "go")
+    print(f"rank {rank_number()} goes", flush=True)
+    return rank_number()
+
+
+def fail_in_the_last(where: str) -> None:
+    """Fail in the last rank once all are there; the others wait."""
+    announce(where, f"{os.environ['SGPU_FENCE']}.rank{rank_number()}")
+    last = int(os.environ["WORLD_SIZE"]) - 1
+    if rank_number() == last:
+        for rank in range(last):
+            wait_for_file(where, f"{os.environ['SGPU_FENCE']}.rank{rank}")
+        raise ValueError(f"no luck in rank {last}")
+    wait_for_file(where, "go")
+
+
+def add_up(site: str) -> tuple[int, int, str]:
+    """Add all ranks' numbers with gloo; return this rank's, the sum and its node's."""
+    sys.path.append(site)
+    import torch  # noqa: PLC0415 - in ranks only
+    import torch.distributed as dist  # noqa: PLC0415 - likewise
+
+    dist.init_process_group("gloo")
+    number = torch.tensor([rank_number()])
+    dist.all_reduce(number)
+    dist.barrier()
+    dist.destroy_process_group()
+    return rank_number(), int(number.item()), os.environ["NODE_RANK"]
+
+
+def add_up_until_one_dies(site: str) -> None:
+    """Add up with gloo; the last rank dies of it, and the others are told by their sockets only."""
+    sys.path.append(site)
+    import torch  # noqa: PLC0415 - in ranks only
+    import torch.distributed as dist  # noqa: PLC0415 - likewise
+
+    dist.init_process_group("gloo")
+    number = torch.tensor([rank_number()])
+    dist.all_reduce(number)
+    if rank_number() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.all_reduce(number)

@@ -1,0 +1,156 @@
+"""A real server and several nodes of it on this machine, each with a home of its own, as machines of a pool.
+
+with Machines(home) as pool:
+    node = pool.join("n1", gpus=2)
+    run = pool.submit(function, where, gpus=4)        a gang of a crew on each node
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from serverless_gpu import attach
+from serverless_gpu.client.run import Run
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.uplink import control
+from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.testing import stop_agent
+from serverless_gpu.wire.connection import Connection
+from serverless_gpu.wire.runs import RunView
+from tests.local.observe import Process, agent, cancel_all, nothing_of_a_run, processes_of, supervisor, wait_for
+from tests.local.small_environment import SmallEnvironment, with_requirements
+from tests.remote import gang_work
+from tests.remote.server_process import ServerProcess
+
+_SUBMIT = """
+import json, sys
+import gang_work
+from serverless_gpu import distributed
+
+name, options, *args = sys.argv[1:]
+function = getattr(gang_work, name)
+print(distributed(remote=True, env="snapshot", quiet=True, **json.loads(options))(function).submit(*args).id)
+"""
+
+
+class Machine:
+    """A node: a home, and what runs in it.
+
+    Args:
+        profile: what it is called, and where it finds the server.
+        gpus: how many H100 it declares.
+    """
+
+    def __init__(self, profile: Profile, *, gpus: int) -> None:
+        self.name = profile.name
+        self.root = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+        self.home = Home(self.root)
+        self._profile = self.root / "profile.json"
+        self._environ = {
+            **os.environ,
+            "SERVERLESS_GPU_HOME": str(self.root),
+            "SERVERLESS_GPU_FAKE": f"H100:{gpus}",
+        }
+        write_profile(self._profile, profile)
+
+    def start(self) -> None:
+        """Have its uplink running."""
+        control.ensure(self.home, self._profile, self._environ)
+
+    def uplink(self) -> Process:
+        """Return its uplink."""
+        found = wait_for(lambda: control.running(self.home, self._profile), f"{self.name} has an uplink")
+        assert found is not None
+        return Process(found.pid)
+
+    def agent(self) -> Process:
+        """Return its agent."""
+        return agent(self.root)
+
+    def supervisor(self, run_id: str) -> Process:
+        """Return the supervisor of its crew of a run."""
+        return supervisor(self.root, run_id)
+
+    def log(self) -> str:
+        """Return what its uplink wrote."""
+        return (self.root / "uplink.log").read_text()
+
+    def is_free(self) -> bool:
+        """Return whether nothing of any run is left."""
+        return nothing_of_a_run(self.root)
+
+    def end(self) -> None:
+        """End whatever runs in it, and remove the home."""
+        cancel_all(self.root)
+        control.stop_all(self.home)
+        stop_agent(self.root)
+        wait_for(lambda: not processes_of(self.root), f"no process of {self.name} is left")
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+class Machines:
+    """A server without devices of its own, and nodes that have joined it.
+
+    Args:
+        home: of the server, and of the test's client.
+        words: what the server is told (`tests/remote/server_process.py`).
+    """
+
+    def __init__(self, home: Path, *words: str) -> None:
+        self.home = home
+        self.nodes: dict[str, Machine] = {}
+        self.server = ServerProcess(home, "node=false", *words)
+        self._connection: Connection | None = None
+        self._small: SmallEnvironment | None = None
+
+    def __enter__(self) -> Machines:
+        self.server.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        for node in self.nodes.values():
+            node.end()
+        self.server.kill(signal.SIGTERM)
+
+    def join(self, name: str, *, gpus: int = 2) -> Machine:
+        """Start a node, and wait until the server counts on it."""
+        token = (self.home / "server" / "node.token").read_text(encoding="ascii").strip()
+        node = Machine(Profile(url=self.server.url, token=token, name=name), gpus=gpus)
+        self.nodes[name] = node
+        node.start()
+        wait_for(lambda: "joined" in node.log(), f"{name} has joined")
+        return node
+
+    def submit(self, function: Callable[..., object], *args: str, gpus: int = 4, **options: object) -> Run[object]:
+        """Submit a call of a function of `gang_work.py`, as a script of a small environment does; return its handle."""
+        if self._small is None:
+            self._small = SmallEnvironment(self.home / "caller", *with_requirements("httpx2"))
+            self._small.write("gang_work.py", Path(gang_work.__file__).read_text())
+            self._small.write("submit.py", _SUBMIT)
+        options = {"gpus": gpus, "gpu_type": "H100", "grace": 2} | options
+        out, _ = self._small.run("submit.py", function.__name__, json.dumps(options), *args)
+        return attach(out.strip())
+
+    def ask(self, method: str, path: str, body: Any = None, *, answer: Any) -> Any:
+        """Ask the server as its administrator."""
+        if self._connection is None:
+            token = (self.home / "server" / "token").read_text(encoding="ascii").strip()
+            self._connection = Connection(self.server.url, token, patience_s=60)
+        return self._connection.ask(method, path, body, answer=answer)
+
+    def view(self, run: Run[object]) -> RunView:
+        """Return a run as its owner sees it."""
+        found: RunView = self.ask("GET", f"/runs/{run.id}", answer=RunView)
+        return found

@@ -1,0 +1,48 @@
+"""Gangs on two nodes of a real server: they meet, run as one, end as one, and are told as one run."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.errors import RunCancelled
+from tests.local.observe import announced, wait_for
+from tests.remote.gang_work import add_up, fail_in_the_last, stay
+from tests.remote.machines import Machines
+
+SITE = sysconfig.get_path("purelib")
+
+
+@pytest.fixture
+def pool(home: Path) -> Iterator[Machines]:
+    """Yield a server with two nodes of two GPUs each."""
+    with Machines(home) as pool:
+        pool.join("n1")
+        pool.join("n2")
+        yield pool
+        for node in pool.nodes.values():
+            wait_for(node.is_free, f"nothing is left on {node.name}")
+
+
+def test_four_ranks_on_two_nodes_add_up_over_gloo(pool: Machines, tmp_path: Path) -> None:
+    run = pool.submit(add_up, SITE)
+    results = run.results(60)
+    assert [result[:2] for result in results] == [(rank, 6) for rank in range(4)]
+
+
+def test_F06_a_rank_that_raises_on_the_second_node_is_the_callers_exception(pool: Machines, tmp_path: Path) -> None:
+    run = pool.submit(fail_in_the_last, str(tmp_path))
+    with pytest.raises(ValueError, match="no luck in rank 3"):
+        run.results(60)
+
+
+def test_cancel_ends_both(pool: Machines, tmp_path: Path) -> None:
+    run = pool.submit(stay, str(tmp_path))
+    for rank in range(4):
+        announced(tmp_path, f"1.rank{rank}")
+    run.cancel()
+    with pytest.raises(RunCancelled):
+        run.results(60)
