@@ -8,7 +8,9 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.meeting import Chosen
 from serverless_gpu.server import (
+    attempts,
     books,
     events,
     orders,
@@ -22,10 +24,19 @@ from serverless_gpu.server.invariants import violations
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.wire.attempts import Ending, File, Report, ReportAnswer
-from tests.server.stored import T0, S
+from tests.server.stored import T0, S, place_gang
 
 FINISHED = Ending(state=State.SUCCEEDED, reason=Reason.COMPLETED, began=True, stopped=msgspec.Raw(b"{}"))
 RAISED = Ending(state=State.FAILED, reason=Reason.RANK_RAISED, began=True, stopped=msgspec.Raw(b'{"a":2}'))
+
+
+def place_met(database: Database, run_id: str, *gpus: int) -> None:
+    """Place a run on node-1, node-2 …, whose crews have met: user code may begin."""
+    fence = place_gang(database, run_id, *gpus)
+    addresses = tuple(f"10.0.0.{number + 1}" for number in range(len(gpus)))
+    chosen = Chosen(master=("10.0.0.1", 29500), interfaces=("eth0",) * len(gpus), addresses=addresses)
+    text = msgspec.json.encode(chosen).decode()
+    database.write(lambda connection: attempts.note(connection, run_id, fence, chosen_json=text))
 
 
 def say(services: Services, run_id: str, crew: int, state: State = State.RUNNING, **said: Any) -> ReportAnswer:

@@ -40,7 +40,7 @@ from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece
 from tests.server.charged import charge_all
-from tests.server.ganged import FINISHED, RAISED, began, happened, result, say, told_of, waiting, wrong
+from tests.server.ganged import FINISHED, RAISED, began, happened, place_met, result, say, told_of, waiting, wrong
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, place_gang, rows, stored, tell
 
@@ -63,7 +63,7 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
 def run_id(services: Services, database: Database) -> str:
     """Return a run of three ranks, two on n1 and one on n2."""
     run_id = add_run(database)
-    place_gang(database, run_id, 2, 1)
+    place_met(database, run_id, 2, 1)
     return run_id
 
 

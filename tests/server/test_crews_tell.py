@@ -24,7 +24,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Look
 from serverless_gpu.wire.attempts import Ending
-from tests.server.ganged import FINISHED, RAISED, began, result, say, told_of, waiting, wrong
+from tests.server.ganged import FINISHED, RAISED, began, place_met, result, say, told_of, waiting, wrong
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, place_gang, stored, tell
 from tests.server.test_agents import hello
@@ -48,7 +48,7 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
 def run_id(services: Services, database: Database) -> str:
     """Return a run of three ranks, two on n1 and one on n2."""
     run_id = add_run(database)
-    place_gang(database, run_id, 2, 1)
+    place_met(database, run_id, 2, 1)
     return run_id
 
 

@@ -138,8 +138,8 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
     )
     happened: list[Event] = []
     if is_word or folded.over is None:
-        before, has_begun = attempt.crews, all(crew.began for crew in crews)
-        is_start = has_begun and not all(crew.began for crew in before)
+        has_begun, had_begun = (all(crew.began for crew in these) for these in (crews, attempt.crews))
+        is_start = has_begun and (not had_begun or State.STARTING in (run.state, run.life.before))
         happened += _on_its_way(run, folded, is_start=is_start)
     over = folded.over
     if isinstance(over, GivenUp) and len(crews) > 1:  # which does not say whether user code began on another node
@@ -147,6 +147,15 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
     if over is not None:
         happened.append(over)
     return folded, happened
+
+
+def is_folded(run: StoredRun) -> bool:
+    """Return whether what is written of a run, at an attempt that goes on, is what its crews amount to."""
+    attempt = run.attempt
+    assert attempt is not None
+    folded, happened = follow(run, attempt.crews, is_word=False)
+    written = (attempt.cause, attempt.released, attempt.began)
+    return not happened and (folded.cause, folded.releases, folded.began) == written
 
 
 def _on_its_way(run: StoredRun, folded: Fold, *, is_start: bool) -> list[Event]:

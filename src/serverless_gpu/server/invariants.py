@@ -12,7 +12,7 @@ I1  a run whose submit was acknowledged can be read for ever (until retention re
 I2  a run has one end, and it is its last event; nothing about it changes any more
 I3  attempts of a run come one after the other: no process of one is left when user code of the next begins (its
     devices may still be looked at then); at most the last is open; each of its crews is on a node of its own, which
-    its orders are for; user code runs again only if that was asked for
+    its orders are for; user code runs again only if that was asked for (of gangs: `gang_invariants.py`)
 I4  a device is never lent twice at the same time, from the reservation until it was looked at
 I5  states move only along the table; events are numbered without a gap
 I6  SUCCEEDED: the result of every rank is stored, whole
@@ -44,8 +44,9 @@ from serverless_gpu.server.audit import Action
 from serverless_gpu.server.books import Booked, BookedOrder, Books
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.events import StoredEvent, is_remark
+from serverless_gpu.server.gang_invariants import gangs
 from serverless_gpu.server.ledger_invariants import ledger
-from serverless_gpu.server.lendings import Lent, doubly, lent_once
+from serverless_gpu.server.lendings import Lent, crew_name, doubly, lent_once
 from serverless_gpu.server.violations import Violation, of_run
 
 UNPLACED_S = 60.0
@@ -72,9 +73,10 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """User code of one attempt, as whoever looked at the node saw it, by one clock for all of them.
+    """User code of one crew, as whoever looked at the node saw it, by one clock for all of them.
 
     Attributes:
+        crew: its number within its attempt.
         devices: identifiers, unique over all nodes.
         began_ns: the first exec.
         ended_ns: when no process of it was left; None while one is.
@@ -88,6 +90,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     began_ns: int
     ended_ns: int | None = None
     freed_ns: int | None = None
+    crew: int = 0
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,18 +245,6 @@ def _attempt(booked: Booked, attempt: StoredAttempt) -> Iterator[Violation]:
     if attempt.fence == booked.run.fence and attempt.ended_ns is None and attempt.state is not booked.run.state:
         yield of_run(booked, "I3", f"is {booked.run.state}, and its open attempt is {attempt.state}")
     own = [order for order in booked.orders if order.fence == attempt.fence]
-    if len(attempt.crews) != attempt.num_nodes or sum(crew.gpus for crew in attempt.crews) != attempt.world_size:
-        yield of_run(booked, "I3", f"attempt {attempt.fence} has {len(attempt.crews)} crews of {attempt.num_nodes}")
-    if len({crew.node_id for crew in attempt.crews}) != len(attempt.crews):
-        yield of_run(booked, "I3", f"attempt {attempt.fence} has two crews on one node")
-    if attempt.called_off and (attempt.chosen_json is not None or attempt.began):
-        yield of_run(booked, "I3", f"attempt {attempt.fence} was called off, and its crews have met")
-    if (attempt.ended_ns is None) != bool(attempt.open_crews):
-        yield of_run(booked, "I3", f"attempt {attempt.fence} has {len(attempt.open_crews)} open crews, and is over")
-    states = _listed(crew.state for crew in attempt.crews)
-    is_silent = any(crew.state is State.UNREACHABLE for crew in attempt.open_crews)
-    if is_silent != (attempt.state is State.UNREACHABLE) or attempt.began != any(crew.began for crew in attempt.crews):
-        yield of_run(booked, "I3", f"attempt {attempt.fence} is {attempt.state}, began {attempt.began}: crews {states}")
     for crew in attempt.crews:
         yield from _crew(booked, crew, [order for order in own if order.crew == crew.number])
 
@@ -289,20 +280,31 @@ def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
     for one in stretches:
         by_run.setdefault(one.run_id, []).append(one)
     for run_id, own in by_run.items():
-        own.sort(key=lambda one: one.began_ns)
-        if len({one.fence for one in own}) < len(own):
+        own.sort(key=lambda one: (one.fence, one.began_ns))
+        if len({(one.fence, one.crew) for one in own}) < len(own):
             yield Violation(invariant="I3", subject=f"run {run_id}", sentence="one attempt of it ran twice")
-        for one, following in pairwise(own):
+        for one, following in _pairs_of_attempts(own):
             if one.ended_ns is None or following.began_ns < one.ended_ns:
                 sentence = f"attempts {one.fence} and {following.fence} ran at the same time"
                 yield Violation(invariant="I3", subject=f"run {run_id}", sentence=sentence)
 
 
+def _pairs_of_attempts(own: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretch]]:
+    """Yield each stretch of an attempt beside each of the next one that ran."""
+    fences = sorted({one.fence for one in own})
+    for fence, following in pairwise(fences):
+        yield from product((one for one in own if one.fence == fence), (one for one in own if one.fence == following))
+
+
 def _ran_as_asked(books: Books, history: History) -> Iterator[Violation]:
     """What the node saw, and not what it could tell: an attempt that began although nobody heard so counts, too."""
-    ran = Counter(one.run_id for one in history.stretches)
+    attempts = {(one.run_id, one.fence) for one in history.stretches}
+    ran = Counter(run_id for run_id, _ in attempts)
     for booked in books.runs:
         run = booked.run
+        for attempt in booked.attempts:
+            if attempt.called_off and (run.id, attempt.fence) in attempts:
+                yield of_run(booked, "I3", f"attempt {attempt.fence} was called off, and user code of it ran")
         again = run.retries_used + run.fault_retries_used
         if not run.spec.resume and ran[run.id] > 1 + again:
             yield of_run(booked, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
@@ -315,7 +317,8 @@ def _on_devices_alone(stretches: Sequence[Stretch]) -> Iterator[Violation]:
     lent: dict[str, list[Lent]] = {}
     for one in stretches:
         for device in one.devices:
-            lent.setdefault(device, []).append(Lent(one.began_ns, one.freed_ns, f"{one.run_id}:{one.fence}"))
+            gang = crew_name(f"{one.run_id}:{one.fence}", one.crew)
+            lent.setdefault(device, []).append(Lent(one.began_ns, one.freed_ns, gang))
     for device, ones in lent.items():
         yield from doubly(device, ones)
 
@@ -398,6 +401,7 @@ RULES: tuple[Callable[[Booked], Iterator[Violation]], ...] = (
     _one_end,
     _moves,
     _attempts_in_order,
+    gangs,
     _facts_in_order,
     ledger,
     _created_once,

@@ -30,17 +30,22 @@ def lent_once(books: Books) -> Iterator[Violation]:
         for attempt in booked.attempts:
             for crew in attempt.crews:
                 own = booked.facts.get((crew.fence, crew.number), ())
-                for place, one in of_facts(attempt.gang, crew.node_id, own):
+                for place, one in of_facts(crew_name(attempt.gang, crew.number), crew.node_id, own):
                     lent.setdefault(place, []).append(one)
     for place, ones in lent.items():
         yield from doubly(place[-1], ones)
+
+
+def crew_name(gang: str, number: int) -> str:
+    """Return how a crew is called among those that have devices: two of one gang never have the same one."""
+    return f"{gang} (crew {number})" if number else gang
 
 
 def of_facts(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, Lent]]:
     """Yield which devices a crew of an attempt had, and when: the same times that it is charged for.
 
     Args:
-        gang: the attempt, as ``run:fence``.
+        gang: the attempt, as ``run:fence``, and which crew of it (`crew_name`).
         node_id: where it was.
         own: its facts, in their order.
     """
@@ -70,7 +75,7 @@ class Lendings:
             for attempt in booked.attempts:
                 for crew in attempt.crews:
                     own = booked.facts.get((crew.fence, crew.number), ())
-                    for place, one in of_facts(attempt.gang, crew.node_id, own):
+                    for place, one in of_facts(crew_name(attempt.gang, crew.number), crew.node_id, own):
                         found.update(self._put(place, one))
         while len(self._known) > self._most:
             self._take(next(iter(self._known)))

@@ -7,6 +7,7 @@
     an owner who may start no runs any more      as was decided then: their runs end by themselves, or are stopped
     a node that is drained or not shared         runs that have to leave it are told, and then stopped (`leaving.py`)
     crews that do not meet                       the gang is called off, and placed again (`meetings.py`)
+    a gang that is not what its crews amount to  made so, and said: it should not be (`folding_again.py`)
     an engine's events                           nodes to be counted on, or not
 
 Silence is judged by this process's boottime, and everything counts as heard of when it starts (`liveness.py`): a server
@@ -29,7 +30,7 @@ from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import Event, GivenUp, IllegalTransition, Silent
-from serverless_gpu.server import active_runs, crews, leaving, meetings, nodes, owners, runs, transitions
+from serverless_gpu.server import active_runs, crews, folding_again, leaving, meetings, nodes, owners, runs, transitions
 from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.crews import CrewId, StoredCrew
 from serverless_gpu.server.hub import SCHEDULER, run_key
@@ -82,6 +83,7 @@ class Reconciler:
         for run in active:
             for crew in run.crews:
                 self._look(run, crew, now_ns)
+        folding_again.look(services, [run.id for run in active if run.num_nodes > 1])
         meetings.look(services, active, now_ns)
         owners.stop_some(services)
         leaving.look(services)
@@ -89,6 +91,7 @@ class Reconciler:
         if self._settled_ns is None or now_ns - self._settled_ns >= SELDOM_S * 1e9:
             self._settled_ns = now_ns
             self._settle(now_ns)
+            folding_again.look(services)
         return now_ns + round(EVERY_S * 1e9)
 
     def _look(self, run: Active, crew: ActiveCrew, now_ns: int) -> None:

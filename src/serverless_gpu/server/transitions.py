@@ -150,6 +150,12 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     @property
+    def is_new(self) -> bool:
+        """Return whether there is a cause, or a release, that its crews have not been told of."""
+        fold, before = self.folded, self.attempt
+        return fold is not None and (fold.cause != before.cause or fold.releases != before.released)
+
+    @property
     def because(self) -> str:
         """Return why it ends before its end, for people; "" where that is not known, or there are no other crews."""
         cause = self.folded.cause if self.folded is not None and len(self.crews) > 1 else None
@@ -242,8 +248,30 @@ def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened:
     if folded.cause is not None and len(there) > 1 and folded.over is not None:
         note = msgspec.structs.replace(note, detail=gang.because)
     told = _tell(connection, run, follows, gang=gang, note=note)
-    is_new = folded.cause != attempt.cause or folded.releases != attempt.released
-    looks = tuple(crew for crew in there if is_new and crew.number != number and crew.ended_ns is None)
+    looks = tuple(crew for crew in there if gang.is_new and crew.number != number and crew.ended_ns is None)
+    return msgspec.structs.replace(told, looks=looks)
+
+
+def fold_again(connection: sa.Connection, run: StoredRun, *, at_ns: int) -> Told:
+    """Write what the crews of a run's attempt amount to, where that is not what is written of it (`gangs.is_folded`).
+
+    Args:
+        run: as it was read in this transaction, at an attempt that goes on.
+        at_ns: now, nanoseconds since 1970.
+
+    Raises:
+        IllegalTransition: what its crews amount to cannot be of a run in this state; nothing was changed.
+        StaleAttempt: the run is not any more as it was read; nothing was changed.
+    """
+    attempt = run.attempt
+    assert attempt is not None and run.state in ACTIVE
+    folded, follows = gangs.follow(run, attempt.crews, is_word=False)
+    gang = _Gang(attempt=attempt, crews=attempt.crews, folded=folded)
+    note = Note(at_ns=at_ns, detail=gang.because if folded.over is not None else "")
+    told = _tell(connection, run, follows, gang=gang, note=note)
+    if not told.changed:  # then nothing of the attempt was written either
+        _write_attempt(connection, gang, told, over=None, note=note)
+    looks = tuple(crew for crew in attempt.open_crews if gang.is_new)
     return msgspec.structs.replace(told, looks=looks)
 
 
