@@ -23,7 +23,6 @@ from serverless_gpu.server import (
     charges,
     costing,
     counting,
-    crews,
     floor,
     lendings,
     runs,
@@ -200,7 +199,7 @@ def test_a_gang_with_a_lost_crew_ends_with_the_other_and_settles(
     say(services, run_id, 0, State.STOPPING, ending=ending, receipt=msgspec.Raw(b"{}"))
     run = stored(database, run_id)
     assert (run.state, run.reason, run.finished) == (State.LOST, Reason.NODE_GONE, True)
-    found = database.read(lambda connection: crews.failed_nodes(connection, [run_id]))
+    found = database.read(lambda connection: attempts.failed_nodes(connection, [run_id]))
     assert found == {run_id: frozenset({"node-2"})}
     assert wrong(database) == []
 

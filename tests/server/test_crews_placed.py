@@ -6,16 +6,16 @@ import pytest
 
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.scheduling.values import Placement, Share
-from serverless_gpu.server import nodes
+from serverless_gpu.server import dividing, nodes
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.keys import parse_attempt_token, sha256
 from serverless_gpu.server.nodes import by_id
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
-from serverless_gpu.wire.agents import Start
+from serverless_gpu.wire.agents import PoolRequest, Start
 from tests.server.stored import add_people
-from tests.server.test_agents import NODE, find, hello, submit
+from tests.server.test_agents import ADMIN, NODE, find, hello, submit
 
 
 @pytest.fixture
@@ -23,7 +23,8 @@ def there(services: Services) -> tuple[str, str]:
     """Return two nodes that have joined."""
     add_people(services.database, "node", "alice")  # type: ignore[arg-type] # a Database
     agents = Agents(services)
-    return agents.hello(NODE, hello("n1")).node, agents.hello(NODE, hello("n2", machine="m2")).node
+    first, second = (hello(name, machine=name, takes=("crews",)) for name in ("n1", "n2"))
+    return agents.hello(NODE, first).node, agents.hello(NODE, second).node
 
 
 def share(node_id: str, count: int) -> Share:
@@ -56,7 +57,7 @@ def test_each_node_is_ordered_to_start_its_crew(services: Services, there: tuple
 def test_one_of_two_nodes_restarted_between_plan_and_intent(services: Services, there: tuple[str, str]) -> None:
     first, second = there
     before = by_id(services.database.read(nodes.every))
-    Agents(services).hello(NODE, hello("n2", machine="m2", boot="b2"))
+    Agents(services).hello(NODE, hello("n2", machine="n2", boot="b2", takes=("crews",)))
     run_id = submit(services, 2)
     shares = (share(first, 1), share(second, 1))
     Scheduler(services)._place([Placement(run_id=run_id, shares=shares)], before)
@@ -64,11 +65,22 @@ def test_one_of_two_nodes_restarted_between_plan_and_intent(services: Services, 
     assert run.state is State.QUEUED and run.attempt is None
 
 
+@pytest.mark.parametrize("change", ["another pool", "another version"])
+def test_one_of_two_nodes_is_no_part_of_a_gang_any_more(
+    services: Services, there: tuple[str, str], change: str
+) -> None:
+    if change == "another pool":
+        dividing.put_pool(services, ADMIN, "other", PoolRequest(kind="on-demand", nodes=("n2",)))
+    else:
+        Agents(services).hello(NODE, hello("n2", machine="n2"))
+    assert placed(services, share(there[0], 1), share(there[1], 1)) is None
+
+
 def test_a_restart_of_one_node_is_the_end_of_its_crew(services: Services, there: tuple[str, str]) -> None:
     first, second = there
     attempt = placed(services, share(first, 1), share(second, 2))
     assert attempt is not None
-    Agents(services).hello(NODE, hello("n2", machine="m2", boot="b2"))
+    Agents(services).hello(NODE, hello("n2", machine="n2", boot="b2", takes=("crews",)))
     now = find(services, attempt.run_id).attempt
     assert now is not None and [crew.node for crew in now.open_crews] == ["n1"]
     assert services.looks.of(first) == ((attempt.run_id, 1, 1),)

@@ -16,7 +16,7 @@ from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.gang_life import Cause, Halt
 from serverless_gpu.model.meeting import Address, Chosen, Offer, Reach, Tried
 from serverless_gpu.model.run_lifecycle import StopAsked
-from serverless_gpu.server import active_runs, attempts, crews, gathering, meetings, runs, tables
+from serverless_gpu.server import active_runs, attempts, gathering, meetings, runs, tables
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.gathering import Meetings
@@ -176,7 +176,7 @@ def test_nodes_that_do_not_reach_each_other_are_apart(
     assert (run.state, run.infra_retries_used) == (State.QUEUED, 1)
     assert attempt_of(database, run_id).reason is Reason.NODES_APART and wrong(database) == []
     # Nothing failed on a node of them, and the next attempt is not to meet on both.
-    assert database.read(lambda connection: crews.failed_nodes(connection, [run_id])) == {}
+    assert database.read(lambda connection: attempts.failed_nodes(connection, [run_id])) == {}
     text = msgspec.json.encode(hello("n1")).decode()
     database.write(lambda connection: connection.execute(tables.nodes.update().values(hello_json=text)))
     reading = database.read(lambda connection: Roster(services).read(connection, now_ns=T0 + 20 * S, afresh=False))
@@ -209,10 +209,30 @@ def test_a_gang_whose_node_never_comes_is_placed_again_soon(
     run = stored(database, run_id)
     assert (run.state, run.infra_retries_used) == (State.QUEUED, 1)
     # It goes elsewhere, and the node that comes after all is told that this is over.
-    avoided = database.read(lambda connection: crews.failed_nodes(connection, [run_id]))
+    avoided = database.read(lambda connection: attempts.failed_nodes(connection, [run_id]))
     assert avoided == {run_id: frozenset({"node-2"})}
     answer = start(services, run_id, 1, offer=offer(1))
     assert answer.stale and answer.chosen is None and wrong(database) == []
+
+
+@pytest.mark.parametrize("first", ["fails", "is asked to stop"])
+def test_a_node_that_was_not_heard_of_yet_when_the_gang_ended_has_not_failed(
+    services: Services, database: Database, run_id: str, clock: FakeClock, first: str
+) -> None:
+    start(services, run_id, 0)
+    if first == "fails":
+        ending = Ending(state=State.FAILED, reason=Reason.START_FAILED, began=False, stopped=msgspec.Raw(b"{}"))
+    else:
+        tell(database, run_id, StopAsked(StopReason.PREEMPT))
+        ending = Ending(state=State.FAILED, reason=Reason.PREEMPTED, began=False, stopped=msgspec.Raw(b"{}"))
+    say(services, run_id, 0, State.STOPPING, ending=ending)
+    look(services, clock)
+    assert (stored(database, run_id).state, attempt_of(database, run_id).crews[1].reason) == (
+        State.QUEUED,
+        Reason.REFUSED,
+    )
+    avoided = database.read(lambda connection: attempts.failed_nodes(connection, [run_id]))
+    assert avoided == ({run_id: frozenset({"node-1"})} if first == "fails" else {})
 
 
 def test_no_node_comes(services: Services, database: Database, run_id: str, clock: FakeClock) -> None:

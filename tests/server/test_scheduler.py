@@ -268,7 +268,7 @@ def test_F31_what_a_server_that_was_killed_did_not_ask_the_engine_for_the_next_o
     cluster = engine()
     run_id = submit(services)
     killed = Scheduler(services, engine=cluster)
-    monkeypatch.setattr(killed, "_submit", lambda *_: None)
+    monkeypatch.setattr(killed._reserving, "ask", lambda *_: None)
     tick(services, killed)
     assert (find(services, run_id).state, cluster.recover()) == (State.STARTING, [])
     tick(services, Scheduler(services, engine=cluster))

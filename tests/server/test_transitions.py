@@ -180,7 +180,7 @@ def test_a_new_attempt_begins_anew_and_the_old_one_keeps_its_end(database: Datab
     ]
     sentence = "attempt 1 is over: the node refused to start the run: no disk; it waits for another"
     assert (3, 1, State.QUEUED, Reason.REFUSED, sentence) in told_of(database, run_id)
-    refused_by = database.read(lambda connection: crews.failed_nodes(connection, [run_id]))
+    refused_by = database.read(lambda connection: attempts.failed_nodes(connection, [run_id]))
     assert refused_by == {run_id: frozenset({"node-1"})}
 
 

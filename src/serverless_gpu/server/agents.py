@@ -4,7 +4,8 @@
              another machine under its name: refused while it is there, or attempts of it may still run
              attempts it has that the server did not know were taken: taken; attempts that are over here: stale
     heartbeat ─▶ it is there; its devices; stale attempts
-    orders ─▶ what was decided and not taken, again and again until it is
+    orders ─▶ what was decided and not taken, again and again until it is; no start of a gang that an engine has to
+             reserve and has not
 
 What a node says is believed about the node itself and nothing else: an attempt it names that is not its own is stale.
 A node that was forgotten, or that this database does not know, is told so and says hello again.
@@ -32,6 +33,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import attempt_tokens, audit, crews, nodes, orders, pools, runs, secret_store, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.crews import Gang
 from serverless_gpu.server.giving_back import give_back
 from serverless_gpu.server.hub import SCHEDULER, node_key
 from serverless_gpu.server.nodes import StoredNode
@@ -58,8 +60,6 @@ PYTHONS_MAX = 64
 TAKES_MAX = 64
 MAX_RUN = "max_run"
 """What a node says that it takes, or it is told `RunSpec.max_run_s` as a run's timeout."""
-CREWS = "crews"
-"""What a node says that takes a part of a gang: it may be told to look."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
 """A node's last sign of life is written at most this often, unless something else about it is new."""
@@ -94,16 +94,18 @@ class Agents:
         at_ns = services.clock.wall_ns()
         new_id = ambient.new_run_id()
 
-        def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[Told]]:
+        def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[Told], list[Gang]]:
             node, before = self._written(connection, who, said, new_id=new_id, at_ns=at_ns)
             told = _rebooted(connection, node, before, at_ns=at_ns) if before is not None else []
             stale = _stale(connection, node.id, said.attempts)
             kept = [(seen.run_id, seen.fence) for seen in said.attempts if f"{seen.run_id}:{seen.fence}" not in stale]
             orders.take_starts(connection, node.id, kept, at_ns=at_ns)
-            return node, stale, told
+            return node, stale, told, kept
 
-        node, stale, told = services.database.write(work)
+        node, stale, told, kept = services.database.write(work)
         faults.reach("after_hello_before_answer")
+        for run_id, fence in kept:
+            services.deliveries.send(run_id, fence)  # an earlier process let it leave
         for one in told:
             one.announce(services)
         services.presence.heard(node.id, now_ns=services.clock.boottime_ns())
@@ -198,7 +200,7 @@ class Agents:
         if not asked:
             return []
         node = self._services.database.read(lambda connection: _own(connection, who, node_id))
-        there = asked if CREWS in node.hello.takes else ()
+        there = asked if node.takes_crews else ()
         return [Look(run_id=run_id, fence=fence) for run_id, fence, _ in there]
 
     def take(self, who: Caller, node_id: str, seqs: Sequence[int]) -> None:
@@ -248,7 +250,7 @@ class Agents:
         return node, before
 
     def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> Order | None:
-        """Return an order with everything the node needs; None when its attempt has ended meanwhile."""
+        """Return an order with everything the node needs; None when its attempt has ended, or it is held back."""
         if order.kind == "stop":
             if order.stop is None:
                 return None
@@ -256,6 +258,8 @@ class Agents:
         run = runs.find(connection, order.run_id)
         payload = runs.payload(connection, order.run_id)
         if run is None or payload is None or run.attempt is None or run.fence != order.fence:
+            return None
+        if self._services.deliveries.is_held_back(run.id, run.fence, [crew.node for crew in run.attempt.crews]):
             return None
         crew = run.attempt.crews[order.crew]
         return Start(

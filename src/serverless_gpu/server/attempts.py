@@ -28,6 +28,7 @@ from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts, nodes
 from serverless_gpu.server.tables import crews as crews_table
 
+_OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)  # why a crew ends that nothing was wrong with
 _NONE: Mapping[int, Mapping[str, object]] = MappingProxyType({})
 
 
@@ -227,6 +228,31 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
     if gpu_types is not None:
         query = query.where(attempts.c.gpu_type.in_(gpu_types))
     return connection.execute(query.limit(1)).first() is not None
+
+
+def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Return, by run, the nodes on which a crew of it was lost, or ended before its user code began.
+
+    Not those of a crew that ended since another one failed, or since somebody decided so: nothing was wrong with them.
+    """
+    found: dict[str, set[str]] = {}
+    crew = crews_table.c
+    own = sa.and_(crew.run_id == attempts.c.run_id, crew.fence == attempts.c.fence)
+    failed = sa.or_(crew.began.is_(sa.false()), crew.state == State.LOST.value)
+    query = sa.select(crew.run_id, crew.node_id, crew.reason, attempts.c.called_off, attempts.c.cause_json)
+    query = query.select_from(crews_table.join(attempts, own)).where(crew.ended_ns.is_not(None), failed)
+    query = query.where(crew.reason.not_in([reason.value for reason in _OF_OTHERS]))
+    for some in portions(run_ids):
+        for run_id, node_id, reason, called_off, cause in connection.execute(query.where(crew.run_id.in_(some))):
+            if reason == Reason.REFUSED and called_off and not _is_missing(cause):
+                continue
+            found.setdefault(run_id, set()).add(node_id)
+    return {run_id: frozenset(ids) for run_id, ids in found.items()}
+
+
+def _is_missing(cause: str | None) -> bool:
+    """Return whether a gang was called off since a crew of it did not come."""
+    return cause is not None and from_json(cause, Cause).reason is Reason.NODES_APART
 
 
 def apart_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[tuple[str, str]]]:

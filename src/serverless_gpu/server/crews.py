@@ -8,7 +8,7 @@ miss what the other one says.
 from __future__ import annotations
 
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
@@ -228,18 +228,6 @@ def outcomes(connection: sa.Connection, run_id: str, fence: int) -> tuple[Outcom
     return tuple(Outcome(stopped=stopped, receipt=receipt) for stopped, receipt in connection.execute(query))
 
 
-def failed_nodes(connection: sa.Connection, run_ids: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return, by run, the nodes on which a crew of it was lost, or ended by itself before its user code began."""
-    found: dict[str, set[str]] = {}
-    query = sa.select(crews.c.run_id, crews.c.node_id)
-    failed = sa.or_(crews.c.began.is_(sa.false()), crews.c.state == State.LOST.value)
-    query = query.where(crews.c.ended_ns.is_not(None), failed, crews.c.reason != Reason.PEER_FAILED.value)
-    for some in portions(list(run_ids)):
-        for run_id, node_id in connection.execute(query.where(crews.c.run_id.in_(some))):
-            found.setdefault(run_id, set()).add(node_id)
-    return {run_id: frozenset(ids) for run_id, ids in found.items()}
-
-
 def change(connection: sa.Connection, crew: StoredCrew, values: Mapping[str, object]) -> None:
     """Change a crew that is still as it was read. Only `attempts.change` calls this.
 
@@ -257,8 +245,8 @@ def note(connection: sa.Connection, crew: CrewId, **values: object) -> None:
 
 
 def note_all(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
-    """Write the same of all crews of an attempt."""
-    own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
+    """Write the same of all crews of an attempt that have not ended."""
+    own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence, crews.c.ended_ns.is_(None))
     connection.execute(crews.update().where(own).values(**values))
 
 

@@ -186,7 +186,7 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.Sharing) -> Node:
         owner_first=asked.owner_first,
         shared=sharing.shared or bool(sharing.problem),  # else it would count as what can never be
         turns_ns=sharing.turns_ns,
-        crews="crews" in node.hello.takes,
+        crews=node.takes_crews,
     )
 
 

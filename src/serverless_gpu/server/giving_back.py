@@ -6,7 +6,7 @@ import logging
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import ACTIVE, Reason
+from serverless_gpu.model.attempt import ACTIVE, STOPPED_BY, Reason
 from serverless_gpu.model.run_lifecycle import Ended
 from serverless_gpu.server import runs, transitions
 from serverless_gpu.server.services import Services
@@ -16,7 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 def give_back(services: Services, run_id: str, fence: int, why: str) -> bool:
-    """Put a run back into the queue whose order has not left this process, and now never will.
+    """End an attempt whose order has not left this process, and now never will: the run waits again.
+
+    One that is asked to stop has stopped by that.
 
     Args:
         services: the server's.
@@ -29,13 +31,18 @@ def give_back(services: Services, run_id: str, fence: int, why: str) -> bool:
     """
     if not services.deliveries.hold(run_id, fence):
         return False
-    note = Note(at_ns=services.clock.wall_ns(), detail=why)
+    at_ns = services.clock.wall_ns()
 
     def refuse(connection: sa.Connection) -> Told | None:
         run = runs.find(connection, run_id)
-        if run is None or run.fence != fence or run.state not in ACTIVE:
+        if run is None or run.attempt is None or run.fence != fence or run.state not in ACTIVE:
             return None
-        return transitions.tell(connection, run, Ended(reason=Reason.REFUSED, began=False), note=note)
+        reason, note = Reason.REFUSED, Note(at_ns=at_ns, detail=why)
+        if run.stop is not None:
+            reason, note = STOPPED_BY[run.stop], Note(at_ns=at_ns, detail=run.detail)
+        told = transitions.tell(connection, run, Ended(reason=reason, began=False), note=note)
+        transitions.settle_all(connection, run.attempt, at_ns=at_ns)  # nothing comes of what was nowhere
+        return told
 
     told = services.database.write(refuse)
     if told is not None:

@@ -6,6 +6,7 @@
     Presence      nodes, renewed by hello and heartbeat       who is not there gets nothing new
                   and how far their clocks are off, which every heartbeat repeats
     Deliveries    orders that left this process               what never left can be taken back
+                  and those that an engine's word holds back  what it has not reserved leaves to no node
 
 No wall clock takes part: a column would be read by the next process with another boottime, and a wall clock jumps. So
 a server that starts knows nothing, and every crew counts as heard of at that moment; a node counts as there once it
@@ -15,8 +16,9 @@ has said something. All methods may be called from any thread, and take the time
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+from serverless_gpu.engines.base import Engine
 from serverless_gpu.server.crews import CrewId
 from serverless_gpu.wire.agents import ClockReading, is_off
 
@@ -173,16 +175,38 @@ class Presence:
 
 
 class Deliveries:
-    """Orders to start, by gang, between "may leave" and "may be taken back": each is one or the other, never both."""
+    """Orders to start, by gang, between "may leave" and "may be taken back": each is one or the other, never both.
+
+    A gang on a node of an engine is held back, all of it, until the engine has reserved it. That is looked up and not
+    remembered: a server that starts again holds back the same ones, before it has served anybody.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._engine: Engine | None = None
         self._sent: set[tuple[str, int]] = set()
         self._held: set[tuple[str, int]] = set()
         self._mine: set[tuple[str, int]] = set()
 
+    def watch(self, engine: Engine) -> None:
+        """Hold back what an engine has to reserve and has not."""
+        self._engine = engine
+
+    def is_held_back(self, run_id: str, fence: int, nodes: Iterable[str]) -> bool:
+        """Return whether an order may not leave yet, since an engine has not reserved its gang.
+
+        Args:
+            run_id: the run.
+            fence: number of the attempt.
+            nodes: names of all nodes of the gang; one that is the engine's is enough.
+        """
+        engine = self._engine
+        if engine is None or not any(engine.has(node) for node in nodes):
+            return False
+        return f"{run_id}:{fence}" not in engine.recover()
+
     def made(self, run_id: str, fence: int) -> None:
-        """Note that this process wrote an order: what an earlier one wrote may have left long ago."""
+        """Note that no earlier process let an order leave; without that, it may have left long ago."""
         with self._lock:
             self._mine.add((run_id, fence))
 
@@ -194,6 +218,11 @@ class Deliveries:
             self._sent.add((run_id, fence))
             return True
 
+    def never_left(self, run_id: str, fence: int) -> bool:
+        """Return whether it is certain that an order has not left yet."""
+        with self._lock:
+            return (run_id, fence) in self._mine and (run_id, fence) not in self._sent
+
     def hold(self, run_id: str, fence: int) -> bool:
         """Return whether an order has never left and never will, so that it can be taken back."""
         with self._lock:
@@ -201,6 +230,11 @@ class Deliveries:
                 return False
             self._held.add((run_id, fence))
             return True
+
+    def is_taken_back(self, run_id: str, fence: int) -> bool:
+        """Return whether an order never will leave."""
+        with self._lock:
+            return (run_id, fence) in self._held
 
     def known(self) -> frozenset[tuple[str, int]]:
         """Return all gangs that something is noted about: their intents are committed."""

@@ -17,6 +17,8 @@ from serverless_gpu.server.tables import nodes
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.nodes import NodeRules
 
+CREWS = "crews"
+"""What a node says that takes a part of a gang that has others on other nodes."""
 _HELLOS_MAX = 4_096
 _decoder = msgspec.json.Decoder(AgentHello)
 _rules_decoder = msgspec.json.Decoder(NodeRules)
@@ -52,6 +54,11 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
         """Return the devices that cannot be counted on: what the node says, and what people left out."""
         left_out = (one.uuid for one in self.rules.quarantined if one.uuid not in self.hello.unavailable)
         return (*self.hello.unavailable, *left_out)
+
+    @property
+    def takes_crews(self) -> bool:
+        """Return whether it may have a part of a gang, and be told to look."""
+        return CREWS in self.hello.takes
 
 
 class RuledNode(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import StopReason
-from serverless_gpu.server.crews import CrewId
+from serverless_gpu.server.crews import CrewId, Gang
+from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import crews, orders
 
 OPEN_MAX = 1_000
@@ -72,6 +73,16 @@ def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[s
         same = sa.and_(orders.c.node_id == node_id, orders.c.run_id == run_id, orders.c.fence == fence)
         untaken = sa.and_(same, orders.c.kind == "start", orders.c.taken_ns.is_(None))
         connection.execute(orders.update().where(untaken).values(taken_ns=at_ns))
+
+
+def taken(connection: sa.Connection, run_ids: Sequence[str]) -> set[Gang]:
+    """Return the attempts of some runs of which a node has taken the order to start its crew."""
+    found: set[Gang] = set()
+    starts = sa.and_(orders.c.kind == "start", orders.c.taken_ns.is_not(None))
+    for some in portions(run_ids):
+        query = sa.select(orders.c.run_id, orders.c.fence).where(orders.c.run_id.in_(some), starts)
+        found |= {(run_id, fence) for run_id, fence in connection.execute(query)}
+    return found
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:

@@ -3,6 +3,7 @@
     a crew silent for longer than the soft limit the run is shown as UNREACHABLE; nothing else happens
     ... than grace + margin                      the node has ended the crew by its own clock: given up (NODE_GONE)
     an order that never left, its node away      taken back: the run is placed elsewhere
+    ... that an engine's word holds back         its node's word counts for it: there is nothing else to be heard yet
     a receipt that never comes                   the run is settled without one
     an owner who may start no runs any more      as was decided then: their runs end by themselves, or are stopped
     a node that is drained or not shared         runs that have to leave it are told, and then stopped (`leaving.py`)
@@ -80,11 +81,14 @@ class Reconciler:
         services.leases.keep(there)
         services.looks.keep(there)
         services.deliveries.forget(known - gangs)
+        held_back = {run.id for run in active if self._is_held_back(run)}
         for run in active:
             for crew in run.crews:
+                if run.id in held_back and services.presence.is_there(crew.node_id, now_ns=now_ns):
+                    services.leases.renew(crew.id, now_ns=now_ns)
                 self._look(run, crew, now_ns)
         folding_again.look(services, [run.id for run in active if run.num_nodes > 1])
-        meetings.look(services, active, now_ns)
+        meetings.look(services, [run for run in active if run.id not in held_back], now_ns)
         owners.stop_some(services)
         leaving.look(services)
         self._release(reserved, gangs)
@@ -93,6 +97,12 @@ class Reconciler:
             self._settle(now_ns)
             folding_again.look(services)
         return now_ns + round(EVERY_S * 1e9)
+
+    def _is_held_back(self, run: Active) -> bool:
+        """Return whether a gang is nowhere yet, since the engine has not reserved it."""
+        deliveries = self._services.deliveries
+        nodes_of_it = [crew.node for crew in run.crews]
+        return deliveries.never_left(run.id, run.fence) and deliveries.is_held_back(run.id, run.fence, nodes_of_it)
 
     def _look(self, run: Active, crew: ActiveCrew, now_ns: int) -> None:
         heard_ns = self._services.leases.last_ns(crew.id, now_ns=now_ns)
@@ -104,8 +114,12 @@ class Reconciler:
             self._tell(crew, Silent(), heard_ns=heard_ns)
 
     def _take_back(self, run: Active, crew: ActiveCrew, now_ns: int) -> bool:
-        if self._services.presence.is_there(crew.node_id, now_ns=now_ns):
-            return False
+        services = self._services
+        if services.presence.is_there(crew.node_id, now_ns=now_ns):
+            # Taken back, and that could not be written down then: it never leaves.
+            return services.deliveries.is_taken_back(run.id, run.fence) and self._scheduler.give_back(
+                run.id, run.fence, f"its order to {crew.node} was taken back"
+            )
         return self._scheduler.give_back(run.id, run.fence, f"{crew.node} went away before it was told")
 
     def _tell(self, crew: ActiveCrew, event: Event, *, heard_ns: int, detail: str = "") -> None:

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share, Used, Wanted
-from serverless_gpu.server import affording, attempts, crews, draining, floor, holding_back, owners, past, runs, shares
+from serverless_gpu.server import affording, attempts, draining, floor, holding_back, owners, past, runs, shares
 from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.runs import StoredRun
@@ -144,7 +144,7 @@ class Roster:
                 self._to_learn[gone.name] = None
         if not new:
             return
-        failed, preempted = crews.failed_nodes(connection, new), past.preemptions(connection, new)
+        failed, preempted = attempts.failed_nodes(connection, new), past.preemptions(connection, new)
         apart = attempts.apart_nodes(connection, new)
         for stored in runs.find_many(connection, new):
             before = Past(

@@ -4,12 +4,11 @@
         load      nodes, who has what, who waits           one read                        `roster.py`
         decide    the difference to what was known         `planning.py`, pure beyond: `model/scheduling/`
         place     attempt + order + event, if it still waits   some in a transaction  ← the intent is durable here
-        submit    the engine gets an agent running there   outside of any transaction
+        reserve   the engine, where the nodes are its own  outside of any transaction   `reserving.py`
         tell      the node's stream, the run's stream, those who are asked to make room
 
 Killed anywhere in between, the next server finds either a run that waits or an order that was not taken, and goes on
-from there: nothing is started by memory. What is to start and the engine does not have is asked for at each tick. What
-an engine refuses is given back to the queue, if its order has not left.
+from there: nothing is started by memory.
 
 The planner is memory that is made again from the database: at the start, when a tick fails, when the clock is set.
 """
@@ -17,13 +16,13 @@ The planner is memory that is made again from the database: at the start, when a
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
+from serverless_gpu.engines.base import Engine
 from serverless_gpu.errors import SecretMissing, StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.crews import laid_out
@@ -31,7 +30,6 @@ from serverless_gpu.model.run_lifecycle import Ended
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import (
     accounts,
-    crews,
     draining,
     holding_back,
     keys,
@@ -44,15 +42,13 @@ from serverless_gpu.server import (
     transitions,
     unsatisfiable,
 )
-from serverless_gpu.server.active_runs import Active
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.crews import NewCrew
-from serverless_gpu.server.floor import Floor
-from serverless_gpu.server.giving_back import give_back
 from serverless_gpu.server.hub import node_key, run_key
 from serverless_gpu.server.making_room import make_room
 from serverless_gpu.server.nodes import StoredNode, by_id
 from serverless_gpu.server.planning import Planning
+from serverless_gpu.server.reserving import Reserving
 from serverless_gpu.server.roster import Reading
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.sealing import Sealer
@@ -79,10 +75,10 @@ class Scheduler:
     """
 
     def __init__(self, services: Services, *, engine: Engine | None = None) -> None:
-        self._services, self._engine = services, engine
+        self._services = services
         self._planning = Planning(services)
         self._impossible = unsatisfiable.Impossible(services)
-        self._asked: dict[str, Request] = {}
+        self._reserving = Reserving(services, engine)
 
     def tick(self, now_ns: int) -> int | None:
         """Place what can be placed, and say to those who are asked about what they wait for.
@@ -94,7 +90,7 @@ class Scheduler:
             When to look again at the latest.
         """
         reading = self._planning.read()
-        self._ask_again(reading.floor)
+        self._reserving.look(reading.floor.active)
         is_done = False
         try:
             wake_ns = self._plan(reading, now_ns)
@@ -107,7 +103,7 @@ class Scheduler:
             self._services.hub.touch(run_key(run_id))
         if self._planning.underway():
             return now_ns
-        after_s = ENGINE_AGAIN_S if self._asked or more else LOOK_AGAIN_S
+        after_s = ENGINE_AGAIN_S if self._reserving.is_waiting or more else LOOK_AGAIN_S
         return min(now_ns + round(after_s * 1e9), wake_ns)
 
     def _plan(self, reading: Reading, now_ns: int) -> int:
@@ -161,7 +157,7 @@ class Scheduler:
                 services.leases.renew(crew, now_ns=services.clock.boottime_ns())
         for placement, fence in placed:
             faults.reach("after_commit_before_launch")
-            self._submit(placement, fence, stored)
+            self._reserving.ask(placement, fence, stored)
             for share in placement.shares:
                 services.hub.touch(node_key(share.node_id))
             services.hub.touch(run_key(placement.run_id))
@@ -179,6 +175,8 @@ class Scheduler:
             return None
         if not all(nodes.is_still(connection, node) for node in on):
             return None  # one restarted, or was forgotten; its next hello rings
+        if len(on) > 1 and not _may_be_one(on):
+            return None  # one was moved, or is of another version, since that was decided
         new = NewAttempt(
             gpu_type=placement.shares[0].gpu_type,
             world_size=sum(share.count for share in placement.shares),
@@ -240,61 +238,9 @@ class Scheduler:
         said = {"tariff_json": msgspec.json.encode(tariff).decode(), "account_id": accounts.ensure(connection, account)}
         return msgspec.structs.replace(new, **said)
 
-    def _submit(self, placement: Placement, fence: int, stored: Mapping[str, StoredNode]) -> None:
-        engine = self._engine
-        if engine is None:
-            return
-        there = {known.name for known in engine.nodes()}
-        shares = [(stored[share.node_id].name, share) for share in placement.shares]
-        wanted = tuple(
-            Share(node=name, gpu_type=share.gpu_type, count=share.count) for name, share in shares if name in there
-        )
-        if wanted:
-            gang = f"{placement.run_id}:{fence}"
-            self._asked[gang] = engine.plan(Gang(id=gang, shares=wanted))
-            self._ask(gang)
-
-    def _ask_again(self, there: Floor) -> None:
-        """Ask for every gang that is to start and that the engine does not have, whichever server placed it.
-
-        What runs has its agent, and what has ended meanwhile needs none.
-        """
-        engine = self._engine
-        if engine is None:
-            return
-        names, reserved = {node.name for node in engine.nodes()}, set(engine.recover())
-        self._asked = {}
-        for run in there.active:
-            gang = f"{run.id}:{run.fence}"
-            if run.state is not State.STARTING or gang in reserved:
-                continue
-            shares = _shares(run, names)
-            if shares:
-                self._asked[gang] = engine.plan(Gang(id=gang, shares=shares))
-        for gang in list(self._asked):
-            self._ask(gang)
-
-    def _ask(self, gang: str) -> None:
-        """Ask the engine for a gang; what waits is asked for again, what can never be goes back to the queue."""
-        if self._engine is None:
-            return
-        answer = self._engine.submit(self._asked[gang])
-        run_id, _, fence = gang.rpartition(":")
-        if isinstance(answer, Placed):
-            del self._asked[gang]
-        elif isinstance(answer, Impossible):
-            del self._asked[gang]
-            self.give_back(run_id, int(fence), answer.sentence)
-        else:
-            self._note(run_id, int(fence), answer.sentence)
-
-    def _note(self, run_id: str, fence: int, sentence: str) -> None:
-        self._services.database.write(lambda connection: crews.note_all(connection, run_id, fence, sentence=sentence))
-        self._services.hub.touch(run_key(run_id))
-
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
         """Put a run back into the queue whose order has not left this process; return whether that was so."""
-        return give_back(self._services, run_id, fence, why)
+        return self._reserving.give_back(run_id, fence, why)
 
 
 def _on(placement: Placement, stored: Mapping[str, StoredNode]) -> list[StoredNode]:
@@ -302,11 +248,9 @@ def _on(placement: Placement, stored: Mapping[str, StoredNode]) -> list[StoredNo
     return [stored[share.node_id] for share in placement.shares]
 
 
-def _shares(run: Active, names: Collection[str]) -> tuple[Share, ...]:
-    """Return what a run that was placed is to have on those nodes."""
-    return tuple(
-        Share(node=crew.node, gpu_type=run.gpu_type, count=crew.gpus) for crew in run.crews if crew.node in names
-    )
+def _may_be_one(on: Sequence[StoredNode]) -> bool:
+    """Return whether several nodes can have one gang."""
+    return len({node.pool for node in on}) == 1 and all(node.takes_crews for node in on)
 
 
 def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new: NewAttempt) -> NewAttempt:

@@ -92,6 +92,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         if Instruction.SEND_STOP in self.instructions and attempt is not None:
             for crew in attempt.open_crews:
                 hub.touch(node_key(crew.node_id))
+            if self.before.state is State.STARTING:
+                hub.touch(SCHEDULER)  # its order may not have left: then it is over at once
         if Instruction.REQUEUE in self.instructions or Instruction.CONCLUDE in self.instructions:
             hub.touch(SCHEDULER)
             hub.touch(LEDGER)

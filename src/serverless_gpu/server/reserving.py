@@ -1,0 +1,188 @@
+"""An engine reserves what was placed on nodes of its own; before that nothing of the gang leaves to any node.
+
+    just placed ─▶ `ask`  ─┐
+    each tick   ─▶ `look` ─┴▶ engine.submit
+         Placed       its nodes' streams look again: now their orders leave (`Deliveries.is_held_back`)
+         Waiting      why is written where those look who wait; it is asked for again
+         Impossible   all of it goes back to the queue
+    asked to stop before it was reserved ─▶ all of it is over at once
+
+A gang that is on nodes of the engine and on others waits as a whole: a crew that came first would meet nobody.
+
+Killed anywhere, the next server finds what is to start and what the engine has of it, and goes on from there. What the
+engine does not have, and no node says that it took, never left: engines remember what they reserved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.scheduling.values import Placement
+from serverless_gpu.model.scheduling.values import Share as PlannedShare
+from serverless_gpu.server import crews, giving_back, orders, runs
+from serverless_gpu.server.active_runs import Active
+from serverless_gpu.server.hub import node_key, run_key
+from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.services import Services
+
+_UNKNOWN = "\0"  # what an earlier process wrote may still stand there
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """A gang that the engine is asked for.
+
+    Attributes:
+        request: for those of its nodes that are the engine's.
+        node_ids: all of its nodes.
+    """
+
+    run_id: str
+    fence: int
+    request: Request
+    node_ids: tuple[str, ...]
+
+
+class Reserving:
+    """Has gangs reserved. For one thread, but for `give_back`.
+
+    Args:
+        services: the server's.
+        engine: nodes that it does not know have joined by themselves; None: all have.
+    """
+
+    def __init__(self, services: Services, engine: Engine | None) -> None:
+        self._services, self._engine = services, engine
+        self._asked: dict[str, _Asked] = {}
+        self._said: dict[str, str] = {}
+        self._has_looked = False
+        if engine is not None:
+            services.deliveries.watch(engine)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the engine is to be asked again soon."""
+        return bool(self._asked)
+
+    def ask(self, placement: Placement, fence: int, stored: Mapping[str, StoredNode]) -> None:
+        """Have a gang reserved whose intent was written just now.
+
+        Args:
+            placement: where it is.
+            fence: number of the attempt.
+            stored: the nodes there are, by identifier.
+        """
+        shares = [(share.node_id, _share(stored[share.node_id].name, share)) for share in placement.shares]
+        asked = self._wanted(placement.run_id, fence, shares)
+        if asked is not None:
+            self._asked[asked.request.gang.id] = asked
+            self._ask(asked)
+
+    def look(self, active: Sequence[Active]) -> None:
+        """Ask for every gang that is to start and that the engine does not have, whichever server placed it.
+
+        What runs has its agent, and what has ended meanwhile needs none.
+
+        Args:
+            active: all runs that have devices.
+        """
+        if self._engine is None:
+            return
+        reserved = set(self._engine.recover())
+        found: list[tuple[Active, _Asked]] = []
+        for run in active:
+            if f"{run.id}:{run.fence}" in reserved:
+                continue
+            shares = [
+                (crew.node_id, Share(node=crew.node, gpu_type=run.gpu_type, count=crew.gpus)) for crew in run.crews
+            ]
+            asked = self._wanted(run.id, run.fence, shares)
+            if asked is not None:
+                found.append((run, asked))
+        self._look_first([run for run, _ in found])
+        self._asked = {
+            asked.request.gang.id: asked for run, asked in found if run.stop is None and run.state is State.STARTING
+        }
+        self._said = {gang: sentence for gang, sentence in self._said.items() if gang in self._asked}
+        for run, _ in found:
+            if run.stop is not None:
+                self.give_back(run.id, run.fence, f"it was asked to stop ({run.stop}) before it was started")
+        for asked in list(self._asked.values()):
+            self._ask(asked)
+
+    def give_back(self, run_id: str, fence: int, why: str) -> bool:
+        """Put a run back into the queue whose order has not left this process; return whether that was so.
+
+        Args:
+            run_id: the run.
+            fence: number of the attempt.
+            why: for people.
+        """
+        is_over = giving_back.give_back(self._services, run_id, fence, why)
+        if is_over and self._engine is not None:
+            self._engine.release(f"{run_id}:{fence}")
+        return is_over
+
+    def _look_first(self, found: Sequence[Active]) -> None:
+        """Take over what an earlier process placed and no engine has reserved: it has not left either."""
+        if self._has_looked:
+            return
+        ids = [run.id for run in found]
+
+        def untouched(connection: sa.Connection) -> list[tuple[str, int]]:
+            taken = orders.taken(connection, ids)
+            return [
+                (run.id, run.fence)
+                for run in runs.find_many(connection, ids)
+                if run.restored_ns is None and (run.id, run.fence) not in taken  # since the backup it may have run
+            ]
+
+        for run_id, fence in self._services.database.read(untouched) if ids else ():
+            self._services.deliveries.made(run_id, fence)
+            self._said[f"{run_id}:{fence}"] = _UNKNOWN
+        self._has_looked = True
+
+    def _wanted(self, run_id: str, fence: int, shares: Sequence[tuple[str, Share]]) -> _Asked | None:
+        """Return what the engine is asked for; None where none of the nodes is its own."""
+        engine = self._engine
+        own = tuple(share for _, share in shares if engine is not None and engine.has(share.node))
+        if engine is None or not own:
+            return None
+        request = engine.plan(Gang(id=f"{run_id}:{fence}", shares=own))
+        return _Asked(run_id, fence, request, tuple(node_id for node_id, _ in shares))
+
+    def _ask(self, asked: _Asked) -> None:
+        if self._engine is None:
+            return
+        gang = asked.request.gang.id
+        answer = self._engine.submit(asked.request)
+        if isinstance(answer, Placed):
+            del self._asked[gang]
+            self._say(asked, "")
+            for node_id in asked.node_ids:
+                self._services.hub.touch(node_key(node_id))
+        elif isinstance(answer, Impossible):
+            del self._asked[gang]
+            if not self.give_back(asked.run_id, asked.fence, answer.sentence):
+                self._say(asked, answer.sentence)  # it may have left long ago: its node says what became of it
+        else:
+            self._say(asked, answer.sentence)
+
+    def _say(self, asked: _Asked, sentence: str) -> None:
+        """Write what a gang waits for, once, for those who wait for it."""
+        gang = asked.request.gang.id
+        if self._said.get(gang, "") == sentence:
+            return
+        self._services.database.write(
+            lambda connection: crews.note_all(connection, asked.run_id, asked.fence, sentence=sentence)
+        )
+        self._said[gang] = sentence
+        self._services.hub.touch(run_key(asked.run_id))
+
+
+def _share(node: str, share: PlannedShare) -> Share:
+    return Share(node=node, gpu_type=share.gpu_type, count=share.count)
