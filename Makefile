@@ -98,7 +98,7 @@ test-all: test $(HEAVY) ## run all tests, the heavy ones, too: every example, ML
 	$(BIN)/python -m pytest -m "heavy and not gpu"
 
 network: venv ## networks that break, wrong clocks, nodes of the protocol before (namespaces: needs root)
-	$(BIN)/python -m pytest tests/network tests/server/test_upgrade.py tests/server/test_clocks.py tests/unit/test_steady.py
+	$(BIN)/python -m pytest -m "not gpu" tests/network tests/server/test_upgrade.py tests/server/test_clocks.py tests/unit/test_steady.py
 
 upgrade-check: venv ## the node of the commit before, a run across the upgrade of its server (needs git history)
 	@$(BIN)/python -m scripts.upgrade_check

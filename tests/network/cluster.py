@@ -36,6 +36,7 @@ from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.local.observe import Process, agent, wait_for
 from tests.network.namespaces import Network, Wire, entering, inside
 from tests.remote.server_process import ServerProcess
+from tests.remote.submitting import Submitting
 from tests.server.certificates import Authority
 from tests.uplink.joining import join_command
 
@@ -115,6 +116,7 @@ class Cluster:
             around=entering(network.server),
         )
         self._connection: Connection | None = None
+        self._caller = Submitting(home / "caller")
 
     def __enter__(self) -> Cluster:
         self.start_server()
@@ -144,6 +146,12 @@ class Cluster:
 
     def join(self, name: str, *, gpus: int = 1, url: str = "", **environ: str) -> ClusterNode:
         """Start a node, and wait until the server counts on it."""
+        node = self.invite(name, gpus=gpus, url=url, **environ)
+        self.joined(node)
+        return node
+
+    def invite(self, name: str, *, gpus: int = 1, url: str = "", **environ: str) -> ClusterNode:
+        """Start a node, and do not wait."""
         variables = {"SERVERLESS_GPU_FAKE": f"H100:{gpus}", **environ}
         wire = self._wires[len(self.nodes)]
         profile = Profile(
@@ -152,8 +160,12 @@ class Cluster:
         node = ClusterNode(wire, profile, environ=variables)
         self.nodes[name] = node
         node.start()
-        wait_for(lambda: "joined" in node.log(), f"{name} has joined", 60)
         return node
+
+    @staticmethod
+    def joined(node: ClusterNode) -> None:
+        """Wait until the server counts on a node."""
+        wait_for(lambda: "joined" in node.log(), f"{node.name} has joined", 60)
 
     def wire_of_next(self) -> Wire:
         """Return the wire that the next node gets."""
@@ -171,6 +183,12 @@ class Cluster:
         request = run_request(function, *args, gpus=gpus, **spec)
         self.ask("POST", "/runs", request, answer=RunView)
         return request.id
+
+    def submit_gang(self, function: Callable[..., object], *args: str, gpus: int = 2, **options: object) -> str:
+        """Submit a call of a function of `beats.py` whose files travel: it may have several nodes; return the run."""
+        options = {"gpus": gpus, "gpu_type": "H100", "grace": 1} | options
+        with inside(self.network.server):
+            return self._caller.submit(function, *args, environ={"SERVERLESS_GPU_HOME": str(self.home)}, **options)
 
     def run(self, run_id: str) -> RunView:
         """Return a run as its owner sees it."""
@@ -191,10 +209,10 @@ class Cluster:
         finally:
             database.close()
 
-    def facts(self, run_id: str, fence: int) -> list[Fact]:
-        """Return the facts of an attempt that the server has."""
-        query = "SELECT fact_json FROM facts WHERE run_id = ? AND fence = ? ORDER BY seq"
-        return [msgspec.json.decode(text, type=Fact) for (text,) in self.rows(query, run_id, fence)]
+    def facts(self, run_id: str, fence: int, crew: int = 0) -> list[Fact]:
+        """Return the facts of a crew of an attempt that the server has."""
+        query = "SELECT fact_json FROM facts WHERE run_id = ? AND fence = ? AND crew = ? ORDER BY seq"
+        return [msgspec.json.decode(text, type=Fact) for (text,) in self.rows(query, run_id, fence, crew)]
 
     def states(self, run_id: str) -> list[str]:
         """Return the states of a run in order."""

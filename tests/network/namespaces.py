@@ -3,10 +3,13 @@
     server's namespace                       a node's namespace
     10.213.1.1 ── veth ──────────────────── 10.213.1.2           each node has a wire of its own
     10.213.2.1 ── veth ───────────────────────────────────────── 10.213.2.2
+    bridge, without an address ── veth ──── 10.214.0.1           and nodes reach each other beside the server
+               └───────────────── veth ───────────────────────── 10.214.0.2
 
 A wire is cut in either direction or in both, without a word to anybody: the sender's neighbour entry gets an address
-that nobody has, so packets leave and the other side's kernel drops them, as a firewall that drops would. Nothing of it
-is in the namespace of the machine, and everything is gone with the namespaces, whose names have this process's pid.
+that nobody has, so packets leave and the other side's kernel drops them, as a firewall that drops would. What is
+between two nodes is cut likewise (`Wire.part`), and neither does anything to the other. Nothing of it is in the
+namespace of the machine, and everything is gone with the namespaces, whose names have this process's pid.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from types import TracebackType
 import pytest
 
 _NOBODY = "02:00:00:00:00:01"
+_BRIDGE = "sgbridge"
 _CLONE_NEWNET = 0x40000000
 _NAMES = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,19 +57,26 @@ class Wire:
     Attributes:
         namespace: the node's.
         address: under which the node finds the server.
+        peer_address: under which other nodes find it.
     """
 
     def __init__(self, server: str, number: int) -> None:
         self.namespace = f"{server}-{number}"
         self.address, self._node_address = f"10.213.{number}.1", f"10.213.{number}.2"
+        self.peer_address = f"10.214.0.{number}"
         self._server = server
-        self._here, self._there = f"sgs{number}", f"sgn{number}"
+        self._here, self._there, self._beside = f"sgs{number}", f"sgn{number}", f"sgl{number}"
         _ip("netns", "add", self.namespace)
         _ip("link", "add", self._here, "netns", server, "type", "veth", "peer", self._there, "netns", self.namespace)
         _ip("-n", server, "addr", "add", f"{self.address}/30", "dev", self._here)
         _ip("-n", self.namespace, "addr", "add", f"{self._node_address}/30", "dev", self._there)
         for namespace, device in ((server, self._here), (self.namespace, self._there), (self.namespace, "lo")):
             _ip("-n", namespace, "link", "set", device, "up")
+        port = f"sgb{number}"
+        _ip("link", "add", port, "netns", server, "type", "veth", "peer", self._beside, "netns", self.namespace)
+        _ip("-n", server, "link", "set", port, "master", _BRIDGE, "up")
+        _ip("-n", self.namespace, "addr", "add", f"{self.peer_address}/24", "dev", self._beside)
+        _ip("-n", self.namespace, "link", "set", self._beside, "up")
         self._of_server = _hardware_address(server, self._here)
         self._of_node = _hardware_address(self.namespace, self._there)
         self.heal()
@@ -81,6 +92,15 @@ class Wire:
         """Let everything through again."""
         self._send_to(self.namespace, self._there, self.address, self._of_server)
         self._send_to(self._server, self._here, self._node_address, self._of_node)
+
+    def part(self, other: Wire) -> None:
+        """Lose every packet to another node from now on; what comes from there still does."""
+        self._send_to(self.namespace, self._beside, other.peer_address, _NOBODY)
+
+    def join(self, other: Wire) -> None:
+        """Let everything through to another node again."""
+        own = _hardware_address(other.namespace, other._beside)
+        self._send_to(self.namespace, self._beside, other.peer_address, own)
 
     def pids(self) -> list[int]:
         """Return every process of the node."""
@@ -106,6 +126,7 @@ class Network:
     def __enter__(self) -> Network:
         _ip("netns", "add", self.server)
         _ip("-n", self.server, "link", "set", "lo", "up")
+        _ip("-n", self.server, "link", "add", _BRIDGE, "up", "type", "bridge")
         return self
 
     def __exit__(

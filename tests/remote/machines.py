@@ -7,7 +7,6 @@ with Machines(home) as pool:
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -26,19 +25,8 @@ from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView
 from tests.local.observe import Process, agent, cancel_all, nothing_of_a_run, processes_of, supervisor, wait_for
-from tests.local.small_environment import SmallEnvironment, with_requirements
-from tests.remote import gang_work
 from tests.remote.server_process import ServerProcess
-
-_SUBMIT = """
-import json, sys
-import gang_work
-from serverless_gpu import distributed
-
-name, options, *args = sys.argv[1:]
-function = getattr(gang_work, name)
-print(distributed(remote=True, env="snapshot", quiet=True, **json.loads(options))(function).submit(*args).id)
-"""
+from tests.remote.submitting import Submitting
 
 
 class Machine:
@@ -109,7 +97,7 @@ class Machines:
         self.nodes: dict[str, Machine] = {}
         self.server = ServerProcess(home, "node=false", *words)
         self._connection: Connection | None = None
-        self._small: SmallEnvironment | None = None
+        self._caller = Submitting(home / "caller")
 
     def __enter__(self) -> Machines:
         self.server.start()
@@ -135,13 +123,8 @@ class Machines:
 
     def submit(self, function: Callable[..., object], *args: str, gpus: int = 4, **options: object) -> Run[object]:
         """Submit a call of a function of `gang_work.py`, as a script of a small environment does; return its handle."""
-        if self._small is None:
-            self._small = SmallEnvironment(self.home / "caller", *with_requirements("httpx2"))
-            self._small.write("gang_work.py", Path(gang_work.__file__).read_text())
-            self._small.write("submit.py", _SUBMIT)
         options = {"gpus": gpus, "gpu_type": "H100", "grace": 2} | options
-        out, _ = self._small.run("submit.py", function.__name__, json.dumps(options), *args)
-        return attach(out.strip())
+        return attach(self._caller.submit(function, *args, environ={}, **options))
 
     def ask(self, method: str, path: str, body: Any = None, *, answer: Any) -> Any:
         """Ask the server as its administrator."""

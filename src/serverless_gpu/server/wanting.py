@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.ambient import format_clock
+from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import pause_s
 from serverless_gpu.model.scheduling.learning import LEAVING_S, START_S, limit_s
 from serverless_gpu.model.scheduling.values import Wanted
@@ -115,4 +116,6 @@ def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
     if left_ns <= 0:
         return 0, ""
     at = format_clock(now_ns + left_ns)
-    return now_ns + left_ns, f"attempt {last.fence} did not start on {last.node}; it is tried again at {at}"
+    cause = last.cause if last.reason is Reason.NODES_APART else None
+    why = f": {cause.detail}" if cause is not None else ""
+    return now_ns + left_ns, f"attempt {last.fence} did not start on {last.node}{why}; it is tried again at {at}"
