@@ -54,6 +54,25 @@ def fail_in_the_last(where: str) -> None:
     wait_for_file(where, "go")
 
 
+def die_in_the_last(where: str) -> None:
+    """Have the last rank die of SIGSEGV once all are there; the others wait."""
+    announce(where, f"{os.environ['SGPU_FENCE']}.rank{rank_number()}")
+    last = int(os.environ["WORLD_SIZE"]) - 1
+    if rank_number() == last:
+        for rank in range(last):
+            wait_for_file(where, f"{os.environ['SGPU_FENCE']}.rank{rank}")
+        print("about to die", flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    wait_for_file(where, "go")
+
+
+def lose_a_peer(where: str) -> None:
+    """Have rank 0 hear, once the file `go` is there, that another one is gone; the others wait."""
+    announce(where, f"{os.environ['SGPU_FENCE']}.rank{rank_number()}")
+    wait_for_file(where, "go" if rank_number() == 0 else "never")
+    raise ConnectionResetError("Connection reset by peer, of rank 2")
+
+
 def add_up(site: str) -> tuple[int, int, str]:
     """Add all ranks' numbers with gloo; return this rank's, the sum and its node's."""
     sys.path.append(site)

@@ -10,9 +10,9 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.run_lifecycle import Event
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import runs, tables, transitions
+from serverless_gpu.server import attempts, endings, runs, tables, transitions
 from serverless_gpu.server.attempts import NewAttempt
-from serverless_gpu.server.crews import NewCrew
+from serverless_gpu.server.crews import NewCrew, Outcome
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.runs import NewRun, StoredRun
 from serverless_gpu.server.transitions import Note, Told
@@ -135,6 +135,11 @@ def tell(database: Database, run_id: str, *happened: Event, at_ns: int = T0 + 2 
         return transitions.tell(connection, run, *happened, note=Note(at_ns=at_ns, **note))
 
     return database.write(write)
+
+
+def outcome(database: Database, run_id: str, fence: int = 1) -> Outcome:
+    """Return what an attempt ended with, as its run's owner is told."""
+    return database.read(lambda connection: endings.outcome(connection, attempts.find(connection, run_id, fence)))
 
 
 def rows(database: Database, table: sa.Table) -> Sequence[sa.RowMapping]:

@@ -11,7 +11,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated_agents import Work
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.server import attempts, identity, reporting
+from serverless_gpu.server import attempts, endings, identity, reporting
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
@@ -69,8 +69,9 @@ def test_F39_no_run_ends_and_no_lease_expires_when_the_clock_of_the_server_jumps
     run = world.run(run_id)
     assert run.reason is Reason.COMPLETED and run.finished
     assert run.ended_ns is not None and 0 <= world.clock.wall_ns() - run.ended_ns < 120 * S
-    outcome = world.services and world.services.database.read(lambda found: attempts.outcome(found, run_id, 1))
-    assert outcome and outcome.receipt, "it was not settled without what its node had to say"
+    assert world.services
+    found = world.services.database.read(lambda it: endings.outcome(it, attempts.find(it, run_id, 1)))
+    assert found.receipt, "it was not settled without what its node had to say"
 
 
 @pytest.mark.parametrize("jump_s", [86_400.0, -3_600.0])

@@ -16,7 +16,7 @@ from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Silent, StopAsked
 from serverless_gpu.model.spec import BlobReference, Command
-from serverless_gpu.server import attempts, audit, crews, facts, files, reporting, tables, views
+from serverless_gpu.server import audit, crews, facts, files, reporting, tables, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.files import StoredFile
@@ -26,7 +26,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, place, rows, stored, tell
+from tests.server.stored import T0, S, add_node, add_people, add_run, outcome, place, rows, stored, tell
 
 CALM = ReportAnswer(partition_grace_s=900.0, heartbeat_s=5.0)
 RESULTS = (File(name="results/0.pkl", size=2, inline=b"r0"), File(name="results/1.pkl", size=2, inline=b"r1"))
@@ -93,8 +93,7 @@ def test_an_attempt_starts_runs_and_completes(
     assert (run.state, run.reason, run.finished) == (State.SUCCEEDED, Reason.COMPLETED, False)
     assert say(services, run_id, State.STOPPING, receipt=msgspec.Raw(b'{"gpu_ms":7}')) == CALM
     assert stored(database, run_id).finished
-    outcome = database.read(lambda connection: attempts.outcome(connection, run_id, 1))
-    assert outcome == crews.Outcome(stopped='{"a":1}', receipt='{"gpu_ms":7}')
+    assert outcome(database, run_id) == crews.Outcome(stopped='{"a":1}', receipt='{"gpu_ms":7}')
 
 
 def test_a_whole_life_in_one_report_is_told_in_order(services: Services, database: Database, run_id: str) -> None:
@@ -246,7 +245,7 @@ def test_a_receipt_comes_after_the_run_has_gone_on(services: Services, database:
     assert not answer.stale and answer.stop is None
     run = stored(database, run_id)
     assert (run.state, run.fence, run.settled_ns) == (State.STARTING, 2, None)
-    assert database.read(lambda connection: attempts.outcome(connection, run_id, 1)).receipt == '{"n":1}'
+    assert outcome(database, run_id).receipt == '{"n":1}'
 
 
 def test_a_stop_is_told_with_every_answer_until_the_end(services: Services, database: Database, run_id: str) -> None:

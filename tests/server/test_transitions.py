@@ -28,7 +28,7 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import SCHEDULER, node_key, run_key
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note
-from tests.server.stored import T0, S, add_node, add_people, add_run, place, rows, stored, tell
+from tests.server.stored import T0, S, add_node, add_people, add_run, outcome, place, rows, stored, tell
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_run_lives_and_succeeds(database: Database, run_id: str) -> None:
         lambda connection: transitions.settle(connection, (run_id, 1, 0), receipt="{}", at_ns=T0 + 10 * S)
     )
     assert stored(database, run_id).finished
-    assert database.read(lambda connection: attempts.outcome(connection, run_id, 1)).receipt == "{}"
+    assert outcome(database, run_id).receipt == "{}"
 
 
 def test_what_changes_nothing_writes_nothing(database: Database, run_id: str) -> None:

@@ -148,7 +148,7 @@ def make_exception(
         spec: of the run, which has the limit it may have reached; None where nobody knows it.
         origin: where the directory's files come from.
     """
-    rank = _raised_by(stopped)
+    rank, origin = _raised_by(stopped), _where(stopped, origin)
     error: BaseException
     if rank is None:
         error = _ended(stopped, directory, run_id, spec, origin)
@@ -182,14 +182,26 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | 
         spec: of the run, which has the limit it may have reached; None where nobody knows it.
         origin: where the directory's files come from.
     """
-    rank = _raised_by(stopped)
+    rank, origin = _raised_by(stopped), _where(stopped, origin)
     if rank is None:
         error = _ended(stopped, directory, run_id, spec, origin)
         parts = [error.message, *getattr(error, "__notes__", [])]
     else:
         traceback = str(_record(directory, rank).get("traceback") or "").rstrip()
-        parts = [f"rank {rank}: {_detail(stopped) or MEANINGS[stopped.reason].sentence}", traceback]
+        parts = [f"{_who(stopped, rank)}: {_detail(stopped) or MEANINGS[stopped.reason].sentence}", traceback]
     return "\n".join(part for part in (*parts, stopped.hint, *_consequences(stopped)) if part)
+
+
+def _where(stopped: Stopped, origin: Origin) -> Origin:
+    """Return where the files come from: of a run on several nodes, what is said is about the one that failed."""
+    node = stopped.cause.node if stopped.cause is not None else ""
+    return origin._replace(node=node) if node else origin
+
+
+def _who(stopped: Stopped, rank: int) -> str:
+    """Return a rank as people are told of it: with its node, of a run on several."""
+    node = stopped.cause.node if stopped.cause is not None else ""
+    return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
 def _raised_by(stopped: Stopped) -> int | None:
@@ -343,6 +355,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     detail = _detail(stopped)
     meaning = MEANINGS[stopped.reason].sentence
     limit = "" if spec is None else _limit(stopped.reason, spec)
+    node = stopped.cause.node if stopped.cause is not None else ""
     if limit:
         return f"{meaning}{limit}"
     if stopped.state not in (State.FAILED, State.LOST):
@@ -352,31 +365,34 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     if stopped.reason is Reason.COLLECTIVE_HANG and detail:
         return detail
     if rank is None and stopped.reason is Reason.HOST_OOM:
-        return f"the ranks were {detail}" if "memory" in detail else "the ranks were ended because host memory ran out"
+        ranks = f"the ranks on {node}" if node else "the ranks"
+        return f"{ranks} were {detail}" if "memory" in detail else f"{ranks} were ended because host memory ran out"
     if stopped.reason is Reason.ENGINE_HEAD_LOST and detail:
         return detail
     if rank is None:
-        return f"{meaning}: {detail}" if detail and detail not in meaning else meaning
+        what = f"{meaning}: {detail}" if detail and detail not in meaning else meaning
+        return f"node {node}: {what}" if node else what
+    who = _who(stopped, rank)
     match stopped.reason:
         case Reason.RESULT_UNSERIALISABLE | Reason.RESULT_TOO_LARGE | Reason.RESULT_STORAGE:
-            return _result_message(stopped.reason, rank, detail, _record(directory, rank))
+            return _result_message(stopped.reason, who, detail, _record(directory, rank))
         case Reason.NO_RESULT:
-            return f"rank {rank} {detail} before it returned a result"
+            return f"{who} {detail} before it returned a result"
         case Reason.COMMAND_FAILED:
-            return f"rank {rank}: the command {detail}"
+            return f"{who}: the command {detail}"
         case Reason.START_FAILED if detail:
-            return detail
+            return f"{who}: {detail}" if node else detail
         case Reason.HOST_OOM if _record(directory, rank).get("kind") in _OF_A_CLUSTER:
-            return f"a process of the run's Ray cluster was {detail}"
+            return f"a process of the run's Ray cluster{f' on {node}' if node else ''} was {detail}"
         case Reason.HOST_OOM if "memory" not in detail:
-            return f"rank {rank} was ended because host memory ran out ({detail})"
+            return f"{who} was ended because host memory ran out ({detail})"
         case _:
-            return f"rank {rank} was {detail}" if detail else f"rank {rank}: {meaning}"
+            return f"{who} was {detail}" if detail else f"{who}: {meaning}"
 
 
-def _result_message(reason: Reason, rank: int, detail: str, record: dict[str, object]) -> str:
+def _result_message(reason: Reason, who: str, detail: str, record: dict[str, object]) -> str:
     """Return the sentence for a value that did not get out of its rank; a full disk may have kept the record, too."""
-    finished = f"rank {rank} finished, but its result"
+    finished = f"{who} finished, but its result"
     if reason is Reason.RESULT_STORAGE:
         return f"{finished} could not be written: {detail}"
     if reason is Reason.RESULT_TOO_LARGE:
@@ -391,6 +407,7 @@ def _result_message(reason: Reason, rank: int, detail: str, record: dict[str, ob
 
 def _failure_text(failure: Failure) -> str:
     who = "the attempt" if failure.rank is None else f"rank {failure.rank}"
+    who = f"{who} on {failure.node}" if failure.node else who
     return f"{who}: {failure.detail or MEANINGS[failure.reason].sentence}"[:_CONSEQUENCE_CHARACTERS_MAX]
 
 

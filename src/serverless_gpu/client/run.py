@@ -119,7 +119,7 @@ class Run(Generic[R]):
         return self._waiting if self.status() == State.QUEUED else ""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no rank runs any more.
+        """Wait until no rank runs any more; of a run that failed on one of several nodes, until that is known.
 
         Args:
             timeout: seconds to wait at most, or None.
@@ -219,6 +219,11 @@ class Run(Generic[R]):
                 raise TimeoutError(f"run {self.id} has no receipt yet")
             raise ServerlessGpuError(f"run {self.id} has no receipt", hint=f"what there is: {self.directory}")
         return self._receipt
+
+    def receipts(self, timeout: float | None = None) -> dict[str, Receipt]:
+        """Return the account of each of the run's nodes, by its name; raises as `receipt`, which has their sum."""
+        self.receipt(timeout)
+        return self._source.receipts()
 
     def cost(self) -> Cost:
         """Return what the run used so far, over all of its attempts, and what that costs; `print` says it in words.
@@ -354,11 +359,7 @@ class Run(Generic[R]):
         return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
-        """Return whether nobody is to wait for the run: Ctrl-C came twice, or once where it only detaches.
-
-        Args:
-            interrupted: whether Ctrl-C came just now.
-        """
+        """Return whether nobody is to wait for it: Ctrl-C came twice, or once (`interrupted`) where that detaches."""
         return self._left or (interrupted and self._spec.on_interrupt == "detach")
 
     def _say_that_it_goes_on(self) -> None:

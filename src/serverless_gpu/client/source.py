@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -109,6 +110,11 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def receipt(self) -> Receipt | None:
         """Return the account of the run, after nothing more is to be heard."""
+
+    def receipts(self) -> dict[str, Receipt]:
+        """Return the account of each of its nodes, by its name, after nothing more is to be heard."""
+        receipt = self.receipt()
+        return {} if receipt is None else {self.origin.node or socket.gethostname(): receipt}
 
     @abc.abstractmethod
     def bring_result(self, rank: int) -> None:

@@ -243,6 +243,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         peer_lost: the rank only says that another one closed its connection.
         signal: that ended it, or None.
         exit_code: of a command that ended with one other than 0, or None.
+        node: where that was, of an attempt on several nodes; "" on one.
     """
 
     rank: int | None
@@ -252,6 +253,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     signal: int | None = None
     exit_code: int | None = None
     detail: str = ""
+    node: str = ""
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):

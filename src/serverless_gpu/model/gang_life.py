@@ -14,7 +14,7 @@ Each crew tells its own story to the server; this puts them together. With one c
 - **A crew that ended because it was told to** explains nothing, unless the kernel says that it had crashed before it
   was told. Once the run was asked to stop, whatever fails is a consequence of that.
 - **An attempt is over when all of its crews are**: another one might meet what is left of it. What its caller is told
-  of the cause need not wait for that.
+  of the cause need not wait for that, where nothing is tried again (`early_reasons`).
 - **Ranks that have returned on one node wait for those on others**: rank 0's store is on its node, and closing it is
   what the others would die of. That all may exit is decided once, and only while nothing has failed and nobody asked
   for a stop; from then on the run has succeeded, if only its results come.
@@ -22,7 +22,7 @@ Each crew tells its own story to the server; this puts them together. With one c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -32,6 +32,14 @@ from serverless_gpu.model.run_lifecycle import Ended, GivenUp
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 _CRASHES = frozenset({Reason.RANK_SIGNAL, Reason.HOST_OOM, Reason.GPU_LOST})
 """What the kernel, or the driver, says of a node: true whatever the crew had been told before."""
+_OF_SILENCE = (
+    Reason.NODE_GONE,
+    Reason.NODE_REBOOTED,
+    Reason.NODE_PARTITIONED,
+    Reason.SUPERVISOR_LOST,
+    Reason.TIMEOUT,
+)
+"""As what a crew may turn out to have ended of which nothing was heard, beside what makes no other attempt either."""
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +164,31 @@ def fold(
 def told_to_stop(crew: Crew, cause: Cause | None) -> bool:
     """Return whether a crew is to be told that the gang ends; one that says so itself knows."""
     return cause is not None and crew.over is None and crew.halt is None
+
+
+def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[int] = ()) -> tuple[Reason, ...]:
+    """Return as what a gang may end, the likeliest first, where that can be told before all of its crews have ended.
+
+    That is so once the crew whose story it is has ended, and nothing replaces its word; or once all crews that are
+    heard of have ended, and of the others nothing is heard any more: who fails because a node is gone need not wait
+    until that is proven. Whoever tells it makes sure before that none of these makes another attempt.
+
+    Args:
+        crews: all of a gang, by their numbers; at least one.
+        cause: as it was decided.
+        quiet: numbers of crews of which nothing is heard.
+
+    Returns:
+        No reasons where it cannot be told yet, or where the server decided the end, which comes soon enough.
+    """
+    if cause is None or cause.crew is None:
+        return ()
+    own = crews[cause.crew]
+    reasons = (_explained(crews, cause), Reason.GPU_LOST)  # that a GPU failed may be heard of later, and replaces all
+    if cause.final and own.over is not None:
+        return reasons
+    are_over = all(crew.over is not None or crew.number in quiet for crew in crews)
+    return (*reasons, *_OF_SILENCE) if are_over else ()
 
 
 def _known(crews: Sequence[Crew]) -> State:

@@ -21,9 +21,13 @@ from enum import StrEnum
 
 import msgspec
 
+from serverless_gpu.model.attempt import MEANINGS, Reason
 from serverless_gpu.model.facts import Fact, distinct
 from serverless_gpu.model.metering import FIRST_USED, SEGMENTS, DayUse, Meter
 from serverless_gpu.model.pricing import UNPRICED, Tariff, cost, cost_parts, dbu_cost
+from serverless_gpu.model.receipt import Bill
+
+_AFTER_GRACE = "after the grace that its ranks had"
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +97,29 @@ def sum_of(days: Sequence[Line], tariff: Tariff) -> Charge:
         core_micros=core_micros,
         memory_micros=memory_micros,
         dbu_micros=sum(line.dbu_micros for line in days),
+    )
+
+
+def bill_of(used: Charge, reason: Reason | None) -> Bill:
+    """Return how a charge comes about, and why not all of it is billed.
+
+    Args:
+        used: what was used, as it is charged.
+        reason: why the attempt ended, or None.
+    """
+    unbilled = ""
+    if used.gpu_ms and reason is not None and not MEANINGS[reason].is_billed:
+        unbilled = MEANINGS[reason].sentence
+    elif used.billed_ms < used.gpu_ms:
+        unbilled = _AFTER_GRACE
+    return Bill(
+        billed_ms=used.billed_ms,
+        unbilled=unbilled,
+        core_ms=used.core_ms,
+        memory_mib_ms=used.memory_mib_ms,
+        core_micros=used.core_micros,
+        memory_micros=used.memory_micros,
+        dbu_micros=used.dbu_micros,
     )
 
 

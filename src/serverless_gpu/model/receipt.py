@@ -21,6 +21,8 @@ _TEXT_LINE_MAX = 200
 _IDLE_PERCENT = 0.5
 _IDLE_SAMPLES_MIN = 30
 
+_NODES_NAMED = 3
+
 
 class Segments(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of a run went, in milliseconds; None is "not known", which is not 0.
@@ -121,6 +123,11 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     dbu_micros: int = 0
 
 
+def nodes_text(nodes: Sequence[str]) -> str:
+    """Return the names of a run's nodes; of many how many there are: ``"n1, n2"``, ``"8 nodes"``."""
+    return ", ".join(nodes) if len(nodes) <= _NODES_NAMED else f"{len(nodes)} nodes"
+
+
 class TextPrinter(Protocol):
     """What IPython gives `_repr_pretty_` to write to."""
 
@@ -142,7 +149,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         gpu_ms: GPU-milliseconds that were used, from the start of user code until the devices were free.
         micros: cost in millionths of the currency unit; None when there is no price.
         currency: the currency's name.
-        peak_memory_bytes: most host memory used; None when not known.
+        peak_memory_bytes: most host memory used, of several nodes on one of them; None when not known.
         warm: whether the ranks came from a warm interpreter.
         warm_reason: why not, or which one.
         gate: the evidence that the devices were handed back.
@@ -158,6 +165,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         secrets: names and versions of the secrets it had.
         policy: the usage policy that it was under, or "".
         bill: how its cost comes about; None where its node did not say.
+        nodes: names of its nodes, by NODE_RANK, where it was on several: times are those of the slowest then, amounts
+            those of all; `Run.receipts` has one for each.
     """
 
     run_id: str
@@ -187,6 +196,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     secrets: tuple[str, ...] = ()
     policy: str = ""
     bill: Bill | None = None
+    nodes: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, str]:
         """Return what there is to say, by label; what is not known, or nothing worth saying, is left out."""
@@ -292,7 +302,8 @@ def _names(receipt: Receipt) -> tuple[str, ...]:
 def _size_text(receipt: Receipt) -> str:
     if receipt.runs is not None:
         return f"{receipt.runs} run{'' if receipt.runs == 1 else 's'}"
-    return f"{receipt.world_size} rank{'' if receipt.world_size == 1 else 's'}"
+    where = f" on {nodes_text(receipt.nodes)}" if receipt.nodes else ""
+    return f"{receipt.world_size} rank{'' if receipt.world_size == 1 else 's'}{where}"
 
 
 def _segments_text(segments: Segments) -> str:

@@ -23,7 +23,7 @@ other way round. What is done is done: every rank returned before the stop arriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 
 import msgspec
@@ -185,6 +185,18 @@ def advance(run: Run, event: Event) -> Step:
 def over_because(event: Ended | GivenUp | Forgotten) -> Reason:
     """Return why the attempt is over that an event ends; the run may go on with another one."""
     return Reason.NODE_GONE if isinstance(event, Forgotten) else event.reason
+
+
+def surely_ends(run: Run, reasons: Iterable[Reason], *, began: bool) -> bool:
+    """Return whether a run ends with its attempt, whichever of some reasons that ends for.
+
+    Args:
+        run: at an attempt that goes on.
+        reasons: as what it may end.
+        began: whether user code of it has started.
+    """
+    ends = (advance(run, Ended(reason, began=began)) for reason in reasons)
+    return all(Instruction.CONCLUDE in instructions for _, instructions in ends)
 
 
 def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:

@@ -18,7 +18,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import MEANINGS, Attempt, Phase, Reason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import priced, sum_of
+from serverless_gpu.model.ledger import bill_of, priced, sum_of
 from serverless_gpu.model.lifecycle import ASKED
 from serverless_gpu.model.metering import Meter
 from serverless_gpu.model.pricing import Tariff
@@ -29,7 +29,6 @@ from serverless_gpu.node.protocol import Launch, Stopped
 
 ALIVE_S = 60.0
 """Between two signs of life among the facts, where nothing else happens."""
-_AFTER_GRACE = "after the grace that its ranks had"
 
 
 class Account:
@@ -243,21 +242,7 @@ def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, in
     """
     is_billed = reason is None or MEANINGS[reason].is_billed
     whole = sum_of(priced(meter.used(), tariff, is_billed=is_billed), tariff)
-    unbilled = ""
-    if whole.gpu_ms and not is_billed and reason is not None:
-        unbilled = MEANINGS[reason].sentence
-    elif whole.billed_ms < whole.gpu_ms:
-        unbilled = _AFTER_GRACE
-    bill = Bill(
-        billed_ms=whole.billed_ms,
-        unbilled=unbilled,
-        core_ms=whole.core_ms,
-        memory_mib_ms=whole.memory_mib_ms,
-        core_micros=whole.core_micros,
-        memory_micros=whole.memory_micros,
-        dbu_micros=whole.dbu_micros,
-    )
-    return whole.gpu_ms, whole.micros, bill
+    return whole.gpu_ms, whole.micros, bill_of(whole, reason)
 
 
 def _grace_ms(attempt: Attempt) -> int:

@@ -23,12 +23,14 @@ from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.serialized import from_json
 from serverless_gpu.server import crews
-from serverless_gpu.server.crews import Gang, Outcome, StoredCrew
+from serverless_gpu.server.crews import Gang, StoredCrew
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts, nodes
 from serverless_gpu.server.tables import crews as crews_table
 
 _OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)  # why a crew ends that nothing was wrong with
+_SAYING_MAX = 4
+"""Of so many nodes it is said at a time what each says."""
 _NONE: Mapping[int, Mapping[str, object]] = MappingProxyType({})
 
 
@@ -127,8 +129,12 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """Return what its nodes say about it: one of them, the first that says something."""
-        return next((crew.sentence for crew in self.crews if crew.sentence), "")
+        """Return what its nodes say about it: of several what all say once, else what each says, with its name."""
+        said = [(crew.node, crew.sentence) for crew in self.crews if crew.sentence]
+        if len(said) == len(self.crews) and len({text for _, text in said}) == 1:
+            return said[0][1]
+        more = f"; and {len(said) - _SAYING_MAX} more nodes" if len(said) > _SAYING_MAX else ""
+        return "; ".join(f"{node}: {text}" for node, text in said[:_SAYING_MAX]) + more
 
     @property
     def open_crews(self) -> tuple[StoredCrew, ...]:
@@ -268,19 +274,6 @@ def apart_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, 
             first, second = apart[gang]
             found.setdefault(gang[0], set()).add((own[first].node_id, own[second].node_id))
     return {run_id: frozenset(pairs) for run_id, pairs in found.items()}
-
-
-def outcome(connection: sa.Connection, run_id: str, fence: int) -> Outcome:
-    """Return what an attempt ended with; nothing, when there is no such attempt.
-
-    Of one on several nodes: what the crew says whose story its end is.
-    """
-    found = crews.outcomes(connection, run_id, fence)
-    if len(found) > 1:
-        text = connection.scalar(sa.select(attempts.c.cause_json).where(_is(run_id, fence)))
-        cause = None if text is None else from_json(text, Cause)
-        return found[cause.crew if cause is not None and cause.crew is not None else 0]
-    return found[0] if found else Outcome(stopped=None, receipt=None)
 
 
 def change(

@@ -120,6 +120,11 @@ def words(cause: Cause, attempt: StoredAttempt) -> str:
     return f"{whose}: {what}" if whose else what
 
 
+def lives(crews: Sequence[StoredCrew], detail: str = "") -> list[gang_life.Crew]:
+    """Return crews as their gang depends on them; `detail` is for people, of the one that has just ended."""
+    return [_life(crew, detail) for crew in crews]
+
+
 def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail: str = "") -> tuple[Fold, list[Event]]:
     """Return what the crews of a run's attempt amount to, and what has happened to the run by that.
 
@@ -133,9 +138,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
     assert attempt is not None
     # Of one crew all is known that its node says; of several one may fail of what another one was asked.
     stop = run.stop if len(crews) > 1 else None
-    folded = gang_life.fold(
-        [_life(crew, detail) for crew in crews], attempt.cause, stop=stop, released=attempt.released
-    )
+    folded = gang_life.fold(lives(crews, detail), attempt.cause, stop=stop, released=attempt.released)
     happened: list[Event] = []
     if is_word or folded.over is None:
         has_begun, had_begun = (all(crew.began for crew in these) for these in (crews, attempt.crews))

@@ -42,6 +42,7 @@ from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.crews import numbered
 from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.gang_life import Halt
+from serverless_gpu.model.gang_receipt import hang_file
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import (
@@ -74,6 +75,8 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
 SIGNS_PER_S = 100
 """Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
+_MISSED, _MISSED_IF_LOST = 2.0, 1.2
+_QUIET_S_MAX = 15.0
 _log = logging.getLogger(__name__)
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 
@@ -150,7 +153,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         applied = _write(services, who, found, said)
         if said.ending is not None:
             faults.reach("after_report_before_answer")
-    _announce(services, found, said, applied)
+    _announce(services, found, said, applied, is_news=is_news)
     if found.is_current:
         meetings.hear(services, found.attempt, found.crew, said)
     if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
@@ -182,6 +185,17 @@ def _heartbeat_s(services: Services) -> float:
     settings = services.settings
     wanted_s = services.leases.count() / SIGNS_PER_S
     return max(settings.heartbeat_s, min(wanted_s, settings.soft_expiry_s / 4, settings.partition_grace_s / 4))
+
+
+def quiet_s(services: Services, crew: StoredCrew) -> float | None:
+    """Return for how many seconds nothing was heard of a crew; None where it may just have nothing to say.
+
+    Whoever runs is heard of each `heartbeat_s`; one whose node is lost to its engine as well is missed sooner.
+    """
+    now_ns = services.clock.boottime_ns()
+    silent_s = (now_ns - services.leases.last_ns(crew.id, now_ns=now_ns)) / 1e9
+    missed = _MISSED_IF_LOST if services.presence.why_lost(crew.node_id) else _MISSED
+    return silent_s if silent_s > min(missed * _heartbeat_s(services), _QUIET_S_MAX) else None
 
 
 def _grant(services: Services, crew: StoredCrew) -> None:
@@ -360,9 +374,13 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
             audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
         settled = _settle(connection, found.crew, said, at_ns=at_ns)
         return _Applied(settled=settled)
+    several = found.attempt.num_nodes > 1
     stored = [
         StoredFile(
-            name=file.name, size=file.size, inline=file.inline, parts=file.blob.parts if file.blob is not None else ()
+            name=hang_file(file.name, found.crew.number) if several else file.name,
+            size=file.size,
+            inline=file.inline,
+            parts=file.blob.parts if file.blob is not None else (),
         )
         for file in said.files
     ]
@@ -447,14 +465,15 @@ def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns:
     return transitions.settle(connection, crew.id, receipt=receipt, at_ns=at_ns)
 
 
-def _announce(services: Services, found: _Found, said: Report, applied: _Applied) -> None:
+def _announce(services: Services, found: _Found, said: Report, applied: _Applied, *, is_news: bool) -> None:
     if applied.told is not None:
         applied.told.announce(services)
     is_said = report_words.sentence(said) != found.crew.sentence or report_words.tracked(said) not in (
         "",
         found.run.tracked,
     )
-    if said.logs or applied.settled or applied.files or is_said:
+    is_ending = is_news and (said.ending is not None or said.halt is not None)
+    if said.logs or applied.settled or applied.files or is_said or is_ending:
         services.hub.touch(run_key(found.run.id))
     if applied.settled:
         services.hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be

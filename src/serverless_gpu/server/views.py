@@ -14,11 +14,13 @@ from serverless_gpu.ambient import format_soon_zoned, format_utc
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model import access
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
+from serverless_gpu.model.receipt import nodes_text
 from serverless_gpu.model.spec import Function, RunSpec
-from serverless_gpu.server import attempts, events, files, runs
+from serverless_gpu.server import endings, events, files, gangs, runs
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.crews import Outcome, StoredCrew
+from serverless_gpu.server.endings import Early, Quiet
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.runs import StoredRun
@@ -28,6 +30,7 @@ from serverless_gpu.server.watching import Look
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (
     AttemptView,
+    CrewView,
     EndedMessage,
     FileView,
     RunView,
@@ -100,6 +103,28 @@ def run_view(run: StoredRun, *, told: Told = NOTHING, deduplicated: bool = False
         finished=run.finished,
         tracked=run.tracked,
         waiting=wait_view(told.wait) if told.wait is not None and run.state is State.QUEUED else None,
+        crews=crew_views(attempt) if attempt is not None and run.state is not State.QUEUED else (),
+    )
+
+
+def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
+    """Return what an attempt on several nodes has on each; nothing of one on one node."""
+    if attempt.num_nodes == 1:
+        return ()
+    return tuple(
+        CrewView(
+            number=crew.number,
+            node=crew.node,
+            state=crew.state,
+            reason=crew.reason,
+            first_rank=crew.first_rank,
+            gpus=crew.gpus,
+            sentence=crew.sentence,
+            heard_ns=crew.lease_ns,
+            started_ns=crew.started_ns,
+            ended_ns=crew.ended_ns,
+        )
+        for crew in attempt.crews
     )
 
 
@@ -114,9 +139,19 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
         silent = [crew for crew in attempt.open_crews if crew.state is State.UNREACHABLE] or attempt.crews
         names, since_ns = ", ".join(crew.node for crew in silent), min(crew.lease_ns for crew in silent)
         return f"no word from {names} since {format_utc(since_ns)}; it may well be going on"
+    if attempt.num_nodes > 1 and attempt.cause is not None and run.stop is None:
+        return gangs.words(attempt.cause, attempt)
     if run.state is State.STOPPING and run.stop is not None:
         return attempt.sentence or f"asked to stop: {run.stop}{f': {run.detail}' if run.detail else ''}"
-    return "; ".join(filter(None, (*(_leaves(crew) for crew in attempt.open_crews), attempt.sentence)))
+    return "; ".join(filter(None, (*(_leaves(crew) for crew in attempt.open_crews), attempt.sentence))) or _meets(run)
+
+
+def _meets(run: StoredRun) -> str:
+    """Return that a run's nodes are still to meet, or ""."""
+    attempt = run.attempt
+    if attempt is None or attempt.num_nodes == 1 or run.state is not State.STARTING or attempt.chosen_json is not None:
+        return ""
+    return f"{nodes_text([crew.node for crew in attempt.crews])} get ready, and meet"
 
 
 def _leaves(crew: StoredCrew) -> str:
@@ -138,6 +173,7 @@ def attempt_view(attempt: StoredAttempt) -> AttemptView:
         ended_ns=attempt.ended_ns,
         secrets=tuple(one.text for one in attempt.secrets),
         sentence=attempt.sentence if attempt.reason is not None else "",
+        crews=crew_views(attempt),
     )
 
 
@@ -172,18 +208,34 @@ def ended_message(run: StoredRun, outcome: Outcome, found: Sequence[StoredFile])
     )
 
 
+def early_message(run: StoredRun, told: Early, found: Sequence[StoredFile]) -> EndedMessage:
+    """Return the end of a run before all of its nodes have ended: it has no number, for the run's last event comes."""
+    return EndedMessage(
+        seq=0,
+        fence=run.fence,
+        state=told.state,
+        reason=told.reason,
+        sentence=told_as(told.reason, told.sentence),
+        ending=_json(told.stopped),
+        files=file_views(found),
+    )
+
+
 def settled_message(outcome: Outcome) -> SettledMessage:
     """Return the last message of a stream."""
     return SettledMessage(receipt=_json(outcome.receipt))
 
 
-def look(connection: sa.Connection, run_id: str, after: int, *, told: Told = NOTHING) -> Look:
+def look(
+    connection: sa.Connection, run_id: str, after: int, *, told: Told = NOTHING, quiet: Quiet = lambda crew: None
+) -> Look:
     """Return what is new of a run for a reader of its stream.
 
     Args:
         run_id: the run.
         after: number of the last event the reader has.
         told: what the scheduler says about it while it waits.
+        quiet: says of which crews nothing is heard.
 
     Raises:
         NotFound: there is no such run any more.
@@ -193,8 +245,14 @@ def look(connection: sa.Connection, run_id: str, after: int, *, told: Told = NOT
         raise NotFound(f"there is no run {run_id[:40]!r}")
     messages = tuple(state_message(event) for event in events.after(connection, run_id, after))
     if run.state not in TERMINAL:
-        return Look(run=run_view(run, told=told), events=messages)
-    outcome = attempts.outcome(connection, run_id, run.fence)
+        early = endings.early(connection, run, quiet)
+        return Look(
+            run=run_view(run, told=told),
+            events=messages,
+            early=None if early is None else early_message(run, early, _of_failures(connection, run)),
+            may_be_early=early is None and endings.may_be_early(run),
+        )
+    outcome = endings.outcome(connection, run.attempt)
     found = files.of_attempt(connection, run_id, run.fence) if run.events > after else []
     return Look(
         run=run_view(run),
@@ -202,6 +260,11 @@ def look(connection: sa.Connection, run_id: str, after: int, *, told: Told = NOT
         ended=ended_message(run, outcome, found),
         settled=settled_message(outcome) if run.finished else None,
     )
+
+
+def _of_failures(connection: sa.Connection, run: StoredRun) -> list[StoredFile]:
+    """Return what the current attempt left of failures so far."""
+    return files.of_attempt(connection, run.id, run.fence, prefix="failures/")
 
 
 def _json(text: str | None) -> Json:

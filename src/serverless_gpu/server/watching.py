@@ -9,7 +9,9 @@ the files. It says where it is by `after` (the last event) and `offsets` (the ne
 comes again on another connection misses nothing and gets nothing twice.
 
 The order is that of the run: events of an attempt, its output, its end; an ending comes after the last byte of output,
-the receipt after the ending, and then the stream is over.
+the receipt after the ending, and then the stream is over. The end of a run on several nodes comes twice: once as soon
+as it is known what ended it and that nothing is tried again, with the words and files that are there by then, and once
+when all of its nodes have ended.
 
 A flood is not carried: each rank may fill a bucket (`node/throttle.py`), 1 MB/s and some more at the beginning, and
 what does not fit is said as a gap, with the last lines of it. The files have everything. A run with more streams than
@@ -83,12 +85,16 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
         run: as it is.
         events: those the reader has not got, in order; the ending is not among them.
         ended: the ending, once the run's state is final.
+        early: how it will end, where that is known before all of its nodes have ended.
+        may_be_early: whether that may come to be known by nothing but time.
         settled: the last message, once nothing more will come.
     """
 
     run: RunView
     events: tuple[StateMessage, ...] = ()
     ended: EndedMessage | None = None
+    early: EndedMessage | None = None
+    may_be_early: bool = False
     settled: SettledMessage | None = None
 
 
@@ -125,7 +131,8 @@ class Watch:
         self._output = _Output(run_id, position, files, clock)
         self._after = position.after
         self._sentence = self._tracked = ""
-        self._ended = False
+        self._ended = self._early = False
+        self._soon = False
         self._kept: Look | None = None
         self.over = False
 
@@ -150,13 +157,14 @@ class Watch:
                 continue
             if silent:
                 yield None
-            pause_s = _CLOSED_S if self._output.flooded else IDLE_S
-            silent = await hub.changed(key, seen, pause_s) == seen and pause_s == IDLE_S
+            pause_s = _CLOSED_S if self._output.flooded or self._soon else IDLE_S
+            silent = await hub.changed(key, seen, pause_s) == seen and not self._output.flooded
 
     def next(self) -> list[StreamMessage]:
         """Return what is new, in order and not too much of it; blocks for the database and the files."""
         look = self._kept or self._look(self._after)
         found = self._said(look)
+        self._soon = look.may_be_early
         # An ending is final, and may have the files of thousands of ranks: it is read once, however much comes before.
         self._kept = look if look.ended is not None and self._output.more_to_read else None
         return found
@@ -178,6 +186,9 @@ class Watch:
         if over and self._output.more_to_read:
             return found
         found += self._endings(look)
+        if look.early is not None and not self._early and not self._output.more_to_read:
+            self._early = True  # what others print meanwhile still comes, and then the last word
+            found.append(look.early)
         # Parts of a wait that its sentence does not have may change without a word.
         is_new = look.run.sentence not in ("", self._sentence) or look.run.tracked != self._tracked
         if is_new and not over:

@@ -11,7 +11,7 @@ GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; `SGPU-Next
 GET    /runs/{run}/results                               → FileList of `results/<rank>.pkl`
 GET    /runs/{run}/files?fence                           → FileList
 GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
-GET    /runs/{run}/receipt                               → the receipt as the node wrote it
+GET    /runs/{run}/receipt?fence&crew                    → the receipt; of several nodes, one for all, or of one
 GET    /runs/{run}/attempts                              → AttemptList
 GET    /runs/{run}/cost                                  → CostView, of `wire/costs.py`
 """
@@ -68,19 +68,46 @@ class RunRequest(Request, frozen=True, kw_only=True):
     version: str = ""
 
 
+class CrewView(Answer, frozen=True, kw_only=True):
+    """What an attempt on several nodes has on one of them.
+
+    Attributes:
+        number: of the node within the attempt, from 0 on: NODE_RANK.
+        node: its name.
+        state: what it says of the run, UNREACHABLE while nothing is heard of it, or how it ended there.
+        first_rank: the lowest global rank there, where each device has a rank.
+        gpus: how many devices it has there.
+        sentence: what the node says about it.
+        heard_ns: when it was heard of last, up to 15 s behind.
+        Times are nanoseconds since 1970.
+    """
+
+    number: int
+    node: str
+    state: State
+    reason: Reason | None = None
+    first_rank: int = 0
+    gpus: int = 0
+    sentence: str = ""
+    heard_ns: int = 0
+    started_ns: int | None = None
+    ended_ns: int | None = None
+
+
 class RunView(Answer, frozen=True, kw_only=True):
     """A run as everybody who may see it sees it.
 
     Attributes:
         fence: number of the current attempt; 0 before the first.
         sentence: what it waits for, and who has it; or why it ended.
-        node: name of the node it is on, or "".
+        node: name of the node it is on, of several all of them with commas, or "".
         world_size: ranks; 0 while that is not known.
         stop: why it is asked to stop, or None.
         deduplicated: whether this answers a request that had come before.
         finished: whether state, files and receipt are final.
         tracked: link to it in MLflow, once known.
         waiting: what it waits for, part by part, while it does and somebody has looked; `sentence` says the same.
+        crews: what it has on each of its nodes, where it is on several.
         Times are nanoseconds since 1970.
     """
 
@@ -106,6 +133,7 @@ class RunView(Answer, frozen=True, kw_only=True):
     finished: bool = False
     tracked: str = ""
     waiting: WaitView | None = None
+    crews: tuple[CrewView, ...] = ()
 
 
 class RunPage(Answer, frozen=True, kw_only=True):
@@ -132,6 +160,7 @@ class FileView(Answer, frozen=True, kw_only=True):
 
     Attributes:
         name: `results/<rank>.pkl`, `failures/<rank>.json`, `.pkl`, `.stack`, `hang-<n>.txt`, `receipt.json` …
+            Of several nodes, whose files lie side by side, `hang-<number of the node>-<n>.txt`.
         inline: its bytes, when they are few; else they are read from `/runs/{run}/files/{name}`.
     """
 
@@ -153,6 +182,7 @@ class AttemptView(Answer, frozen=True, kw_only=True):
     Attributes:
         secrets: which versions it has, as ``HF_TOKEN@3``.
         sentence: why it was asked to stop, where that is what ended it.
+        crews: what it has on each of its nodes, where it is on several.
     """
 
     fence: int
@@ -164,6 +194,7 @@ class AttemptView(Answer, frozen=True, kw_only=True):
     ended_ns: int | None
     secrets: tuple[str, ...] = ()
     sentence: str = ""
+    crews: tuple[CrewView, ...] = ()
 
 
 class AttemptList(Answer, frozen=True, kw_only=True):
@@ -222,6 +253,9 @@ class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
 
 class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
     """No rank runs any more; this is final.
+
+    Of a run on several nodes one with `seq` 0 may come before it, while nodes still clean up: what ended the run is
+    known, and nothing is tried again. What failed on others meanwhile is in the last one.
 
     Attributes:
         ending: `node.protocol.Stopped` as JSON; unset when no node could tell: state and reason are all there is.

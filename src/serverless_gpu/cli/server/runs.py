@@ -17,7 +17,7 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.model.receipt import Receipt, nodes_text
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.history import read_ending
@@ -25,7 +25,7 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
-    from serverless_gpu.wire.runs import AttemptList, FileList, RunView
+    from serverless_gpu.wire.runs import AttemptList, CrewView, FileList, RunView
     from serverless_gpu.wire.waiting import WaitView
 
 _FILES_MAX = 200
@@ -74,6 +74,7 @@ def as_json(view: RunView, cost: Cost | None = None) -> dict[str, object]:
         "team": view.team,
         "pool": view.pool,
         "node": view.node,
+        "nodes": [_crew(crew) for crew in view.crews],
         "attempt": view.fence,
         "sentence": sentence_of(view),
         "waiting": None if view.waiting is None else _waiting(view.waiting),
@@ -90,6 +91,7 @@ def details(view: RunView) -> dict[str, object]:
         "attempts": attempts.attempts,
         "files": [{"name": file.name, "size_bytes": file.size} for file in files.files],
         "receipt": _receipt(view),
+        "receipts": {crew.node: _receipt(view, crew.number) for crew in view.crews if view.finished},
         "cost": cost,
         "failure": failure_text(view),
     }
@@ -111,6 +113,7 @@ def story(view: RunView) -> Iterator[str]:
     started = view.started_ns or view.created_ns
     took = "" if view.started_ns is None else f" · took {format_duration_ms(_took_ms(view))}"
     yield f"{'submitted' if view.started_ns is None else 'started'}: {format_moment(started)}{took}"
+    yield from columns([_crew_row(view, crew) for crew in view.crews])
     cost = _cost(view)
     if cost is not None and cost.gpu_ms:
         yield f"cost: {cost}"
@@ -149,10 +152,12 @@ def failure_text(view: RunView) -> str:
     return "" if stopped is None else ending_text(stopped, run.directory, run.id, view.spec)
 
 
-def _receipt(view: RunView) -> Receipt | None:
+def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
+    """Return the receipt of the last attempt, or that of one of its nodes; None while there is none."""
+    query = {} if crew is None else {"fence": str(view.fence), "crew": str(crew)}
     with server() as connection:
         try:
-            return connection.ask("GET", f"/runs/{view.id}/receipt", answer=Receipt)
+            return connection.ask("GET", f"/runs/{view.id}/receipt", answer=Receipt, query=query)
         except NotFound:
             return None
 
@@ -221,8 +226,34 @@ def _waiting(waiting: WaitView) -> dict[str, object]:
     return parts | {"holders": holders} | {name: utc(at_ns) for name, at_ns in moments.items()}
 
 
+def _crew(crew: CrewView) -> dict[str, object]:
+    """Return what a run has on one of several nodes, for machines."""
+    return {
+        "node": crew.node,
+        "state": crew.state.value,
+        "reason": None if crew.reason is None else crew.reason.value,
+        "first_rank": crew.first_rank,
+        "gpus": crew.gpus,
+        "sentence": crew.sentence,
+        "heard": format_utc(crew.heard_ns),
+        "started": None if crew.started_ns is None else format_utc(crew.started_ns),
+        "ended": None if crew.ended_ns is None else format_utc(crew.ended_ns),
+    }
+
+
+def _crew_row(view: RunView, crew: CrewView) -> list[str]:
+    """Return the cells of a line about one of several nodes."""
+    state = crew.state.value if crew.reason is None else f"{crew.state.value} · {crew.reason.value}"
+    silent = f"no word since {format_moment(crew.heard_ns)}" if crew.state is State.UNREACHABLE else ""
+    last = crew.first_rank + crew.gpus - 1
+    ranks = f"rank {last}" if crew.gpus == 1 else f"ranks {crew.first_rank} to {last}"
+    what = f"{crew.gpus} device{'' if crew.gpus == 1 else 's'}" if view.spec.per_node else ranks
+    return [f"on {crew.node}:", what, state, silent or crew.sentence]
+
+
 def _where(view: RunView) -> str:
-    place = view.node or ("waits" if view.state is State.QUEUED else "server")
+    nodes = nodes_text([crew.node for crew in view.crews])
+    place = nodes or view.node or ("waits" if view.state is State.QUEUED else "server")
     if view.waiting is not None and view.waiting.place:
         place = f"{place} {telling.ordinal(view.waiting.place)}"
     return f"{place}, {view.owner}"

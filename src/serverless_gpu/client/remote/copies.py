@@ -25,7 +25,9 @@ from serverless_gpu.node.home import Home, storage_error
 from serverless_gpu.node.retention import clean
 from serverless_gpu.wire.runs import FileView
 
-_NAME = re.compile(r"results/\d{1,9}\.pkl|failures/\d{1,9}\.(?:json|pkl|stack)|hang-\d{1,9}\.txt", re.ASCII)
+_NAME = re.compile(
+    r"results/\d{1,9}\.pkl|failures/\d{1,9}\.(?:json|pkl|stack)|hang-(?:\d{1,9}-)?\d{1,9}\.txt", re.ASCII
+)
 _PIECE_BYTES = 16 << 20
 _CLEANED = ".cleaned"
 _CLEANED_EVERY_S = 86_400.0

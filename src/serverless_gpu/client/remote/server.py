@@ -28,6 +28,7 @@ from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import InvalidValue, NotAuthenticated
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.cost import Cost
+from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.wire.agents import PoolList, PoolView
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection
@@ -190,6 +191,11 @@ class Server:
     def attempts(self, run_id: str) -> tuple[AttemptView, ...]:
         """Return all tries at a run, in order."""
         return self._patient.ask("GET", f"/runs/{run_id}/attempts", answer=AttemptList).attempts
+
+    def receipt_of(self, run_id: str, fence: int, crew: int) -> Receipt:
+        """Return the account of one node of an attempt on several."""
+        query = {"fence": str(fence), "crew": str(crew)}
+        return self._patient.ask("GET", f"/runs/{run_id}/receipt", answer=Receipt, query=query)
 
     def cost(self, run_id: str) -> Cost:
         """Return what a run used so far, and what that costs; a server that is away is not waited for."""

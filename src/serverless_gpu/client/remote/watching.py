@@ -3,7 +3,8 @@
     EventStream ──StateMessage, LogMessage, Ended …──▶ Watched ──Snapshot, Output, Stopped …──▶ Run
                                                          └─ the run's files, copied when they are asked for
 
-A run may have several attempts, one after the other; the files are those of the last.
+A run may have several attempts, one after the other; the files are those of the last. Of a run on several nodes the end
+may be told twice: what is known of it at first, and all of it.
 
 Failure cases: those of the stream and of copies; a run whose node never came back (its ending is the server's word);
 output in the middle of a character (kept until the rest comes).
@@ -51,7 +52,6 @@ _DISPLACED = (Reason.DRAINED, Reason.PREEMPTED, Reason.BUDGET)
 _SAID_IN = (State.QUEUED, State.RUNNING, State.UNREACHABLE)
 _RESULT = "results/"
 _TELEMETRY = "telemetry"
-_NODES_MAX = 1024
 
 
 class Watched(Source):
@@ -162,6 +162,16 @@ class Watched(Source):
         """Return the account of the run."""
         return self._receipt
 
+    def receipts(self) -> dict[str, Receipt]:
+        """Fetch the account of each node of several."""
+        found: dict[str, Receipt] = {}
+        if self._receipt is None or not self._receipt.nodes:
+            return super().receipts()
+        for number, node in enumerate(self._receipt.nodes):
+            with contextlib.suppress(NotFound):  # a node that is gone has sent none
+                found[node] = self._server.receipt_of(self.run_id, self._fence, number)
+        return found
+
     def bring_result(self, rank: int) -> None:
         """Fetch what a rank returned, unless it must not be loaded here."""
         copies = self._copies
@@ -177,11 +187,9 @@ class Watched(Source):
         """Fetch what was sampled so far of each attempt, from node after node."""
         files: list[bytes] = []
         for attempt in self._server.attempts(self.run_id):
-            for node in range(_NODES_MAX):
+            for node in range(max(1, len(attempt.crews))):
                 data = self._server.read_log(self.run_id, attempt.fence, node, _TELEMETRY)
-                if not data:
-                    break
-                files.append(data)
+                files += [data] if data else []
         return files
 
     def cost(self) -> Cost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -13,7 +14,20 @@ from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model import access
 from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.model.cost import Cost
-from serverless_gpu.server import attempts, costing, counting, files, outputs, runs, stopping, submitting, views
+from serverless_gpu.model.crews import NODES_MAX
+from serverless_gpu.server import (
+    attempts,
+    costing,
+    counting,
+    endings,
+    files,
+    outputs,
+    reporting,
+    runs,
+    stopping,
+    submitting,
+    views,
+)
 from serverless_gpu.server.api.ranges import part_of
 from serverless_gpu.server.api.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
 from serverless_gpu.server.runs import StoredRun
@@ -73,6 +87,12 @@ class FenceQuery(Query, frozen=True, kw_only=True):
     """Of which attempt; 0 for the current one."""
 
     fence: Fence = 0
+
+
+class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
+    """Of which attempt; 0 for the current one. Of which of its nodes, by NODE_RANK; none for all of them together."""
+
+    crew: Annotated[int, msgspec.Meta(ge=0, lt=NODES_MAX)] | None = None
 
 
 @routes.post("/runs", needs=writing("runs"))
@@ -195,12 +215,15 @@ def read_file(call: Call, run: str, name: str, query: FenceQuery) -> Bytes | Res
 
 
 @routes.get("/runs/{run}/receipt", needs=reading("runs"))
-def read_receipt(call: Call, run: str, query: FenceQuery) -> Response:
-    """Return the receipt of an attempt as its node wrote it."""
+def read_receipt(call: Call, run: str, query: ReceiptQuery) -> Response:
+    """Return the receipt of an attempt; of one on several nodes the sum of theirs, or that of one."""
 
     def work(db: sa.Connection) -> str | None:
         stored = _visible(call, db, run)
-        return attempts.outcome(db, run, query.fence or stored.fence).receipt
+        attempt = attempts.find(db, run, query.fence or stored.fence)
+        if attempt is None or query.crew is None:
+            return endings.outcome(db, attempt).receipt
+        return endings.receipt_of_crew(db, attempt, query.crew)
 
     receipt = _read(call, work)
     if receipt is None:
@@ -215,7 +238,8 @@ async def _messages(call: Call, view: RunView, position: Position) -> AsyncItera
 
     def look(after: int) -> Look:
         told = services.sentences.told(run_id)
-        return services.database.read(lambda db: views.look(db, run_id, after, told=told))
+        quiet = partial(reporting.quiet_s, services)
+        return services.database.read(lambda db: views.look(db, run_id, after, told=told, quiet=quiet))
 
     watch = Watch(run_id, position, look=look, files=services.logs, clock=services.clock)
     async for message in watch.messages(services.hub, call.in_thread):

@@ -1,0 +1,133 @@
+"""What the user of a gang on two nodes is told: as true, and as whole, as of one node."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from serverless_gpu import attach
+from serverless_gpu.cli.program import sgpu
+from serverless_gpu.client.run import Run
+from serverless_gpu.errors import RankCrashed
+from serverless_gpu.model.attempt import TERMINAL, State
+from tests.local.observe import announced, wait_for
+from tests.remote.gang_work import die_in_the_last, fail_in_the_last, lose_a_peer, stay
+from tests.remote.machines import Machines
+
+
+@pytest.fixture
+def pool(home: Path) -> Iterator[Machines]:
+    """Yield a server with two nodes of two GPUs each, which has a price and misses a node soon."""
+    with Machines(home, "Settings.heartbeat_s=1.0") as pool:
+        pool.join("n1")
+        pool.join("n2")
+        told("price", "set", "H100", "3")
+        yield pool
+
+
+def told(*words: str) -> str:
+    """Return what a command says."""
+    result = CliRunner().invoke(sgpu, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_gang_is_accounted_shown_and_found_as_one_run(
+    pool: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = pool.submit(stay, str(tmp_path), ranks_log="all", tags={"paper": "7"})
+    for rank in range(4):
+        announced(tmp_path, f"1.rank{rank}")
+    wait_for(lambda: pool.view(run).state is State.RUNNING, "both run")
+    assert [(crew.node, crew.state, crew.first_rank) for crew in pool.view(run).crews] == [
+        ("n1", State.RUNNING, 0),
+        ("n2", State.RUNNING, 2),
+    ]
+    assert " n1, n2, " in told("runs")
+    shown = told("show", run.id)
+    assert "on n1:  ranks 0 to 1  RUNNING\non n2:  ranks 2 to 3  RUNNING\n" in shown
+    (tmp_path / "go").touch()
+    other = attach(run.id)
+    assert other.follow(only_looks=True) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line for line in lines if "goes" in line) == [f"[rank {rank}] rank {rank} goes" for rank in range(4)]
+    assert run.results(60) == other.results(60) == [0, 1, 2, 3]
+    assert [run.logs(rank) for rank in range(4)] == [f"rank {rank} goes\n" for rank in range(4)]
+    accounted(run)
+    receipt = run.receipt()
+    assert (receipt.state, receipt.reason, receipt.world_size, len(receipt.gpus)) == ("SUCCEEDED", None, 4, 4)
+    assert receipt.gate.startswith("on each of 2 nodes, 2 GPUs verified free") and receipt.tags == {"paper": "7"}
+    assert None not in (receipt.segments.environment_ms, receipt.segments.first_line_ms, receipt.segments.gate_ms)
+    (tmp_path / "out").mkdir()
+    told("result", run.id, "--rank", "all", "--output", str(tmp_path / "out"))
+    assert len(list((tmp_path / "out").iterdir())) == 4
+
+
+def accounted(run: Run[object]) -> None:
+    """Require that all who say what a run used and costs say the same."""
+    receipt, each = run.receipt(60), run.receipts()
+    assert receipt.nodes == tuple(each) == ("n1", "n2")
+    assert receipt.micros and receipt.micros == sum(one.micros or 0 for one in each.values())
+    cost = wait_for(lambda: run.cost() if run.cost().is_final else None, "the ledger has it")
+    assert cost is not None and (cost.micros, cost.gpu_ms) == (receipt.micros, receipt.gpu_ms)
+    [by_run] = [row for row in json.loads(told("usage", "--by", "run", "--json"))["report"] if row["run"] == run.id]
+    assert by_run["micros"] == receipt.micros
+    shown = json.loads(told("show", run.id, "--json"))
+    assert shown["receipt"]["micros"] == receipt.micros and list(shown["receipts"]) == ["n1", "n2"]
+    assert json.loads((run.directory / "receipt.json").read_text())["micros"] == receipt.micros
+
+
+def test_F06_what_failed_on_one_node_is_told_before_the_other_has_cleaned_up(pool: Machines, tmp_path: Path) -> None:
+    where = tmp_path / "raises"
+    where.mkdir()
+    run = pool.submit(fail_in_the_last, str(where))
+    ranks = [announced(where, f"1.rank{rank}")[0] for rank in range(2)]
+    uplink = pool.nodes["n1"].uplink()
+    uplink.send(signal.SIGSTOP)
+    try:
+        with pytest.raises(ValueError, match="no luck in rank 3") as raised:
+            run.results(60)
+        assert all(rank.alive() for rank in ranks) and pool.view(run).state is State.STOPPING
+        with pytest.raises(ValueError, match="no luck in rank 3"):
+            attach(run.id).results(60)
+        assert "rank 3 on n2: ValueError: no luck in rank 3" in told("show", run.id)
+    finally:
+        uplink.send(signal.SIGCONT)
+    assert "rank 3 on host n2" in "".join(raised.value.__notes__)
+    accounted(run)
+    assert run.receipt().reason == "rank_raised" and run.receipt().unbilled_text() == ""
+    where = tmp_path / "dies"
+    where.mkdir()
+    run = pool.submit(die_in_the_last, str(where))
+    with pytest.raises(RankCrashed, match="rank 3 on n2 was ended by SIGSEGV") as died:
+        run.results(60)
+    notes = "\n".join(died.value.__notes__)
+    assert "about to die" in notes and "gang_work.py" in notes
+    accounted(run)
+
+
+def test_F17_who_fails_because_a_node_is_gone_hears_of_it_at_once(pool: Machines, tmp_path: Path) -> None:
+    run = pool.submit(lose_a_peer, str(tmp_path))
+    for rank in range(4):
+        announced(tmp_path, f"1.rank{rank}")
+    uplink = pool.nodes["n2"].uplink()
+    uplink.send(signal.SIGSTOP)
+    try:
+        (tmp_path / "go").touch()
+        with pytest.raises(ConnectionResetError, match="of rank 2") as raised:
+            run.results(60)
+        assert pool.view(run).state not in TERMINAL and pool.view(run).crews[1].ended_ns is None
+    finally:
+        uplink.send(signal.SIGCONT)
+    notes = "\n".join(raised.value.__notes__)
+    assert "rank 0 on host n1" in notes
+    assert "n2 has not been heard of for" in notes and "stay reserved" in notes
+    accounted(run)  # it was there, and says so
+    with pytest.raises(ConnectionResetError) as again:
+        run.results()
+    assert "n2 has not been heard of" not in "\n".join(again.value.__notes__)
