@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import sysconfig
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from serverless_gpu import faults
 from serverless_gpu.errors import RunCancelled
 from tests.local.observe import announced, wait_for
+from tests.ports import own_port
+from tests.remote.conftest import end_node
 from tests.remote.gang_work import add_up, fail_in_the_last, stay
 from tests.remote.machines import Machines
 
@@ -45,3 +50,28 @@ def test_cancel_ends_both(pool: Machines, tmp_path: Path) -> None:
     run.cancel()
     with pytest.raises(RunCancelled):
         run.results(60)
+
+
+@pytest.mark.heavy
+def test_F31_killed_before_its_engine_is_asked_the_next_server_has_it_reserve_and_all_of_the_gang_starts_once(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    armed = tmp_path / "armed"
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:2")
+    monkeypatch.setenv(faults.VARIABLE, f"@{armed}")
+    with Machines(home, "node=true", f"port={own_port()}") as pool, ThreadPoolExecutor(1) as others:
+        try:
+            pool.join("n2")
+            armed.write_text("after_commit_before_launch")
+            submitting = others.submit(pool.submit, stay, str(tmp_path))
+            assert pool.server.ended() == -signal.SIGKILL
+            assert list((home / "server" / "gangs").iterdir()) == []
+            pool.server.start()
+            run = submitting.result(60)
+            for rank in range(4):
+                announced(tmp_path, f"1.rank{rank}")
+            (tmp_path / "go").touch()
+            assert run.results(60) == [0, 1, 2, 3]
+            wait_for(lambda: list((home / "server" / "gangs").iterdir()) == [], "its engine has it no more")
+        finally:
+            end_node(home)

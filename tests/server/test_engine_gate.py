@@ -198,7 +198,9 @@ def test_nobody_is_missed_while_the_head_is_away_for_hours(pool: Pool, clock: Fa
         pool.say_hello()
         pool.engine.answers = [LOST]
         pool.tick()
-    assert (pool.find(run_id).state, pool.find(run_id).fence, pool.orders()) == (State.STARTING, 1, {})
+    run = pool.find(run_id)
+    assert (run.state, run.fence, pool.orders()) == (State.STARTING, 1, {})
+    assert run.attempt is not None and not run.attempt.called_off
     pool.tick()
     pool.tick()
     assert pool.orders() == {"n1": [Start], "n2": [Start]} and pool.find(run_id).state is State.STARTING
@@ -227,6 +229,13 @@ def test_F31_a_server_that_starts_again_holds_back_the_same_orders_before_its_fi
     assert (pool.orders(), pool.told(run_id)) == ({"n1": [Start], "n2": [Start]}, "")
     pool.restart()
     assert pool.orders() == {"n1": [Start], "n2": [Start]}
+
+
+def test_what_an_earlier_server_said_is_not_said_any_more_once_it_is_reserved(pool: Pool) -> None:
+    run_id = gated(pool)
+    pool.restart()
+    pool.tick()
+    assert (pool.orders(), pool.told(run_id)) == ({"n1": [Start], "n2": [Start]}, "")
 
 
 @pytest.mark.parametrize("ends", ["impossible", "cancel"])
