@@ -77,6 +77,21 @@ def joined(directory: str) -> None:
     stamp(directory, "ready", dist.get_rank())
 
 
+def meet_until_lost(directory: str) -> None:
+    """Join the process group, say so and which process this is, and meet the others until one is gone."""
+    Path(directory, f"pid-{_rank()}").write_text(str(os.getpid()), encoding="ascii")
+    dist.init_process_group("gloo")
+    stamp(directory, "ready", _rank())
+    meet_for_ever()
+
+
+def meet_for_ever() -> None:
+    """Be in collectives, one after the other."""
+    while True:
+        dist.barrier()
+        time.sleep(POLL_S)
+
+
 def nap(directory: str) -> None:
     """Sleep until somebody ends it."""
     stamp(directory, "enter", _rank())

@@ -8,7 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from benchmarks import charges, decisions, environments, ray_rows, remote_rows, replays, shares, tracking_rows, usage
+from benchmarks import (
+    charges,
+    decisions,
+    environments,
+    pool_rows,
+    ray_rows,
+    remote_rows,
+    replays,
+    shares,
+    tracking_rows,
+    usage,
+)
 from benchmarks.contestants import ContestantFailed
 from benchmarks.databases import THREADS, WRITES
 from benchmarks.load import rows as load_rows
@@ -316,6 +327,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     **environments.ROWS,
     **tracking_rows.ROWS,
     **ray_rows.ROWS,
+    **pool_rows.ROWS,
     **replays.ROWS,
     **shares.ROWS,
     **charges.ROWS,
