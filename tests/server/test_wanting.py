@@ -35,15 +35,9 @@ def stored(machine: str = "", *, gpus: int | None = 16, same_node: bool = False,
         (stored(payload=Kernel()), False, ""),
     ],
 )
-def test_who_may_have_several_nodes_once_a_server_gives_them(
-    run: StoredRun, several: bool, alone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wanting, "SEVERAL_NODES", True)
+def test_who_may_have_several_nodes(run: StoredRun, several: bool, alone: str) -> None:
     found = wanting.wanted(run, now_ns=0)
     assert (found.several_nodes, found.alone) == (several, alone)
-    monkeypatch.setattr(wanting, "SEVERAL_NODES", False)
-    found = wanting.wanted(run, now_ns=0)
-    assert (found.several_nodes, found.alone) == (False, "")
 
 
 def test_nodes_that_did_not_reach_each_other_are_kept_apart() -> None:

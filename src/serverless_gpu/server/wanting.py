@@ -13,9 +13,6 @@ from serverless_gpu.model.spec import Function, Kernel
 from serverless_gpu.server import floor
 from serverless_gpu.server.runs import StoredRun
 
-SEVERAL_NODES = True
-"""Whether gangs have several nodes."""
-
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a run beside its row.
@@ -83,7 +80,7 @@ def _several(run: StoredRun) -> tuple[bool, str]:
     on one, a kernel is one process, and files that lie on one machine are on no other.
     """
     spec, resources = run.spec, run.spec.resources
-    if not SEVERAL_NODES or resources.gpus is None or isinstance(spec.payload, Kernel):
+    if resources.gpus is None or isinstance(spec.payload, Kernel):
         return False, ""
     if resources.same_node:
         return False, "without same_node=True"
