@@ -1,4 +1,4 @@
-"""The worked example of docs/concepts/scheduling.md: what its tables say follows from its tables."""
+"""The worked examples of docs/concepts/scheduling.md: what their tables say follows from their tables."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from serverless_gpu.model.scheduling.values import (
     Gone,
     Node,
     NodeSeen,
+    Pool,
+    PoolSeen,
     QueuePolicy,
     Running,
     Share,
@@ -38,6 +40,7 @@ def _tables(text: str) -> Iterator[list[_Row]]:
 
 
 _USED, _THERE, _WAITING, _STARTS, _TOLD = _tables(_EXAMPLE)
+(_SEVERAL,) = _tables(_PAGE.partition("## Gangs on several nodes")[2].partition("\n## ")[0])
 
 
 def _at_ns(text: str) -> int:
@@ -99,3 +102,31 @@ def test_who_starts_where_and_what_the_others_are_told(planner: Planner) -> None
                 told.append({"at": at, "run": row["run"], "is told": sentence(wait, _clock)})
     assert started == [(row["at"], row["starts"], row["on"]) for row in _STARTS if row["starts"]]
     assert told == _TOLD
+
+
+@pytest.mark.parametrize("row", _SEVERAL, ids=lambda row: str(row["run"]))
+def test_what_a_gang_on_several_nodes_is_told(row: _Row) -> None:
+    planner = Planner(QueuePolicy())
+    planner.apply([PoolSeen(Pool(name="research"))])
+    planner.apply(NodeSeen(Node(id=name, name=name, pool="research", total={_TYPE: _DEVICES})) for name in ("n1", "n2"))
+    there = _several("alice/bert-ft", "11:20", 3, hours=3)
+    share = Share(node_id="n2", gpu_type=_TYPE, count=3)
+    planner.apply([Started(Running(wanted=there, shares=(share,), since_ns=there.queued_ns))])
+    planner.apply([Arrived(_several(row["run"], "12:00", int(row["GPUs"]), alone=bool(row["same_node"])))])
+    assert planner.decide(_at_ns("12:00")).placements == ()
+    wait = planner.why(row["run"], _at_ns("12:00"))
+    assert wait is not None and sentence(wait, _clock) == row["is told"]
+
+
+def _several(run: str, since: str, gpus: int, *, hours: int = 1, alone: bool = False) -> Wanted:
+    return Wanted(
+        run_id=run,
+        title=run,
+        owner=run.partition("/")[0],
+        queued_ns=_at_ns(since),
+        gpus=gpus,
+        gpu_type=_TYPE,
+        limit_s=3_600.0 * hours,
+        several_nodes=not alone,
+        alone="without same_node=True" if alone else "",
+    )

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,21 +12,16 @@ import pytest
 
 from serverless_gpu.doctor.gathering.pool import look_at_pool
 from serverless_gpu.engines import ray_machine, ray_start
-from serverless_gpu.engines.ray_keeper import end_processes, marked_pids, unreachable
-from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.node.home import Home
+from serverless_gpu.engines.ray_keeper import unreachable
 from serverless_gpu.node.inside import fence
-from serverless_gpu.node.uplink import control
-from serverless_gpu.testing import stop_agent
 from tests.local.observe import wait_for
 from tests.ports import own_port
 from tests.ray.plain_ray import PYTHON
+from tests.ray.pools import START_S, Machine
 from tests.server.certificates import Authority
 
-START_S = 180.0
 RUN_S = 120.0
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(600)]
-_blocks = iter(range(12_000 + os.getpid() % 100 * 200, 32_000, ray_start.PORTS))
 
 LOOK = """
     import os, subprocess, sys
@@ -64,102 +54,6 @@ STAY = """
         import sys
         print(stay.distributed(sys.argv[1]))
 """
-
-
-class Machine:
-    """A machine: a home, and commands of it.
-
-    Attributes:
-        home: `$SERVERLESS_GPU_HOME`.
-        port: the first of its ports.
-    """
-
-    def __init__(self, name: str, fake: str) -> None:
-        self.name = name
-        self.home = Path(tempfile.mkdtemp(prefix=f"sg-{name}-", dir="/tmp"))
-        self.port = next(base for base in _blocks if ray_machine.taken_port(base, "127.0.0.2") is None)
-        kept = {
-            key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "SGPU_", "SERVERLESS_GPU_"))
-        }
-        self.environ = {
-            **kept,
-            "SERVERLESS_GPU_HOME": str(self.home),
-            "SERVERLESS_GPU_SOCKETS": str(self.home / "s"),
-            "SERVERLESS_GPU_FAKE": fake,
-        }
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._programs: list[subprocess.Popen[str]] = []
-
-    def start(self, *arguments: str, python: Path | str = PYTHON) -> subprocess.Popen[bytes]:
-        """Start a command of ours; what it says is in `said`."""
-        with open(self.home / "said", "wb") as said:
-            process = subprocess.Popen(
-                [str(python), "-m", "serverless_gpu.cli", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                env=self.environ,
-                cwd=self.home,
-            )
-        self._started.append(process)
-        return process
-
-    def wait_said(self, text: str, process: subprocess.Popen[bytes]) -> None:
-        """Wait until the last command has said something."""
-
-        def has() -> bool:
-            there = text in self.said
-            assert there or process.poll() is None, self.said
-            return there
-
-        wait_for(has, f"it says {text!r}", limit_s=START_S)
-
-    @property
-    def said(self) -> str:
-        return (self.home / "said").read_text(encoding="utf-8", errors="replace")
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of ours."""
-        argv = [str(PYTHON), "-m", "serverless_gpu.cli", *arguments]
-        return subprocess.run(argv, env=self.environ, capture_output=True, text=True, timeout=START_S, check=False)
-
-    def program(self, text: str, *arguments: str) -> subprocess.Popen[str]:
-        """Start a program of a user."""
-        path = self.home / "program.py"
-        path.write_text(textwrap.dedent(text))
-        process = subprocess.Popen(
-            [sys.executable, str(path), *arguments],
-            env=self.environ,
-            cwd=self.home,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._programs.append(process)
-        return process
-
-    def rays(self) -> list[int]:
-        """Return the processes of its Ray."""
-        return [
-            pid for place in ("server/ray", "ray") for pid in marked_pids(ray_machine.directory_of(self.home / place))
-        ]
-
-    def end(self) -> None:
-        """End everything of it, and remove it."""
-        for process in self._started:
-            if process.poll() is None:
-                process.kill()
-            process.wait(60)
-        for program in self._programs:
-            if program.poll() is None:
-                program.kill()
-            program.communicate(timeout=60)
-        for place in ("server/ray", "ray"):
-            end_processes(ray_machine.directory_of(self.home / place))
-        with contextlib.suppress(AgentUnavailable):
-            control.stop_all(Home(self.home))
-        stop_agent(self.home)
-        shutil.rmtree(self.home, ignore_errors=True)
 
 
 @pytest.fixture
