@@ -80,11 +80,21 @@ def test_on_loopback_the_first_machine_says_that_no_other_can_join_and_why(home:
     lines = ray_beside.offer_joining(settings, url="http://127.0.0.1:7878", port=7878)
     assert lines == [
         "Ray at 127.0.0.2:7900, ports 7900-7999",
-        "other machines cannot join yet: this server listens on loopback. Give it --host, --tls-cert and --tls-key",
+        f"other homes of this machine join: sgpu join 127.0.0.2 --token-file {settings.directory}/join.json "
+        "--node-address IP --ray-port PORT",
+        "other machines cannot: this server listens on loopback. Give it --host, --tls-cert and --tls-key",
     ]
     path = settings.directory / "join.json"
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_join_file(path).token == "sgpu_join"
+
+
+def test_with_an_address_of_a_network_homes_of_this_machine_are_not_spoken_of(home: Path) -> None:
+    settings = told(home, ray=msgspec.structs.replace(RAY, node_address="10.0.0.5"))
+    lines = ray_beside.offer_joining(settings, url="http://127.0.0.1:7878", port=7878)
+    assert lines[1:] == [
+        "other machines cannot join yet: this server listens on loopback. Give it --host, --tls-cert and --tls-key"
+    ]
 
 
 def test_with_a_certificate_the_join_file_has_its_name_and_who_issued_it(home: Path, tmp_path: Path) -> None:

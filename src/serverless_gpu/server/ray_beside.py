@@ -15,6 +15,7 @@ nothing of Ray's comes up (the server works, and new gangs on other machines wai
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
@@ -195,12 +196,16 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
     write_join_file(path, JoinFile(server=server, token=token, ca=ca))
     ports = ray_start.port_range(settings.ray.port)
     lines = [f"Ray at {settings.ray.address or ray_start.joined(address, settings.ray.port)}, ports {ports}"]
+    head = settings.ray.address.rpartition(":")[0] or address
     if urlsplit(server).scheme == "http":
+        why = "this server listens on loopback. Give it --host, --tls-cert and --tls-key"
+        if not ipaddress.ip_address(address).is_loopback:
+            return [*lines, f"other machines cannot join yet: {why}"]
         return [
             *lines,
-            "other machines cannot join yet: this server listens on loopback. Give it --host, --tls-cert and --tls-key",
+            f"other homes of this machine join: sgpu join {head} --token-file {path} --node-address IP --ray-port PORT",
+            f"other machines cannot: {why}",
         ]
-    head = settings.ray.address.rpartition(":")[0] or address
     return [
         *lines,
         f"other machines join with a copy of {path}, as secret as a password:",

@@ -42,12 +42,14 @@ class Version(Answer, frozen=True, kw_only=True):
         protocol: its own; `protocols` are all that it takes, none said by one of protocol 1.
         machine: `ambient.machine()` of the server, so that a client knows whether it is on the same one.
         mlflow: where runs whose caller configured no MLflow are tracked, as clients and nodes reach it; "" for nowhere.
+        joinable: whether other machines join it: then a run may be on one that has none of its caller's files.
     """
 
     version: str
     protocol: int
     machine: str
     mlflow: str = ""
+    joinable: bool = False
     protocols: tuple[int, ...] = ()
 
 

@@ -35,7 +35,7 @@ _SHORT = 12
 _NEVER = 1  # as of a run that ends because nothing can serve it
 _IMPORTS = {
     "live": "this machine's files, where they lie",
-    "auto": "this machine's files if the server is its own, else a snapshot of them",
+    "auto": "this machine's files if the server is its own and has no other, else a snapshot of them",
 }
 
 

@@ -139,10 +139,13 @@ def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
 
 
 def environment_of(spec: RunSpec, server: Server) -> Environment:
-    """Return what ranks import: the caller's files where they lie, if the server is `sgpu up` of this machine."""
+    """Return what ranks import: the caller's files where they lie, if the server is `sgpu up` of this machine alone.
+
+    Where others can join it, files that stay here would keep the run here, away from most of the pool.
+    """
     if spec.environment != "auto":
         return spec.environment
-    return "live" if _is_beside(server) else "snapshot"
+    return "live" if _is_beside(server) and not server.version().joinable else "snapshot"
 
 
 def _is_beside(server: Server) -> bool:

@@ -48,7 +48,12 @@ async def metrics(call: Call) -> Figures:
 @routes.get("/version", needs=PUBLIC)
 def version(call: Call) -> Version:
     """Say what the server speaks."""
-    mlflow = call.services.settings.mlflow_url
+    settings = call.services.settings
     return Version(
-        version=__version__, protocol=PROTOCOL, protocols=PROTOCOLS, machine=ambient.machine(), mlflow=mlflow
+        version=__version__,
+        protocol=PROTOCOL,
+        protocols=PROTOCOLS,
+        machine=ambient.machine(),
+        mlflow=settings.mlflow_url,
+        joinable=settings.ray is not None,
     )
