@@ -41,7 +41,8 @@ def need_root() -> None:
     assert shutil.which("ip") is not None, "these tests need `ip` of iproute2"
 
 
-def _ip(*words: str) -> str:
+def ip(*words: str) -> str:
+    """Run `ip`, and return what it says."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
     return done.stdout
@@ -66,17 +67,17 @@ class Wire:
         self.peer_address = f"10.214.0.{number}"
         self._server = server
         self._here, self._there, self._beside = f"sgs{number}", f"sgn{number}", f"sgl{number}"
-        _ip("netns", "add", self.namespace)
-        _ip("link", "add", self._here, "netns", server, "type", "veth", "peer", self._there, "netns", self.namespace)
-        _ip("-n", server, "addr", "add", f"{self.address}/30", "dev", self._here)
-        _ip("-n", self.namespace, "addr", "add", f"{self._node_address}/30", "dev", self._there)
+        ip("netns", "add", self.namespace)
+        ip("link", "add", self._here, "netns", server, "type", "veth", "peer", self._there, "netns", self.namespace)
+        ip("-n", server, "addr", "add", f"{self.address}/30", "dev", self._here)
+        ip("-n", self.namespace, "addr", "add", f"{self._node_address}/30", "dev", self._there)
         for namespace, device in ((server, self._here), (self.namespace, self._there), (self.namespace, "lo")):
-            _ip("-n", namespace, "link", "set", device, "up")
+            ip("-n", namespace, "link", "set", device, "up")
         port = f"sgb{number}"
-        _ip("link", "add", port, "netns", server, "type", "veth", "peer", self._beside, "netns", self.namespace)
-        _ip("-n", server, "link", "set", port, "master", _BRIDGE, "up")
-        _ip("-n", self.namespace, "addr", "add", f"{self.peer_address}/24", "dev", self._beside)
-        _ip("-n", self.namespace, "link", "set", self._beside, "up")
+        ip("link", "add", port, "netns", server, "type", "veth", "peer", self._beside, "netns", self.namespace)
+        ip("-n", server, "link", "set", port, "master", _BRIDGE, "up")
+        ip("-n", self.namespace, "addr", "add", f"{self.peer_address}/24", "dev", self._beside)
+        ip("-n", self.namespace, "link", "set", self._beside, "up")
         self._of_server = _hardware_address(server, self._here)
         self._of_node = _hardware_address(self.namespace, self._there)
         self.heal()
@@ -104,7 +105,7 @@ class Wire:
 
     def pids(self) -> list[int]:
         """Return every process of the node."""
-        return [int(word) for word in _ip("netns", "pids", self.namespace).split()]
+        return [int(word) for word in ip("netns", "pids", self.namespace).split()]
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every process of the node."""
@@ -113,7 +114,7 @@ class Wire:
                 os.kill(pid, number)
 
     def _send_to(self, namespace: str, device: str, address: str, hardware: str) -> None:
-        _ip("-n", namespace, "neigh", "replace", address, "lladdr", hardware, "dev", device, "nud", "permanent")
+        ip("-n", namespace, "neigh", "replace", address, "lladdr", hardware, "dev", device, "nud", "permanent")
 
 
 class Network:
@@ -124,9 +125,9 @@ class Network:
         self._wires: list[Wire] = []
 
     def __enter__(self) -> Network:
-        _ip("netns", "add", self.server)
-        _ip("-n", self.server, "link", "set", "lo", "up")
-        _ip("-n", self.server, "link", "add", _BRIDGE, "up", "type", "bridge")
+        ip("netns", "add", self.server)
+        ip("-n", self.server, "link", "set", "lo", "up")
+        ip("-n", self.server, "link", "add", _BRIDGE, "up", "type", "bridge")
         return self
 
     def __exit__(
@@ -135,7 +136,7 @@ class Network:
         for wire in self._wires:
             wire.signal_all(signal.SIGKILL)
         for namespace in (*(wire.namespace for wire in self._wires), self.server):
-            _ip("netns", "del", namespace)
+            ip("netns", "del", namespace)
 
     def wire(self) -> Wire:
         """Return a node's namespace, with a wire to the server."""
@@ -174,5 +175,5 @@ def _path(namespace: str) -> Path:
 
 
 def _hardware_address(namespace: str, device: str) -> str:
-    words = _ip("-n", namespace, "-o", "link", "show", device).split()
+    words = ip("-n", namespace, "-o", "link", "show", device).split()
     return words[words.index("link/ether") + 1]

@@ -11,20 +11,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from serverless_gpu.engines import ray_machine, ray_start
+from serverless_gpu.engines import ray_keeping, ray_machine, ray_start
 from serverless_gpu.engines.ray_keeper import end_processes, marked_pids
-from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.uplink import control
-from serverless_gpu.testing import stop_agent
+from serverless_gpu.node.inside.linux import descendants
 from tests.local.observe import wait_for
 from tests.ports import own_port
 from tests.ray.plain_ray import PYTHON
@@ -111,21 +109,22 @@ class Machine:
             pid for place in ("server/ray", "ray") for pid in marked_pids(ray_machine.directory_of(self.home / place))
         ]
 
+    def lose(self) -> None:
+        """Kill all that there is of it: Ray, agent, supervisors, ranks, as when a machine loses its power."""
+
+        end_of_machine(self.home, self.rays)
+        for process in self._started:
+            process.poll()
+
     def end(self) -> None:
         """End everything of it, and remove it."""
+        self.lose()
         for process in self._started:
-            if process.poll() is None:
-                process.kill()
             process.wait(60)
         for program in self._programs:
-            if program.poll() is None:
-                program.kill()
             program.communicate(timeout=60)
         for place in ("server/ray", "ray"):
-            end_processes(ray_machine.directory_of(self.home / place))
-        with contextlib.suppress(AgentUnavailable):
-            control.stop_all(Home(self.home))
-        stop_agent(self.home)
+            shutil.rmtree(Path(ray_machine.directory_of(self.home / place)).parent, ignore_errors=True)
         shutil.rmtree(self.home, ignore_errors=True)
 
 
@@ -174,6 +173,25 @@ class Pool:
         self.first.wait_said("Ray at 127.0.0.2:", self._server)
         return self._server
 
+    def down(self) -> None:
+        """End the server, as Ctrl-C does; Ray goes on."""
+        assert self._server is not None
+        self._server.send_signal(signal.SIGTERM)
+        assert self._server.wait(START_S) == 0
+
+    @contextlib.contextmanager
+    def head_held_down(self) -> Iterator[None]:
+        """Have no head of Ray's for a while: it is killed, and what would start it again is held."""
+        directory = self.first.home / "server" / "ray"
+        kept = ray_keeping.running(directory)
+        assert kept is not None
+        os.kill(kept.pid, signal.SIGSTOP)
+        try:
+            end_processes(ray_machine.directory_of(directory))
+            yield
+        finally:
+            os.kill(kept.pid, signal.SIGCONT)
+
     def join(self, name: str, fake: str) -> Machine:
         """Have a machine join, and wait until its agent is there."""
         machine = self.nodes[name] = Machine(name, fake)
@@ -192,3 +210,31 @@ class Pool:
         self._joins[name] = machine.start("join", "127.0.0.2", "--token-file", str(path), *place)
         machine.wait_said(" to the pool of ", self._joins[name])
         wait_for(lambda: name in self.first.run("nodes").stdout, f"the agent of {name} is there", limit_s=START_S)
+
+
+def end_of_machine(home: Path, rays: Callable[[], list[int]] = list) -> None:
+    """Kill all that names a home, in its words or in its variables, and what is below, until nothing is left.
+
+    Args:
+        home: the machine's.
+        rays: what its Ray is.
+    """
+    name = os.fsencode(home)
+
+    def gone() -> bool:
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
+        found = {pid for pid in pids if name in _read(pid, "cmdline") or name in _read(pid, "environ")} | {*rays()}
+        found |= {below for pid in found for below in descendants(pid)}
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not found
+
+    wait_for(gone, f"nothing of {home} is left", limit_s=60)
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""

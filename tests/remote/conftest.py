@@ -18,10 +18,18 @@ from serverless_gpu.node.remote import FILE, read_remote
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
 from tests.homes import use_home
+from tests.leftovers import nothing_left
 from tests.local.conftest import FAKES
 from tests.local.observe import cancel_all, nothing_of_a_run, processes_of, wait_for
 from tests.remote.fake_server import TOKEN, FakeServer
 from tests.remote.server_process import ServerProcess
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Require that no process, port or directory of these tests is left at the end of the session."""
+    with nothing_left():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -99,3 +99,24 @@ def add_up_until_one_dies(site: str) -> None:
     if rank_number() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.all_reduce(number)
+
+
+def place() -> tuple[int, ...]:
+    """Return where this rank is told that it is."""
+    names = ("RANK", "NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NUM_NODES", "WORLD_SIZE")
+    return tuple(int(os.environ[name]) for name in names)
+
+
+def add_up_for_ever(site: str, where: str) -> None:
+    """Add up with gloo, again and again; say that it goes on."""
+    sys.path.append(site)
+    import torch  # noqa: PLC0415 - in ranks only
+    import torch.distributed as dist  # noqa: PLC0415 - likewise
+
+    dist.init_process_group("gloo")
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    announce(where, f"{os.environ['SGPU_FENCE']}.rank{rank_number()}")
+    while True:
+        dist.all_reduce(number)
+        time.sleep(0.05)

@@ -88,7 +88,8 @@ CHECKS = (
             "sgpu join: port … is taken on this machine, and Ray needs …",
         ),
         cause="Ray uses a hundred ports in a row on each machine and listens on all addresses. They have to be open "
-        "between the machines of the pool, in both directions, and closed to everybody else.",
+        "between the machines of the pool, in both directions, and closed to everybody else. So have those that the "
+        "kernel gives: there the machines of a gang meet, and NCCL and Gloo listen.",
         mend="a firewall; `sgpu up --ray-port PORT`, or `sgpu join … --ray-port PORT`, for another hundred",
         probe=_listeners,
     ),
