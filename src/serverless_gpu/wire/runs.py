@@ -135,6 +135,13 @@ class RunView(Answer, frozen=True, kw_only=True):
     waiting: WaitView | None = None
     crews: tuple[CrewView, ...] = ()
 
+    @property
+    def processes(self) -> int | None:
+        """Return how many processes of the user's it has, one for each device or node; None while that is not known."""
+        if self.spec.per_node:
+            return len(self.crews) or (1 if self.node else None)
+        return self.world_size or self.spec.resources.gpus
+
 
 class RunPage(Answer, frozen=True, kw_only=True):
     """Runs, newest first.

@@ -65,7 +65,7 @@ class ServedOutput(Output):
 
     def ranks(self) -> int:
         """Return how many ranks there are, as far as that is known."""
-        return max(1, self._view.spec.processes(self._view.world_size or self._view.spec.resources.gpus or 1))
+        return self._view.processes or 1
 
     def written(self) -> list[int]:
         """Return the ranks that wrote anything."""

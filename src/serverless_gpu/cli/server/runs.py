@@ -66,7 +66,7 @@ def as_json(view: RunView, cost: Cost | None = None) -> dict[str, object]:
         "started": None if view.started_ns is None else format_utc(view.started_ns),
         "ended": None if view.ended_ns is None else format_utc(view.ended_ns),
         "took_ms": None if view.started_ns is None else _took_ms(view),
-        "ranks": view.spec.processes(view.world_size) if view.world_size else 0,
+        "ranks": (view.processes or 0) if view.world_size else 0,
         "gpus": view.world_size,
         "gpu_type": view.gpu_type or None,
         **{name: getattr(cost, name, None) for name in ("gpu_ms", "micros", "currency")},

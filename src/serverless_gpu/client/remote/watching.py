@@ -84,7 +84,7 @@ class Watched(Source):
         self._receipt: Receipt | None = None
         self._fence = 0
         self._queued_ns = view.created_ns
-        self.world_size = _ranks(view)
+        self.world_size = view.processes
         self._told = (State.QUEUED, "")
         self._turn_to(view.fence, view.node)
         self._tracked = ""
@@ -133,7 +133,7 @@ class Watched(Source):
         view = self._server.run(self.run_id)
         if view.state in TERMINAL:
             return True
-        self.world_size = _ranks(view) or self.world_size
+        self.world_size = view.processes or self.world_size
         self._tell_tracked(view.tracked)
         self._tell(view.state, _sentence(view, self.run_id))
         return False
@@ -228,7 +228,7 @@ class Watched(Source):
             case Away(sentence=sentence):
                 self._pending.append(Note(sentence))
             case AcceptedMessage(run=view):  # how it is now; what happened before comes next, in order
-                self.world_size = _ranks(view) or self.world_size
+                self.world_size = view.processes or self.world_size
                 self._tell_tracked(view.tracked)
             case StateMessage():
                 self._take_state(heard)
@@ -289,9 +289,9 @@ class Watched(Source):
         for name in names:
             if not name.startswith(_RESULT) and not (self._untrusted and name.endswith(".pkl")):
                 self._server.kept(functools.partial(copies.bring, name))
-        if self.world_size is None:
+        if self.world_size is None or self.spec.per_node:  # of nodes the next attempt may have others
             results = [name for name in names if name.startswith(_RESULT)]
-            self.world_size = len(results) or _ranks(self._server.kept(lambda: self._server.run(self.run_id)))
+            self.world_size = len(results) or self._server.kept(lambda: self._server.run(self.run_id)).processes
         self._stopped = _stopped(message)
         write_whole(self.directory / "stopped.json", msgspec.json.encode(self._stopped))
         self._pending.append(self._stopped)
@@ -313,12 +313,6 @@ class Watched(Source):
 
     def _shows(self, rank: int) -> bool:
         return self._shown is None or rank in self._shown
-
-
-def _ranks(view: RunView) -> int | None:
-    """Return how many results the run has, None while that is not known."""
-    known = view.world_size or view.spec.resources.gpus
-    return None if known is None else view.spec.processes(known)
 
 
 def _sentence(said: RunView | StateMessage, run_id: str) -> str:
