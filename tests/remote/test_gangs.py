@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sysconfig
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import faults
-from serverless_gpu.errors import RunCancelled
+from serverless_gpu.errors import CollectiveHang, RunCancelled, RunTimedOut
 from tests.local.observe import announced, wait_for
 from tests.ports import own_port
 from tests.remote.conftest import end_node
-from tests.remote.gang_work import add_up, fail_in_the_last, stay
+from tests.remote.gang_work import add_up, fail_in_the_last, save_when_told, stay, wait_for_the_last
 from tests.remote.machines import Machines
 
 SITE = sysconfig.get_path("purelib")
@@ -50,6 +51,31 @@ def test_cancel_ends_both(pool: Machines, tmp_path: Path) -> None:
     run.cancel()
     with pytest.raises(RunCancelled):
         run.results(60)
+
+
+def test_F04_a_rank_on_one_node_that_does_not_come_is_named_with_its_node(pool: Machines, tmp_path: Path) -> None:
+    run = pool.submit(wait_for_the_last, str(tmp_path), SITE, hang_timeout=3)
+    with pytest.raises(CollectiveHang) as caught:
+        run.results(90)
+    error = caught.value
+    assert (error.ranks_waiting, error.ranks_elsewhere) == ([0, 1, 2], [3])
+    waits = r"no output for .* s, and ranks 0, 1 on n1, rank 2 on n2 wait in gang_work\.py:\d+ wait_for_the_last: "
+    assert re.fullmatch(f"{waits}rank 3 on n2 is elsewhere, in gang_work.py:.* wait_for_file", error.message)
+    [note] = error.__notes__
+    assert note.startswith("rank 3 is here (most recent call first):") and "in wait_for_file" in note
+    assert error.hint == f"Python stacks of all ranks: {run.directory}/hang-*-1.txt"
+    for number, ranks in enumerate(((0, 1), (2, 3))):
+        text = (run.directory / f"hang-{number}-1.txt").read_text()
+        assert f"node n{number + 1}, at" in text and error.message in text
+        assert all(f"---- rank {rank} (" in text for rank in ranks)
+
+
+def test_a_time_limit_gives_the_ranks_of_all_nodes_their_grace_to_save(pool: Machines, tmp_path: Path) -> None:
+    run = pool.submit(save_when_told, str(tmp_path), timeout=8, grace=4)
+    with pytest.raises(RunTimedOut):
+        run.results(60)
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in range(4)] == ["timeout"] * 4
+    assert pool.view(run).reason == "timeout"
 
 
 @pytest.mark.heavy

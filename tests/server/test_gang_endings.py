@@ -12,7 +12,7 @@ from serverless_gpu.model.attempt import Failure, Hang, Reason, State, StopReaso
 from serverless_gpu.model.gang_life import Cause, Crew, Halt, Over, early_reasons, fold
 from serverless_gpu.model.run_lifecycle import Run, surely_ends
 from serverless_gpu.node.protocol import Stopped
-from serverless_gpu.server import files, reporting, views
+from serverless_gpu.server import reporting, views
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.gang_endings import Word, together
@@ -21,7 +21,7 @@ from serverless_gpu.server.watching import Look, Position, Watch
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File
 from serverless_gpu.wire.runs import EndedMessage
-from tests.server.ganged import began, say, wrong
+from tests.server.ganged import began, place_met, say, wrong
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, outcome, place_gang, stored
 
@@ -45,13 +45,20 @@ def test_the_story_is_that_of_the_cause_and_the_rest_are_consequences() -> None:
     told_to = Failure(rank=None, reason=Reason.PEER_FAILED, at_ns=3)
     peer = failed(0, peer_lost=True)
     first = msgspec.structs.replace(stopped(Reason.PEER_FAILED, told_to, peer), tails={0: "bye"})
-    hang = Hang(waiting=(2,), elsewhere=(), file="hang-1.txt")
+    hang = Hang(waiting=(2,), elsewhere=(), file="hang-*-1.txt")
     own = msgspec.structs.replace(stopped(Reason.RANK_RAISED, failed(2)), tails={2: "x"}, hang=hang, log_tail="x")
     told = together([word(0, first), word(1, own)], RAISED, state=State.FAILED, reason=Reason.RANK_RAISED)
     assert told is not None and told.cause == failed(2, node="n2")
     assert told.consequences == (failed(0, peer_lost=True, node="n1"),)
-    assert told.tails == {2: "x", 0: "bye"} and told.hang is not None and told.hang.file == "hang-1-1.txt"
+    assert told.tails == {2: "x", 0: "bye"} and told.hang == hang
     assert told.proven
+
+
+def test_a_hang_that_all_nodes_say_has_no_consequences() -> None:
+    hung = Failure(rank=None, reason=Reason.COLLECTIVE_HANG, at_ns=3, detail="rank 3 on n2 is elsewhere")
+    words = [word(number, stopped(Reason.COLLECTIVE_HANG, hung)) for number in (0, 1)]
+    told = together(words, None, state=State.FAILED, reason=Reason.COLLECTIVE_HANG)
+    assert told is not None and told.consequences == ()
 
 
 def test_a_crew_that_says_nothing_is_spoken_for() -> None:
@@ -175,7 +182,7 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
 def run_id(services: Services, database: Database) -> str:
     """Return a run of three ranks, two on n1 and one on n2, whose user code has begun."""
     run_id = add_run(database)
-    place_gang(database, run_id, 2, 1)
+    place_met(database, run_id, 2, 1)
     began(services, run_id)
     return run_id
 
@@ -260,14 +267,6 @@ def test_a_run_that_is_tried_again_is_told_when_all_have_ended(services: Service
     told_to = stopped(Reason.PEER_FAILED, Failure(rank=None, reason=Reason.PEER_FAILED, at_ns=1))
     say(services, run_id, 0, State.STOPPING, ending=ending(told_to))
     assert stored(database, run_id).state is State.QUEUED
-
-
-def test_stacks_of_two_nodes_do_not_overwrite_each_other(services: Services, database: Database, run_id: str) -> None:
-    for crew in (0, 1):
-        text = f"node {crew}".encode()
-        say(services, run_id, crew, files=(File(name="hang-1.txt", size=len(text), inline=text),))
-    found = database.read(lambda connection: files.of_attempt(connection, run_id, 1))
-    assert [(file.name, file.inline) for file in found] == [("hang-0-1.txt", b"node 0"), ("hang-1-1.txt", b"node 1")]
 
 
 def test_nodes_that_say_the_same_say_it_once(services: Services, database: Database) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.gang_receipt import CrewAccount, Whole, hang_file, restated, together
+from serverless_gpu.model.gang_receipt import CrewAccount, Whole, restated, together
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import Charge
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments, nodes_text
@@ -90,22 +89,14 @@ def test_devices_are_free_only_when_all_nodes_say_so() -> None:
 
 
 def test_what_all_say_is_said_once_and_the_rest_with_the_name_of_its_node() -> None:
-    hung = "hang-1.txt has the stacks of all ranks: no output for 9 s"
+    hung = "hang-1-1.txt has the stacks of all ranks: no output for 9 s"
     first = receipt("n1", notes=("a secret is old",), environment="14 units", warm_reason="x")
     second = receipt("n2", notes=("a secret is old", hung), environment="14 units, 3 fetched", warm=False)
     one = together([account(0, first), account(1, second)], FAILED)
     assert one is not None
-    assert one.notes == ("a secret is old", f"n2: {hung.replace('hang-1', 'hang-1-1')}")
+    assert one.notes == ("a secret is old", f"n2: {hung}")
     assert one.environment == "n1: 14 units; n2: 14 units, 3 fetched"
     assert (one.warm, one.warm_reason) == (False, "n1: x")
-
-
-@pytest.mark.parametrize(
-    ("name", "there"),
-    [("hang-3.txt", "hang-1-3.txt"), ("results/0.pkl", "results/0.pkl"), ("change-3.txt", "change-3.txt")],
-)
-def test_files_of_two_nodes_lie_side_by_side(name: str, there: str) -> None:
-    assert hang_file(name, 1) == there
 
 
 def test_many_nodes_are_counted() -> None:

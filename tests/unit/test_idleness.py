@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.attempt import Attempt, Limits, State, StopReason, StopRequested
+from serverless_gpu.model.idling import Verdict, of_gang
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.idleness import IdleWatch
 from serverless_gpu.testing import FakeClock
@@ -82,3 +83,32 @@ def test_time_before_user_code_and_after_the_stop_does_not_count() -> None:
             clock.advance(1)
             watch.seen(False)
             assert watch.look(msgspec.structs.replace(RUNNING, state=state)) is None
+
+
+def test_a_crew_of_several_says_how_far_it_is_and_warns_and_stops_nothing_by_itself() -> None:
+    scene, levels = Scene(), list[Verdict]()
+    scene.watch.tell_server = lambda *, idle: levels.append(idle)
+    assert scene.live(4000) == [] and scene.told == []
+    assert levels == [Verdict.WARN, Verdict.STOP]
+    scene.watch.judged(Verdict.WARN)
+    assert scene.told[0].startswith("no device of any node has done anything for 1 h 0")
+    scene.watch.judged(Verdict.GO_ON)
+    assert scene.told[1:] == ["devices of the run work again, on another node", ""]
+    scene.live(5, busy=True)
+    assert levels[2:] == [Verdict.GO_ON]
+
+
+@pytest.mark.parametrize(
+    ("levels", "told", "expected"),
+    [
+        ([], None, Verdict.GO_ON),
+        ([Verdict.STOP, Verdict.GO_ON], Verdict.WARN, Verdict.GO_ON),
+        ([Verdict.STOP, Verdict.WARN], None, Verdict.WARN),
+        ([Verdict.STOP, Verdict.STOP], Verdict.GO_ON, Verdict.WARN),
+        ([Verdict.STOP, Verdict.STOP], Verdict.WARN, Verdict.STOP),
+    ],
+)
+def test_a_gang_is_as_idle_as_the_least_of_its_crews(
+    levels: list[Verdict], told: Verdict | None, expected: Verdict
+) -> None:
+    assert of_gang(levels, told) is expected

@@ -119,12 +119,3 @@ def test_what_the_caller_says_of_interfaces_wins(tmp_path: Path) -> None:
     environ = RankEnvironment(launched, context).of(0, DEVICES, NETWORK)
     assert (environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == ("^docker", "eth1")
     assert environ["MASTER_PORT"] == "4000"
-
-
-def test_no_crew_ends_a_gang_for_standing_still_for_others_may_get_on(tmp_path: Path) -> None:
-    spec = RunSpec(hang_timeout_s=60.0, idle_timeout_s=60.0)
-    [alone] = launches(tmp_path, (2,), spec)
-    assert first_of(alone).limits.hang_timeout_ns == 60_000_000_000
-    for one in launches(tmp_path, (2, 2), spec):
-        limits = first_of(one).limits
-        assert limits.hang_timeout_ns is None and limits.hang_warning_ns == first_of(alone).limits.hang_warning_ns

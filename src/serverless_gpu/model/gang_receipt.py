@@ -11,7 +11,6 @@ any more nothing is known.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -19,8 +18,6 @@ import msgspec
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.ledger import Charge, bill_of
 from serverless_gpu.model.receipt import Receipt, Segments
-
-_HANG = re.compile(r"\bhang-(\d+\.txt)\b")
 
 
 class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,16 +50,6 @@ class Whole(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason | None
 
 
-def hang_file(name: str, crew: int) -> str:
-    """Return what a file of stacks is called where those of several nodes lie side by side: ``"hang-<crew>-<n>.txt"``.
-
-    Args:
-        name: on its node; one that is no such file keeps it.
-        crew: number of the crew.
-    """
-    return _HANG.sub(rf"hang-{crew}-\1", name)
-
-
 def restated(account: CrewAccount, whole: Whole) -> Receipt | None:
     """Return the receipt of one crew with what it used and costs as the ledger has it; None where none came."""
     receipt = account.receipt
@@ -73,7 +60,6 @@ def restated(account: CrewAccount, whole: Whole) -> Receipt | None:
         gpu_ms=account.used.gpu_ms,
         micros=account.used.micros,
         bill=bill_of(account.used, whole.reason),
-        notes=tuple(hang_file(note, account.number) for note in receipt.notes),
     )
 
 
@@ -170,5 +156,5 @@ def _notes(accounts: Sequence[CrewAccount]) -> tuple[str, ...]:
             found.append(f"{each.node} has sent no receipt: what it is charged ends with its last word")
         else:
             own = [note for note in each.receipt.notes if note not in common]
-            found += [f"{each.node}: {hang_file(note, each.number)}" for note in own]
+            found += [f"{each.node}: {note}" for note in own]
     return tuple(found)

@@ -5,15 +5,17 @@ Text from values; when there is something to say is decided in `hangs.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from serverless_gpu.model.hangs import STOPPED, TRACED, Look
+from serverless_gpu.model.crews import CrewPlace, numbered
+from serverless_gpu.model.hangs import STOPPED, TRACED, Look, RankSeen
 from serverless_gpu.units import format_duration_ms
 
 RANK_CHARACTERS_MAX = 256 << 10
 _RANKS_LISTED = 8
+_NODES_LISTED = 4
 _PLACES_LISTED = 3
 _STACKS_TOLD = 4
 _STACK_CHARACTERS_MAX = 4_000
@@ -57,9 +59,51 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
+def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Sequence[int]], str]:
+    """Return how ranks of a gang are named: with their nodes, ``ranks 0, 1 on n1, rank 2 on n2``.
+
+    Args:
+        crews: all of the gang.
+        per_node: whether each node has one process.
+    """
+    owned = [(crew.node, numbered(crew, per_node=per_node)) for crew in crews]
+
+    def text(ranks: Sequence[int]) -> str:
+        groups = [(node, [rank for rank in ranks if rank in own]) for node, own in owned]
+        named = [f"{ranks_text(there)} on {node}" for node, there in groups if there]
+        more = [f"ranks on {len(named) - _NODES_LISTED} more nodes"] if len(named) > _NODES_LISTED else []
+        return ", ".join([*named[:_NODES_LISTED], *more])
+
+    return text
+
+
 def sentence(finding: Finding) -> str:
     """Return in one line who waits, and for whom."""
-    return f"no output for {format_duration_ms(finding.silent_ms)}, and {_who_waits(finding)}"
+    seen = [
+        RankSeen(rank=rank, state=look.state, where=look.stack.where(), moving=rank in finding.moving)
+        for rank, look in finding.looks.items()
+    ]
+    return told_of(seen, finding.waiting, finding.elsewhere, finding.silent_ms)
+
+
+def told_of(
+    seen: Iterable[RankSeen],
+    waiting: Sequence[int],
+    elsewhere: Sequence[int],
+    silent_ms: int,
+    named: Callable[[Sequence[int]], str] = ranks_text,
+) -> str:
+    """Return in one line who waits, and for whom.
+
+    Args:
+        seen: ranks that have not returned.
+        waiting: ranks that wait for others.
+        elsewhere: ranks that do not.
+        silent_ms: how long nothing was heard.
+        named: how ranks are named.
+    """
+    who = _who_waits({one.rank: one for one in seen}, waiting, elsewhere, named)
+    return f"no output for {format_duration_ms(silent_ms)}, and {who}"
 
 
 def stacks(finding: Finding) -> dict[int, str]:
@@ -69,17 +113,18 @@ def stacks(finding: Finding) -> dict[int, str]:
     return {look.rank: _main(look)[:_STACK_CHARACTERS_MAX] for look in chosen}
 
 
-def report(finding: Finding, title: str, ranks: Iterable[int]) -> str:
+def report(finding: Finding, title: str, ranks: Iterable[int], told: str = "") -> str:
     """Return the text of the file with all stacks.
 
     Args:
         finding: what was found.
         title: which run, and when.
         ranks: of the run, on this node.
+        told: who waits for whom, where more is known than what was found on this node.
     """
     rows = [_row(finding, rank) for rank in ranks]
     parts = [
-        f"{title}\n{sentence(finding)}",
+        f"{title}\n{told or sentence(finding)}",
         "rank  pid        now, where in the kernel, CPU used in the last "
         f"{format_duration_ms(finding.watched_ms)}\n" + "\n".join(rows),
         *(_section(finding, look) for _, look in sorted(finding.looks.items())),
@@ -87,44 +132,49 @@ def report(finding: Finding, title: str, ranks: Iterable[int]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _who_waits(finding: Finding) -> str:
-    if not finding.waiting:
-        return _elsewhere(finding)
-    there = _grouped(finding.looks[rank] for rank in finding.waiting)
-    if not finding.elsewhere:
-        return f"every rank waits ({_joined(_standing(*group) for group in there)})"
-    who = f"{ranks_text(finding.waiting)} {'waits' if len(finding.waiting) == 1 else 'wait'}"
+def _who_waits(
+    seen: Mapping[int, RankSeen],
+    waiting: Sequence[int],
+    elsewhere: Sequence[int],
+    named: Callable[[Sequence[int]], str],
+) -> str:
+    if not waiting:
+        return _elsewhere(seen, elsewhere, named)
+    there = _grouped(seen[rank] for rank in waiting)
+    if not elsewhere:
+        return f"every rank waits ({_joined(_standing(place, named(ranks)) for place, ranks in there)})"
+    who = f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
     place = f" in {there[0][0]}" if len(there) == 1 and there[0][0] else ""
-    return f"{who}{place}: {_elsewhere(finding)}"
+    return f"{who}{place}: {_elsewhere(seen, elsewhere, named)}"
 
 
-def _elsewhere(finding: Finding) -> str:
-    looks = [finding.looks[rank] for rank in finding.elsewhere if rank in finding.looks]
-    stopped = [look.rank for look in looks if look.state == STOPPED]
-    traced = [look.rank for look in looks if look.state == TRACED]
-    others = [look for look in looks if look.state not in (STOPPED, TRACED)]
-    gone = [rank for rank in finding.elsewhere if rank not in finding.looks]
-    parts = [f"{ranks_text(stopped)} {_be(stopped)} stopped (SIGSTOP)"] if stopped else []
-    parts += [f"{ranks_text(traced)} {_be(traced)} stopped by a debugger"] if traced else []
+def _elsewhere(seen: Mapping[int, RankSeen], elsewhere: Sequence[int], named: Callable[[Sequence[int]], str]) -> str:
+    ranks = [seen[rank] for rank in elsewhere if rank in seen]
+    stopped = [one.rank for one in ranks if one.state == STOPPED]
+    traced = [one.rank for one in ranks if one.state == TRACED]
+    others = [one for one in ranks if one.state not in (STOPPED, TRACED)]
+    gone = [rank for rank in elsewhere if rank not in seen]
+    parts = [f"{named(stopped)} {_be(stopped)} stopped (SIGSTOP)"] if stopped else []
+    parts += [f"{named(traced)} {_be(traced)} stopped by a debugger"] if traced else []
     parts += [
-        f"{ranks_text(ranks)} {_be(ranks)} {'busy' if finding.moving.issuperset(ranks) else 'elsewhere'}"
+        f"{named(group)} {_be(group)} {'busy' if all(seen[rank].moving for rank in group) else 'elsewhere'}"
         + (f", in {place}" if place else "")
-        for place, ranks in _grouped(others)
+        for place, group in _grouped(others)
     ]
-    parts += [f"{ranks_text(gone)} {'has' if len(gone) == 1 else 'have'} returned"] if gone else []
+    parts += [f"{named(gone)} {'has' if len(gone) == 1 else 'have'} returned"] if gone else []
     return _joined(parts)
 
 
-def _grouped(looks: Iterable[Look]) -> list[tuple[str, list[int]]]:
+def _grouped(ranks: Iterable[RankSeen]) -> list[tuple[str, list[int]]]:
     """Return ranks by the place where they stand, in order of the first of them."""
     groups: dict[str, list[int]] = {}
-    for look in sorted(looks, key=lambda look: look.rank):
-        groups.setdefault(look.stack.where(), []).append(look.rank)
+    for one in sorted(ranks, key=lambda one: one.rank):
+        groups.setdefault(one.where, []).append(one.rank)
     return list(groups.items())
 
 
-def _standing(place: str, ranks: list[int]) -> str:
-    return f"{ranks_text(ranks)} in {place}" if place else f"{ranks_text(ranks)} in an unknown place"
+def _standing(place: str, ranks: str) -> str:
+    return f"{ranks} in {place or 'an unknown place'}"
 
 
 def _joined(parts: Iterable[str]) -> str:

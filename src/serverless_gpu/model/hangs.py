@@ -17,12 +17,15 @@ it stands where one that moves was seen. A warning needs one rank that neither r
 that is missed may well be busy elsewhere, and a warning harms nobody. An end needs that no rank moves: while one is at
 work the others may rightly wait for it (rank 0 evaluates), and the end is put off by its limit.
 
+Of a gang on several nodes each supervisor only says what it saw, as `RankSeen`, and `gang_hangs.py` decides.
+
 Failure cases: the observer itself did not run (a suspended machine, a stopped supervisor), then the time does not
 count; a rank of which no stack can be had moves when it uses its CPU.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
@@ -31,12 +34,14 @@ import msgspec
 
 from serverless_gpu.model.attempt import Attempt, Limits, State
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.stacks import Stack, at_socket, delegates, in_backward, in_collective, uses_torch
+from serverless_gpu.model.stacks import Frame, Stack, at_socket, delegates, in_backward, in_collective, uses_torch
 
 WARNINGS_MAX = 5
 WINDOW_NS_MAX = 300_000_000_000
 _EARLY_NS = 60_000_000_000
 _LOOKS = 16
+PLACES_MAX = 3 * _LOOKS
+"""A rank is seen in no more of them: one look finds it at one place, and perhaps at work."""
 _LOOKS_MIN = _LOOKS // 2  # before anything is decided, also by a supervisor that comes late to them
 _INTERVAL_NS_MIN = 50_000_000
 _UNOBSERVED_NS = 30_000_000_000  # the supervisor looks every few seconds; a longer gap was not the ranks'
@@ -60,6 +65,14 @@ _WAIT_CHANNELS = (
     "do_sys_poll",
     "do_select",
 )
+
+
+class Sign(StrEnum):
+    """What says that a rank waits for others, the strongest first."""
+
+    COLLECTIVE = "collective"
+    BACKWARD = "backward"
+    SOCKET = "socket"
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +107,27 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ("S", "D")
 
 
+class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """What looks at one rank come to, in few words: those of all nodes can be put together.
+
+    Attributes:
+        state: the kernel's letter for its main thread, "" when unknown.
+        where: its main thread's place for people, "" when unknown.
+        place: the same as a digest, of the last look.
+        places: digests of where it was seen; of one that moves the first few.
+        moving: whether it was seen in more than one place, or at work.
+        signs: of a wait for others, in its last look.
+    """
+
+    rank: int
+    state: str = ""
+    where: str = ""
+    place: int = 0
+    places: tuple[int, ...] = ()
+    moving: bool = False
+    signs: tuple[Sign, ...] = ()
+
+
 class Watch(msgspec.Struct, frozen=True, kw_only=True):
     """What is known about a run's progress.
 
@@ -105,7 +139,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
         looks: how often they were, in this silence.
         first: the first looks of this silence, by rank.
         last: the last ones.
-        places: where each rank was seen, as hashes.
+        places: where each rank was seen, as digests.
         warned: warnings in this silence.
         warned_ever: warnings in all.
         spared_ns: when the end was put off, because a rank was at work; 0: it was not.
@@ -140,7 +174,9 @@ class Step(msgspec.Struct, frozen=True):
     at_ns: int | None = None
 
 
-class _Due(msgspec.Struct, frozen=True):
+class Due(msgspec.Struct, frozen=True):
+    """What is done once nothing has happened until then; ranks are looked at for a while before."""
+
     at_ns: int
     window_ns: int
     action: Action
@@ -171,7 +207,7 @@ def next_step(watch: Watch, limits: Limits, now_ns: int) -> Step:
         limits: of the run.
         now_ns: the time.
     """
-    due = _due(watch, limits)
+    due = due_of(watch, limits)
     if due is None:
         return Step(Action.WAIT)
     start_ns = due.at_ns - due.window_ns
@@ -204,6 +240,13 @@ def looked(watch: Watch, looks: Sequence[Look], now_ns: int, *, spins: bool) -> 
         now_ns: the time.
         spins: whether a rank that waits may use its CPU, see `may_spin`.
     """
+    had_looks = watch.looks
+    watch = noted(watch, looks, now_ns, spins=spins)
+    return progressed(watch, now_ns) if had_looks and not _still(watch.places) else watch
+
+
+def noted(watch: Watch, looks: Sequence[Look], now_ns: int, *, spins: bool) -> Watch:
+    """Return the watch with a look at all ranks that have not returned, whatever that means for them; see `looked`."""
     elapsed_ms = (now_ns - watch.looked_ns) / 1e6
     places = {}
     for look in looks:
@@ -211,8 +254,6 @@ def looked(watch: Watch, looks: Sequence[Look], now_ns: int, *, spins: bool) -> 
         place = _place(look, before, elapsed_ms, watch.looks, spins)
         places[look.rank] = watch.places.get(look.rank, frozenset()) | place
     last = {look.rank: look for look in looks}
-    if watch.looks and not _still(places):
-        return progressed(watch, now_ns)
     return msgspec.structs.replace(
         watch,
         began_ns=watch.began_ns if watch.looks else now_ns,
@@ -254,62 +295,103 @@ def returned_early(attempt: Attempt, first_ns: int | None, now_ns: int) -> bool:
     return running and first_ns is not None and now_ns - first_ns >= _EARLY_NS
 
 
+def seen(watch: Watch) -> tuple[RankSeen, ...]:
+    """Return what the looks of a watch come to, by rank."""
+    return tuple(_seen(look, watch.places.get(rank, frozenset())) for rank, look in sorted(watch.last.items()))
+
+
 def divide(looks: Collection[Look], returned: Collection[int], moved: Collection[int]) -> tuple[list[int], list[int]]:
+    """Return which ranks wait for others and which are elsewhere, as `divided`.
+
+    Args:
+        looks: at ranks that have not returned.
+        returned: ranks that have; they are elsewhere.
+        moved: ranks that were seen to move.
+    """
+    ranks = [msgspec.structs.replace(_seen(look, frozenset()), moving=look.rank in moved) for look in looks]
+    return divided(ranks, returned)
+
+
+def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[list[int], list[int]]:
     """Return which ranks wait for others and which are elsewhere.
 
     The strongest evidence that tells some from others decides: frames of a collective, a blocked backward pass, a wait
     at a socket; where none does, the ranks that stand in the same place, most of them together, are taken to wait.
 
     Args:
-        looks: at ranks that have not returned.
+        ranks: that have not returned.
         returned: ranks that have; they are elsewhere.
-        moved: ranks that were seen to move.
 
     Returns:
         Ranks that wait, ranks that are elsewhere; each in order.
     """
-    everybody = sorted({look.rank for look in looks} | set(returned))
-    able = [look for look in looks if look.state not in (STOPPED, TRACED)]
-    for evidence in (_in_collective, _in_backward_too, _at_socket_too):
-        waiting = {look.rank for look in able if evidence(look)}
+    everybody = sorted({one.rank for one in ranks} | set(returned))
+    able = [one for one in ranks if one.state not in (STOPPED, TRACED)]
+    waiting: set[int] = set()
+    for sign in Sign:
+        waiting = {one.rank for one in able if sign in one.signs}
         if waiting:
             break
     if not waiting or len(waiting) == len(everybody):
-        waiting = _largest_group(able, moved)
+        waiting = _largest_group(able)
     return sorted(waiting), [rank for rank in everybody if rank not in waiting]
 
 
-def _in_collective(look: Look) -> bool:
-    return in_collective(look.stack.frames)
+def are_still(ranks: Collection[RankSeen]) -> bool:
+    """Return whether some rank neither moves nor stands where one that moves was seen."""
+    return _still({one.rank: frozenset(one.places) for one in ranks})
 
 
-def _in_backward_too(look: Look) -> bool:
-    return look.blocked and in_backward(look.stack.frames)
-
-
-def _at_socket_too(look: Look) -> bool:
+def _seen(look: Look, places: frozenset[int]) -> RankSeen:
+    frames = look.stack.frames
+    signs = []
+    if in_collective(frames):
+        signs.append(Sign.COLLECTIVE)
+    if look.blocked and in_backward(frames):
+        signs.append(Sign.BACKWARD)
     # Needed for two ranks without torch: neither place has more, and only this tells who waits from who is missed.
     channel = look.channel.startswith(_WAIT_CHANNELS)
-    return (channel or (not look.channel and at_socket(look.stack.frames))) and not uses_torch(look.stack.frames)
+    if (channel or (not look.channel and at_socket(frames))) and not uses_torch(frames):
+        signs.append(Sign.SOCKET)
+    return RankSeen(
+        rank=look.rank,
+        state=look.state,
+        where=look.stack.where(),
+        place=_digest(_texts(frames)),
+        places=tuple(sorted(places)[:PLACES_MAX]),
+        moving=len(places) > 1,
+        signs=tuple(signs),
+    )
 
 
-def _largest_group(looks: Sequence[Look], moved: Collection[int]) -> set[int]:
+def _largest_group(ranks: Sequence[RankSeen]) -> set[int]:
     """Return the ranks that stand in the place where most stand; on a tie those that do not move, then the lowest."""
-    sizes = Counter(look.stack.frames for look in looks)
-    best = min(looks, key=lambda look: (-sizes[look.stack.frames], look.rank in moved, look.rank), default=None)
-    return {look.rank for look in looks if best is not None and look.stack.frames == best.stack.frames}
+    sizes = Counter(one.place for one in ranks)
+    best = min(ranks, key=lambda one: (-sizes[one.place], one.moving, one.rank), default=None)
+    return {one.rank for one in ranks if best is not None and one.place == best.place}
 
 
 def _place(look: Look, before: Look | None, elapsed_ms: float, number: int, spins: bool) -> frozenset[int]:
-    """Return where a rank is as a hash; nothing where the kernel has stopped it, or nothing is known."""
+    """Return where a rank is, as digests; nothing where the kernel has stopped it, or nothing is known."""
     if look.state in (STOPPED, TRACED):
         return frozenset()
     frames = look.stack.frames
     used_ms = 0.0 if before is None else _used_ms(look, before, spins)
-    seen: set[object] = {("busy", number)} if used_ms > _BUSY * elapsed_ms + _LOOK_MS else set()
+    found: set[tuple[str, ...]] = (
+        {("busy", str(look.rank), str(number))} if used_ms > _BUSY * elapsed_ms + _LOOK_MS else set()
+    )
     if frames:  # a stack that did not come once is no other place
-        seen.add(frames)
-    return frozenset(map(hash, seen))
+        found.add(_texts(frames))
+    return frozenset(map(_digest, found))
+
+
+def _texts(frames: Sequence[Frame]) -> tuple[str, ...]:
+    """Return a stack as it is on any node: the same file may lie elsewhere there."""
+    return tuple(frame.text() for frame in frames)
+
+
+def _digest(texts: tuple[str, ...]) -> int:
+    return int.from_bytes(hashlib.blake2b("\n".join(texts).encode("utf-8", "replace"), digest_size=7).digest())
 
 
 def _used_ms(look: Look, before: Look, spins: bool) -> float:
@@ -327,8 +409,8 @@ def _used_ms(look: Look, before: Look, spins: bool) -> float:
 
 def _still(places: Mapping[int, frozenset[int]]) -> bool:
     """Return whether some rank neither moves nor stands where one that moves was seen."""
-    lively = {place for seen in places.values() if len(seen) > 1 for place in seen}
-    return any(len(seen) < 2 and not seen & lively for seen in places.values())
+    lively = {place for own in places.values() if len(own) > 1 for place in own}
+    return any(len(own) < 2 and not own & lively for own in places.values())
 
 
 def _uneven(interval_ns: int, number: int) -> int:
@@ -336,14 +418,15 @@ def _uneven(interval_ns: int, number: int) -> int:
     return round(interval_ns * (0.5 + number * _GOLDEN % 1))
 
 
-def _due(watch: Watch, limits: Limits) -> _Due | None:
+def due_of(watch: Watch, limits: Limits) -> Due | None:
+    """Return what a silence leads to next, or None where nothing ever does."""
     dues = []
     if limits.hang_timeout_ns is not None:
         limit_ns = limits.hang_timeout_ns
-        dues.append(_Due((watch.spared_ns or watch.since_ns) + limit_ns, _window_ns(limit_ns), Action.END))
+        dues.append(Due((watch.spared_ns or watch.since_ns) + limit_ns, _window_ns(limit_ns), Action.END))
     if limits.hang_warning_ns is not None and watch.warned_ever < WARNINGS_MAX:
         limit_ns = limits.hang_warning_ns
-        dues.append(_Due(watch.since_ns + (limit_ns << watch.warned), _window_ns(limit_ns), Action.WARN))
+        dues.append(Due(watch.since_ns + (limit_ns << watch.warned), _window_ns(limit_ns), Action.WARN))
     return min(dues, key=lambda due: due.at_ns, default=None)  # of two at the same time the end
 
 

@@ -5,6 +5,8 @@
     a client attaches ┘                        ▲
     telemetry is silent ── the time does not count
 
+Of a gang on several nodes each crew says how far it is, and all of it is as far as the one that is least (`of_gang`).
+
 What lives here: a value and the functions that return the next one. What must not: clocks, sockets, words for people;
 the supervisor carries out what is decided (a warning; a stop like any other, so ranks may save a checkpoint first).
 
@@ -17,6 +19,7 @@ program that prints while its GPU has nothing to do makes progress, and so is no
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
 import msgspec
@@ -37,6 +40,9 @@ class Verdict(StrEnum):
     GO_ON = "go on"
     WARN = "warn"
     STOP = "stop"
+
+
+_ORDER = (Verdict.GO_ON, Verdict.WARN, Verdict.STOP)
 
 
 class Idle(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,3 +104,21 @@ def decide(idle: Idle) -> tuple[Idle, Verdict]:
     if idle.idle_ns >= idle.limit_ns * _WARN_AT:
         return msgspec.structs.replace(idle, warned=True), Verdict.WARN
     return idle, Verdict.GO_ON
+
+
+def level(idle: Idle) -> Verdict:
+    """Return how far a crew is by what was seen on its own node, said or not."""
+    if idle.idle_ns >= idle.limit_ns:
+        return Verdict.STOP
+    return Verdict.WARN if idle.idle_ns >= idle.limit_ns * _WARN_AT else Verdict.GO_ON
+
+
+def of_gang(levels: Collection[Verdict], told: Verdict | None) -> Verdict:
+    """Return what is to be done of a gang: it is idle only where all of its crews are, and stopped only once warned.
+
+    Args:
+        levels: of all crews whose ranks have not all returned.
+        told: what it was told before.
+    """
+    least = min(levels, key=_ORDER.index, default=Verdict.GO_ON)
+    return Verdict.WARN if least is Verdict.STOP and told in (None, Verdict.GO_ON) else least

@@ -260,7 +260,8 @@ def _peer_failed(attempt: Attempt, event: PeerFailed, now_ns: int) -> Step:
 def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, reason)
-    grace = attempt.limits.grace_ns
+    # The limit is reached on another node, whose clock began a little earlier: what is left is the same.
+    grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
     return _terminating(attempt, now_ns, reason, grace), (Instruction.TERMINATE_RANKS,)
 
 

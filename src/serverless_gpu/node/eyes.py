@@ -8,11 +8,8 @@ Lives here: asking each of them in its turn. Must not: decide anything.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Attempt, Event, GpuFailed
@@ -22,7 +19,9 @@ from serverless_gpu.node.gpu_faults import AttemptFaults
 from serverless_gpu.node.hangs import HangWatch
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.idleness import IdleWatch
-from serverless_gpu.node.protocol import Launch
+from serverless_gpu.node.peers import Peers
+from serverless_gpu.node.protocol import GangNews, Launch
+from serverless_gpu.node.witness import HangWitness
 
 
 class Eyes:
@@ -37,18 +36,23 @@ class Eyes:
     """
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
-        numbers = itertools.count(1 + launch.crew, len(launch.all_crews))
-        self.hangs = HangWatch(Path(launch.directory), clock, say, notes, numbers)
-        spec = launch.spec
-        if len(launch.all_crews) > 1:  # devices of one node say nothing of those on others, which it may wait for
-            spec = msgspec.structs.replace(spec, idle_timeout_s=None)
-        self.idleness = IdleWatch(spec, clock, say, notes)
+        directory = Path(launch.directory)
+        self.hangs: HangWatch | HangWitness = HangWatch(directory, clock, say, notes)
+        if len(launch.all_crews) > 1:  # a rank may rightly wait for one on another node, which nobody sees from here
+            self.hangs = HangWitness(directory, launch.crews[launch.crew], clock, say, notes)
+        self.idleness = IdleWatch(launch.spec, clock, say, notes)
         self.gpus = AttemptFaults(launch, home, clock, notes)
 
     @property
     def said(self) -> str:
         """Return what stands of what was said, or ""."""
         return self.hangs.said or self.idleness.said
+
+    def judged_by(self, peers: Peers) -> None:
+        """Say what is seen to the others of the gang, and do what comes of that; on one node there are none."""
+        if isinstance(self.hangs, HangWitness):
+            self.hangs.tell_server = self.idleness.tell_server = peers.tell
+            peers.judge = self._judged
 
     def heard(self, event: Event | None = None) -> None:
         """Take note that the run gets on, or that somebody needs it: an event, or output where there is none."""
@@ -63,3 +67,12 @@ class Eyes:
         """Do what is due now; return what ends the run."""
         found: tuple[Event | None, ...] = (self.hangs.look(attempt, gang), self.idleness.look(attempt))
         return [event for event in found if event is not None]
+
+    def _judged(self, news: GangNews) -> list[Event]:
+        assert isinstance(self.hangs, HangWitness)
+        if news.ask is not None:
+            self.hangs.asked(news.ask)
+        if news.idle is not None:
+            self.idleness.judged(news.idle)
+        ended = self.hangs.judged(news.judgement) if news.judgement is not None else None
+        return [] if ended is None else [ended]

@@ -1,5 +1,7 @@
 """The supervisor's eye on a run that may stand still: asks `model/hangs.py` what to do, and does it.
 
+Of a gang on one node; on several, `witness.py`.
+
     output, events ──heard──▶ HangWatch ──tell──▶ watchers, receipt, hang-<n>.txt
     the loop ────────look───▶     │ └────────────▶ HangConfirmed, where `hang_timeout` was asked for
                                   └── a look at the ranks (`looks.py`), polled until it is complete
@@ -12,7 +14,7 @@ Failure cases: a full disk loses the file, not the sentence; a sign of progress 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock, format_clock
@@ -33,7 +35,6 @@ class HangWatch:
         clock: where time comes from.
         tell: called with a sentence for whoever watches the run.
         notes: sentences for the receipt; added to.
-        numbers: of its files: no two crews of a gang write one of the same name.
 
     Attributes:
         said: the last sentence, "" once the ranks get on again.
@@ -47,7 +48,6 @@ class HangWatch:
         clock: Clock,
         tell: Callable[[str], None],
         notes: list[str],
-        numbers: Iterator[int] | None = None,
     ) -> None:
         self.said = ""
         self.hang: Hang | None = None
@@ -60,7 +60,7 @@ class HangWatch:
         self._heard = True
         self._looking: Looking | None = None
         self._then = Action.LOOK
-        self._numbers = numbers or itertools.count(1)
+        self._numbers = itertools.count(1)
         self._silent_ns: int | None = None  # since when, as long as a warning stands
         self._returned_ns: int | None = None
         self._returned_at = ""
@@ -119,8 +119,7 @@ class HangWatch:
             self.wake_ns = now_ns + POLL_NS
             return None
         self._looking = None
-        ranks = attempt.world_size + attempt.has_peers  # one alone on its node waits for those on others
-        spins = hangs.may_spin(ranks, {device.kind for device in gang.devices})
+        spins = hangs.may_spin(attempt.world_size, {device.kind for device in gang.devices})
         self._watch = hangs.looked(self._watch, looks, now_ns, spins=spins)
         if not self._watch.looks:
             self._say_progress(now_ns)

@@ -30,10 +30,14 @@ class IdleWatch:
 
     Attributes:
         said: the warning, as long as it stands.
+        tell_server: of a gang on several nodes, called with how far this crew is (`idle`); None of one on one node,
+            where that decides.
     """
 
     def __init__(self, spec: RunSpec, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
         self.said = ""
+        self.tell_server: Callable[..., None] | None = None
+        self._level = Verdict.GO_ON
         self._spec = spec
         self._clock = clock
         self._tell = tell
@@ -71,20 +75,35 @@ class IdleWatch:
             self._idle = idling.begin(self._spec, self._clock.boottime_ns())
         if self._idle is None:
             return None
+        if self.tell_server is not None:
+            if idling.level(self._idle) is not self._level:
+                self._level = idling.level(self._idle)
+                self.tell_server(idle=self._level)
+            return None
         self._idle, verdict = idling.decide(self._idle)
-        idle_for = format_duration_ms(self._idle.idle_ns // 1_000_000)
         if verdict is Verdict.WARN:
-            left = format_duration_ms(self._idle.left_ns // 1_000_000)
-            self._say(
-                f"no device has done anything for {idle_for}: the run is stopped in {left} (idle_timeout); "
-                "work, output or `attach` keeps it"
-            )
+            self._warn(self._idle, "no device")
         if verdict is not Verdict.STOP:
             return None
+        idle_for = format_duration_ms(self._idle.idle_ns // 1_000_000)
         limit = f"{self._idle.limit_ns / 1e9:g}"
         self._idle = None  # ranks that end are no sign that it gets on
         self._notes.append(f"stopped because no device did anything for {idle_for} (idle_timeout={limit})")
         return StopRequested(StopReason.IDLE)
+
+    def judged(self, verdict: Verdict) -> None:
+        """Take what the server says of all nodes; that it is to stop is an order like any other."""
+        if verdict is Verdict.GO_ON:
+            self._take_back("devices of the run work again, on another node")
+        elif self._idle is not None and not self.said:
+            self._warn(self._idle, "no device of any node")
+
+    def _warn(self, idle: idling.Idle, who: str) -> None:
+        idle_for, left = (format_duration_ms(ns // 1_000_000) for ns in (idle.idle_ns, idle.left_ns))
+        self._say(
+            f"{who} has done anything for {idle_for}: the run is stopped in {left} (idle_timeout); "
+            "work, output or `attach` keeps it"
+        )
 
     def _take_back(self, told: str) -> None:
         if self.said:

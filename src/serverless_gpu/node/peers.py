@@ -38,6 +38,9 @@ class Peers:
         clock: where time comes from.
         selector: the supervisor's.
         tell: takes a message for whoever watches the run.
+
+    Attributes:
+        judge: called with what the server says; returns what follows from what it makes of all nodes together.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Peers:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
+        self.judge: Callable[[protocol.GangNews], list[Event]] = lambda news: []
         self._launch = launch
         self._tell = tell
         self._port: socket.socket | None = None
@@ -99,15 +103,21 @@ class Peers:
         """Take what the server says; return what follows for this crew."""
         if self._meeting is None:
             return []
+        judged = self.judge(heard)  # before what failed: it may be the same, and has more to say
         if heard.peer_failed:
-            return [PeerFailed(heard.peer_failed[:_DETAIL_CHARACTERS_MAX])]
+            return [*judged, PeerFailed(heard.peer_failed[:_DETAIL_CHARACTERS_MAX])]
         if heard.offers and self._news.offer is not None and self._news.halt is None:
             self._meeting.try_all(heard.offers)
         chosen, crews = heard.chosen, len(self._launch.crews)
         if chosen is not None and self.are_awaited and len(chosen.interfaces) == len(chosen.addresses) == crews:
             self._chosen = chosen
             self._meeting.close()
-        return [Released()] if heard.release else []
+        return [*judged, Released()] if heard.release else judged
+
+    def tell(self, **changes: object) -> None:
+        """Say something of this crew that others are to be asked about, too: fields of `CrewNews`."""
+        if self._meeting is not None:
+            self._say(**changes)
 
     def watch(self, attempt: Attempt) -> None:
         """Say what is new of this crew.

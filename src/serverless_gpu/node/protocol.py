@@ -22,8 +22,10 @@ import msgspec
 
 from serverless_gpu.model.attempt import Failure, Hang, Reason, State, StopReason
 from serverless_gpu.model.crews import CrewPlace, numbered
+from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen
 from serverless_gpu.model.gang_life import Halt
 from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.idling import Verdict
 from serverless_gpu.model.meeting import Chosen, Offer, Reach
 from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.receipt import Receipt
@@ -373,12 +375,20 @@ class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):
         reach: what it reached of them.
         returned: all of its ranks have returned, and wait for the others.
         halt: why it ends before its end.
+        silent: number of the silence of its ranks; 0 while they say something.
+        silent_since_ns: since when, boottime.
+        seen: what it saw of its ranks when it was asked last.
+        idle: how far its devices are from being idle for too long.
     """
 
     offer: Offer | None = None
     reach: Reach | None = None
     returned: bool = False
     halt: Halt | None = None
+    silent: int = 0
+    silent_since_ns: int = 0
+    seen: Seen | None = None
+    idle: Verdict = Verdict.GO_ON
 
 
 class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
@@ -388,6 +398,9 @@ class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
     chosen: Chosen | None = None
     release: bool = False
     peer_failed: str = ""
+    ask: Ask | None = None
+    judgement: Judgement | None = None
+    idle: Verdict | None = None
 
 
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):

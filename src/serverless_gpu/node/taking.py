@@ -19,8 +19,6 @@ import os
 import select
 from pathlib import Path
 
-import msgspec
-
 from serverless_gpu.model.attempt import Attempt, Reason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.node.history import first_facts, read_ending
@@ -33,19 +31,15 @@ _PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
 
 
 def first_of(launch: Launch) -> Attempt:
-    """Return an attempt as it is before anything has happened to it.
-
-    No crew of a gang on several nodes ends the run for standing still: what it waits for may get on, on another node.
-    """
-    limits, numbers = launch.spec.limits(), launch.numbers
-    has_peers = len(launch.all_crews) > 1
+    """Return an attempt as it is before anything has happened to it."""
+    numbers = launch.numbers
     return Attempt(
         run_id=launch.run_id,
         fence=launch.fence,
         world_size=len(numbers),
         first=numbers.start,
-        limits=msgspec.structs.replace(limits, hang_timeout_ns=None) if has_peers else limits,
-        has_peers=has_peers,
+        limits=launch.spec.limits(),
+        has_peers=len(launch.all_crews) > 1,
     )
 
 

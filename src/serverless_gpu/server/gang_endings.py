@@ -11,13 +11,16 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from serverless_gpu.model.attempt import Failure, Hang, Reason, State
+from serverless_gpu.model.attempt import Failure, Reason, State
 from serverless_gpu.model.gang_life import Cause, Halt
-from serverless_gpu.model.gang_receipt import hang_file
 from serverless_gpu.node.protocol import Stopped
 
 TAILS_MAX = 8
 """Ranks of which the last output is told, as on one node."""
+
+
+_OF_ALL = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
+"""What every crew says of the same thing, which is no failure of its own."""
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,14 +69,13 @@ def together(
         return None
     others = [word for word in words if word is not own]
     found = [_at(failure, own.node) for failure in ended.consequences]
-    found += [failure for word in others for failure in _failures(word)]
+    found += [failure for word in others for failure in _failures(word) if failure.reason not in _OF_ALL]
     return msgspec.structs.replace(
         ended,
         state=state,
         cause=None if ended.cause is None else _at(ended.cause, own.node),
         consequences=tuple(found),
         tails=_tails(own, others),
-        hang=_renamed(ended.hang, own.number),
         proven=all(word.stopped is None or word.stopped.proven for word in words),
         hint="; ".join(filter(None, (ended.hint, hint))),
     )
@@ -98,14 +100,9 @@ def _failures(word: Word) -> Iterator[Failure]:
         halt = word.halt
         found = [Failure(rank=halt.rank, reason=halt.reason, at_ns=0, peer_lost=halt.peer_lost, detail=halt.detail)]
     for failure in found:
-        if failure.reason is not Reason.PEER_FAILED:
-            yield _at(failure, word.node)
+        yield _at(failure, word.node)
 
 
 def _tails(first: Word, others: Sequence[Word]) -> dict[int, str]:
     found = [item for word in (first, *others) if word.stopped is not None for item in word.stopped.tails.items()]
     return dict(found[:TAILS_MAX])
-
-
-def _renamed(hang: Hang | None, crew: int) -> Hang | None:
-    return None if hang is None else msgspec.structs.replace(hang, file=hang_file(hang.file, crew))

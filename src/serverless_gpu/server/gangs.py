@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from serverless_gpu.model import gang_life
-from serverless_gpu.model.attempt import MEANINGS, State
+from serverless_gpu.model.attempt import MEANINGS, Reason, State, StopReason
 from serverless_gpu.model.gang_life import Cause, Fold, Halt, Over
 from serverless_gpu.model.run_lifecycle import (
     Ended,
@@ -32,6 +32,8 @@ from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.runs import StoredRun
 
+_OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
+"""What is true of all nodes, whichever says it first."""
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -96,8 +98,26 @@ def said(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
     return crew
 
 
-def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> tuple[bool, str]:
-    """Return what each report of a crew is answered: whether its ranks may exit, and what failed on another node.
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What each report of a crew is answered.
+
+    Attributes:
+        release: its ranks may exit.
+        peer_failed: what failed on another node, or "".
+        stop: why it is to stop as another crew does, with all of its grace, though nobody asked the run to.
+    """
+
+    release: bool = False
+    peer_failed: str = ""
+    stop: StopReason | None = None
+
+
+_PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
+"""Limits that crews keep by themselves: the first that reaches one stops all, which is no failure."""
+
+
+def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Word:
+    """Return what each report of a crew is answered.
 
     Args:
         attempt: of several crews, as it is now.
@@ -106,14 +126,18 @@ def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> tupl
     """
     cause = attempt.cause
     if crew.ended_ns is not None or (attempt.released and crew.halt_json is None):
-        return attempt.released and crew.ended_ns is None, ""
+        return Word(release=attempt.released and crew.ended_ns is None)
     if cause is None or not gang_life.told_to_stop(_life(crew, ""), cause) or (cause.crew is None and is_stopping):
-        return False, ""
-    return False, words(cause, attempt)
+        return Word()
+    if cause.reason in _PASSED_ON:
+        return Word(stop=_PASSED_ON[cause.reason])
+    return Word(peer_failed=words(cause, attempt))
 
 
 def words(cause: Cause, attempt: StoredAttempt) -> str:
     """Return why a gang ends, in one line for people."""
+    if cause.reason in _OF_ALL:
+        return cause.detail or MEANINGS[cause.reason].sentence
     where = f" on {attempt.crews[cause.crew].node}" if cause.crew is not None else ""
     whose = f"rank {cause.rank}{where}" if cause.rank is not None else where.strip()
     what = cause.detail or MEANINGS[cause.reason].sentence

@@ -42,7 +42,6 @@ from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.crews import numbered
 from serverless_gpu.model.facts import Fact
 from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.gang_receipt import hang_file
 from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import (
@@ -57,6 +56,7 @@ from serverless_gpu.server import (
     nodes,
     report_words,
     runs,
+    stillness,
     transitions,
 )
 from serverless_gpu.server.attempts import StoredAttempt
@@ -156,6 +156,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     _announce(services, found, said, applied, is_news=is_news)
     if found.is_current:
         meetings.hear(services, found.attempt, found.crew, said)
+        stillness.hear(services, found.run, found.attempt, found.crew, said)
     if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
         services.logs.sync(run_id, fence)  # nobody but the node waits for that
     if is_news or found.run.state is not State.RUNNING:  # else it is as it was read: most reports are signs of life
@@ -166,9 +167,11 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     answer = msgspec.structs.replace(answer, stop=stop, offsets=offsets, token=token)
     if found.attempt.num_nodes == 1 or not found.is_current:
         return answer
-    release, peer_failed = gangs.told(found.attempt, found.crew, is_stopping=stop is not None)
-    answer = msgspec.structs.replace(answer, release=release, peer_failed=peer_failed)
-    return meetings.told(services, found.attempt, found.crew, answer)
+    word = gangs.told(found.attempt, found.crew, is_stopping=stop is not None)
+    answer = msgspec.structs.replace(
+        answer, release=word.release, peer_failed=word.peer_failed, stop=answer.stop or word.stop
+    )
+    return stillness.told(services, found.attempt, meetings.told(services, found.attempt, found.crew, answer))
 
 
 def _answer(services: Services, *, stale: bool) -> ReportAnswer:
@@ -225,6 +228,7 @@ def _check(services: Services, found: _Found, said: Report) -> None:
     """Refuse what cannot be, before anything of the report is applied."""
     ranks = found.ranks
     meetings.check(found.attempt, found.crew, said)
+    stillness.check(found.attempt, ranks, said)
     for piece in said.logs:
         if not found.has(piece.rank, piece.stream):
             raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {len(ranks)}")
@@ -374,13 +378,9 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
             audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
         settled = _settle(connection, found.crew, said, at_ns=at_ns)
         return _Applied(settled=settled)
-    several = found.attempt.num_nodes > 1
     stored = [
         StoredFile(
-            name=hang_file(file.name, found.crew.number) if several else file.name,
-            size=file.size,
-            inline=file.inline,
-            parts=file.blob.parts if file.blob is not None else (),
+            name=file.name, size=file.size, inline=file.inline, parts=file.blob.parts if file.blob is not None else ()
         )
         for file in said.files
     ]

@@ -24,7 +24,7 @@ from serverless_gpu.server.gathering import Meetings
 from serverless_gpu.server.health import Health
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.keys import Keys
-from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence
+from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence, Standings
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.receiving import Spool
@@ -63,6 +63,7 @@ class Services:
         leases: when attempts were heard of last; whoever applies a report renews.
         looks: who is to report now.
         meetings: what crews have said that are to meet.
+        standings: how gangs on several nodes get on.
         presence: when nodes were heard of last.
         deliveries: orders that left.
         sentences: what runs that wait are told.
@@ -87,6 +88,7 @@ class Services:
     leases: Leases = dataclasses.field(default_factory=Leases)
     looks: Looks = dataclasses.field(default_factory=Looks)
     meetings: Meetings = dataclasses.field(default_factory=Meetings)
+    standings: Standings = dataclasses.field(default_factory=Standings)
     presence: Presence = dataclasses.field(default_factory=Presence)
     deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)

@@ -17,7 +17,9 @@ import msgspec
 
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.facts import Fact
+from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen, Silence
 from serverless_gpu.model.gang_life import Halt
+from serverless_gpu.model.idling import Verdict
 from serverless_gpu.model.meeting import Chosen, Offer, Reach
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.wire.base import Answer, Json, Request
@@ -80,6 +82,9 @@ class Report(Request, frozen=True, kw_only=True):
         reach: what it reached of the others, once all offers were told to it.
         returned: all of its ranks have returned, and wait for those on other nodes.
         halt: why it ends before its end, as soon as that is known: its ending may take a while.
+        silence: of its ranks, of a gang on several nodes; None while they say something.
+        seen: what it saw of its ranks when it was asked last.
+        idle: how far its devices are from being idle for too long, of a gang on several nodes.
     """
 
     state: State
@@ -98,6 +103,9 @@ class Report(Request, frozen=True, kw_only=True):
     reach: Reach | None = None
     returned: bool = False
     halt: Halt | None = None
+    silence: Silence | None = None
+    seen: Seen | None = None
+    idle: Verdict = Verdict.GO_ON
 
 
 class ReportAnswer(Answer, frozen=True, kw_only=True):
@@ -115,6 +123,9 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
         chosen: how the gang meets, once that is decided; user code waits for it.
         release: all ranks have returned, on every node: those here may exit.
         peer_failed: what failed on another node, for people, or "": this crew is to end, too.
+        ask: the ranks of all nodes are silent, and to be looked at.
+        judgement: what came of that, or of the last time.
+        idle: how far devices of all nodes are; None where that is not known.
     """
 
     stale: bool = False
@@ -127,3 +138,6 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
     chosen: Chosen | None = None
     release: bool = False
     peer_failed: str = ""
+    ask: Ask | None = None
+    judgement: Judgement | None = None
+    idle: Verdict | None = None

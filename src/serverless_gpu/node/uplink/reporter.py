@@ -33,6 +33,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, ServerStorageFull, StaleAttempt
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.gang_hangs import Silence
 from serverless_gpu.node.history import read_receipt
 from serverless_gpu.node.protocol import CrewNews, GangNews, Stopped
 from serverless_gpu.node.remote import Remote
@@ -246,7 +247,17 @@ class Reporter:
             reach=None if known.begun else crew.reach,
             returned=crew.returned,
             halt=crew.halt,
+            silence=self._silence(crew),
+            seen=crew.seen,
+            idle=crew.idle,
         )
+
+    def _silence(self, crew: CrewNews) -> Silence | None:
+        """Return how long its ranks have said nothing: a duration, as the server has another clock."""
+        if not crew.silent:
+            return None
+        ms = (self._clock.boottime_ns() - crew.silent_since_ns) // 1_000_000
+        return Silence(number=crew.silent, ms=max(0, ms))
 
     def _ended(self, known: Known, stopped: Stopped) -> Report:
         """Return the report of an attempt whose ranks are gone: the ending goes with the last of everything else."""
@@ -365,7 +376,15 @@ class Reporter:
 
 
 def _of_the_gang(answer: ReportAnswer) -> GangNews:
-    return GangNews(offers=answer.offers, chosen=answer.chosen, release=answer.release, peer_failed=answer.peer_failed)
+    return GangNews(
+        offers=answer.offers,
+        chosen=answer.chosen,
+        release=answer.release,
+        peer_failed=answer.peer_failed,
+        ask=answer.ask,
+        judgement=answer.judgement,
+        idle=answer.idle,
+    )
 
 
 def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Ending:

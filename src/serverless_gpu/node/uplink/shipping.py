@@ -30,7 +30,7 @@ FILES_MAX = 1_000
 _FACT_BYTES_MAX = 1 << 20
 _SAMPLES = "telemetry"
 _LOG_NAME = re.compile(rf"(\d+)\.(stdout|stderr|{_SAMPLES})")
-_OUTPUT_NAME = re.compile(r"results/\d+\.pkl|failures/\d+\.(json|pkl|stack)|hang-\d+\.txt")
+_OUTPUT_NAME = re.compile(r"results/\d+\.pkl|failures/\d+\.(json|pkl|stack)|hang-(\d+-)?\d+\.txt")
 
 Stream = tuple[int, str]
 

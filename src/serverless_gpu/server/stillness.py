@@ -1,0 +1,171 @@
+"""Whether gangs on several nodes get on, the server's part: what crews say is put together, and told to all.
+
+    a report: no word of its ranks for so long, what it saw ─▶ memory ─▶ `model.gang_hangs.decide`
+         ├─ they are to be looked at, or this is what came of it ─▶ in every answer; crews report at once
+         └─ the end: each crew writes its stacks, and ends as `collective_hang` by its own word
+    a report: how long its devices have done nothing ─▶ memory ─▶ `model.idling.of_gang`
+         ├─ a warning ─▶ in every answer
+         └─ the run is asked to stop, as for any other reason
+
+Nothing of it is written: the crews say it again to a server that starts, and the end is an ending like any other.
+
+What can go wrong:
+
+- A crew is silent itself: nothing is decided until it is heard of.
+- The run is asked to stop, or a crew fails, meanwhile: nothing is judged any more.
+- A node says what cannot be: refused, for people on other nodes read it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
+from serverless_gpu.model import gang_hangs, idling
+from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen
+from serverless_gpu.model.hangs import PLACES_MAX
+from serverless_gpu.model.idling import Verdict
+from serverless_gpu.server import audit, stopping
+from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.crews import StoredCrew
+from serverless_gpu.server.hub import node_key
+from serverless_gpu.server.liveness import Standing
+from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Told
+from serverless_gpu.wire.attempts import Report, ReportAnswer
+
+WHERE_CHARACTERS_MAX = 300
+STACKS_MAX = 4
+STACK_CHARACTERS_MAX = 4_000
+
+
+def check(attempt: StoredAttempt, ranks: range, said: Report) -> None:
+    """Refuse what no crew can have seen.
+
+    Args:
+        attempt: the crew's.
+        ranks: the numbers of its processes.
+        said: what it reports.
+
+    Raises:
+        InvalidValue: so it is.
+    """
+    seen = said.seen
+    if seen is None:
+        return
+    numbers = [one.rank for one in seen.ranks]
+    everybody = {*numbers, *seen.returned, *seen.stacks}
+    if not everybody <= set(ranks) or len(set(numbers)) < len(numbers):
+        raise InvalidValue(f"attempt {attempt.gang} has no rank {min(everybody - set(ranks), default=-1)} there")
+    is_long = any(
+        len(one.where) > WHERE_CHARACTERS_MAX or len(one.state) > 1 or len(one.places) > PLACES_MAX
+        for one in seen.ranks
+    )
+    is_large = len(seen.stacks) > STACKS_MAX or any(len(text) > STACK_CHARACTERS_MAX for text in seen.stacks.values())
+    if is_long or is_large or len(seen.returned) > len(ranks):
+        raise InvalidValue(f"a crew of attempt {attempt.gang} says more of its ranks than anybody could have seen")
+
+
+def hear(services: Services, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
+    """Note what a crew says of its ranks and devices, and decide what can be decided by it.
+
+    Args:
+        services: the server's.
+        run: whose attempt it is.
+        attempt: as it was read before the report was applied.
+        crew: that reports.
+        said: what it says.
+    """
+    is_ending = run.stop is not None or attempt.cause is not None or attempt.released or said.halt is not None
+    if attempt.num_nodes == 1 or is_ending or len(attempt.open_crews) < attempt.num_nodes or said.ending is not None:
+        return
+    work = partial(_heard, services, run, attempt, crew, said)
+    before, now = services.standings.change((attempt.run_id, attempt.fence), work)
+    if _answered(now) != _answered(before):
+        for one in attempt.open_crews:
+            if one.number != crew.number:
+                services.looks.ask(one.node_id, one.id)
+                services.hub.touch(node_key(one.node_id))
+    if now.told is Verdict.STOP:
+        _stop(services, run)
+
+
+def told(services: Services, attempt: StoredAttempt, answer: ReportAnswer) -> ReportAnswer:
+    """Return an answer with what there is for a crew of a gang on several nodes.
+
+    Args:
+        services: the server's.
+        attempt: as it is now.
+        answer: without that.
+    """
+    ask, judgement, idle = _answered(services.standings.find((attempt.run_id, attempt.fence)))
+    return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
+
+
+def _answered(standing: Standing) -> tuple[Ask | None, Judgement | None, Verdict | None]:
+    return standing.hangs.ask, standing.hangs.judgement, standing.told
+
+
+def _heard(
+    services: Services, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report, before: Standing
+) -> Standing:
+    now_ns = services.clock.boottime_ns()
+    hangs = gang_hangs.heard(
+        before.hangs, crew.number, said.silence, _printable(said.seen), returned=said.returned, now_ns=now_ns
+    )
+    level = Verdict.STOP if said.returned else said.idle  # its devices have nothing to do any more
+    standing = Standing(
+        heard_ns={**before.heard_ns, crew.number: now_ns},
+        hangs=hangs,
+        idle={**before.idle, crew.number: level},
+        told=before.told,
+    )
+    if not all(one.began for one in attempt.crews):
+        return standing
+    fresh_ns = round(services.settings.soft_expiry_s / 2 * 1e9)  # two signs of life, however far apart they are
+    hangs = gang_hangs.decide(
+        hangs,
+        run.spec.limits(),
+        [one.place for one in attempt.crews],
+        per_node=run.spec.per_node,
+        now_ns=now_ns,
+        fresh_ns=fresh_ns,
+    )
+    is_heard = all(now_ns - standing.heard_ns.get(one.number, 0) <= fresh_ns for one in attempt.crews)
+    levels = [standing.idle.get(one.number, Verdict.GO_ON) for one in attempt.crews] if is_heard else []
+    has_limit = idling.limit_s(run.spec) is not None
+    told = idling.of_gang(levels, before.told) if has_limit else None
+    return msgspec.structs.replace(standing, hangs=hangs, told=told)
+
+
+def _stop(services: Services, run: StoredRun) -> None:
+    """Stop a run of which no device on any node has done anything for too long."""
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> Told | None:
+        return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
+
+    try:
+        done = services.database.write(work)
+    except (AlreadyFinished, StaleAttempt):
+        return  # it ends by itself, or is asked again with the next report
+    if done is not None:
+        done.announce(services)
+
+
+def _printable(seen: Seen | None) -> Seen | None:
+    """Return what was seen as others may read it on their terminals."""
+    if seen is None:
+        return None
+    ranks = tuple(msgspec.structs.replace(one, where=_line(one.where)) for one in seen.ranks)
+    stacks = {rank: "\n".join(map(_line, text.split("\n"))) for rank, text in seen.stacks.items()}
+    return msgspec.structs.replace(seen, ranks=ranks, stacks=stacks)
+
+
+def _line(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)

@@ -1,0 +1,147 @@
+"""Gangs on several nodes that stand still or idle: what crews say, what they are answered, and who is to report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.gang_hangs import Seen, Silence
+from serverless_gpu.model.gang_life import Halt
+from serverless_gpu.model.hangs import PLACES_MAX, RankSeen, Sign
+from serverless_gpu.model.idling import Verdict
+from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.attempts import ReportAnswer
+from tests.server.ganged import began, place_met, say, wrong
+from tests.server.made import made_services
+from tests.server.stored import T0, S, add_node, add_people, add_run, stored, tell
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(wall_ns=T0 + 9 * S)
+
+
+@pytest.fixture
+def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
+    add_people(database, "alice")
+    add_node(database)
+    add_node(database, "node-2", name="n2")
+    (tmp_path / "server").mkdir()
+    return made_services(database, tmp_path, clock=clock)
+
+
+@pytest.fixture
+def run_id(services: Services, database: Database) -> str:
+    """Return a run of three ranks, two on n1 and one on n2, whose user code runs."""
+    run_id = add_run(database, hang_timeout_s=600.0, hang_warning_s=0.0, idle_timeout_s=100.0)
+    place_met(database, run_id, 2, 1)
+    began(services, run_id)
+    return run_id
+
+
+def looks(services: Services) -> list[int]:
+    return [number for node_id in ("node-1", "node-2") for _, _, number in services.looks.of(node_id)]
+
+
+def rank(number: int, where: str = "train.py:30 train") -> RankSeen:
+    return RankSeen(rank=number, state="S", where=where, place=1, places=(1,), signs=(Sign.SOCKET,))
+
+
+def silent(services: Services, run_id: str, crew: int, ms: int, **said: Any) -> ReportAnswer:
+    return say(services, run_id, crew, silence=Silence(number=1, ms=ms), **said)
+
+
+def hung(services: Services, run_id: str, clock: FakeClock) -> None:
+    """Have both crews stand still until that is judged."""
+    silent(services, run_id, 0, 300_000)
+    ask = silent(services, run_id, 1, 300_000).ask
+    assert ask is not None
+    clock.advance(300)
+    silent(services, run_id, 0, 600_000, seen=Seen(number=ask.number, ranks=(rank(0), rank(1))))
+    silent(services, run_id, 1, 600_000, seen=Seen(number=ask.number, ranks=(rank(2, "a.py:1\x1b[2J\nhere"),)))
+
+
+def test_crews_are_asked_once_all_are_silent_and_told_what_came_of_it(
+    services: Services, run_id: str, clock: FakeClock
+) -> None:
+    assert silent(services, run_id, 0, 500_000).ask is None
+    assert say(services, run_id, 1).ask is None
+    assert looks(services) == []
+    hung(services, run_id, clock)
+    assert looks(services) == [0]
+    told = [silent(services, run_id, crew, 601_000).judgement for crew in (0, 1)]
+    assert told[0] == told[1] and told[0] is not None and told[0].ends
+    assert told[0].sentence == (
+        "no output for 10 min 00 s, and every rank waits "
+        "(ranks 0, 1 on n1 in train.py:30 train, rank 2 on n2 in a.py:1 [2J here)"
+    )
+
+
+def test_a_hang_that_a_crew_ends_by_is_the_sentence_of_all(
+    services: Services, database: Database, run_id: str, clock: FakeClock
+) -> None:
+    hung(services, run_id, clock)
+    say(services, run_id, 1, State.STOPPING, halt=Halt(reason=Reason.COLLECTIVE_HANG, detail="all wait"))
+    answer = silent(services, run_id, 0, 602_000)
+    assert answer.peer_failed == "all wait" and answer.judgement is not None and answer.judgement.ends
+    assert wrong(database) == []
+
+
+def test_nothing_is_judged_of_a_run_that_is_to_stop(
+    services: Services, database: Database, run_id: str, clock: FakeClock
+) -> None:
+    tell(database, run_id, StopAsked(StopReason.CANCEL))
+    silent(services, run_id, 0, 900_000)
+    assert silent(services, run_id, 1, 900_000).ask is None
+
+
+def test_what_nobody_can_have_seen_is_refused(services: Services, run_id: str) -> None:
+    long = RankSeen(rank=2, where="x" * 301)
+    for seen in (
+        Seen(number=1, ranks=(rank(0),)),
+        Seen(number=1, ranks=(long,)),
+        Seen(number=1, ranks=(RankSeen(rank=2, places=tuple(range(PLACES_MAX + 1))),)),
+        Seen(number=1, ranks=(), stacks={1: "another's"}),
+        Seen(number=1, ranks=(), stacks={2: "x" * 4_001}),
+    ):
+        with pytest.raises(InvalidValue):
+            say(services, run_id, 1, seen=seen)
+
+
+def test_a_gang_is_idle_only_when_all_its_devices_are_and_is_warned_before_it_is_stopped(
+    services: Services, database: Database, run_id: str, clock: FakeClock
+) -> None:
+    assert say(services, run_id, 0, idle=Verdict.STOP).idle is Verdict.GO_ON
+    assert say(services, run_id, 1).idle is Verdict.GO_ON
+    assert say(services, run_id, 1, idle=Verdict.WARN).idle is Verdict.WARN
+    assert looks(services) == [0]
+    assert say(services, run_id, 0).idle is Verdict.GO_ON  # its devices work again
+    assert say(services, run_id, 0, idle=Verdict.STOP).idle is Verdict.WARN
+    assert stored(database, run_id).stop is None
+    say(services, run_id, 1, idle=Verdict.STOP)
+    assert stored(database, run_id).stop is StopReason.IDLE
+    assert [say(services, run_id, crew).stop for crew in (0, 1)] == [StopReason.IDLE] * 2
+
+
+def test_a_crew_that_is_not_heard_of_is_not_idle(services: Services, run_id: str, clock: FakeClock) -> None:
+    say(services, run_id, 0, idle=Verdict.STOP)
+    say(services, run_id, 1, idle=Verdict.WARN)
+    clock.advance(services.settings.soft_expiry_s)
+    assert say(services, run_id, 1, idle=Verdict.STOP).idle is Verdict.GO_ON
+
+
+def test_the_first_crew_that_reaches_its_time_limit_stops_all_with_their_grace(
+    services: Services, database: Database, run_id: str
+) -> None:
+    say(services, run_id, 1, State.STOPPING, halt=Halt(reason=Reason.TIMEOUT))
+    answer = say(services, run_id, 0)
+    assert (answer.stop, answer.peer_failed) == (StopReason.TIMEOUT, "")
+    assert stored(database, run_id).stop is None
+    assert wrong(database) == []
