@@ -109,10 +109,6 @@ def place() -> tuple[int, ...]:
 
 def add_up_for_ever(site: str, where: str) -> None:
     """Add up with gloo, again and again; say that it goes on."""
-
-
-def wait_for_the_last(where: str, site: str) -> None:
-    """Wait in a collective for the last rank, which never comes: it waits for a file."""
     sys.path.append(site)
     import torch  # noqa: PLC0415 - in ranks only
     import torch.distributed as dist  # noqa: PLC0415 - likewise
@@ -124,7 +120,15 @@ def wait_for_the_last(where: str, site: str) -> None:
     while True:
         dist.all_reduce(number)
         time.sleep(0.05)
-    announce(where, f"rank{rank_number()}")
+
+
+def wait_for_the_last(where: str, site: str) -> None:
+    """Wait in a collective for the last rank, which never comes: it waits for a file."""
+    sys.path.append(site)
+    import torch  # noqa: PLC0415 - in ranks only
+    import torch.distributed as dist  # noqa: PLC0415 - likewise
+
+    dist.init_process_group("gloo")
     if rank_number() == dist.get_world_size() - 1:
         wait_for_file(where, "go")
     dist.all_reduce(torch.ones(1))
@@ -136,7 +140,6 @@ def save_when_told(where: str) -> None:
     from serverless_gpu import runtime  # noqa: PLC0415 - in ranks only
 
     runtime.should_stop()
-    announce(where, f"rank{rank_number()}")
     while not runtime.should_stop():
         time.sleep(0.01)
     Path(where, f"saved{rank_number()}").write_text(str(runtime.stop_reason()))

@@ -189,3 +189,41 @@ def test_an_attempt_that_is_over_at_once_leaves_nothing_of_how_the_one_before_en
         late.run()
         tags = mlflow.run_of(RUN_ID).tags
     assert (tags["sgpu.state"], tags["sgpu.sentence"], late.over) == ("SUCCEEDED", "", "delivered")
+
+
+def test_of_a_gang_the_node_that_failed_says_how_it_ended_and_all_of_them_what_it_used(tmp_path: Path) -> None:
+    first, other = attempt(tmp_path / "a"), attempt(tmp_path / "b")
+    for directory in (first, other):
+        (directory / "receipt.json").write_bytes(msgspec.json.encode(RECEIPT))
+    with (
+        FakeMlflow() as mlflow,
+        delivering(first, mlflow, job(num_nodes=2)) as (one, _),
+        delivering(other, mlflow, job(node_rank=1, num_nodes=2)) as (two, heard),
+    ):
+        until(two, lambda: heard.runs, "the second node knows the run")
+        two.ending(State.FAILED, Reason.RANK_RAISED, "rank 3 raised ValueError")
+        until(two, lambda: mlflow.run_of(RUN_ID).status == "FAILED", "the node that failed has ended it")
+        one.ending(State.FAILED, Reason.PEER_FAILED, "the run failed on another of its nodes")
+        one.settled()
+        delivered(one)
+        run = mlflow.run_of(RUN_ID)
+        assert "sgpu.gpu_seconds" not in run.tags, "one node's is not the gang's"
+        two.settled()
+        delivered(two)
+        run = mlflow.run_of(RUN_ID)
+    assert (run.tags["sgpu.reason"], run.tags["sgpu.sentence"]) == ("rank_raised", "rank 3 raised ValueError")
+    assert run.tags["sgpu.node_0.gpu_seconds"] == run.tags["sgpu.node_1.gpu_seconds"] == f"{RECEIPT.gpu_ms / 1e3:.3f}"
+    assert run.tags["sgpu.gpu_seconds"] == f"{2 * RECEIPT.gpu_ms / 1e3:.3f}"
+    assert {"sgpu/receipt.json", "sgpu/node_1/receipt.json"} <= run.files.keys()
+
+
+def test_a_gang_whose_failed_node_says_nothing_ends_by_the_word_of_another(tmp_path: Path) -> None:
+    first, other = attempt(tmp_path / "a"), attempt(tmp_path / "b")
+    with FakeMlflow() as mlflow:
+        with delivering(first, mlflow, job(num_nodes=2)) as (one, _):
+            until(one, lambda: mlflow.runs, "the run")
+        with delivering(other, mlflow, job(node_rank=1, num_nodes=2)) as (two, _):  # the first node is gone
+            two.ending(State.FAILED, Reason.PEER_FAILED, "the run failed on another of its nodes")
+            two.settled()
+            delivered(two)
+        assert mlflow.run_of(RUN_ID).status == "FAILED"

@@ -165,7 +165,7 @@ def test_output_after_a_warning_takes_it_back() -> None:
     assert scene.gang.judgement is not None and scene.told == ""
     scene.fall_silent()
     scene.live(700)
-    assert scene.told and scene.gang.judgement is not None and scene.gang.judgement.number == 2
+    assert scene.told and scene.gang.judgement.number == 2
 
 
 def test_a_crew_whose_ranks_have_returned_is_waited_for_by_nobody() -> None:

@@ -167,8 +167,15 @@ def last_tags(tracking: Tracking, state: State, reason: Reason, sentence: str) -
     return {key: cut(value, TAG_CHARACTERS_MAX) for key, value in tags.items() if value}
 
 
-def receipt_tags(tracking: Tracking, receipt: Receipt) -> dict[str, str]:
-    """Return the tags that an account of a run adds: as the page's description, too, where the run is ours."""
+def receipt_tags(tracking: Tracking, receipt: Receipt, node_rank: int = 0, nodes: int = 1) -> dict[str, str]:
+    """Return the tags that an account of a run adds: as the page's description, too, where the run is ours.
+
+    Args:
+        tracking: whose MLflow run it is.
+        receipt: of one node.
+        node_rank: its number.
+        nodes: of the gang; of several, each has tags of its own (see `gang_tags`).
+    """
     tags = {
         "sgpu.gpu_seconds": f"{receipt.gpu_ms / 1000:.3f}",
         "sgpu.devices": receipt.devices_text(),
@@ -178,9 +185,47 @@ def receipt_tags(tracking: Tracking, receipt: Receipt) -> dict[str, str]:
     }
     if receipt.micros is not None:
         tags["sgpu.cost"] = f"{receipt.micros / 1_000_000:.6f} {receipt.currency}"
-    if not tracking.run_id:
+    if nodes > 1:
+        tags = {f"sgpu.node_{node_rank}.{key.removeprefix('sgpu.')}": value for key, value in tags.items()}
+    elif not tracking.run_id:
         tags[_NOTE_TAG] = "    " + receipt.text().replace("\n", "\n    ")  # as code: the page reads it as Markdown
     return {key: cut(value, TAG_CHARACTERS_MAX) for key, value in tags.items() if value}
+
+
+def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[str, str]:
+    """Return what the accounts of all nodes come to, once all have told theirs; nothing until then.
+
+    Args:
+        tracking: whose MLflow run it is.
+        tags: that it has.
+        nodes: of the gang.
+    """
+    seconds = [tags.get(f"sgpu.node_{node}.gpu_seconds", "") for node in range(nodes)]
+    costs = [tags.get(f"sgpu.node_{node}.cost", "").split() for node in range(nodes)]
+    try:
+        found = {"sgpu.gpu_seconds": f"{sum(map(float, seconds)):.3f}"}
+        if all(len(cost) == 2 for cost in costs) and len({currency for _, currency in costs}) == 1:
+            found["sgpu.cost"] = f"{sum(float(amount) for amount, _ in costs):.6f} {costs[0][1]}"
+    except ValueError:  # one is missing, or somebody wrote another text there
+        return {}
+    if not tracking.run_id:
+        found[_NOTE_TAG] = (
+            f"{found['sgpu.gpu_seconds']} GPU-seconds on {nodes} nodes"
+            + (f", {found['sgpu.cost']}" if "sgpu.cost" in found else "")
+            + ". Each node has a receipt among the artifacts: `sgpu/receipt.json`, `sgpu/node_<i>/receipt.json`."
+        )
+    return found
+
+
+def is_told(reason: Reason, tags: Mapping[str, str]) -> bool:
+    """Return whether another node has said how the gang ended, of which this one knows no more than that it did.
+
+    Args:
+        reason: with which this node's part ended.
+        tags: that the MLflow run has.
+    """
+    weak = (Reason.PEER_FAILED, Reason.COMPLETED)
+    return reason in weak and tags.get("sgpu.reason", "") not in ("", *weak)
 
 
 def variables(run_id: str, experiment_id: str, uri: str) -> dict[str, str]:

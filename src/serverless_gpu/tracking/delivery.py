@@ -40,6 +40,8 @@ from serverless_gpu.model.tracking_rules import (
     cut,
     first_tags,
     folder,
+    gang_tags,
+    is_told,
     last_tags,
     params_of,
     pause_s,
@@ -286,9 +288,7 @@ class Delivery:
     def _has_later(self) -> bool:
         """Return whether a later attempt has begun: state, description and end of the MLflow run are that one's."""
         if not self._is_superseded:
-            tags: Mapping[str, str] = {}
-            with contextlib.suppress(TrackerRefused):
-                tags = self._tracker.tags(self._known)
+            tags = self._tags()
             attempt = tags.get(ATTEMPT_TAG, "")
             is_ours = tags.get(RUN_TAG) == self._job.run_id  # its owner's run may hold several of ours
             self._is_superseded = is_ours and attempt.isdecimal() and int(attempt) > self._job.fence
@@ -397,7 +397,7 @@ class Delivery:
         failed = ending.state is not State.SUCCEEDED
         if self._is_first or failed:
             with self._together.lock:
-                if not self._has_later():
+                if not self._has_later() and not (self._job.num_nodes > 1 and is_told(ending.reason, self._tags())):
                     self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
                     self._refusable(lambda: self._end_run(ending))
         self._memory.done.add("end")
@@ -411,14 +411,16 @@ class Delivery:
         if not self._has_settled or "receipt" in self._memory.done:
             return False
         data = documents.read(self._directory / "receipt.json")
-        if data and self._is_first:
+        if data:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
                 self._memory.done.add("receipt.json")
             with self._together.lock, contextlib.suppress(msgspec.MsgspecError):  # of another version: the file says it
-                tags = receipt_tags(self._tracking, from_json(data, Receipt))
+                receipt = from_json(data, Receipt)
                 if not self._has_later():
-                    self._log_tags(tags)
+                    self._log_tags(receipt_tags(self._tracking, receipt, self._job.node_rank, self._job.num_nodes))
+                    if self._job.num_nodes > 1:  # whoever is the last has those of all
+                        self._log_tags(gang_tags(self._tracking, self._tags(), self._job.num_nodes))
         self._memory.done.add("receipt")
         return True
 
@@ -442,6 +444,11 @@ class Delivery:
         if self._memory.tracked is None:
             raise RuntimeError("a step was taken before the MLflow run was known")
         return self._memory.tracked
+
+    def _tags(self) -> Mapping[str, str]:
+        with contextlib.suppress(TrackerRefused):
+            return self._tracker.tags(self._known)
+        return {}
 
     def _log_tags(self, tags: Mapping[str, str]) -> None:
         tags = {key: value for key, value in tags.items() if value}
