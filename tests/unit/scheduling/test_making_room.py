@@ -71,6 +71,49 @@ def test_a_critical_gang_gets_its_room_and_nobody_else_takes_it_meanwhile() -> N
     assert not world.waiting
 
 
+def test_nobody_has_to_leave_for_a_run_that_becomes_a_guest_in_the_same_decision() -> None:
+    world = World([node("n1"), node("n2", owner="zoe", owner_first=True)])
+    world.submit(spare("b1"), 90_000)
+    guest = wanted("guest", 1, owner="amy", priority=CRITICAL, preemptible=True)
+    world.submit(guest, 100, at_s=1_000)  # is looked at before the owner has what she wants, and lets others in
+    world.submit(wanted("mine", 1, owner="zoe", priority=CRITICAL), 100, at_s=1_000)
+    world.run(1_000)
+    assert started(world, "guest", "mine") == [1_000.0, 1_000.0]
+    assert world.preemptions == []
+    assert not world.running["b1"].is_leaving
+    world.submit(wanted("late", priority=CRITICAL), 100, at_s=2_000)
+    world.run(2_100)
+    assert [(one.run_id, one.for_run) for one in world.preemptions] == [("b1", "late")]
+    assert started(world, "late") == [2_010.0]
+
+
+def test_who_is_not_needed_for_a_guest_leaves_for_who_still_waits_and_is_told_so() -> None:
+    world = World([node("n1"), node("n2", owner="zoe", owner_first=True)])
+    world.submit(spare("b1"), 90_000)
+    guest = wanted("guest", 1, owner="amy", priority=CRITICAL, preemptible=True)
+    world.submit(guest, 100, at_s=1_000)
+    world.submit(wanted("big", 8, owner="ben", priority=CRITICAL), 100, at_s=1_000)
+    world.submit(wanted("mine", 1, owner="zoe", priority=CRITICAL), 100, at_s=1_000)
+    world.run(1_100)
+    assert [(one.run_id, one.for_run) for one in world.preemptions] == [("b1", "big")]
+    assert started(world, "guest", "mine", "big") == [1_000.0, 1_000.0, 1_010.0]
+
+
+def test_nobody_has_to_leave_for_a_run_that_finds_what_was_promised_to_a_guest() -> None:
+    world = World([node("n1"), node("n2"), node("n3", 16, owner="zoe", owner_first=True)])
+    world.submit(wanted("endless", 4), 90_000)
+    world.submit(spare("b1", 4), 90_000)
+    world.submit(wanted("timed", 4, limit_s=50_000.0), 50_000, at_s=1)
+    gang = wanted("gang", 8, owner="amy", priority=CRITICAL, preemptible=True)
+    world.submit(gang, 100, at_s=1_000)  # is promised the node of `timed`, and then is a guest
+    world.submit(wanted("one", 1, owner="ben", priority=CRITICAL), 100, at_s=1_000)
+    world.submit(wanted("mine", 1, owner="zoe", priority=CRITICAL), 100, at_s=1_000)
+    world.run(1_000)
+    assert {share.node_id for share in world.running["gang"].shares} == {"n3"}
+    assert started(world, "gang", "one", "mine") == [1_000.0, 1_000.0, 1_000.0]
+    assert world.preemptions == []
+
+
 def test_who_has_run_for_too_short_a_time_is_asked_as_soon_as_it_has_not() -> None:
     world = World([node("n1")])
     world.submit(spare("b1"), 9_000)

@@ -216,3 +216,19 @@ class Scheduled(RuleBasedStateMachine):
 
 Scheduled.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestScheduled = Scheduled.TestCase
+
+
+def test_nobody_is_asked_to_leave_for_a_run_that_starts_in_the_same_decision() -> None:
+    one = Scheduled()
+    asked: dict[str, Any] = {"priority": CRITICAL, "after_s": 0, "expected_s": None, "limit_s": None, "several": False}
+    one.crowd(pool="", priority=BEST_EFFORT)
+    one.fail_to_start(pick=0)
+    for _ in range(2):
+        one.arrive(gpus=None, owner="ann", pool="search", preemptible=False, **asked)
+    one.crowd(pool="search", priority=CRITICAL)
+    one.arrive(gpus=1, owner="ann", pool="", preemptible=False, **asked)
+    one.fail_to_start(pick=3)
+    one.arrive(gpus=1, owner="cat", pool="", preemptible=True, **asked)
+    one.crowd(pool="", priority=CRITICAL)  # `decide` looks who is asked for whom
+    assert one.running["r4"].is_leaving  # not for cat's, which is a guest by then: for a gang that waits
+    assert "r14" in one.running

@@ -5,6 +5,7 @@
       all of it is free   ─▶ it starts there
       it is on its way    ─▶ kept, whoever is ahead
       it is not any more  ─▶ forgotten: a node went, somebody did not leave; it asks again when its turn comes
+    it starts elsewhere (as a guest, in what another one left) ─▶ the pass is stale: `take_back`, and another pass
 
 This is remembered from pass to pass. A planner that is made anew does not know it: who is leaving gives room to the
 first who may ask, which is who it was for, or somebody who is ahead of it by now.
@@ -33,7 +34,7 @@ from serverless_gpu.model.scheduling.preempting import (
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.spreading import are_one, is_several
 from serverless_gpu.model.scheduling.state import State
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, Preemption, Reservation, Share, Wanted
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, Preemption, Reservation, Running, Share, Wanted
 
 SITES_MAX = 32
 """So many nodes that would do are compared for the least loss."""
@@ -66,6 +67,8 @@ class Clearing:
         self._claims: list[Claim] | None = None
         self._is_last = not self._hosts
         self._looked = 0
+        self._stayers: list[Running] = []  # who is asked, as they were before
+        self._cleared: list[str] = []  # for whom room is made
         self.preemptions: list[Preemption] = []
         self.wake_ns: int | None = None
 
@@ -79,11 +82,12 @@ class Clearing:
                 continue
             wanted, ask = found[0], found[1].ask
             missing = [self._missing(wanted, ask, share) for share in shares]
-            if any(lacks is None for lacks in missing) or not _is_all(state.floor, ask, shares):
-                del state.clearing[run_id]
-            elif any(missing):
+            is_coming = all(lacks is not None for lacks in missing) and _is_all(state.floor, ask, shares)
+            if is_coming and any(missing):
                 self._keep(run_id, shares)
-            else:
+                continue
+            del state.clearing[run_id]
+            if is_coming:
                 self._start(wanted, ask, shares)
 
     def again(self) -> None:
@@ -112,8 +116,23 @@ class Clearing:
         for preemption in found.preemptions:
             self._ask(preemption)
         state.clearing[wanted.run_id] = found.shares
+        self._cleared.append(wanted.run_id)
         self._keep(wanted.run_id, found.shares)
         return True
+
+    def take_back(self) -> None:
+        """Have nobody leave whom this pass, which is over, has asked: the next one asks anew, of what there is then.
+
+        All of it, also what was for those who still wait: some of them count on who was asked for others.
+        """
+        state = self._state
+        for held in self._stayers:
+            state.floor.give(state.running[held.wanted.run_id])
+            state.running[held.wanted.run_id] = held
+            state.floor.take(held)
+        for run_id in self._cleared:
+            if state.clearing.pop(run_id, None) is not None:
+                del state.reservations[run_id]
 
     def _is_guest_soon(self, wanted: Wanted, ask: Ask) -> bool:
         """Return whether there is room for it as a guest: it has that in the next round, and nobody has to leave."""
@@ -214,6 +233,7 @@ class Clearing:
             held, is_leaving=True, leaving_ns=state.now_ns
         )
         state.floor.take(leaving)
+        self._stayers.append(held)
         self.preemptions.append(preemption)
 
     def _keep(self, run_id: str, shares: tuple[Share, ...]) -> None:

@@ -39,7 +39,8 @@ class Pass:
         placements: who starts, in the order in which that was decided.
         is_new: whether somebody was told a latest time: it comes first from now on, so that what is promised after it
             may lie elsewhere, and leave room.
-        is_stale: whether somebody started elsewhere than where devices were kept for them: others may have these.
+        is_stale: whether somebody started elsewhere than where devices were kept for them, or room was made: others may
+            have these, and who was asked to leave may not have to.
     """
 
     def __init__(self, state: State) -> None:
@@ -181,10 +182,11 @@ class Pass:
         state.running[run_id] = running
         placing.take(state.floor, shares, wanted, ask, self._now_ns)
         state.floor.take(running)
-        state.clearing.pop(run_id, None)
+        cleared = state.clearing.pop(run_id, None)
         state.promises.pop(run_id, None)
         kept = state.reservations.pop(run_id, None)
         places = state.floor.places
+        self.is_stale |= cleared is not None
         self.is_stale |= kept is not None and any(
             share.node_id in places and places[share.node_id].free.get(share.gpu_type) for share in kept.shares
         )

@@ -1,7 +1,8 @@
 """The state of the queue, kept from change to change, and what it is asked.
 
     apply   changes ─▶ queue (who waits), floor (nodes, who has what), fairness (who had how much)
-    decide  one pass over the classes (`passing.py`): placements, preemptions, and what is kept for whom
+    decide  one pass over the classes (`passing.py`): placements, preemptions, and what is kept for whom; another one
+            where somebody started elsewhere than was expected. Who leaves is what the last one says
     why     from what the pass has left behind: what is free, promises, the order (`explaining.py`)
 
 Remembered from pass to pass: who runs, who waits, who had how much; the latest times that were told, and the devices
@@ -45,7 +46,10 @@ from serverless_gpu.model.scheduling.values import (
 _S = 1e9
 _SOON_NS = 1_000_000_000
 _PASSES_MAX = 4
-"""So many passes of one decision: another one follows where what was kept for somebody is not needed any more."""
+"""So many passes of one decision: another one follows where what was kept for somebody is not needed any more.
+
+After the last of them nobody is asked to leave where one more would have followed: the next decision is soon.
+"""
 
 
 class Planner:
@@ -120,19 +124,22 @@ class Planner:
             now_ns: the time; never less than before.
         """
         placements: list[Placement] = []
-        preemptions: list[Preemption] = []
+        preemptions: tuple[Preemption, ...] = ()
         wakes: list[int | None] = []
         for _ in range(_PASSES_MAX):
             self._state.begin(now_ns)
             under_way = Pass(self._state)
             under_way.run()
             placements += under_way.placements
-            preemptions += under_way.clearing.preemptions
             wakes += [under_way.clearing.wake_ns, now_ns + _SOON_NS if under_way.is_new else None]
             if not under_way.is_stale:
+                preemptions = tuple(under_way.clearing.preemptions)
                 break
+            under_way.clearing.take_back()
+        else:
+            wakes.append(now_ns + _SOON_NS)
         wake_ns = self._wake_ns(now_ns, min((at for at in wakes if at is not None), default=None))
-        return Decision(placements=tuple(placements), preemptions=tuple(preemptions), wake_ns=wake_ns)
+        return Decision(placements=tuple(placements), preemptions=preemptions, wake_ns=wake_ns)
 
     def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
         """Return when something changes by itself: somebody lines up, comes under the guard, or a calendar turns."""
