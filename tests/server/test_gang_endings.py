@@ -260,7 +260,7 @@ def test_who_fails_because_a_node_is_gone_does_not_wait_for_the_fence(
 
 def test_a_run_that_is_tried_again_is_told_when_all_have_ended(services: Services, database: Database) -> None:
     run_id = add_run(database, retries=1)
-    place_gang(database, run_id, 2, 1)
+    place_met(database, run_id, 2, 1)
     began(services, run_id)
     say(services, run_id, 1, State.STOPPING, ending=ending(stopped(Reason.RANK_RAISED, failed(2))))
     assert look(services, database, run_id).early is None
