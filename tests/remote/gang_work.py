@@ -66,6 +66,14 @@ def die_in_the_last(where: str) -> None:
     wait_for_file(where, "go")
 
 
+def talk(where: str) -> None:
+    """Print numbers, each once its file is there."""
+    announce(where, f"{os.environ['SGPU_FENCE']}.rank{rank_number()}")
+    for number in range(1000):
+        wait_for_file(where, f"go{number}")
+        print(f"line {number}", flush=True)
+
+
 def lose_a_peer(where: str) -> None:
     """Have rank 0 hear, once the file `go` is there, that another one is gone; the others wait."""
     announce(where, f"{os.environ['SGPU_FENCE']}.rank{rank_number()}")

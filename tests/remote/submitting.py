@@ -15,7 +15,7 @@ from serverless_gpu import distributed
 
 module, name, options, *args = sys.argv[1:]
 function = getattr(importlib.import_module(module), name)
-print(distributed(remote=True, env="snapshot", quiet=True, **json.loads(options))(function).submit(*args).id)
+print(distributed(remote=True, env="snapshot", **{"quiet": True, **json.loads(options)})(function).submit(*args).id)
 """
 
 

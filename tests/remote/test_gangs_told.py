@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,19 +19,34 @@ from serverless_gpu.cli.program import sgpu
 from serverless_gpu.client.run import Run
 from serverless_gpu.errors import RankCrashed
 from serverless_gpu.model.attempt import TERMINAL, State
+from tests.homes import use_home
 from tests.local.observe import announced, wait_for
-from tests.remote.gang_work import die_in_the_last, fail_in_the_last, lose_a_peer, stay
+from tests.ports import own_port
+from tests.remote.gang_work import die_in_the_last, fail_in_the_last, lose_a_peer, stay, talk
 from tests.remote.machines import Machines
 
 
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    """Yield a server with two nodes of two GPUs each, which has a price, stays where it is and misses a node soon."""
+    directory = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        use_home(patch, directory)
+        with Machines(directory, "Settings.heartbeat_s=1.0", f"port={own_port()}") as found:
+            found.join("n1")
+            found.join("n2")
+            told("price", "set", "H100", "3")
+            yield found
+    shutil.rmtree(directory)
+
+
 @pytest.fixture
-def pool(home: Path) -> Iterator[Machines]:
-    """Yield a server with two nodes of two GPUs each, which has a price and misses a node soon."""
-    with Machines(home, "Settings.heartbeat_s=1.0") as pool:
-        pool.join("n1")
-        pool.join("n2")
-        told("price", "set", "H100", "3")
-        yield pool
+def pool(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    """Yield the same to each test, which leaves nothing of a run on them."""
+    use_home(monkeypatch, machines.home)
+    yield machines
+    for node in machines.nodes.values():
+        wait_for(node.is_free, f"nothing is left on {node.name}")
 
 
 def told(*words: str) -> str:
@@ -131,3 +150,26 @@ def test_F17_who_fails_because_a_node_is_gone_hears_of_it_at_once(pool: Machines
     with pytest.raises(ConnectionResetError) as again:
         run.results()
     assert "n2 has not been heard of" not in "\n".join(again.value.__notes__)
+
+
+def test_output_of_all_ranks_outlives_the_server_and_ctrl_c_ends_both_nodes(pool: Machines, tmp_path: Path) -> None:
+    run = pool.submit(talk, str(tmp_path), ranks_log="all", quiet=False)
+    ranks = [announced(tmp_path, f"1.rank{rank}")[0] for rank in range(4)]
+    program = f"from serverless_gpu import attach; attach({run.id!r}).follow()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as caller:
+        assert caller.stdout is not None
+        (tmp_path / "go0").touch()
+        lines = [caller.stdout.readline() for _ in range(4)]
+        pool.server.kill()
+        (tmp_path / "go1").touch()
+        pool.server.start()
+        lines += [caller.stdout.readline() for _ in range(4)]
+        caller.send_signal(signal.SIGINT)
+        said = caller.communicate(timeout=60)
+    assert sorted(lines) == sorted(f"[rank {rank}] line {number}\n" for rank in range(4) for number in range(2))
+    assert said[0] == ""
+    assert "cancelled; on each of 2 nodes, 2 GPUs verified free" in said[1]
+    assert not any(rank.alive() for rank in ranks)
+    assert pool.view(run).state is State.CANCELLED
