@@ -81,7 +81,7 @@ def test_on_loopback_the_first_machine_says_that_no_other_can_join_and_why(home:
     assert lines == [
         "Ray at 127.0.0.2:7900, ports 7900-7999",
         f"other homes of this machine join: sgpu join 127.0.0.2 --token-file {settings.directory}/join.json "
-        "--node-address IP --ray-port PORT",
+        "--name NAME --node-address IP --ray-port PORT",
         "other machines cannot: this server listens on loopback. Give it --host, --tls-cert and --tls-key",
     ]
     path = settings.directory / "join.json"

@@ -203,7 +203,8 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
             return [*lines, f"other machines cannot join yet: {why}"]
         return [
             *lines,
-            f"other homes of this machine join: sgpu join {head} --token-file {path} --node-address IP --ray-port PORT",
+            f"other homes of this machine join: sgpu join {head} --token-file {path} "
+            "--name NAME --node-address IP --ray-port PORT",
             f"other machines cannot: {why}",
         ]
     return [
