@@ -68,7 +68,8 @@ def _all(connection: sa.Connection, is_over: bool) -> Iterator[str]:
         yield from (f"I7 charges of {run_id}:{fence}: {wrong}" for wrong in _books(own))
     for row in _rows(connection, tables.crews):
         run_id, fence, number = row["run_id"], row["fence"], row["crew"]
-        crew = {**attempts[run_id, fence], **row}  # what it says of itself counts
+        # What it says of itself counts; who pays follows from how all of it ended.
+        crew = {**attempts[run_id, fence], **row, "reason": attempts[run_id, fence]["reason"]}
         name, own = f"{run_id}:{fence}", entries.get((run_id, fence, number), [])
         told = facts.get((run_id, fence, number), [])
         yield from (f"I7 charges of {name}: {wrong}" for wrong in _account(runs[run_id], crew, own))

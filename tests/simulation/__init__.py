@@ -10,6 +10,7 @@ What runs is the server's own code (loops, verbs, database layer's SQL); what is
     server.py     the server's process: parts, loops, requests; killed and started
     network.py    requests and answers, that are late, lost, doubled, out of order, or cut one way
     node.py       a machine: its disk, its uplink, its supervisors; each dies by itself
+    crew.py       what supervisors of one gang have to do with each other
     client.py     somebody who submits, waits, cancels and reads, and believes nothing that was not said
     plan.py       a seed → what is done to all of them, and when
     steps.py      what each step of a plan does

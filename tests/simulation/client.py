@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -35,6 +35,10 @@ from tests.simulation.timeline import Timeline
 
 ALICE = Caller(name="alice", role="member")
 TARGET = Target(machine="here", python="3.11", platform="linux-x86_64")
+ANYWHERE = Target(machine="", python="3.11", platform="linux-x86_64")
+SNAPSHOT = "5" * 64
+Size = Literal["usual", "long", "large"]
+_GPUS: dict[Size, list[int]] = {"usual": [1, 1, 1, 2, 2, 4, 8], "long": [1], "large": [9, 10, 12, 12, 14]}
 SECRET = "hunter2-of-alice"
 _AGAIN_S = 1.5
 _MISSING = "\n— ".encode()
@@ -50,6 +54,8 @@ class Wrong(AssertionError):
 class Client:
     """One call of a function on the server; a long one works for a while, on any node, and again if it has to.
 
+    One that is large needs several nodes.
+
     Attributes:
         acknowledged: whether the submit was answered.
         end: how the run ended, once that was said.
@@ -59,7 +65,14 @@ class Client:
     """
 
     def __init__(
-        self, time: Timeline, network: Network, run_id: str, rng: random.Random, *, long: bool = False, tag: str = ""
+        self,
+        time: Timeline,
+        network: Network,
+        run_id: str,
+        rng: random.Random,
+        *,
+        size: Size = "usual",
+        tag: str = "",
     ) -> None:
         self.time, self.network, self.run_id = time, network, run_id
         self.link = Link(f"client of {run_id}")
@@ -69,18 +82,20 @@ class Client:
         self._asks_to_stop = False
         self._seq = 0
         self._got: dict[Place, bytearray] = {}
-        gpus = rng.choice([1, 1, 1, 2, 2, 4, 8]) if not long else 1
+        gpus = rng.choice(_GPUS[size])
         self.request = RunRequest(
             id=run_id,
             spec=RunSpec(
                 payload=Function(),
+                environment="snapshot" if size == "large" else "live",
                 remote=True,
                 resources=Resources(gpus=gpus, gpu_type="H100"),
                 retries=rng.choice([0, 1, 2]),
-                resume=rng.random() < 0.4 or long,
+                resume=rng.random() < 0.4 or size == "long",
                 tags={"project": tag} if tag else {},
             ),
-            target=TARGET,
+            target=ANYWHERE if size == "large" else TARGET,
+            snapshot=SNAPSHOT if size == "large" else "",
             context=msgspec.Raw(b'{"variables": {"PASSWORD": "' + SECRET.encode() + b'"}}'),
             call=b"call of " + run_id.encode(),
         )
@@ -226,6 +241,7 @@ class Client:
             stored = services.database.read(
                 lambda connection: files.of_attempt(connection, self.run_id, run.fence, prefix="results/")
             )
+            stored.sort(key=lambda file: int(file.name.removeprefix("results/").removesuffix(".pkl")))
             data = [b"".join(outputs.source(services, file)(0, file.size)) for file in stored]
             return views.run_view(run), data
 

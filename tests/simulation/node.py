@@ -18,7 +18,7 @@ from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.server import identity, reporting
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.agents import CREWS, Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import node_key
 from serverless_gpu.server.services import Services
@@ -45,6 +45,8 @@ _PAUSES_S = (0.3, 1.0, 3.0, 5.0)
 _PIECE_BYTES = 64
 MOMENTS = ("has taken an order", "may begin", "has told an end")
 """Of an attempt on a node; at the last one its receipt is still to come."""
+OF_GANGS = ("has offered itself", "has tried the others", "has met the others", "has returned", "was released", "halts")
+"""Of a crew with others: each just when the server has answered that."""
 
 
 class Node:
@@ -59,7 +61,7 @@ class Node:
         work: what an attempt does.
 
     Attributes:
-        reached: called at each of `MOMENTS`: what is done just then is hardly ever done by chance.
+        reached: called at each of `MOMENTS` and `OF_GANGS`: what is done just then is hardly ever done by chance.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Node:
         self.uplink: Uplink | None = None
         self.work = work
         self.destroyed = False
-        self.reached: Callable[[Node, str], None] = lambda _node, _moment: None
+        self.reached: Callable[[Node, str, str], None] = lambda _node, _moment, _run_id: None
         self._boots = 1
         self.start_uplink()
 
@@ -197,6 +199,7 @@ class Uplink:
             platform="linux-x86_64",
             devices=node.devices,
             attempts=self._seen(),
+            takes=(CREWS,),
         )
         self.id = ""
 
@@ -248,7 +251,7 @@ class Uplink:
             self._looking = False
             taken = [order.seq for order in found if self._obey(order)]
             if taken:
-                node.reached(node, MOMENTS[0])
+                node.reached(node, MOMENTS[0], found[0].run_id)
                 take: Callable[[Services], None] = lambda services: Agents(services).take(WHO, node_id, taken)  # noqa: E731
                 self.ask(take, lambda _answer: None, lambda _error: None)
             self.later(0.01 if self._rung else _LOOK_S, self._look)
@@ -259,7 +262,8 @@ class Uplink:
 
         def stream(services: Services) -> list[Order]:
             services.hub.listen(node_key(node_id), self.ring)
-            return Agents(services).waiting(WHO, node_id)
+            agents = Agents(services)
+            return [*agents.waiting(WHO, node_id), *agents.looks(WHO, node_id)]
 
         self.ask(stream, heard, failed)
 
@@ -273,9 +277,13 @@ class Uplink:
                 self.node.launch(kept)
             return True
         if isinstance(order, Look):
-            return False  # gangs are of one node here
+            if gang in self.lines:
+                self.lines[gang].soon()
+            return False
         supervisor = self.node.supervisors.get(gang)
         if supervisor is not None:
+            if order.released:
+                supervisor.release()
             supervisor.stop(order.reason)
         return True
 
@@ -336,10 +344,10 @@ class Line:
             return
         report, asked_ns = self._next(), self._uplink.time.now_ns
         self._asking, self._again = True, False
-        token, gang = self._kept.order.token, self.gang
+        order = self._kept.order
 
         def request(services: Services) -> ReportAnswer:
-            return reported(services, token, gang, report)
+            return reported(services, order, report)
 
         def heard(answer: ReportAnswer) -> None:
             self._asking, self._failures = False, 0
@@ -366,12 +374,14 @@ class Line:
             return
         self._facts = max(self._facts, max((fact.seq + 1 for fact in report.facts), default=0))
         for piece in report.logs:
-            self._logged = answer.offsets.get("0.stdout", piece.offset + len(piece.data))
+            self._logged = answer.offsets.get(f"{piece.rank}.stdout", piece.offset + len(piece.data))
         self._ending_sent |= report.ending is not None
         self._answers += 1
         supervisor = self._node.supervisors.get(self.gang)
         if supervisor is not None and supervisor.lives:
             supervisor.renew(lease_end_ns(asked_ns, self._uplink.time.now_ns, answer.partition_grace_s))
+            if supervisor.crew is not None:
+                supervisor.crew.hear(answer)
             if answer.stop is not None:
                 supervisor.stop(answer.stop)
         if report.receipt is not msgspec.UNSET and self._ending_sent:
@@ -379,15 +389,19 @@ class Line:
             self._uplink.lines.pop(self.gang, None)
             del self._node.kept[self.gang]
             return
-        self._reached(report)
+        self._reached(report, answer)
         is_behind = self._logged < len(self._kept.log) or (self._kept.stopped is not None and not self._ending_sent)
         self._plan(0.02 if self._again or is_behind else answer.heartbeat_s)
 
-    def _reached(self, report: Report) -> None:
-        if self._answers == 1:
-            self._node.reached(self._node, MOMENTS[1])
+    def _reached(self, report: Report, answer: ReportAnswer) -> None:
+        moments = [MOMENTS[1]] if self._answers == 1 else []
         if report.ending is not None:
-            self._node.reached(self._node, MOMENTS[2])
+            moments.append(MOMENTS[2])
+        if self._kept.order.crews and report.ending is None:
+            said = (report.offer, report.reach, answer.chosen, report.returned, answer.release, report.halt)
+            moments += [moment for moment, is_so in zip(OF_GANGS, said, strict=True) if is_so]
+        for moment in moments:
+            self._node.reached(self._node, moment, self.gang[0])
 
     def _next(self) -> Report:
         kept = self._kept
@@ -399,10 +413,15 @@ class Line:
             world_size=kept.order.world_size,
             gpus=kept.facts[-1].gpus if kept.facts else (),
             exec_ns=began[0] if began else None,
-            logs=(LogPiece(rank=0, stream="stdout", offset=self._logged, data=data),) if data else (),
+            logs=(LogPiece(rank=kept.ranks[0], stream="stdout", offset=self._logged, data=data),) if data else (),
             facts=facts,
             freed=kept.receipt is not None,
         )
+        supervisor = self._node.supervisors.get(self.gang)
+        crew = supervisor.crew if supervisor is not None and supervisor.lives else None
+        if crew is not None:
+            offer, reach = (None, None) if began else (crew.offer, crew.reach)
+            report = msgspec.structs.replace(report, offer=offer, reach=reach, returned=crew.returned, halt=crew.halt)
         if kept.stopped is None or self._logged + len(data) < len(kept.log):
             return report
         ending = Ending(
@@ -418,11 +437,12 @@ class Line:
         assert self._kept.stopped is not None
         if self._kept.stopped.reason is not Reason.COMPLETED:
             return ()
-        results = [result_of(*self.gang, rank) for rank in range(self._kept.order.world_size)]
-        inline = [File(name=f"results/{rank}.pkl", size=len(data), inline=data) for rank, data in enumerate(results)]
+        results = {f"results/{rank}.pkl": result_of(*self.gang, rank) for rank in self._kept.ranks}
+        inline = [File(name=name, size=len(data), inline=data) for name, data in results.items()]
         if self._blob_there:
-            blob = BlobReference(size=len(results[0]), parts=(blake3(results[0]).hexdigest(),))
-            inline[0] = File(name="results/0.pkl", size=len(results[0]), blob=blob)
+            name, data = next(iter(results.items()))
+            blob = BlobReference(size=len(data), parts=(blake3(data).hexdigest(),))
+            inline[0] = File(name=name, size=len(data), blob=blob)
         return tuple(inline)
 
     def _needs_blob(self) -> bool:
@@ -431,7 +451,7 @@ class Line:
         return wants and not self._blob_there and not self._ending_sent
 
     def _upload(self) -> None:
-        data = result_of(*self.gang, 0)
+        data = result_of(*self.gang, self._kept.ranks[0])
         self._asking = True
 
         def heard(_answer: None) -> None:
@@ -451,9 +471,9 @@ def lease_end_ns(asked_ns: int, _answered_ns: int, grace_s: float) -> int:
     return asked_ns + round(grace_s * S)
 
 
-def reported(services: Services, token: str, gang: Gang, said: Report) -> ReportAnswer:
+def reported(services: Services, order: Start, said: Report) -> ReportAnswer:
     """Apply a report as the gate and its route do."""
     now_ns = services.clock.wall_ns()
-    who = services.database.read(lambda connection: identity.authenticate(connection, token, now_ns=now_ns))
-    assert who.attempt == (*gang, 0)
-    return reporting.report(services, who, run_id=gang[0], fence=gang[1], said=said)
+    who = services.database.read(lambda connection: identity.authenticate(connection, order.token, now_ns=now_ns))
+    assert who.attempt == (order.run_id, order.fence, order.crew)
+    return reporting.report(services, who, run_id=order.run_id, fence=order.fence, said=said)

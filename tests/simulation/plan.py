@@ -43,6 +43,16 @@ MONEY: dict[str, int] = {
     "detach a policy": 1,
 }
 """What people decide about money meanwhile."""
+GANGS: dict[str, int] = {
+    "cut two nodes off each other": 3,
+    "cut off a crew that": 5,
+    "kill the supervisor of a crew that": 4,
+    "reboot the node of a crew that": 3,
+    "kill the server when a crew": 6,
+    "cancel when a crew": 4,
+    "preempt when a crew": 3,
+}
+"""What else can go wrong where runs need several nodes; most of it just when a crew has come to some point."""
 MONTH_ENDS_S = 1_801_440_000.0
 """2027-02-01, a Monday: a month, a week and a day end with the same moment."""
 
@@ -86,8 +96,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         after_s: so long after the step before.
-        what: a trouble, a step of a story, or "submit", "cancel", "preempt", "drain", "drain a node",
-            one of `MONEY`.
+        what: a trouble, a step of a story, or "submit", "submit a large run", "cancel", "preempt", "drain",
+            "drain a node", one of `MONEY`, one of `GANGS`.
         which: number of the node, the run, the place …; taken modulo how many there are.
         amount: between 0 and 1: how long, how far, how much.
     """
@@ -111,6 +121,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         mixes: whether requests are served in between each other.
         epoch_s: when it begins, seconds since 1970; in half of all plans a month and a week end in the middle of it.
         spends: whether there are prices, and perhaps budgets and policies.
+        gangs: whether some runs need several nodes.
         asked: how many steps were asked for: others were put in between, and this draws the same plan again.
     """
 
@@ -121,6 +132,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...]
     epoch_s: float = EPOCH_S
     spends: bool = False
+    gangs: bool = False
     asked: int = 0
 
 
@@ -144,6 +156,10 @@ def draw(seed: int, steps: int = STEPS) -> Plan:
         start = rng.randint(2, max(2, steps - len(story)))
         drawn[start : start + len(story)] = story
     drawn = _with_drains(random.Random(f"drains {seed}"), drawn)
+    gangs = random.Random(f"gangs {seed}")
+    has_gangs = gangs.random() < 0.5
+    if has_gangs:
+        drawn = _with_gangs(gangs, drawn)
     money = random.Random(f"money {seed}")
     spends = money.random() < 0.5
     return Plan(
@@ -154,6 +170,7 @@ def draw(seed: int, steps: int = STEPS) -> Plan:
         steps=tuple(_with_money(money, drawn) if spends else drawn),
         epoch_s=MONTH_ENDS_S - money.uniform(5.0, 90.0) if money.random() < 0.5 else EPOCH_S,
         spends=spends,
+        gangs=has_gangs,
         asked=steps,
     )
 
@@ -164,6 +181,17 @@ def _with_drains(rng: random.Random, drawn: list[Step]) -> list[Step]:
         return drawn
     for _ in range(rng.randint(1, 3)):
         drawn.insert(rng.randint(2, len(drawn)), _step(rng, rng.choice([0.05, 2.0]), "drain a node", None))
+    return drawn
+
+
+def _with_gangs(rng: random.Random, drawn: list[Step]) -> list[Step]:
+    """Return the steps with some more in between: runs that need several nodes, and what can go wrong with them."""
+    for _ in range(rng.randint(2, 4)):
+        drawn.insert(rng.randint(1, len(drawn)), _step(rng, rng.choice([0.05, 2.0, 5.0]), "submit a large run", None))
+    kinds = rng.sample(sorted(GANGS), rng.randint(1, 3))
+    for _ in range(rng.randint(2, 5)):
+        what = rng.choices(kinds, [GANGS[kind] for kind in kinds])[0]
+        drawn.insert(rng.randint(0, len(drawn)), _step(rng, rng.choice([0.05, 0.5, 2.0]), what, None))
     return drawn
 
 

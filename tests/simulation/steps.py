@@ -13,7 +13,7 @@ from serverless_gpu.server.ruling import Asked
 from serverless_gpu.wire.nodes import NodeDrainRequest
 from tests.simulation.client import Client
 from tests.simulation.network import Link
-from tests.simulation.node import MOMENTS, Node
+from tests.simulation.node import MOMENTS, OF_GANGS, Node
 from tests.simulation.plan import PLACES, Step
 from tests.simulation.spending import MONEY_STEPS, PROJECTS
 from tests.simulation.storage import Killed
@@ -34,7 +34,13 @@ def _submit_long(world: World, step: Step) -> None:
     run_id, rng = world.new_run_id(), random.Random(f"client {world.plan.seed} {step.which}")
     world.long.add(run_id)
     tag = _tag(world, step)
-    world.clients.append(Client(world.time, world.network, run_id, rng, long=True, tag=tag))
+    world.clients.append(Client(world.time, world.network, run_id, rng, size="long", tag=tag))
+
+
+def _submit_large(world: World, step: Step) -> None:
+    rng = random.Random(f"large {world.plan.seed} {step.which}")
+    tag = _tag(world, step)
+    world.clients.append(Client(world.time, world.network, world.new_run_id(), rng, size="large", tag=tag))
 
 
 def _tag(world: World, step: Step) -> str:
@@ -106,7 +112,7 @@ def _burn(world: World, step: Step) -> None:
 def _burn_at_the_end(world: World, step: Step) -> None:
     """A machine is gone for ever after it has told an end, and before the receipt of that."""
 
-    def burn(node: Node) -> bool:
+    def burn(node: Node, _run_id: str) -> bool:
         if node is world.nodes[0]:
             return False
         world.time.after(0.0, lambda: None if node.destroyed else _destroy(world, node, step.amount * 30))
@@ -185,7 +191,7 @@ def _cut_at(moment: str) -> Callable[[World, Step], None]:
     """Cut off whichever node is the next one at a moment, for longer than most graces."""
 
     def arm(world: World, step: Step) -> None:
-        def cut(node: Node) -> bool:
+        def cut(node: Node, _run_id: str) -> bool:
             node.link.up = node.link.down = False
             world.lasting(40 + step.amount * 30, lambda: _join(node.link))
             return True
@@ -217,6 +223,57 @@ def _working(world: World, step: Step) -> Node:
     """Return a node that has user code at work, or any."""
     busy = [node for node in world.nodes if any(one.lives and one.begun for one in node.supervisors.values())]
     return busy[step.which % len(busy)] if busy else _node(world, step)
+
+
+def _cut_apart(world: World, step: Step) -> None:
+    """Two machines do not reach each other; the server reaches both."""
+    one, other = (world.nodes[number % 3] for number in (step.which, step.which + 1 + step.which % 2))
+    one.machine.unreached.add(other.name)
+    world.lasting(20 + step.amount * 60, lambda: one.machine.unreached.discard(other.name))
+
+
+def _when_a_crew(do: Callable[[World, Step, Node, str], None]) -> Callable[[World, Step], None]:
+    """Do something just when the next crew has come to some point; some of those that come to it are let pass."""
+
+    def arm(world: World, step: Step) -> None:
+        left = [step.which // 7 % 3]
+
+        def spring(node: Node, run_id: str) -> bool:
+            left[0] -= 1
+            if left[0] < 0:
+                world.time.after(0.0, lambda: None if world.mended else do(world, step, node, run_id))
+            return left[0] < 0
+
+        world.traps[OF_GANGS[step.which % len(OF_GANGS)]] = spring
+
+    return arm
+
+
+def _cut_crew(world: World, step: Step, node: Node, _run_id: str) -> None:
+    node.link.up, node.link.down = step.which % 3 == 0, step.which % 3 == 1
+    world.lasting(step.amount * 70, lambda: _join(node.link))
+
+
+def _kill_crew(_world: World, _step: Step, node: Node, run_id: str) -> None:
+    for (other, _), supervisor in node.supervisors.items():
+        if other == run_id and supervisor.lives:
+            supervisor.kill()
+            supervisor.news()
+
+
+def _reboot_crew(world: World, step: Step, node: Node, _run_id: str) -> None:
+    if not node.destroyed:
+        node.reboot()
+        world.time.after(step.amount**2 * 60, node.start_uplink)
+
+
+def _stop_gang(why: StopReason) -> Callable[[World, Step, Node, str], None]:
+    def stop(world: World, _step: Step, _node: Node, run_id: str) -> None:
+        for client in world.clients:
+            if client.run_id == run_id:
+                client.stop(why)
+
+    return stop
 
 
 def _lose(world: World, step: Step) -> None:
@@ -256,6 +313,7 @@ def _drain_node(world: World, step: Step) -> None:
 DO: dict[str, Callable[[World, Step], None]] = {
     "submit": _submit,
     "submit a long run": _submit_long,
+    "submit a large run": _submit_large,
     "cancel": _stop(StopReason.CANCEL),
     "preempt": _stop(StopReason.PREEMPT),
     "drain": _stop(StopReason.DRAIN),
@@ -284,5 +342,14 @@ DO: dict[str, Callable[[World, Step], None]] = {
     "drain a node": _drain_node,
     "engine loses a node": _lose,
     "engine refuses": _refuse,
+    "cut two nodes off each other": _cut_apart,
+    "cut off a crew that": _when_a_crew(_cut_crew),
+    "kill the supervisor of a crew that": _when_a_crew(_kill_crew),
+    "reboot the node of a crew that": _when_a_crew(_reboot_crew),
+    "kill the server when a crew": _when_a_crew(
+        lambda world, step, _node, _run_id: world.kill_server(step.amount**2 * 30)
+    ),
+    "cancel when a crew": _when_a_crew(_stop_gang(StopReason.CANCEL)),
+    "preempt when a crew": _when_a_crew(_stop_gang(StopReason.PREEMPT)),
     **MONEY_STEPS,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -20,10 +20,11 @@ from serverless_gpu import ambient, faults
 from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated import Reservations, SimulatedEngine
 from serverless_gpu.model.attempt import TERMINAL
-from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.server import chaining, retention, tables
+from serverless_gpu.model.hardware import Device, parse_fake
+from serverless_gpu.server import chaining, gathering, retention, tables
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.invariants import History, Stretch
 from serverless_gpu.server.self_check import check
 from serverless_gpu.server.violations import Violation
@@ -31,6 +32,7 @@ from serverless_gpu.wire.agents import Start
 from tests.reckoning import wrongs
 from tests.simulation import caps, supervisor
 from tests.simulation.client import SECRET, Client, Wrong
+from tests.simulation.crew import Crew
 from tests.simulation.network import Network
 from tests.simulation.node import Node
 from tests.simulation.plan import Plan, Step
@@ -100,8 +102,9 @@ class World:
         self.engine = SimulatedEngine(self._engine_nodes, self._reservations)
         self.grace_s = plan.grace_s
         self.nodes: list[Node] = []
+        self._gangs: dict[supervisor.Gang, list[Crew]] = {}
         self.long: set[str] = set()
-        self.traps: dict[str, Callable[[Node], bool]] = {}
+        self.traps: dict[str, Callable[[Node, str], bool]] = {}
 
     def run(self) -> None:
         """Do it.
@@ -122,9 +125,7 @@ class World:
         self.start_server()
         for name, text in NODES.items():
             devices = parse_fake(text)
-            node = Node(self.time, self.network, name=name, devices=devices, ran=self.ran, work=self._work)
-            node.reached = self._reached
-            self.nodes.append(node)
+            self.join(name, devices)
         at_s = 0.2
         for step in self.plan.steps:
             at_s += step.after_s
@@ -137,6 +138,13 @@ class World:
             self.time.run_until(self.time.now_ns + 10 * S)
         self._check()
         self._check_over()
+
+    def join(self, name: str, devices: Sequence[Device]) -> None:
+        """Have a machine."""
+        node = Node(self.time, self.network, name=name, devices=devices, ran=self.ran, work=self._work)
+        node.reached = self._reached
+        node.machine.gangs = self._gangs
+        self.nodes.append(node)
 
     # --- what is done ------------------------------------------------------------------------------------------------
 
@@ -177,8 +185,11 @@ class World:
         self.place = ""
         for link in (*(node.link for node in self.nodes), *(client.link for client in self.clients)):
             link.up, link.down, link.late_s, link.answers_late_s = True, True, 0.0, 0.0
-        for node in self.nodes:
+        for node in list(self.nodes):
+            node.machine.unreached.clear()
             node.start_uplink()
+            if node.destroyed and self.plan.gangs:  # somebody buys another one, or large runs wait for ever
+                self.join(f"n{len(self.nodes) + 1}", node.devices)
         for name in OF_THE_ENGINE:
             self.engine.bring_back(name)
         self.start_server()
@@ -194,11 +205,11 @@ class World:
         return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
 
     def _work(self, start: Start) -> Work:
-        return supervisor.drawn(start.run_id, start.fence, long=start.run_id in self.long)
+        return supervisor.drawn_of(start, long=start.run_id in self.long)
 
-    def _reached(self, node: Node, moment: str) -> None:
+    def _reached(self, node: Node, moment: str, run_id: str) -> None:
         trap = self.traps.get(moment)
-        if trap is not None and not self.mended and trap(node):
+        if trap is not None and not self.mended and trap(node, run_id):
             self.time.note(f"{node.name} {moment}")
             del self.traps[moment]
 
@@ -226,6 +237,7 @@ class World:
                 Stretch(
                     run_id=one.run_id,
                     fence=one.fence,
+                    crew=one.crew,
                     node=one.node,
                     devices=one.devices,
                     began_ns=one.began_ns,
@@ -263,6 +275,8 @@ class World:
         for run_id, state in self.disk.read(lambda connection: connection.execute(_OPEN).all()):
             self.wrong.append(f"ends run {run_id} is {state}, {SETTLE_S:.0f} s after the last trouble")
         self.wrong += wrongs(self.disk.read)
+        for run_id in self.disk.read(lambda connection: connection.scalars(_BY_A_PEER).all()):
+            self.wrong.append(f"cause run {run_id} ended because a rank lost its peer, and the peer had a reason")
         there = self.disk.read(lambda connection: connection.scalars(sa.select(tables.runs.c.id)).all())
         for client in self.clients:
             if not client.is_over:
@@ -294,6 +308,10 @@ class World:
             mock.patch.object(retention, "FIRST_S", 20.0),
             mock.patch.object(retention, "EVERY_S", 20.0),
             mock.patch.object(chaining, "EVERY_S", 5.0),
+            mock.patch.object(Environments, "need", lambda _self, _snapshot: None),
+            mock.patch.object(gathering, "COME_S", 40.0),
+            mock.patch.object(gathering, "MEET_S", 20.0),
+            mock.patch.object(gathering, "TOTAL_S", 120.0),
             caps.watched(self.wrong),
         ):
             try:
@@ -327,6 +345,7 @@ _OPEN = sa.select(tables.runs.c.id, tables.runs.c.state).where(
         tables.runs.c.settled_ns.is_(None),
     )
 )
+_BY_A_PEER = sa.select(tables.attempts.c.run_id).where(tables.attempts.c.reason == supervisor.LOST_PEER.value)
 _DUE = sa.select(tables.crews.c.run_id).where(tables.crews.c.uncharged)
 
 

@@ -231,10 +231,11 @@ class AgentServer:
         """Send an order once more."""
         self.send(attempt.start)
 
-    def order_stop(self, attempt: SeenAttempt, reason: StopReason) -> None:
+    def order_stop(self, attempt: SeenAttempt, reason: StopReason, *, released: bool = False) -> None:
         """Order the node to stop an attempt."""
         start = attempt.start
-        self.send(Stop(seq=self.next_seq(), run_id=start.run_id, fence=start.fence, reason=reason))
+        seq = self.next_seq()
+        self.send(Stop(seq=seq, run_id=start.run_id, fence=start.fence, reason=reason, released=released))
 
     def send(self, order: Order, node: str = "node1") -> None:
         """Give a node an order; one to look is not kept."""

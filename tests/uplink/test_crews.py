@@ -175,6 +175,22 @@ def test_a_crew_that_is_stopped_while_it_waits_for_the_others_does_not_wait(node
     assert (second.reason, first.reason) == (Reason.CANCELLED, Reason.PEER_FAILED)
 
 
+def test_a_stop_that_comes_after_all_have_returned_ends_no_crew(nodes: list[Node], where: str) -> None:
+    """One is told by the order to stop, before anything else; the other one by an answer that says both."""
+    server = nodes[0].server
+    gang = order_gang(server, second_stays, where)
+    gang.holds_release = True
+    Path(where, "go").touch()
+    first, second = gang.crews
+    wait_for(lambda: first.returned and second.returned, "both nodes have returned")
+    server.order_stop(first, StopReason.CANCEL, released=True)
+    wait_for(lambda: first.ending, "the first node has ended")
+    second.stop = StopReason.CANCEL
+    gang.holds_release = False
+    gang.look(second)
+    assert [crew.reason for crew in gang.settled().crews] == [Reason.COMPLETED] * 2
+
+
 # --- the meeting fails ------------------------------------------------------------------------------------------------
 
 

@@ -104,6 +104,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         crew: whose story it is; None where it is the server's: the run was asked to stop, or its nodes did not meet.
         final: whether nothing that is heard later replaces it.
         apart: two crews of which the first does not reach the second, where that is the cause.
+        silent: whether a node went silent before any of it could begin, which nobody is to blame for.
     """
 
     crew: int | None
@@ -112,6 +113,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     final: bool = True
     apart: tuple[int, int] | None = None
+    silent: bool = False
 
 
 class Fold(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,7 +249,7 @@ def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Ended |
     lost = ends[cause.crew] if cause.crew is not None else None
     if lost is not None and lost.given_up and lost.reason is cause.reason and proven:
         return GivenUp(cause.reason)
-    return Ended(_explained(crews, cause), began=began, proven=proven)
+    return Ended(_explained(crews, cause), began=began, proven=proven, uncounted=cause.silent and not began)
 
 
 def _explained(crews: Sequence[Crew], cause: Cause) -> Reason:

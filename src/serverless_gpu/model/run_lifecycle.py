@@ -124,11 +124,13 @@ class Ended(msgspec.Struct, frozen=True):
 
     Attributes:
         proven: whether no process of it is left; else one could not be ended, and there is no other attempt.
+        uncounted: whether one that is made because this one did not begin is not one of those that may be.
     """
 
     reason: Reason
     began: bool
     proven: bool = True
+    uncounted: bool = False
 
 
 class GivenUp(msgspec.Struct, frozen=True):
@@ -270,7 +272,7 @@ def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
     if isinstance(event, Ended) and not event.proven:
         return _conclude(run, reason)  # what is left of it might run beside the next one
     if untouched:
-        return _again_untouched(run, reason)
+        return _again_untouched(run, reason, is_counted=not (isinstance(event, Ended) and event.uncounted))
     if at_limit:
         return _requeue(run)
     if reason in _DISPLACED:
@@ -286,8 +288,8 @@ def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
     return _conclude(run, reason)
 
 
-def _again_untouched(run: Run, reason: Reason) -> Step:
-    if reason in _DISPLACED:  # somebody decided that, and user code never saw it
+def _again_untouched(run: Run, reason: Reason, *, is_counted: bool) -> Step:
+    if reason in _DISPLACED or not is_counted:  # somebody decided that, or went away, and user code never saw it
         return _requeue(run)
     return _requeue_for_infra(run, Reason.GANG_START if reason is Reason.START_FAILED else reason)
 

@@ -39,7 +39,9 @@ class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         created_ns: when its attempt was placed.
         started_ns: when user code of its attempt began; None as long as it has not.
         num_nodes: how many crews its attempt has, those that have ended, too.
-        has_met: whether it is decided that they meet, or that they will not.
+        began: whether user code of its attempt has begun.
+        chosen: whether it is written how its crews meet.
+        called_off: whether it is written that they will not.
     """
 
     id: str
@@ -54,7 +56,14 @@ class Active(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     started_ns: int | None
     crews: tuple[ActiveCrew, ...]
     num_nodes: int = 1
-    has_met: bool = False
+    began: bool = False
+    chosen: bool = False
+    called_off: bool = False
+
+    @property
+    def has_met(self) -> bool:
+        """Return whether it is decided that its crews meet, or that they will not."""
+        return self.began or self.chosen or self.called_off
 
 
 _CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
@@ -69,7 +78,9 @@ _ACTIVE_BRIEFLY = (
         nodes.c.name,
         *(crews.c[name] for name in ("gpus", "grace_s", "state")),
         attempts.c.num_nodes,
-        sa.or_(attempts.c.chosen_json.is_not(None), attempts.c.called_off, attempts.c.began).label("has_met"),
+        attempts.c.began,
+        attempts.c.chosen_json.is_not(None).label("chosen"),
+        attempts.c.called_off,
     )
     .select_from(runs.join(attempts, _CURRENT).join(crews, _OF_CURRENT).join(nodes, nodes.c.id == crews.c.node_id))
     .where(runs.c.state.in_([state.value for state in ACTIVE]), crews.c.ended_ns.is_(None))
@@ -99,7 +110,9 @@ def active_briefly(connection: sa.Connection) -> list[Active]:
             started_ns=row[9],
             crews=(crew,),
             num_nodes=row[16],
-            has_met=bool(row[17]),
+            began=bool(row[17]),
+            chosen=bool(row[18]),
+            called_off=bool(row[19]),
         )
     return list(found.values())
 

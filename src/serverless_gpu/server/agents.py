@@ -30,7 +30,18 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProb
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import attempt_tokens, audit, crews, nodes, orders, pools, runs, secret_store, transitions
+from serverless_gpu.server import (
+    attempt_tokens,
+    attempts,
+    audit,
+    crews,
+    nodes,
+    orders,
+    pools,
+    runs,
+    secret_store,
+    transitions,
+)
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.crews import Gang
@@ -254,7 +265,9 @@ class Agents:
         if order.kind == "stop":
             if order.stop is None:
                 return None
-            return Stop(seq=order.seq, run_id=order.run_id, fence=order.fence, reason=order.stop)
+            attempt = attempts.find(connection, order.run_id, order.fence)
+            released = attempt is not None and attempt.released
+            return Stop(seq=order.seq, run_id=order.run_id, fence=order.fence, reason=order.stop, released=released)
         run = runs.find(connection, order.run_id)
         payload = runs.payload(connection, order.run_id)
         if run is None or payload is None or run.attempt is None or run.fence != order.fence:

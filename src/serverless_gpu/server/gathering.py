@@ -166,6 +166,16 @@ class Meetings:
             self._gathered = {gang: known for gang, known in self._gathered.items() if gang in gangs}
 
 
+def gone(nodes: Sequence[str], silent: Sequence[int]) -> str:
+    """Return why a gang is called off whose nodes went silent, for people.
+
+    Args:
+        nodes: names of the crews' nodes, by their numbers.
+        silent: numbers of the crews.
+    """
+    return f"{_named(nodes, silent)} gone silent before the run's nodes had met"
+
+
 def check(gang: str, number: int, *, of: int, offer: Offer | None, reach: Reach | None) -> None:
     """Refuse what no crew can have said; the others are told it, and some of it becomes their ranks' variables.
 

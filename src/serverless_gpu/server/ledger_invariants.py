@@ -16,7 +16,7 @@ from itertools import pairwise
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.attempt import MEANINGS, Reason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.ledger import EntryKind, Line, charge, reversed_line, standing, sum_of
 from serverless_gpu.server import counting
@@ -124,19 +124,23 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[Posted], booked:
     is_whole = receipt is not None and receipt.facts is not None and len(own) >= receipt.facts
     if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(entry.provisional for entry in stands):
         yield f"{of.name} has said everything, and is charged provisionally"
-    if receipt is not None and is_whole and _is_alike(of.crew, receipt):
+    if receipt is not None and is_whole and _is_alike(of, receipt):
         micros = sum_of(wanted, of.attempt.tariff).micros
         if micros != receipt.micros:
             yield f"the receipt of {of.name} says {receipt.micros} micros, and the ledger {micros}"
 
 
-def _is_alike(crew: StoredCrew, receipt: SeenReceipt) -> bool:
+def _is_alike(of: _OfCrew, receipt: SeenReceipt) -> bool:
     """Return whether a receipt can be compared: of a node that knows the tariff, for an end that the server knows so.
 
-    One that was given up and has come to its own end has two ends, and the server's counts.
+    One that was given up and has come to its own end has two ends, and the server's counts. Who pays for a crew
+    follows from how all of its gang ended, and a node says what follows from its own end.
     """
-    reason = None if crew.reason is Reason.COMPLETED else crew.reason
-    return receipt.bill is not msgspec.UNSET and receipt.reason == (reason.value if reason else None)
+    own, whole = of.crew.reason, of.attempt.reason
+    if own is None or whole is None or MEANINGS[own].is_billed is not MEANINGS[whole].is_billed:
+        return False
+    reason = None if own is Reason.COMPLETED else own.value
+    return receipt.bill is not msgspec.UNSET and receipt.reason == reason
 
 
 def _told(lines: Iterable[Line]) -> str:

@@ -17,7 +17,11 @@ What can go wrong:
 - A crew says something else than before: the first word stays, which the others have tried.
 - The run is asked to stop, or a crew fails, before they have met: called off at the next look; that is not the cause.
 - A crew is silent when all the rest is there: nothing is chosen until it is heard of, or the limit has passed.
-- The server was restored from a backup: user code may run of which it knows nothing, so nothing is called off.
+- A crew and its node are silent before they have met: called off, and the crew ended as one that nobody has heard of.
+  The run need not wait for what never began, nor is this one of the attempts that it may have. So it is with a crew
+  that falls silent once its gang was called off.
+- The server was restored from a backup: user code may run of which it knows nothing, so nothing is called off. Where it
+  runs on some nodes, and others still wait to be told how they meet, nobody knows any more what was chosen: it ends.
 """
 
 from __future__ import annotations
@@ -67,12 +71,16 @@ def hear(services: Services, attempt: StoredAttempt, crew: StoredCrew, said: Rep
         crew: that reports.
         said: what it says.
     """
-    if attempt.num_nodes == 1 or attempt.ended_ns is not None or crew.ended_ns is not None or has_met(attempt):
+    if attempt.num_nodes == 1 or attempt.ended_ns is not None or crew.ended_ns is not None:
+        return
+    if attempt.chosen_json is not None or attempt.called_off:
         return
     now_ns = services.clock.boottime_ns()
     known, is_complete = services.meetings.hear(
         crew.id, of=attempt.num_nodes, offer=said.offer, reach=said.reach, now_ns=now_ns
     )
+    if has_met(attempt):
+        return
     if is_complete:
         _have_look(services, attempt, but=crew.number)
     _decide(services, attempt, known, now_ns=now_ns, but=crew.number)
@@ -106,18 +114,30 @@ def look(services: Services, active: Sequence[Active], now_ns: int) -> None:
         active: all runs that have devices.
         now_ns: boottime, nanoseconds.
     """
+    gone = {run.id: _gone(services, run, now_ns) for run in active if run.num_nodes > 1}
+    for one in active:
+        if one.called_off and gone[one.id]:
+            _end_silent(services, one, gone[one.id])
     waiting = [run for run in active if run.num_nodes > 1 and not run.has_met]
-    services.meetings.keep({(run.id, run.fence) for run in waiting})
+    half = [run for run in active if run.num_nodes > 1 and run.began and not run.chosen and not run.called_off]
+    services.meetings.keep({(run.id, run.fence) for run in (*waiting, *half)})
+    for one in half:
+        known = services.meetings.see((one.id, one.fence), now_ns=now_ns)
+        if now_ns - known.since_ns > gathering.MEET_S * 1e9:
+            _end_half(services, one, known)
     for one in waiting:
-        gang = (one.id, one.fence)
+        gang, silent = (one.id, one.fence), gone[one.id]
         run = services.database.read(partial(_waiting, run_id=one.id, fence=one.fence))
         if run is None or run.attempt is None:
             continue
         attempt, known = run.attempt, services.meetings.see(gang, now_ns=now_ns)
         if run.stop is not None or attempt.cause is not None:
-            _call_off(services, attempt, known, why="")
+            _call_off(services, attempt, known, why="", silent=silent)
             continue
         nodes = [crew.node for crew in attempt.crews]
+        if silent:
+            _call_off(services, attempt, known, why=gathering.gone(nodes, silent), silent=silent)
+            continue
         heard = {crew.number for crew in attempt.crews if _was_heard(attempt, crew)}
         age_s = (services.clock.wall_ns() - attempt.created_ns) / 1e9
         why = known.overdue(nodes, heard, now_ns=now_ns, age_s=age_s)
@@ -174,8 +194,70 @@ def _may_begin(attempt: StoredAttempt) -> bool:
     )
 
 
+def _gone(services: Services, run: Active, now_ns: int) -> tuple[int, ...]:
+    """Return the crews of which nothing is heard, nor of their nodes, by their numbers."""
+    silent_ns = services.settings.soft_expiry_s * 1e9
+    return tuple(
+        crew.id[2]
+        for crew in run.crews
+        if now_ns - services.leases.last_ns(crew.id, now_ns=now_ns) > silent_ns
+        and not services.presence.is_there(crew.node_id, now_ns=now_ns)
+    )
+
+
+def _end_silent(services: Services, gang: Active, silent: Sequence[int]) -> None:
+    """End the crews of a gang that was called off of which nothing is heard any more, nor of their nodes."""
+    note = Note(at_ns=services.clock.wall_ns())
+
+    def work(connection: sa.Connection) -> tuple[Told, ...]:
+        now = attempts.find(connection, gang.id, gang.fence)
+        if now is None or not now.called_off or now.ended_ns is not None:
+            return ()
+        return tuple(_refuse(connection, crew.id, note) for crew in now.open_crews if crew.number in silent)
+
+    try:
+        told = services.database.write(work)
+    except (StaleAttempt, IllegalTransition) as error:
+        _log.info("silent crews of %s:%s were not ended: %s", gang.id, gang.fence, error)
+        return
+    for one in told:
+        one.announce(services)
+
+
+def _end_half(services: Services, gang: Active, known: Gathered) -> None:
+    """End a gang whose user code runs on some nodes and cannot begin on others: how they meet is not in the backup."""
+
+    def work(connection: sa.Connection) -> StoredAttempt | None:
+        run = runs.find(connection, gang.id)
+        if run is None or run.attempt is None or run.fence != gang.fence or run.state not in ACTIVE:
+            return None
+        now = run.attempt
+        waits = [crew.node for crew in now.open_crews if crew.state is State.STARTING and crew.number in known.offers]
+        if not waits or now.chosen_json is not None or now.cause is not None or run.stop is not None:
+            return None
+        detail = f"its nodes had half met, and {', '.join(waits[:3])} cannot be told how"
+        cause = Cause(crew=None, reason=Reason.SERVER_RESTORED, detail=detail)
+        attempts.change(connection, now, cause_json=msgspec.json.encode(cause).decode())
+        return now
+
+    try:
+        ended = services.database.write(work)
+    except StaleAttempt as error:
+        _log.info("%s:%s was not ended: %s", gang.id, gang.fence, error)
+        return
+    if ended is not None:
+        _log.warning("attempt %s ends: the server was restored while its nodes met", ended.gang)
+        _have_look(services, ended, but=None)
+
+
 def _call_off(
-    services: Services, attempt: StoredAttempt, known: Gathered, *, why: str, apart: tuple[int, int] | None = None
+    services: Services,
+    attempt: StoredAttempt,
+    known: Gathered,
+    *,
+    why: str,
+    apart: tuple[int, int] | None = None,
+    silent: Sequence[int] = (),
 ) -> None:
     """Write that a gang will not meet, and end the crews that nobody has heard of.
 
@@ -185,6 +267,7 @@ def _call_off(
         known: of it.
         why: for people; not asked where it ends for another reason.
         apart: two crews of which the first does not reach the second.
+        silent: crews of which nothing is heard any more, nor of their nodes; they are ended, too.
     """
     at_ns = services.clock.wall_ns()
     why = "".join(character if character.isprintable() else " " for character in why)
@@ -195,13 +278,14 @@ def _call_off(
             return None
         now, values = run.attempt, dict[str, object](called_off=True)
         if now.cause is None and run.stop is None:
-            cause = Cause(crew=None, reason=Reason.NODES_APART, detail=why, apart=apart)
+            cause = Cause(crew=None, reason=Reason.NODES_APART, detail=why, apart=apart, silent=bool(silent))
             values["cause_json"] = msgspec.json.encode(cause).decode()
         if not attempts.decide(connection, now, **values):
             return None
-        unheard = [crew for crew in now.crews if crew.number not in known.heard_ns and not _was_heard(now, crew)]
+        unheard = {crew.number for crew in now.crews if crew.number not in known.heard_ns and not _was_heard(now, crew)}
+        ended = [crew for crew in now.open_crews if crew.number in unheard.union(silent)]
         note = Note(at_ns=at_ns, detail=why)
-        return now, tuple(_refuse(connection, crew.id, note) for crew in unheard if crew.ended_ns is None)
+        return now, tuple(_refuse(connection, crew.id, note) for crew in ended)
 
     try:
         done = services.database.write(work)

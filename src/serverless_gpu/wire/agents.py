@@ -207,12 +207,18 @@ class Look(Answer, frozen=True, kw_only=True, tag="look"):
 
 
 class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
-    """Stop an attempt in order."""
+    """Stop an attempt in order.
+
+    Attributes:
+        released: all of its ranks had returned before that was asked, on every node: those here may exit, and it has
+            succeeded, if only its results come.
+    """
 
     seq: int
     run_id: str
     fence: int
     reason: StopReason
+    released: bool = False
 
 
 Order = Start | Stop | Look

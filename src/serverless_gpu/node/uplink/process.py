@@ -37,6 +37,7 @@ from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.node.flocks import hold
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
+from serverless_gpu.node.protocol import GangNews
 from serverless_gpu.node.remote import open_attempts
 from serverless_gpu.node.uplink import starting
 from serverless_gpu.node.uplink.control import lock_path
@@ -225,6 +226,8 @@ class Uplink:
             minder = self._minders.get(gang)
         match order:
             case Stop(reason=reason):
+                if minder is not None and order.released:
+                    minder.pass_on(GangNews(release=True))  # before: what was done is done
                 if minder is not None:
                     minder.stop(reason)
                 self._taken.put(order.seq)

@@ -161,8 +161,8 @@ class Reporter:
                         return
                     continue
                 self._until_ns = asked_ns + round(answer.partition_grace_s * 1e9)
+                minder.pass_on(_of_the_gang(answer))  # before: of ranks that may exit a stop ends nothing
                 minder.renew(self._until_ns, answer.stop)
-                minder.pass_on(_of_the_gang(answer))
                 if is_settled:
                     minder.settled()
                     return
