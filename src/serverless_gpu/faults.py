@@ -37,6 +37,12 @@ PLACES = (
     "after_report_before_answer",  # the report is durable, its sender does not know
     "after_stop_before_answer",  # that the run is to stop is durable, whoever asked does not know
     "after_hello_before_answer",  # the node is written down, it does not know
+    # gangs on several nodes
+    "after_offer_before_answer",  # the server knows where a crew can be tried, by heart only, and has told nobody
+    "after_choose_before_commit",  # how the crews meet is decided, and not durable
+    "after_chosen_before_answer",  # how they meet is durable, none of them knows
+    "after_called_off_before_told",  # that they will not meet is durable, none of them knows
+    "after_decided_before_told",  # that all may exit, or why all are to end, is durable, the others do not know
     # bytes
     "before_object_is_named",  # a part or object is on the disk, under a name nobody asks for
     "after_part_before_answer",  # a part is durable, its sender does not know

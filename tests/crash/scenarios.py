@@ -378,8 +378,15 @@ def uncharged(machine: Machine) -> bool:
     return any(row["uncharged"] for row in rows(machine, tables.crews))
 
 
-ELSEWHERE = {"after_reserve_is_given_back": "test_full_database.py"}
-"""Places that are passed on a disk that is full only."""
+OF_GANGS = (
+    "after_offer_before_answer",
+    "after_choose_before_commit",
+    "after_chosen_before_answer",
+    "after_called_off_before_told",
+    "after_decided_before_told",
+)
+ELSEWHERE = {"after_reserve_is_given_back": "test_full_database.py"} | dict.fromkeys(OF_GANGS, "test_gangs.py")
+"""Places that are passed on a disk that is full only, or where a run has several nodes."""
 SCENARIOS = {
     "in_migration": Scenario(starts_first, alone=True),
     "before_file_is_named": Scenario(starts_first, alone=True),

@@ -24,7 +24,7 @@ from tests.server.ganged import FINISHED, happened, result, say, wrong
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, place_gang, stored, tell
 from tests.server.test_agents import hello
-from tests.server.test_meetings import CHOSEN, attempt_of, look, meet, offer, reach, start, told_to_end
+from tests.server.test_meetings import CHOSEN, attempt_of, look, meet, offer, reach, start
 
 CANCEL, PREEMPT, TIMEOUT = StopReason.CANCEL, StopReason.PREEMPT, StopReason.TIMEOUT
 STOPS = pytest.mark.parametrize("why", [CANCEL, PREEMPT, TIMEOUT])
@@ -72,6 +72,74 @@ def returned(services: Services, run_id: str, *numbers: int) -> None:
 def end(services: Services, run_id: str, number: int, ending: Ending) -> None:
     files = (result(number),) if ending.reason is Reason.COMPLETED else ()
     say(services, run_id, number, State.STOPPING, ending=ending, files=files)
+
+
+def told_to_end(reason: Reason = Reason.PEER_FAILED) -> Ending:
+    return Ending(state=State.FAILED, reason=reason, began=False, stopped=msgspec.Raw(b"{}"))
+
+
+# --- silence ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [{}, {"sentence": "fetches its environment"}, {"offer": offer(1), "reach": reach(1)}])
+def test_F17_a_node_that_dies_before_the_meeting_holds_up_nobody_and_counts_for_nothing(
+    services: Services, database: Database, run_id: str, clock: FakeClock, said: dict[str, Any]
+) -> None:
+    """Whatever it had said: it is proven that none of it ever ran, so the run is placed again without its word."""
+    look(services, clock)
+    start(services, run_id, 0, offer=offer(0))
+    if said:
+        start(services, run_id, 1, **said)
+    soft_s = services.settings.soft_expiry_s
+    look(services, clock, after_s=soft_s - 1, away=["node-2"])
+    start(services, run_id, 0, offer=offer(0))
+    assert not attempt_of(database, run_id).called_off
+    look(services, clock, after_s=2, away=["node-2"])
+    attempt = attempt_of(database, run_id)
+    assert attempt.called_off and attempt.cause is not None
+    assert attempt.cause.detail == "n2 has gone silent before the run's nodes had met"
+    assert (attempt.crews[1].reason, attempt.crews[1].settled_ns is not None) == (Reason.REFUSED, True)
+    assert start(services, run_id, 0).peer_failed == attempt.cause.detail
+    say(services, run_id, 0, State.STOPPING, ending=told_to_end())
+    run = stored(database, run_id)
+    assert (run.state, run.infra_retries_used) == (State.QUEUED, 0)
+    avoided = database.read(lambda connection: attempts.failed_nodes(connection, [run_id]))
+    assert avoided == {run_id: frozenset({"node-2"})}
+    # It comes back, and is told that this is over; what it then says of its end changes nothing.
+    assert start(services, run_id, 1, **said).stale and start(services, run_id, 1, **said).chosen is None
+    say(services, run_id, 1, State.STOPPING, ending=told_to_end(Reason.CANCELLED))
+    assert attempt_of(database, run_id).crews[1].reason is Reason.REFUSED and wrong(database) == []
+
+
+def test_a_silent_crew_whose_node_is_there_is_waited_for(
+    services: Services, database: Database, run_id: str, clock: FakeClock
+) -> None:
+    start(services, run_id, 1, offer=offer(1))
+    look(services, clock, after_s=2 * services.settings.soft_expiry_s)
+    assert not attempt_of(database, run_id).called_off
+
+
+@pytest.mark.parametrize("why", ["cancel", "apart", "halt"])
+def test_a_node_that_dies_once_its_gang_is_not_to_begin_is_not_waited_for(
+    services: Services, database: Database, run_id: str, clock: FakeClock, why: str
+) -> None:
+    meet(services, run_id, 0)
+    start(services, run_id, 1, offer=offer(1), reach=reach(1, took=None) if why == "apart" else None)
+    if why == "cancel":
+        tell(database, run_id, StopAsked(StopReason.CANCEL))
+    elif why == "halt":
+        say(services, run_id, 0, State.STOPPING, halt=Halt(reason=Reason.ENV_CORRUPT))
+    look(services, clock)
+    assert attempt_of(database, run_id).called_off and len(attempt_of(database, run_id).open_crews) == 2
+    own = {"cancel": Reason.CANCELLED, "apart": Reason.PEER_FAILED, "halt": Reason.ENV_CORRUPT}[why]
+    say(services, run_id, 0, State.STOPPING, ending=told_to_end(own))
+    look(services, clock, after_s=services.settings.soft_expiry_s + 1, away=["node-2"])
+    run = stored(database, run_id)
+    if why == "cancel":
+        assert (run.state, run.reason) == (State.CANCELLED, Reason.CANCELLED)
+    else:
+        assert (run.state, run.infra_retries_used) == (State.QUEUED, 1)
+    assert attempt_of(database, run_id).open_crews == () and wrong(database) == []
 
 
 # --- stops ------------------------------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ class Client:
         self.end: tuple[State, Reason] | None = None
         self._asks_to_stop = False
         self._seq = 0
+        self._early: tuple[State, Reason] | None = None
         self._got: dict[Place, bytearray] = {}
         gpus = rng.choice(_GPUS[size])
         self.request = RunRequest(
@@ -200,6 +201,8 @@ class Client:
                     self._wrote(message)
                 case GapMessage():
                     raise Wrong(f"output of {self.run_id} was left out, and there is little of it")
+                case EndedMessage(seq=0):  # of several nodes: it is known what ended it, and not all has ended
+                    self._early = (message.state, message.reason)
                 case EndedMessage():
                     self._next(message.seq)
                     self._ended(message)
@@ -227,6 +230,8 @@ class Client:
         end = (message.state, message.reason)
         if self.end not in (None, end):
             raise Wrong(f"{self.run_id} ended as {self.end}, and then as {end}")
+        if self._early not in (None, end):
+            raise Wrong(f"{self.run_id} was said to end as {self._early}, and ended as {end}")
         self.end = end
 
     # --- the results -------------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.server import identity, reporting
-from serverless_gpu.server.agents import CREWS, Agents
+from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import node_key
+from serverless_gpu.server.nodes import CREWS
 from serverless_gpu.server.services import Services
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (

@@ -33,6 +33,7 @@ from functools import partial
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu import faults
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import ACTIVE, Reason, State
 from serverless_gpu.model.gang_life import Cause
@@ -79,6 +80,8 @@ def hear(services: Services, attempt: StoredAttempt, crew: StoredCrew, said: Rep
     known, is_complete = services.meetings.hear(
         crew.id, of=attempt.num_nodes, offer=said.offer, reach=said.reach, now_ns=now_ns
     )
+    if said.offer is not None:
+        faults.reach("after_offer_before_answer")
     if has_met(attempt):
         return
     if is_complete:
@@ -180,9 +183,12 @@ def _choose(services: Services, attempt: StoredAttempt, chosen: Chosen, *, but: 
         run = _waiting(connection, attempt.run_id, attempt.fence)
         if run is None or run.attempt is None or run.stop is not None or not _may_begin(run.attempt):
             return False
-        return attempts.decide(connection, run.attempt, chosen_json=text)
+        is_new = attempts.decide(connection, run.attempt, chosen_json=text)
+        faults.reach("after_choose_before_commit")
+        return is_new
 
     if services.database.write(work):
+        faults.reach("after_chosen_before_answer")
         _log.info("the nodes of attempt %s have met at %s", attempt.gang, chosen.master[0])
         _have_look(services, attempt, but=but)
 
@@ -294,6 +300,7 @@ def _call_off(
         return
     if done is None:
         return
+    faults.reach("after_called_off_before_told")
     _log.warning("attempt %s was called off before its nodes had met%s", attempt.gang, f": {why}" if why else "")
     for one in done[1]:
         one.announce(services)

@@ -151,6 +151,8 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         if said.ending is not None:
             faults.reach("after_upload_before_state")
         applied = _write(services, who, found, said)
+        if applied.told is not None and applied.told.looks:
+            faults.reach("after_decided_before_told")
         if said.ending is not None:
             faults.reach("after_report_before_answer")
     _announce(services, found, said, applied, is_news=is_news)
