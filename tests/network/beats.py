@@ -6,6 +6,7 @@ Standard library only. A line of `<fence>.beats` is a moment by this machine's b
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -47,9 +48,7 @@ def talk(where: str, *impatient: str) -> int:
             found each other; and `go<fence>` ends it.
         impatient: ranks of the first attempt that wait for two seconds only, and raise then.
     """
-    fence, rank = int(os.environ["SGPU_FENCE"]), int(os.environ["RANK"])
-    print(f"attempt {fence} begins", flush=True)
-    threading.Thread(target=_beat_on, args=(Path(where, f"{fence}.{rank}.beats"),), daemon=True).start()
+    fence, rank = _begin(where)
     limit = time.monotonic() + _STAY_S
     with _other_rank(rank) as other:
         Path(where, f"{fence}.{rank}.met").touch()
@@ -70,6 +69,42 @@ def talk(where: str, *impatient: str) -> int:
             time.sleep(0.02)
     print(f"attempt {fence} returns", flush=True)
     return fence
+
+
+def leave_one(where: str) -> int:
+    """Return in rank 0, and in rank 1 once the file `go<fence>` is there."""
+    fence, rank = _begin(where)
+    if rank != 0:
+        _wait_for(Path(where, f"go{fence}"))
+    return fence
+
+
+def endure(where: str) -> int:
+    """Leave a file `<fence>.<rank>.asked` when asked to end, and do not before the file `go<fence>` is there."""
+    fence, rank = int(os.environ["SGPU_FENCE"]), int(os.environ["RANK"])
+    signal.signal(signal.SIGTERM, lambda *_: Path(where, f"{fence}.{rank}.asked").touch())
+    _begin(where)
+    _wait_for(Path(where, f"go{fence}"))
+    return fence
+
+
+def _begin(where: str) -> tuple[int, int]:
+    """Say that this rank is there, by a file `<fence>.<rank>` with its pid and its parent's, and beat from now on."""
+    fence, rank = int(os.environ["SGPU_FENCE"]), int(os.environ["RANK"])
+    print(f"attempt {fence} begins", flush=True)
+    threading.Thread(target=_beat_on, args=(Path(where, f"{fence}.{rank}.beats"),), daemon=True).start()
+    temporary = Path(where, f".{fence}.{rank}.{os.getpid()}")
+    temporary.write_text(f"{os.getpid()} {os.getppid()}")
+    temporary.rename(Path(where, f"{fence}.{rank}"))
+    return fence, rank
+
+
+def _wait_for(path: Path) -> None:
+    limit = time.monotonic() + _STAY_S
+    while not path.exists():
+        if time.monotonic() > limit:
+            raise TimeoutError("nobody said that it is enough")
+        time.sleep(0.02)
 
 
 def _beat_on(path: Path) -> None:

@@ -7,9 +7,11 @@ with Machines(home) as pool:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import sqlite3
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -137,3 +139,10 @@ class Machines:
         """Return a run as its owner sees it."""
         found: RunView = self.ask("GET", f"/runs/{run.id}", answer=RunView)
         return found
+
+    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """Return rows of the server's database, read beside it."""
+        with contextlib.closing(
+            sqlite3.connect(f"file:{self.home / 'server' / 'server.db'}?mode=ro", uri=True)
+        ) as there:
+            return there.execute(query, values).fetchall()

@@ -161,6 +161,7 @@ class SeenGang:
     def _news(self, crew: SeenCrew) -> dict[str, Any]:
         offers = tuple(one.offer for one in self.crews if one.offer is not None)
         told = len(offers) == len(self.crews) and crew.reach is None and not self.holds_offers
+        may_begin = crew.number == 0 or self.crews[0].folded().began  # the port of the rendezvous is free then
         failed = ""
         if told_to_stop(crew.folded(), self.cause) and self.cause is not None:
             node = "" if self.cause.crew is None else f"{crew.start.crews[self.cause.crew].node}: "
@@ -169,7 +170,7 @@ class SeenGang:
             failed = self.apart.sentence
         return {
             "offers": offers if told else (),
-            "chosen": None if self.holds_chosen else self.chosen,
+            "chosen": self.chosen if may_begin and not self.holds_chosen else None,
             "release": self.released and not self.holds_release,
             "peer_failed": failed,
         }

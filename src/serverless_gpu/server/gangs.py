@@ -134,14 +134,20 @@ def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Word
     return Word(peer_failed=words(cause, attempt))
 
 
-def words(cause: Cause, attempt: StoredAttempt) -> str:
-    """Return why a gang ends, in one line for people."""
+def words(cause: Cause, attempt: StoredAttempt, *, after: Reason | None = None) -> str:
+    """Return why a gang ends, in one line for people.
+
+    Args:
+        cause: why.
+        attempt: whose.
+        after: the reason whose sentence stands before it, which need not be said again; None for none.
+    """
+    what = cause.detail or ("" if after is cause.reason else MEANINGS[cause.reason].sentence)
     if cause.reason in _OF_ALL:
-        return cause.detail or MEANINGS[cause.reason].sentence
+        return what
     where = f" on {attempt.crews[cause.crew].node}" if cause.crew is not None else ""
     whose = f"rank {cause.rank}{where}" if cause.rank is not None else where.strip()
-    what = cause.detail or MEANINGS[cause.reason].sentence
-    return f"{whose}: {what}" if whose else what
+    return ": ".join(part for part in (whose, what) if part)
 
 
 def lives(crews: Sequence[StoredCrew], detail: str = "") -> list[gang_life.Crew]:

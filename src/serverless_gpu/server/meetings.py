@@ -2,7 +2,7 @@
 
     a report with an offer ─▶ memory   all are here ─▶ told to each crew until it has said what it reached
     ... with what it reached ─▶ memory   all are here, nobody has failed, or is silent ─▶ `model.meeting.choose`
-         ├─ Chosen ─▶ written, then in every answer until user code begins
+         ├─ Chosen ─▶ written, then in every answer to crew 0 until user code begins; once it has, to the others
          └─ Apart, or a limit has passed (`look`) ─▶ called off, written: the cause is that its nodes are apart
 
 User code waits for `chosen`, so this is a fence: `chosen` and `called_off` exclude each other in one statement. Of a
@@ -102,7 +102,9 @@ def told(services: Services, attempt: StoredAttempt, crew: StoredCrew, answer: R
     if is_ending or attempt.num_nodes == 1 or crew.began or crew.ended_ns is not None:
         return answer
     if attempt.chosen is not None:
-        return msgspec.structs.replace(answer, chosen=attempt.chosen)
+        # Until crew 0 has heard it, its supervisor listens on the port of the rendezvous, and would hang up on ranks.
+        is_free = crew.number == 0 or attempt.crews[0].began
+        return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
     known = services.meetings.find((attempt.run_id, attempt.fence))
     if known is None or has_met(attempt):
         return answer

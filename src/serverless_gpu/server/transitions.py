@@ -153,8 +153,10 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_new(self) -> bool:
-        """Return whether there is a cause, or a release, that its crews have not been told of."""
+        """Return whether there is a cause, or a release, that its crews have not been told of, or the first begins."""
         fold, before = self.folded, self.attempt
+        if self.crews[0].began and not before.crews[0].began:
+            return True  # the others may begin, too: `meetings.told`
         return fold is not None and (fold.cause != before.cause or fold.releases != before.released)
 
     @property
@@ -162,6 +164,14 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
         """Return why it ends before its end, for people; "" where that is not known, or there are no other crews."""
         cause = self.folded.cause if self.folded is not None and len(self.crews) > 1 else None
         return "" if cause is None else gangs.words(cause, self.attempt)
+
+    @property
+    def detail(self) -> str:
+        """Return the same, once it is over, to follow the sentence of the reason for which it is."""
+        over = self.folded.over if self.folded is not None and len(self.crews) > 1 else None
+        if self.folded is None or self.folded.cause is None or over is None:
+            return ""
+        return gangs.words(self.folded.cause, self.attempt, after=over_because(over))
 
     @property
     def started_ns(self) -> int | None:
@@ -248,7 +258,7 @@ def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened:
     gang = _Gang(attempt=attempt, crews=there, folded=folded)
     note = msgspec.structs.replace(note, node=note.node or attempt.crews[number].node)
     if folded.cause is not None and len(there) > 1 and folded.over is not None:
-        note = msgspec.structs.replace(note, detail=gang.because)
+        note = msgspec.structs.replace(note, detail=gang.detail)
     told = _tell(connection, run, follows, gang=gang, note=note)
     looks = tuple(crew for crew in there if gang.is_new and crew.number != number and crew.ended_ns is None)
     return msgspec.structs.replace(told, looks=looks)
@@ -269,7 +279,7 @@ def fold_again(connection: sa.Connection, run: StoredRun, *, at_ns: int) -> Told
     assert attempt is not None and run.state in ACTIVE
     folded, follows = gangs.follow(run, attempt.crews, is_word=False)
     gang = _Gang(attempt=attempt, crews=attempt.crews, folded=folded)
-    note = Note(at_ns=at_ns, detail=gang.because if folded.over is not None else "")
+    note = Note(at_ns=at_ns, detail=gang.detail)
     told = _tell(connection, run, follows, gang=gang, note=note)
     if not told.changed:  # then nothing of the attempt was written either
         _write_attempt(connection, gang, told, over=None, note=note)
