@@ -52,23 +52,27 @@ class ClusterNode:
         wire: its namespace.
         profile: what it is called, and where it finds the server.
         environ: variables for its processes.
+
+    Attributes:
+        profile: where it says that.
+        environ: all variables of its processes.
     """
 
     def __init__(self, wire: Wire, profile: Profile, *, environ: dict[str, str]) -> None:
         self.name, self.wire = profile.name, wire
         self.home = Home(Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp")))
-        self._profile = self.home.root / "profile.json"
-        self._environ = {**os.environ, **environ, "SERVERLESS_GPU_HOME": str(self.home.root)}
-        write_profile(self._profile, profile)
+        self.profile = self.home.root / "profile.json"
+        self.environ = {**os.environ, **environ, "SERVERLESS_GPU_HOME": str(self.home.root)}
+        write_profile(self.profile, profile)
 
     def start(self) -> None:
         """Have its uplink running."""
-        command = [*entering(self.wire.namespace), *join_command(self.home.root, self._profile)]
-        subprocess.run(command, check=True, env=self._environ, timeout=60)
+        command = [*entering(self.wire.namespace), *join_command(self.home.root, self.profile)]
+        subprocess.run(command, check=True, env=self.environ, timeout=60)
 
     def uplink(self) -> Process:
         """Return its uplink."""
-        found = wait_for(lambda: control.running(self.home, self._profile), f"{self.name} has an uplink")
+        found = wait_for(lambda: control.running(self.home, self.profile), f"{self.name} has an uplink")
         assert found is not None
         return Process(found.pid)
 
