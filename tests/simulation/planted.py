@@ -44,7 +44,7 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import NewRun, StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.runs import RunRequest, RunView
-from tests.simulation import node
+from tests.simulation import crew, node
 from tests.simulation.timeline import S
 
 Planted = Callable[[], AbstractContextManager[Any]]
@@ -242,6 +242,16 @@ def _caps_are_for_show() -> AbstractContextManager[Any]:
     return mock.patch.object(policies, "caps", lambda connection: {})
 
 
+def _they_begin_before_they_have_met() -> AbstractContextManager[Any]:
+    """A crew does not wait to be told how all meet."""
+
+    def hasty(self: crew.Crew) -> bool:
+        may, self._has_begun = not self._has_begun, True
+        return may
+
+    return mock.patch.object(crew.Crew, "may_begin", hasty)
+
+
 class _Both:
     def __init__(self, *managers: AbstractContextManager[Any]) -> None:
         self._managers = managers
@@ -280,6 +290,7 @@ BUGS: dict[str, Planted] = {
     "the last day is lost": _the_last_day_is_lost,
     "late facts are free": _late_facts_are_free,
     "caps are for show": _caps_are_for_show,
+    "they begin before they have met": _they_begin_before_they_have_met,
 }
 FOUND_AS: dict[str, str] = {
     "late reports count": "I6",
@@ -302,5 +313,6 @@ FOUND_AS: dict[str, str] = {
     "the last day is lost": "I7",
     "late facts are free": "I7",
     "caps are for show": "caps",
+    "they begin before they have met": "I3",
 }
 """Bug → the invariant that finds it."""
