@@ -30,6 +30,7 @@ from tests.server.test_agents import NODE, _insert, find, hello, tell
 
 DEVICES = parse_fake("H100:2")
 LOST = Waiting(sentence="the Ray head at 10.0.0.1:7900 is lost")
+MEETS = "n1, n2 get ready, and meet"
 
 
 class Pool:
@@ -123,7 +124,7 @@ def test_both_orders_leave_once_both_nodes_are_reserved_and_why_they_do_not_is_s
     pool.tick()
     assert pool.engine.recover() == [f"{run_id}:1"]
     assert all(pool.services.hub.version(f"node:{pool.ids[name]}") > version for name, version in seen.items())
-    assert (pool.orders(), pool.told(run_id)) == ({"n1": [Start], "n2": [Start]}, "")
+    assert (pool.orders(), pool.told(run_id)) == ({"n1": [Start], "n2": [Start]}, MEETS)
 
 
 def test_a_gang_that_is_on_other_nodes_too_waits_as_a_whole(services: Services, tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_F31_a_server_that_starts_again_holds_back_the_same_orders_before_its_fi
     pool.tick()
     assert (pool.orders(), pool.told(run_id)) == ({}, LOST.sentence)
     pool.tick()
-    assert (pool.orders(), pool.told(run_id)) == ({"n1": [Start], "n2": [Start]}, "")
+    assert (pool.orders(), pool.told(run_id)) == ({"n1": [Start], "n2": [Start]}, MEETS)
     pool.restart()
     assert pool.orders() == {"n1": [Start], "n2": [Start]}
 
@@ -235,7 +236,7 @@ def test_what_an_earlier_server_said_is_not_said_any_more_once_it_is_reserved(po
     run_id = gated(pool)
     pool.restart()
     pool.tick()
-    assert (pool.orders(), pool.told(run_id)) == ({"n1": [Start], "n2": [Start]}, "")
+    assert (pool.orders(), pool.told(run_id)) == ({"n1": [Start], "n2": [Start]}, MEETS)
 
 
 @pytest.mark.parametrize("ends", ["impossible", "cancel"])
