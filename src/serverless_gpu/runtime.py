@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from serverless_gpu.errors import InvalidOption, SecretMissing, StorageError, UsageError
-from serverless_gpu.node.inside.checkpoints import newest_before
+from serverless_gpu.node.inside.checkpoints import AGREED, newest_before
 
 __all__ = [
     "checkpoint_dir",
@@ -163,7 +163,7 @@ def resume_dir() -> Path | None:
     later attempt that finds nothing says so on stderr, once: it may run where the others' directory cannot be seen.
     """
     given = os.environ.get(_CHECKPOINT_DIR)
-    found = newest_before(given) if given else None
+    found = newest_before(given, os.environ.get(AGREED)) if given else None
     if found is not None:
         return Path(found)
     if given and _number("SGPU_FENCE", default=1) > 1 and get_global_rank() == 0 and not _stop.missed:

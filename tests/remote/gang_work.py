@@ -151,3 +151,19 @@ def save_when_told(where: str) -> None:
     while not runtime.should_stop():
         time.sleep(0.01)
     Path(where, f"saved{rank_number()}").write_text(str(runtime.stop_reason()))
+
+
+def save_and_go_on(where: str) -> str:
+    """Save something in the first attempt, and stay until it is stopped; return which one the next goes on from."""
+    from serverless_gpu import runtime  # noqa: PLC0415 - in ranks only
+
+    earlier = runtime.resume_dir()
+    if earlier is not None or os.environ["SGPU_FENCE"] != "1":
+        time.sleep(2)  # two samples
+        return earlier.name if earlier is not None else "nothing"
+    Path(runtime.checkpoint_dir(), f"rank{rank_number()}").touch()
+    runtime.should_stop()
+    announce(where, f"1.rank{rank_number()}")
+    while not runtime.should_stop():
+        time.sleep(0.01)
+    return "stopped"

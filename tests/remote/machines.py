@@ -43,6 +43,7 @@ class Machine:
         self.name = profile.name
         self.root = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
         self.home = Home(self.root)
+        self.home.checkpoints.mkdir(mode=0o700)  # as whoever finds a home makes it
         self._profile = self.root / "profile.json"
         self._environ = {
             **os.environ,

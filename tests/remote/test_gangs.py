@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu import faults
+from serverless_gpu import attach, faults
 from serverless_gpu.errors import CollectiveHang, RunCancelled, RunTimedOut
 from tests.local.observe import announced, wait_for
 from tests.ports import own_port
 from tests.remote.conftest import end_node
-from tests.remote.gang_work import add_up, fail_in_the_last, save_when_told, stay, wait_for_the_last
+from tests.remote.gang_work import add_up, fail_in_the_last, save_and_go_on, save_when_told, stay, wait_for_the_last
 from tests.remote.machines import Machines
 
 SITE = sysconfig.get_path("purelib")
@@ -64,6 +64,10 @@ def test_F04_a_rank_on_one_node_that_does_not_come_is_named_with_its_node(pool: 
     [note] = error.__notes__
     assert note.startswith("rank 3 is here (most recent call first):") and "in wait_for_file" in note
     assert error.hint == f"Python stacks of all ranks: {run.directory}/hang-*-1.txt"
+    run.receipt(60)  # the end is told as soon as one node's is, whose stacks may be there before the other's
+    run = attach(run.id)
+    with pytest.raises(CollectiveHang):
+        run.results(60)
     for number, ranks in enumerate(((0, 1), (2, 3))):
         text = (run.directory / f"hang-{number}-1.txt").read_text()
         assert f"node n{number + 1}, at" in text and error.message in text
@@ -72,8 +76,10 @@ def test_F04_a_rank_on_one_node_that_does_not_come_is_named_with_its_node(pool: 
 
 def test_a_time_limit_gives_the_ranks_of_all_nodes_their_grace_to_save(pool: Machines, tmp_path: Path) -> None:
     run = pool.submit(save_when_told, str(tmp_path), timeout=8, grace=4)
-    with pytest.raises(RunTimedOut):
+    with pytest.raises(RunTimedOut) as caught:
         run.results(60)
+    assert caught.value.reason == "timeout"
+    run.receipt(60)  # the end is told as soon as one node's is
     assert [(tmp_path / f"saved{rank}").read_text() for rank in range(4)] == ["timeout"] * 4
     assert pool.view(run).reason == "timeout"
 
@@ -101,3 +107,14 @@ def test_F31_killed_before_its_engine_is_asked_the_next_server_has_it_reserve_an
             wait_for(lambda: list((home / "server" / "gangs").iterdir()) == [], "its engine has it no more")
         finally:
             end_node(home)
+
+
+def test_a_gang_that_makes_room_goes_on_from_what_all_of_its_nodes_see(pool: Machines, tmp_path: Path) -> None:
+    run = pool.submit(save_and_go_on, str(tmp_path), resume=True)
+    for rank in range(4):
+        announced(tmp_path, f"1.rank{rank}")
+    run.preempt()
+    assert run.results(90) == ["1"] * 4
+    run.receipt(60)
+    devices = {name for name in run.metrics() if name.endswith("_utilization_percentage") and "gpu" in name}
+    assert devices == {f"system/node_{node}/gpu_{gpu}_utilization_percentage" for node in (0, 1) for gpu in (0, 1)}

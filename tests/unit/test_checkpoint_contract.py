@@ -194,3 +194,14 @@ def test_outside_of_a_run_checkpoints_go_to_the_working_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert (runtime.checkpoint_dir(), runtime.resume_dir()) == (tmp_path / "checkpoints", None)
+
+
+@pytest.mark.parametrize(("agreed", "expected"), [(None, "2"), ("0", None), ("1", "1"), ("2", "2"), ("7", None)])
+def test_a_rank_of_several_nodes_goes_on_from_the_attempt_that_all_of_them_see(
+    tmp_path: Path, agreed: str | None, expected: str | None
+) -> None:
+    for fence in (1, 2):
+        (tmp_path / "run" / str(fence)).mkdir(parents=True)
+        (tmp_path / "run" / str(fence) / "weights.pt").touch()
+    found = newest_before(str(tmp_path / "run" / "3"), agreed)
+    assert found == (None if expected is None else str(tmp_path / "run" / expected))

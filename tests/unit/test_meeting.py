@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given
 
@@ -51,7 +52,8 @@ def test_the_first_address_of_each_node_that_all_others_reach_is_taken() -> None
         interfaces=(IB, "ib1", IB),
         addresses=("192.168.0.1", "192.168.0.2", "192.168.0.3"),
     )
-    assert variables(chosen, 1) == {"NCCL_SOCKET_IFNAME": "=ib1", "GLOO_SOCKET_IFNAME": "ib1"}
+    told = {"NCCL_SOCKET_IFNAME": "=ib1", "GLOO_SOCKET_IFNAME": "ib1", "SGPU_RESUME_FENCE": "0"}
+    assert variables(chosen, 1) == told
     assert choose(offers[::-1], reaches[::-1], ["n1", "n2", "n3"]) == chosen
 
 
@@ -198,3 +200,20 @@ def test_the_word_of_a_direction_is_nobody_elses() -> None:
     words = {word(nonce, frm=frm, to=to) for nonce in ("a", "b") for frm in range(3) for to in range(3) if frm != to}
     assert len(words) == 12
     assert all(len(one) == 32 for one in words)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "resume"),
+    [((), (), 0), ((3, 1), (), 0), ((3, 1), (1,), 1), ((4, 2), (3,), 0), ((5, 4), (5, 4), 5)],
+)
+def test_all_nodes_go_on_from_the_newest_attempt_of_which_each_sees_checkpoints(
+    first: tuple[int, ...], second: tuple[int, ...], resume: int
+) -> None:
+    offers = [
+        msgspec.structs.replace(_offer(number, (ETH, f"10.0.0.{number + 1}")), saved=saved)
+        for number, saved in enumerate((first, second))
+    ]
+    reaches = [_reach(me, (1 - me, f"10.0.0.{2 - me}", 100)) for me in (0, 1)]
+    chosen = choose(offers, reaches, ["n1", "n2"])
+    assert isinstance(chosen, Chosen) and chosen.resume == resume
+    assert variables(chosen, 0)["SGPU_RESUME_FENCE"] == str(resume)

@@ -144,7 +144,7 @@ def test_of_several_crews_none_ends_the_gang_for_standing_still_or_idling(tmp_pa
     several = msgspec.structs.replace(own, crews=laid_out([("n1", 2), ("n2", 2)]), crew=1, nonce="n")
     eyes = Eyes(several, Home(tmp_path), clock, said.append, [])
     with selectors.DefaultSelector() as selector:
-        peers = Peers(several, clock, selector, lambda message: None)
+        peers = Peers(several, "", clock, selector, lambda message: None)
         eyes.judged_by(peers)
         assert isinstance(eyes.hangs, HangWitness) and eyes.idleness.tell_server == peers.tell
         [event] = peers.hear(GangNews(judgement=msgspec.structs.replace(JUDGEMENT, ends=True)))

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+SAVED_MAX = 32
+"""A crew tells of so many earlier attempts, the newest ones."""
 ADDRESSES_MAX = 16
 """A node offers no more: a machine with Docker has dozens of bridges."""
 PROBE_S = 3.0
@@ -45,12 +47,14 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         port: on which its supervisor listens until the gang has met.
         rendezvous_port: held for rank 0 on its node; of crew 0, else 0.
         addresses: the node's own, in the order in which it would have them used; loopback is the last.
+        saved: earlier attempts whose checkpoints are seen there, the newest first.
     """
 
     crew: int
     port: int
     rendezvous_port: int = 0
     addresses: tuple[Address, ...]
+    saved: tuple[int, ...] = ()
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,11 +86,14 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
         master: address and port of rank 0's rendezvous.
         interfaces: by crew, in their order: what NCCL and Gloo are to use there.
         addresses: by crew, in their order: where the others reach it.
+        resume: the newest earlier attempt whose checkpoints all of them see, 0 for none: ranks that went on from
+            different ones would not be one run.
     """
 
     master: tuple[str, int]
     interfaces: tuple[str, ...]
     addresses: tuple[str, ...]
+    resume: int = 0
 
 
 class Apart(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +145,7 @@ def choose(offers: Sequence[Offer], reaches: Sequence[Reach], nodes: Sequence[st
                 master=(taken[0].address, offers[0].rendezvous_port),
                 interfaces=tuple(address.interface for address in taken),
                 addresses=tuple(address.address for address in taken),
+                resume=max(frozenset(offers[0].saved).intersection(*(offer.saved for offer in offers)), default=0),
             )
     return _apart(offers, tried, nodes)
 
@@ -220,11 +228,16 @@ def _missing(frm: Offer, to: Offer, tried: Mapping[_Way, Tried]) -> list[tuple[s
 
 
 def variables(chosen: Chosen, crew: int) -> dict[str, str]:
-    """Return what NCCL and Gloo are told of a node's network: the interface that the others reach.
+    """Return what ranks are told of how their nodes have met: the interface that the others reach, for NCCL and Gloo,
+    and from which attempt all of them go on.
 
     Args:
         chosen: how the gang meets.
         crew: the node's number.
     """
     interface = chosen.interfaces[crew]
-    return {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+    return {
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "GLOO_SOCKET_IFNAME": interface,
+        "SGPU_RESUME_FENCE": str(chosen.resume),
+    }

@@ -12,6 +12,7 @@ crew goes on without it.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 from collections.abc import Callable
@@ -21,8 +22,9 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.attempt import Attempt, Event, PeerFailed, Phase, Reason, Released, State
 from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.meeting import Chosen, variables
+from serverless_gpu.model.meeting import SAVED_MAX, Chosen, variables
 from serverless_gpu.node import protocol
+from serverless_gpu.node.inside.checkpoints import saved_before
 from serverless_gpu.node.meeting import Meeting
 from serverless_gpu.node.rank_environment import Network
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
@@ -35,6 +37,7 @@ class Peers:
 
     Args:
         launch: the attempt.
+        checkpoints: directory of all runs' checkpoints, or "".
         clock: where time comes from.
         selector: the supervisor's.
         tell: takes a message for whoever watches the run.
@@ -46,12 +49,14 @@ class Peers:
     def __init__(
         self,
         launch: protocol.Launch,
+        checkpoints: str,
         clock: Clock,
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
         self.judge: Callable[[protocol.GangNews], list[Event]] = lambda news: []
         self._launch = launch
+        self._checkpoints = f"{checkpoints}/{launch.run_id}/{launch.fence}" if checkpoints else ""
         self._tell = tell
         self._port: socket.socket | None = None
         self._chosen: Chosen | None = None
@@ -81,7 +86,8 @@ class Peers:
         if self._news.offer is None:
             port = self._reserved() if self._launch.crew == 0 else 0
             try:
-                self._say(offer=self._meeting.offer(port))
+                offer = self._meeting.offer(port)
+                self._say(offer=msgspec.structs.replace(offer, saved=self._saved()))
             except OSError as error:
                 raise NoPort(
                     f"there is no port on which the run's other nodes could reach this one: {error}"
@@ -151,6 +157,12 @@ class Peers:
             self._meeting.close()
         if self._port is not None:
             self._port.close()
+
+    def _saved(self) -> tuple[int, ...]:
+        """Return the earlier attempts whose checkpoints are seen here; ranks of all nodes go on from the same."""
+        with contextlib.suppress(OSError):
+            return tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
+        return ()
 
     def _reserved(self) -> int:
         if self._port is None:

@@ -110,7 +110,7 @@ class Supervisor:
         self._observation.on_seen = self._eyes.idleness.seen
         self._reservation: Reservation | Borrowed | None = None
         self._gang: Gang | None = None
-        self._peers = Peers(launch, self._clock, self._selector, self._audience.tell)
+        self._peers = Peers(launch, assign.checkpoints, self._clock, self._selector, self._audience.tell)
         self._eyes.judged_by(self._peers)
         self._waiting = ""
         self._preparing = ""

@@ -20,6 +20,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.meeting import (
     ADDRESSES_MAX,
     PROBLEM_CHARACTERS_MAX,
+    SAVED_MAX,
     Address,
     Apart,
     Chosen,
@@ -208,6 +209,8 @@ def _check_offer(gang: str, number: int, offer: Offer) -> None:
         raise InvalidValue(f"crew {number} of attempt {gang} offers a port that cannot be")
     if len(offer.addresses) > ADDRESSES_MAX:
         raise InvalidValue(f"crew {number} of attempt {gang} offers more than {ADDRESSES_MAX} addresses")
+    if len(offer.saved) > SAVED_MAX or not all(0 < fence < 1 << 31 for fence in offer.saved):
+        raise InvalidValue(f"crew {number} of attempt {gang} has checkpoints of attempts that cannot be")
     if not all(_is_address(one) for one in offer.addresses):
         raise InvalidValue(f"crew {number} of attempt {gang} offers an address that cannot be")
 

@@ -4,27 +4,44 @@
 <checkpoints>/<run>/2/    the second was stopped before it had saved anything: empty, or not there
 <checkpoints>/<run>/3/    this attempt's own
 
-Earlier attempts have ended for certain, so every rank of this one finds the same. A name that begins with a dot or ends
-in `.tmp` is one that is still being written: whoever died over it has left nothing to continue from.
+Earlier attempts have ended for certain, so every rank of this one finds the same. On several nodes, each may see
+another directory: there it is agreed on beforehand which is the newest attempt whose checkpoints all nodes see.
+A name that begins with a dot or ends in `.tmp` is one that is still being written: whoever died over it has left
+nothing to continue from.
 """
 
 from __future__ import annotations
 
 import os
 
+AGREED = "SGPU_RESUME_FENCE"
 
-def newest_before(directory: str) -> str | None:
+
+def newest_before(directory: str, agreed: str | None = None) -> str | None:
     """Return the directory of the newest earlier attempt that saved something, or None.
 
     Args:
         directory: that of this attempt; its last component is the attempt's number.
+        agreed: number of the attempt that all nodes of a gang go on from, "0" for none; None of one on one node.
+    """
+    run = os.path.dirname(os.path.normpath(directory))
+    for fence in saved_before(directory):
+        if agreed in (None, str(fence)):
+            return os.path.join(run, str(fence))
+    return None
+
+
+def saved_before(directory: str) -> list[int]:
+    """Return the numbers of the earlier attempts that saved something, the newest first.
+
+    Args:
+        directory: that of this attempt.
     """
     run, own = os.path.split(os.path.normpath(directory))
-    for fence in sorted(_attempts(run), reverse=True):
-        earlier = os.path.join(run, str(fence))
-        if fence < _number(own) and any(map(_is_whole, _names(earlier))):
-            return earlier
-    return None
+    earlier = [fence for fence in _attempts(run) if fence < _number(own)]
+    return [
+        fence for fence in sorted(earlier, reverse=True) if any(map(_is_whole, _names(os.path.join(run, str(fence)))))
+    ]
 
 
 def _attempts(run: str) -> list[int]:

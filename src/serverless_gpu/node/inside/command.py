@@ -35,7 +35,7 @@ def run(argv: list[str], report: protocol.Report) -> int:
         argv: the program and its arguments.
         report: says that user code runs.
     """
-    earlier = checkpoints.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""))
+    earlier = checkpoints.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""), os.environ.get(checkpoints.AGREED))
     if earlier is not None:
         os.environ["SGPU_RESUME_DIR"] = earlier
     relay = _Relay()
