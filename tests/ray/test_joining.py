@@ -27,7 +27,7 @@ LOOK = """
     import os, subprocess, sys
     from serverless_gpu import distributed
 
-    @distributed(gpus=2, gpu_type="H100", remote=True)
+    @distributed(gpus=2, gpu_type="H100", remote=True, env="live")
     def look(rank):
         said = sorted(name for name, value in os.environ.items() if name.startswith("RAY_") or "token" in value)
         if rank == 0:
@@ -43,7 +43,7 @@ STAY = """
     from pathlib import Path
     from serverless_gpu import distributed
 
-    @distributed(gpus=2, gpu_type="H100", remote=True)
+    @distributed(gpus=2, gpu_type="H100", remote=True, env="live")
     def stay(path):
         print("it runs", flush=True)
         while not Path(path).exists():
