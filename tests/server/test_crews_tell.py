@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -18,8 +19,10 @@ from serverless_gpu.server import (
 )
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import node_key
+from serverless_gpu.server.liveness import Looks
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Look
@@ -110,6 +113,23 @@ def test_who_only_says_that_a_peer_left_is_believed_until_somebody_has_more_to_s
     say(services, run_id, 1, State.STOPPING, ending=ending)
     run = stored(database, run_id)
     assert (run.reason, run.detail) == (Reason.HOST_OOM, "rank 2 on n2: killed for memory")
+
+
+def test_what_a_crew_is_asked_to_report_for_is_in_its_answer_though_it_was_read_before(
+    services: Services, run_id: str
+) -> None:
+    """A sign of life is under way when another crew fails: it takes the look, so it has to take the news."""
+    began(services, run_id)
+
+    class Slow(Looks):
+        def done(self, node_id: str, crew: CrewId) -> bool:
+            if node_id == "node-1":
+                say(services, run_id, 1, State.STOPPING, halt=Halt(reason=Reason.RANK_RAISED, rank=2, detail="no"))
+            return super().done(node_id, crew)
+
+    services = dataclasses.replace(services, looks=Slow())
+    assert say(services, run_id, 0).peer_failed == "rank 2 on n2: no"
+    assert services.looks.of("node-1") == ()
 
 
 def test_a_cancelled_gang_is_cancelled_whoever_hears_of_it_first(

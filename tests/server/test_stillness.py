@@ -134,7 +134,18 @@ def test_a_crew_that_is_not_heard_of_is_not_idle(services: Services, run_id: str
     say(services, run_id, 0, idle=Verdict.STOP)
     say(services, run_id, 1, idle=Verdict.WARN)
     clock.advance(services.settings.soft_expiry_s)
-    assert say(services, run_id, 1, idle=Verdict.STOP).idle is Verdict.GO_ON
+    assert say(services, run_id, 1, idle=Verdict.STOP).idle is None
+
+
+def test_a_gang_whose_ranks_return_one_after_the_other_is_not_told_that_it_idles(
+    services: Services, database: Database, run_id: str
+) -> None:
+    assert say(services, run_id, 0, returned=True).idle is Verdict.GO_ON
+    assert say(services, run_id, 1, idle=Verdict.WARN).idle is Verdict.WARN  # of those that still work
+    assert say(services, run_id, 1).idle is Verdict.GO_ON
+    answer = say(services, run_id, 1, returned=True)
+    assert (answer.release, answer.idle) == (True, None)
+    assert (say(services, run_id, 0, returned=True).idle, stored(database, run_id).stop) == (None, None)
 
 
 def test_the_first_crew_that_reaches_its_time_limit_stops_all_with_their_grace(

@@ -3,7 +3,7 @@
     output, events ──heard──▶ HangWitness ──silent since──▶ server ◀── the other crews
     the loop ────────look───▶    │  ▲  └────what it saw───▶   │
                                  │  └──────look at them───────┤
-    hang-<n>.node<k>.txt, ◀──────┴──────who waits for whom────┘
+    hang-<node>-<n>.txt, ◀───────┴──────who waits for whom────┘
     HangConfirmed
 
 A crew alone cannot tell a hang from ranks that rightly wait for those on another node. So it only tells how long

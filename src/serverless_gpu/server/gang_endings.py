@@ -17,9 +17,7 @@ from serverless_gpu.node.protocol import Stopped
 
 TAILS_MAX = 8
 """Ranks of which the last output is told, as on one node."""
-
-
-_OF_ALL = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
+_OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
 """What every crew says of the same thing, which is no failure of its own."""
 
 
@@ -69,7 +67,7 @@ def together(
         return None
     others = [word for word in words if word is not own]
     found = [_at(failure, own.node) for failure in ended.consequences]
-    found += [failure for word in others for failure in _failures(word) if failure.reason not in _OF_ALL]
+    found += [failure for word in others for failure in _failures(word) if failure.reason not in _OF_OTHERS]
     return msgspec.structs.replace(
         ended,
         state=state,

@@ -96,14 +96,15 @@ class Looks:
         with self._lock:
             return tuple(sorted(self._asked.get(node_id, ())))
 
-    def done(self, node_id: str, crew: CrewId) -> None:
-        """Note that a crew has reported."""
+    def done(self, node_id: str, crew: CrewId) -> bool:
+        """Note that a crew has reported; return whether it had been asked to."""
         with self._lock:
-            there = self._asked.get(node_id)
-            if there is not None:
-                there.discard(crew)
-                if not there:
-                    del self._asked[node_id]
+            there = self._asked.get(node_id, set())
+            was_asked = crew in there
+            there.discard(crew)
+            if not there:
+                self._asked.pop(node_id, None)
+            return was_asked
 
     def keep(self, ids: Collection[CrewId]) -> None:
         """Forget all crews but these."""

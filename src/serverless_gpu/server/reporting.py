@@ -130,7 +130,8 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     found = services.database.read(lambda connection: _find(connection, crew))
     if found is None:
         return _answer(services, stale=True)
-    services.looks.done(found.crew.node_id, crew)  # before anything is read for the answer: what is new then asks again
+    # What it was asked for may be newer than what was read; what is new after this asks again.
+    was_asked = services.looks.done(found.crew.node_id, crew)
     _check(services, found, said)
     was_silent = False
     if found.crew.ended_ns is None:
@@ -161,7 +162,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         stillness.hear(services, found.run, found.attempt, found.crew, said)
     if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
         services.logs.sync(run_id, fence)  # nobody but the node waits for that
-    if is_news or found.run.state is not State.RUNNING:  # else it is as it was read: most reports are signs of life
+    if is_news or was_asked or found.run.state is not State.RUNNING:  # else as it was read: most are signs of life
         found = services.database.read(lambda connection: _find(connection, crew)) or found
     stop = found.run.stop if found.is_current else None
     answer = _answer(services, stale=found.crew.is_stale(said.state))

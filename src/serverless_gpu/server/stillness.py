@@ -118,11 +118,10 @@ def _heard(
     hangs = gang_hangs.heard(
         before.hangs, crew.number, said.silence, _printable(said.seen), returned=said.returned, now_ns=now_ns
     )
-    level = Verdict.STOP if said.returned else said.idle  # its devices have nothing to do any more
     standing = Standing(
         heard_ns={**before.heard_ns, crew.number: now_ns},
         hangs=hangs,
-        idle={**before.idle, crew.number: level},
+        idle={**before.idle, crew.number: said.idle},
         told=before.told,
     )
     if not all(one.began for one in attempt.crews):
@@ -137,9 +136,11 @@ def _heard(
         fresh_ns=fresh_ns,
     )
     is_heard = all(now_ns - standing.heard_ns.get(one.number, 0) <= fresh_ns for one in attempt.crews)
-    levels = [standing.idle.get(one.number, Verdict.GO_ON) for one in attempt.crews] if is_heard else []
-    has_limit = idling.limit_s(run.spec) is not None
-    told = idling.of_gang(levels, before.told) if has_limit else None
+    returned = {number for number, one in hangs.silent.items() if one.returned}
+    at_work = [one.number for one in attempt.crews if one.number not in returned]
+    is_known = is_heard and bool(at_work) and idling.limit_s(run.spec) is not None
+    levels = [standing.idle.get(number, Verdict.GO_ON) for number in at_work]
+    told = idling.of_gang(levels, before.told) if is_known else None  # once all have returned nothing is idle: it ends
     return msgspec.structs.replace(standing, hangs=hangs, told=told)
 
 
