@@ -156,6 +156,20 @@ def test_a_node_that_is_silent_itself_stops_the_judgement_until_it_is_back() -> 
     assert scene.gang.judgement is not None
 
 
+def test_what_a_node_saw_before_it_fell_silent_is_no_ground_to_judge_by() -> None:
+    scene = Scene()
+    scene.fall_silent()
+    scene.live(500)
+    scene.gone = {0}
+    scene.live(150)
+    assert scene.gang.seen.keys() == {1}
+    scene.gone = {0, 1}
+    scene.live(40)
+    scene.gone = {1}
+    scene.live(700)
+    assert scene.gang.seen.keys() == {0, 1} and scene.gang.judgement is None
+
+
 def test_output_after_a_warning_takes_it_back() -> None:
     scene = Scene()
     scene.fall_silent()
