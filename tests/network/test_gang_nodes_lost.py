@@ -23,7 +23,7 @@ from tests.uplink.joining import join_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-SETTINGS = {"soft_expiry_s": 2.0, "heartbeat_s": 1.0}
+SETTINGS = {"soft_expiry_s": 4.0, "heartbeat_s": 0.5}
 """The hard fence is at 15 minutes: nothing here waits for it."""
 LIMIT_S = 100.0
 

@@ -26,7 +26,8 @@ from tests.network.namespaces import Network, need_root
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 GRACE_S, MARGIN_S = 8.0, 2.0
-SETTINGS = {"partition_grace_s": GRACE_S, "partition_margin_s": MARGIN_S, "soft_expiry_s": 2.0, "heartbeat_s": 1.0}
+SETTINGS = {"partition_grace_s": GRACE_S, "partition_margin_s": MARGIN_S, "soft_expiry_s": 4.0, "heartbeat_s": 0.5}
+"""A gang meets when none of its nodes was silent for half of the soft limit: that is several heartbeats, as always."""
 LIMIT_S = 180.0
 UNHURT = ("RUNNING", "STOPPING", "SUCCEEDED")
 SHORT = "short"
