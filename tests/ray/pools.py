@@ -124,7 +124,7 @@ class Machine:
         for program in self._programs:
             program.communicate(timeout=60)
         for place in ("server/ray", "ray"):
-            shutil.rmtree(Path(ray_machine.directory_of(self.home / place)).parent, ignore_errors=True)
+            remove_directory_of_ray(self.home / place)
         shutil.rmtree(self.home, ignore_errors=True)
 
 
@@ -231,6 +231,11 @@ def end_of_machine(home: Path, rays: Callable[[], list[int]] = list) -> None:
         return not found
 
     wait_for(gone, f"nothing of {home} is left", limit_s=60)
+
+
+def remove_directory_of_ray(place: Path) -> None:
+    """Remove what Ray had in /tmp, whose files of ours are in a place."""
+    shutil.rmtree(Path(ray_machine.directory_of(place)).parent, ignore_errors=True)
 
 
 def _read(pid: int, name: str) -> bytes:

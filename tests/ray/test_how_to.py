@@ -22,7 +22,7 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.local.observe import wait_for
 from tests.network.namespaces import entering, ip, need_root
-from tests.ray.pools import START_S, end_of_machine
+from tests.ray.pools import START_S, end_of_machine, remove_directory_of_ray
 from tests.ray.user_environment import UserEnvironment
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(900)]
@@ -114,6 +114,8 @@ class Machine:
     def end(self) -> None:
         """End everything of it."""
         end_of_machine(self.home)
+        for place in ("server/ray", "ray"):
+            remove_directory_of_ray(self.home / ".serverless_gpu" / place)
         for program in self._programs:
             program.wait(60)
 
