@@ -152,8 +152,11 @@ def test_a_crew_sends_its_own_ranks_and_no_others(services: Services, database: 
     for rank, name in ((0, "stdout"), (1, "stderr"), (3, "stdout"), (0, "telemetry")):
         with pytest.raises(InvalidValue, match=f"no rank {rank}"):
             say(services, run_id, 1, logs=(LogPiece(rank=rank, stream=name, offset=0, data=b"x"),))  # type: ignore[arg-type]  # as from a node
-    with pytest.raises(InvalidValue, match="0 of 1 results"):
+    with pytest.raises(InvalidValue, match="is not of node n2"):
         say(services, run_id, 1, State.STOPPING, files=(result(0),), ending=FINISHED)
+    say(services, run_id, 0, files=(result(0),))
+    with pytest.raises(InvalidValue, match="0 of 1 results"):
+        say(services, run_id, 1, State.STOPPING, ending=FINISHED)
 
 
 def test_one_crew_is_silent_and_the_other_reports(services: Services, database: Database, run_id: str) -> None:

@@ -26,7 +26,7 @@ from serverless_gpu.server.liveness import Looks
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Look
-from serverless_gpu.wire.attempts import Ending
+from serverless_gpu.wire.attempts import Ending, File
 from tests.server.ganged import FINISHED, RAISED, began, place_met, result, say, told_of, waiting, wrong
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, place_gang, stored, tell
@@ -159,6 +159,14 @@ def test_a_crew_without_others_has_nobody_to_tell(services: Services, database: 
 def test_a_halt_is_of_a_rank_of_its_crew(services: Services, run_id: str) -> None:
     with pytest.raises(InvalidValue, match="no rank 0 on node n2"):
         say(services, run_id, 1, halt=Halt(reason=Reason.RANK_RAISED, rank=0))
+
+
+@pytest.mark.parametrize("name", ["results/0.pkl", "failures/1.json", "failures/9.stack", "hang-0-1.txt"])
+def test_a_crew_writes_no_file_of_another(services: Services, run_id: str, name: str) -> None:
+    with pytest.raises(InvalidValue, match="is not of node n2"):
+        say(services, run_id, 1, files=(File(name=name, size=2, inline=b"no"),))
+    own = [File(name=name, size=2, inline=b"ok") for name in ("results/2.pkl", "failures/2.stack", "hang-1-1.txt")]
+    say(services, run_id, 1, files=tuple(own))
 
 
 def test_a_node_is_told_to_look_until_its_crew_has_reported(

@@ -32,6 +32,7 @@ What can go wrong:
 from __future__ import annotations
 
 import logging
+import re
 
 import msgspec
 import sqlalchemy as sa
@@ -77,6 +78,8 @@ SIGNS_PER_S = 100
 """Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
 _MISSED, _MISSED_IF_LOST = 2.0, 1.2
 _QUIET_S_MAX = 15.0
+_WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
+"""Of which rank, or of which node of several, a file is."""
 _log = logging.getLogger(__name__)
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 
@@ -238,7 +241,7 @@ def _check(services: Services, found: _Found, said: Report) -> None:
     if sum(len(file.inline or b"") for file in said.files) > INLINE_BYTES_MAX:
         raise TooLarge(f"the files of one report have more than {INLINE_BYTES_MAX} bytes", hint="send them as blobs")
     for file in said.files:
-        _check_file(file)
+        _check_file(found, file)
     parts = {part for file in said.files if file.blob is not None for part in file.blob.parts}
     missing = services.blobs.missing(parts) if parts else ()
     if missing:
@@ -273,8 +276,13 @@ def _check_fact(crew: StoredCrew, fact: Fact) -> None:
         raise InvalidValue(f"attempt {crew.gang} is said to hold {held} devices, and has {crew.gpus}")
 
 
-def _check_file(file: File) -> None:
+def _check_file(found: _Found, file: File) -> None:
     files.check_name(file.name)
+    whose = _WHOSE.fullmatch(file.name)
+    if whose is not None and found.attempt.num_nodes > 1:  # files of all crews lie side by side
+        rank, node = whose.groups()
+        if (node is not None and int(node) != found.crew.number) or (rank is not None and int(rank) not in found.ranks):
+            raise InvalidValue(f"{file.name} of attempt {found.attempt.gang} is not of node {found.crew.node}")
     if (file.inline is None) == (file.blob is None):
         raise InvalidValue(f"file {file.name} comes either with its bytes or as a blob")
     if file.blob is not None:
