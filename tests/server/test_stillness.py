@@ -13,12 +13,13 @@ from serverless_gpu.model.gang_hangs import Seen, Silence
 from serverless_gpu.model.gang_life import Halt
 from serverless_gpu.model.hangs import PLACES_MAX, RankSeen, Sign
 from serverless_gpu.model.idling import Verdict
-from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.model.run_lifecycle import Ended, StopAsked
+from serverless_gpu.server import stillness
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import ReportAnswer
-from tests.server.ganged import began, place_met, say, wrong
+from serverless_gpu.wire.attempts import Report, ReportAnswer
+from tests.server.ganged import began, happened, place_met, say, wrong
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, stored, tell
 
@@ -135,6 +136,23 @@ def test_a_crew_that_is_not_heard_of_is_not_idle(services: Services, run_id: str
     say(services, run_id, 1, idle=Verdict.WARN)
     clock.advance(services.settings.soft_expiry_s)
     assert say(services, run_id, 1, idle=Verdict.STOP).idle is None
+
+
+def test_an_attempt_that_idled_stops_no_later_one(services: Services, database: Database) -> None:
+    """A report is still judged by what was read of its attempt when the run waits for the next one."""
+    run_id = add_run(database, idle_timeout_s=100.0, resume=True)
+    place_met(database, run_id, 2, 1)
+    began(services, run_id)
+    say(services, run_id, 0, idle=Verdict.STOP)
+    say(services, run_id, 1, idle=Verdict.WARN)
+    before = stored(database, run_id)
+    assert before.attempt is not None
+    for crew in (0, 1):
+        happened(database, run_id, crew, Ended(Reason.DRAINED, began=False))
+    said = Report(state=State.RUNNING, idle=Verdict.STOP)
+    stillness.hear(services, before, before.attempt, before.attempt.crews[1], said)
+    after = stored(database, run_id)
+    assert (after.state, after.stop) == (State.QUEUED, None)
 
 
 def test_a_gang_whose_ranks_return_one_after_the_other_is_not_told_that_it_idles(

@@ -23,13 +23,13 @@ from functools import partial
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
+from serverless_gpu.errors import InvalidValue, StaleAttempt
 from serverless_gpu.model import gang_hangs, idling
-from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.attempt import ACTIVE, StopReason
 from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen
 from serverless_gpu.model.hangs import PLACES_MAX
 from serverless_gpu.model.idling import Verdict
-from serverless_gpu.server import audit, stopping
+from serverless_gpu.server import audit, runs, stopping
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.hub import node_key
@@ -149,12 +149,15 @@ def _stop(services: Services, run: StoredRun) -> None:
     at_ns = services.clock.wall_ns()
 
     def work(connection: sa.Connection) -> Told | None:
+        now = runs.find(connection, run.id)
+        if now is None or now.fence != run.fence or now.state not in ACTIVE:
+            return None  # it has nothing to do with the devices of the next attempt
         return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
 
     try:
         done = services.database.write(work)
-    except (AlreadyFinished, StaleAttempt):
-        return  # it ends by itself, or is asked again with the next report
+    except StaleAttempt:
+        return  # it is asked again with the next report
     if done is not None:
         done.announce(services)
 
