@@ -102,7 +102,7 @@ def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> Early | No
     silent = {crew.number: seconds for crew in attempt.open_crews if (seconds := quiet(crew)) is not None}
     lives = gangs.lives(attempt.crews)
     reasons = gang_life.early_reasons(lives, cause, silent)
-    if not reasons or not surely_ends(run.life, reasons, began=any(crew.began for crew in attempt.crews)):
+    if not reasons or not surely_ends(run.life, reasons, began=attempt.began):
         return None
     reason, state = reasons[0], MEANINGS[reasons[0]].state
     names = {crew.number: crew.node for crew in attempt.crews}
@@ -119,7 +119,10 @@ def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> Early | No
 def may_be_early(run: StoredRun) -> bool:
     """Return whether an end may be told soon that nothing but time brings: a node falls silent without a word."""
     attempt = run.attempt
-    return attempt is not None and attempt.ended_ns is None and attempt.cause is not None and attempt.num_nodes > 1
+    if attempt is None or attempt.ended_ns is not None or attempt.num_nodes == 1 or run.state not in ACTIVE:
+        return False
+    cause = attempt.cause
+    return cause is not None and cause.crew is not None and surely_ends(run.life, (cause.reason,), began=attempt.began)
 
 
 def _together(
