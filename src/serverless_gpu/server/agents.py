@@ -269,10 +269,12 @@ class Agents:
             released = attempt is not None and attempt.released
             return Stop(seq=order.seq, run_id=order.run_id, fence=order.fence, reason=order.stop, released=released)
         run = runs.find(connection, order.run_id)
-        payload = runs.payload(connection, order.run_id)
-        if run is None or payload is None or run.attempt is None or run.fence != order.fence:
+        if run is None or run.attempt is None or run.fence != order.fence:
             return None
         if self._services.deliveries.is_held_back(run.id, run.fence, [crew.node for crew in run.attempt.crews]):
+            return None
+        payload = runs.payload(connection, order.run_id)
+        if payload is None:
             return None
         crew = run.attempt.crews[order.crew]
         return Start(

@@ -81,7 +81,8 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
     found = crews.outcomes(connection, attempt.run_id, attempt.fence)
     if number >= len(found) or len(found) == 1:
         return found[number].receipt if number < len(found) else None
-    account = _accounts(connection, attempt, found)[number]
+    crew = attempt.crews[number]
+    account = _account(attempt, crew, found[number], facts.of_crew(connection, crew.id))
     return _json(gang_receipt.restated(account, _whole(attempt)))
 
 
@@ -148,16 +149,17 @@ def _whole(attempt: StoredAttempt) -> Whole:
 
 def _accounts(connection: sa.Connection, attempt: StoredAttempt, found: Sequence[Outcome]) -> list[CrewAccount]:
     told = facts.of_crews(connection, [crew.id for crew in attempt.crews])
-    return [
-        CrewAccount(
-            number=crew.number,
-            node=crew.node,
-            receipt=_read(one.receipt, Receipt),
-            used=_used(attempt, crew, told[crew.id]),
-            gpus=crew.gpus,
-        )
-        for crew, one in zip(attempt.crews, found, strict=True)
-    ]
+    return [_account(attempt, crew, one, told[crew.id]) for crew, one in zip(attempt.crews, found, strict=True)]
+
+
+def _account(attempt: StoredAttempt, crew: StoredCrew, ended: Outcome, own: Sequence[Fact]) -> CrewAccount:
+    return CrewAccount(
+        number=crew.number,
+        node=crew.node,
+        receipt=_read(ended.receipt, Receipt),
+        used=_used(attempt, crew, own),
+        gpus=crew.gpus,
+    )
 
 
 def _used(attempt: StoredAttempt, crew: StoredCrew, own: Sequence[Fact]) -> Charge:

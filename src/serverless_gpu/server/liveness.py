@@ -109,7 +109,7 @@ class Looks:
     def keep(self, ids: Collection[CrewId]) -> None:
         """Forget all crews but these."""
         with self._lock:
-            left = {node_id: own & set(ids) for node_id, own in self._asked.items()}
+            left = {node_id: own.intersection(ids) for node_id, own in self._asked.items()}
             self._asked = {node_id: own for node_id, own in left.items() if own}
 
 
