@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model import hangs
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.gang_hangs import Seen, Silence
 from serverless_gpu.model.gang_life import Halt
@@ -22,6 +23,7 @@ from serverless_gpu.wire.attempts import Report, ReportAnswer
 from tests.server.ganged import began, happened, place_met, say, wrong
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, stored, tell
+from tests.unit.test_hangs import look
 
 
 @pytest.fixture
@@ -114,6 +116,12 @@ def test_what_nobody_can_have_seen_is_refused(services: Services, run_id: str) -
     ):
         with pytest.raises(InvalidValue):
             say(services, run_id, 1, seen=seen)
+
+
+def test_what_a_node_saw_of_code_with_long_names_is_taken(services: Services, run_id: str) -> None:
+    """A report that is refused is no sign of life: the crew would be given up for the names in its user's code."""
+    watch = hangs.noted(hangs.begin(0), [look(2, (("/x/train.py", 1, "resume_in_" * 50),))], 1, spins=False)
+    say(services, run_id, 1, seen=Seen(number=1, ranks=hangs.seen(watch)))
 
 
 def test_a_gang_is_idle_only_when_all_its_devices_are_and_is_warned_before_it_is_stopped(

@@ -21,12 +21,11 @@ import msgspec
 from serverless_gpu.model import hangs
 from serverless_gpu.model.attempt import Hang, Limits
 from serverless_gpu.model.crews import CrewPlace, numbered
-from serverless_gpu.model.hang_report import ranks_on, told_of
+from serverless_gpu.model.hang_report import STACKS_TOLD, ranks_on, told_of
 from serverless_gpu.model.hangs import Action, Due, RankSeen, Watch
 
 _WINDOW_NS_MIN = 500_000_000
 _EARLY = 4  # crews say that they are silent when looks are due, and the way here takes a moment
-_STACKS_TOLD = 4
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +209,7 @@ def _stacks(seen: Collection[Seen], waiting: Sequence[int], elsewhere: Sequence[
     """Return stacks of the few ranks that explain it most: those elsewhere, else those that wait."""
     known = {rank: text for one in seen for rank, text in one.stacks.items()}
     chosen = [rank for rank in elsewhere if rank in known] or [rank for rank in waiting if rank in known]
-    return {rank: known[rank] for rank in chosen[:_STACKS_TOLD]}
+    return {rank: known[rank] for rank in chosen[:STACKS_TOLD]}
 
 
 def _at_work(gang: GangWatch, since_ns: int) -> GangWatch:

@@ -17,8 +17,8 @@ RANK_CHARACTERS_MAX = 256 << 10
 _RANKS_LISTED = 8
 _NODES_LISTED = 4
 _PLACES_LISTED = 3
-_STACKS_TOLD = 4
-_STACK_CHARACTERS_MAX = 4_000
+STACKS_TOLD = 4
+STACK_CHARACTERS_MAX = 4_000
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -109,8 +109,8 @@ def told_of(
 def stacks(finding: Finding) -> dict[int, str]:
     """Return the main stacks of the few ranks that explain it most: those elsewhere, else those that wait."""
     running = [rank for rank in finding.elsewhere if rank in finding.looks] or list(finding.waiting)
-    chosen = [finding.looks[rank] for rank in running[:_STACKS_TOLD]]
-    return {look.rank: _main(look)[:_STACK_CHARACTERS_MAX] for look in chosen}
+    chosen = [finding.looks[rank] for rank in running[:STACKS_TOLD]]
+    return {look.rank: _main(look)[:STACK_CHARACTERS_MAX] for look in chosen}
 
 
 def report(finding: Finding, title: str, ranks: Iterable[int], told: str = "") -> str:

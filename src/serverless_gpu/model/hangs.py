@@ -42,6 +42,8 @@ _EARLY_NS = 60_000_000_000
 _LOOKS = 16
 PLACES_MAX = 3 * _LOOKS
 """A rank is seen in no more of them: one look finds it at one place, and perhaps at work."""
+WHERE_CHARACTERS_MAX = 300
+"""Of a place people read no more; a name in user code may be longer."""
 _LOOKS_MIN = _LOOKS // 2  # before anything is decided, also by a supervisor that comes late to them
 _INTERVAL_NS_MIN = 50_000_000
 _UNOBSERVED_NS = 30_000_000_000  # the supervisor looks every few seconds; a longer gap was not the ranks'
@@ -356,7 +358,7 @@ def _seen(look: Look, places: frozenset[int]) -> RankSeen:
     return RankSeen(
         rank=look.rank,
         state=look.state,
-        where=look.stack.where(),
+        where=look.stack.where()[:WHERE_CHARACTERS_MAX],
         place=_digest(_texts(frames)),
         places=tuple(sorted(places)[:PLACES_MAX]),
         moving=len(places) > 1,

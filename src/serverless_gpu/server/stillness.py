@@ -27,7 +27,8 @@ from serverless_gpu.errors import InvalidValue, StaleAttempt
 from serverless_gpu.model import gang_hangs, idling
 from serverless_gpu.model.attempt import ACTIVE, StopReason
 from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen
-from serverless_gpu.model.hangs import PLACES_MAX
+from serverless_gpu.model.hang_report import STACK_CHARACTERS_MAX, STACKS_TOLD
+from serverless_gpu.model.hangs import PLACES_MAX, WHERE_CHARACTERS_MAX
 from serverless_gpu.model.idling import Verdict
 from serverless_gpu.server import audit, runs, stopping
 from serverless_gpu.server.attempts import StoredAttempt
@@ -38,10 +39,6 @@ from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Told
 from serverless_gpu.wire.attempts import Report, ReportAnswer
-
-WHERE_CHARACTERS_MAX = 300
-STACKS_MAX = 4
-STACK_CHARACTERS_MAX = 4_000
 
 
 def check(attempt: StoredAttempt, ranks: range, said: Report) -> None:
@@ -66,7 +63,7 @@ def check(attempt: StoredAttempt, ranks: range, said: Report) -> None:
         len(one.where) > WHERE_CHARACTERS_MAX or len(one.state) > 1 or len(one.places) > PLACES_MAX
         for one in seen.ranks
     )
-    is_large = len(seen.stacks) > STACKS_MAX or any(len(text) > STACK_CHARACTERS_MAX for text in seen.stacks.values())
+    is_large = len(seen.stacks) > STACKS_TOLD or any(len(text) > STACK_CHARACTERS_MAX for text in seen.stacks.values())
     if is_long or is_large or len(seen.returned) > len(ranks):
         raise InvalidValue(f"a crew of attempt {attempt.gang} says more of its ranks than anybody could have seen")
 
