@@ -43,13 +43,15 @@ def stay(where: str) -> int:
     return rank_number()
 
 
-def fail_in_the_last(where: str) -> None:
-    """Fail in the last rank once all are there; the others wait."""
+def fail_in_the_last(where: str, told: str = "") -> None:
+    """Fail in the last rank once all are there, and a file that was named; the others wait."""
     announce(where, f"{os.environ['SGPU_FENCE']}.rank{rank_number()}")
     last = int(os.environ["WORLD_SIZE"]) - 1
     if rank_number() == last:
         for rank in range(last):
             wait_for_file(where, f"{os.environ['SGPU_FENCE']}.rank{rank}")
+        if told:
+            wait_for_file(where, told)
         raise ValueError(f"no luck in rank {last}")
     wait_for_file(where, "go")
 

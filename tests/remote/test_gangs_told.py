@@ -104,10 +104,12 @@ def accounted(run: Run[object]) -> None:
 def test_F06_what_failed_on_one_node_is_told_before_the_other_has_cleaned_up(pool: Machines, tmp_path: Path) -> None:
     where = tmp_path / "raises"
     where.mkdir()
-    run = pool.submit(fail_in_the_last, str(where))
+    run = pool.submit(fail_in_the_last, str(where), "fail")
     ranks = [announced(where, f"1.rank{rank}")[0] for rank in range(2)]
+    wait_for(lambda: pool.view(run).state is State.RUNNING, "both nodes have said that it runs")
     uplink = pool.nodes["n1"].uplink()
     uplink.send(signal.SIGSTOP)
+    (where / "fail").touch()
     try:
         with pytest.raises(ValueError, match="no luck in rank 3") as raised:
             run.results(60)
