@@ -11,7 +11,7 @@ import serverless_gpu
 
 INSIDE = Path(next(iter(serverless_gpu.__path__))) / "node" / "inside"
 
-_PREAMBLE = """
+PREAMBLE = """
 import importlib, importlib.util, sys
 spec = importlib.util.spec_from_file_location(
     "_sgpu_inside", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]]
@@ -38,7 +38,7 @@ def run_rank(code: str, *arguments: object, path: Path | None = None, options: t
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
-    command = [sys.executable, *options, "-c", _PREAMBLE + code + _CLOSING, str(INSIDE), *map(str, arguments)]
+    command = [sys.executable, *options, "-c", PREAMBLE + code + _CLOSING, str(INSIDE), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,19 +1,22 @@
 """A look at the ranks: what the kernel says about each, and its Python stacks.
 
-    supervisor ──{"op": "signal", "ranks": …}──▶ stem ──signal──▶ rank: faulthandler, in C, writes to its memfd
+    supervisor ──{"op": "signal", "ranks": …}──▶ stem ──PASS──▶ rank: a handler in Python writes to its memfd
+        │                        no answer, and it is in a call ──STACK──▶ faulthandler, in C, does
         └── /proc/<pid>/fd/<n> ◀──────────────────────────────────────────────┘
 
-A rank blocked in a collective answers, for the handler needs neither the interpreter nor the lock. After each look a
-second signal is sent, which is answered in Python: whether that answer is there at the next look says whether the main
-thread came back from the call it was in. The signals go by
-way of the stem, which knows which ranks it has not reaped yet, so that it never reaches another process. A rank that
-does not catch it (it has become another program, or user code took it back), or whose memfd is gone, is not asked: the
-signal would end it, or the stack would land in a file of the user's.
+A rank that runs Python answers the first signal. One that is blocked in a collective cannot, and answers the second,
+for that needs neither the interpreter nor the lock. Nobody else gets it: in C, frames that change are read as garbage.
+So it is sent to a rank that has taken the first signal, did not answer, and sleeps, or has run for a while since: it is
+inside of a call. Whether the answer to the first is there at the next look says whether the main thread came back from
+that call. The signals go by way of the stem, which knows which ranks it has not reaped yet, so that it never reaches
+another process. A rank that does not catch them (it has become another program, or user code took them back), or whose
+memfd is gone, is not asked: the signal would end it, or the stack would land in a file of the user's.
 
 Nothing here waits: a look is begun, and then polled from the supervisor's loop, which goes on passing output.
 
-Failure cases: a rank that does not answer in time (frozen, uninterruptible) is a look without a stack. A rank that is
-stopped is only asked where `wake` allows it: it is let run until its stack is written, and stopped again.
+Failure cases: a rank that does not answer in time (frozen, uninterruptible, without a core all the while) is a look
+without a stack. A rank that is stopped is only asked where `wake` allows it: it is let run until its stack is written,
+and stopped again.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from serverless_gpu.node.inside.linux import descendants
 
 POLL_NS = 2_000_000
 _ANSWER_NS = 3_000_000_000
+_IN_PYTHON_NS = 50_000_000  # who runs Python, and has a core, answers sooner
+_IN_CALL_US = 20_000  # of CPU without an answer: no Python in between
 _STEADY_NS = 100_000_000  # an unfinished stack that has not grown for so long will not
 _STACK_BYTES_MAX = 1 << 20
 _TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
@@ -60,14 +65,17 @@ class Looking:
         for rank, look in self._looks.items():
             if look.state not in (*_ENDED, TRACED, "D") and (look.state != STOPPED or rank in self._woken):
                 self._prepare(rank)
-        self._answered: list[int] = []
         self._woken = [rank for rank in self._woken if rank in self._asked]
-        gang.signal(inside.STACK_SIGNAL, self._asked)
+        gang.signal(inside.PASS_SIGNAL, self._asked)
         gang.signal(signal.SIGCONT, self._woken)
 
     def poll(self, now_ns: int) -> list[Look] | None:
         """Return the looks once all are there, or the time for an answer has passed; None until then."""
-        late = now_ns - self.began_ns > _ANSWER_NS
+        took_ns = now_ns - self.began_ns
+        late = took_ns > _ANSWER_NS
+        if took_ns > _IN_PYTHON_NS:
+            in_calls = [rank for rank, asked in self._asked.items() if asked.is_found_in_call()]
+            self._gang.signal(inside.STACK_SIGNAL, in_calls)
         for rank, asked in list(self._asked.items()):
             text = asked.answer(now_ns)
             if text is None and not late:
@@ -79,7 +87,6 @@ class Looking:
             self._take(rank, text or "")
         if self._asked:
             return None
-        self._gang.signal(inside.PASS_SIGNAL, self._answered)
         return [self._completed(look) for look in self._looks.values()]
 
     def close(self) -> None:
@@ -91,7 +98,7 @@ class Looking:
 
     def _prepare(self, rank: int) -> None:
         look = self._looks[rank]
-        asked = _ask(look.pid, self._gang.stacks.get(rank, -1))
+        asked = _ask(look, self._gang.stacks.get(rank, -1))
         if asked is None:
             self._note(
                 rank, "no stack: it runs another program by now, or has taken the signal or the file for it away"
@@ -105,8 +112,6 @@ class Looking:
             self._note(rank, "no stack: it did not answer within 3 s")
             return
         self._looks[rank] = msgspec.structs.replace(self._looks[rank], stack=parse(text, _OWN))
-        if rank not in self._woken and _catches(self._looks[rank].pid, inside.PASS_SIGNAL):
-            self._answered.append(rank)
         if rank in self._woken:
             self._note(rank, "it was let run for a moment to write its stack")
 
@@ -123,15 +128,30 @@ class Looking:
 
 
 class _Asked:
-    """A rank that is about to write its stacks."""
+    """A rank that is about to write its stack.
 
-    def __init__(self, fd: int) -> None:
+    Args:
+        fd: the file into which it does.
+        look: what the kernel said of it before.
+    """
+
+    def __init__(self, fd: int, look: Look) -> None:
         left = os.fstat(fd).st_size - len(inside.PASSED)
         self.passed = left >= 0 and os.pread(fd, len(inside.PASSED), left) == inside.PASSED
         self._fd = fd
+        self._before = look
+        self._in_call = False
         self._size = 0
         self._grown_ns = 0
         os.ftruncate(fd, 0)
+
+    def is_found_in_call(self) -> bool:
+        """Return whether it is seen for the first time that its main thread took the first signal inside of a call."""
+        pid = self._before.pid
+        if self._in_call or os.fstat(self._fd).st_size or _has(pid, "SigPnd", inside.PASS_SIGNAL):
+            return False
+        self._in_call = _stat(pid)[0] == "S" or _main_us(pid) - self._before.main_us > _IN_CALL_US
+        return self._in_call
 
     def answer(self, now_ns: int) -> str | None:
         """Return what it wrote once that is complete."""
@@ -141,25 +161,29 @@ class _Asked:
         if not size:
             return None
         text = os.pread(self._fd, _STACK_BYTES_MAX, 0).decode("utf-8", "backslashreplace")
-        return text if is_whole(text) or now_ns - self._grown_ns > _STEADY_NS else None
+        passed = inside.PASSED.decode()
+        is_complete = text.endswith(passed) or is_whole(text) or now_ns - self._grown_ns > _STEADY_NS
+        return text.removesuffix(passed) if is_complete else None
 
     def close(self) -> None:
         os.close(self._fd)
 
 
-def _ask(pid: int, number: int) -> _Asked | None:
-    """Return the file a rank writes its stacks to, None where it must not be asked."""
-    path = f"/proc/{pid}/fd/{number}"
+def _ask(look: Look, number: int) -> _Asked | None:
+    """Return the file a rank writes its stack to, None where it must not be asked."""
+    path = f"/proc/{look.pid}/fd/{number}"
     with contextlib.suppress(OSError, ValueError):
-        if _catches(pid, inside.STACK_SIGNAL) and os.readlink(path).startswith(f"/memfd:{inside.STACK_FILE}"):
-            return _Asked(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        catches = all(_has(look.pid, "SigCgt", number) for number in inside.LOOK_SIGNALS)
+        if catches and os.readlink(path).startswith(f"/memfd:{inside.STACK_FILE}"):
+            return _Asked(os.open(path, os.O_RDWR | os.O_CLOEXEC), look)
     return None
 
 
-def _catches(pid: int, number: int) -> bool:
+def _has(pid: int, which: str, number: int) -> bool:
+    """Return whether a signal is in one of the sets that the kernel tells of a process's main thread."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.startswith("SigCgt:"):
+            if line.startswith(f"{which}:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
 
@@ -169,9 +193,6 @@ def _look(rank: int, pid: int) -> Look:
     channel = ""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan", encoding="ascii", errors="replace") as file:
         channel = file.read().strip()
-    main_us = cpu_ms * 1_000
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
-        main_us = int(file.read().split()[0]) // 1_000
     note = f"kill -CONT {pid} lets it go on" if state == STOPPED else ""
     return Look(
         rank=rank,
@@ -179,9 +200,16 @@ def _look(rank: int, pid: int) -> Look:
         state=state,
         channel="" if channel == "0" else channel,
         cpu_ms=cpu_ms,
-        main_us=main_us,
+        main_us=_main_us(pid, cpu_ms * 1_000),
         note=note,
     )
+
+
+def _main_us(pid: int, otherwise: int = 0) -> int:
+    """Return the microseconds of CPU that a process's main thread has used; another number where that is not known."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
+        return int(file.read().split()[0]) // 1_000
+    return otherwise
 
 
 def _stat(pid: int) -> tuple[str, int]:

@@ -40,8 +40,8 @@ from collections.abc import Callable
 
 VERSION = 7
 
-# A rank answers the first, SIGRTMAX-7, by writing its Python stacks to its memfd of that name, wherever it is; the
-# second, once its main thread is back in Python, by adding PASSED. Not SIGUSR1 or SIGUSR2, which user code and
+# A rank answers both by writing its Python stack to its memfd of that name: the first, SIGRTMAX-7, in C, wherever it
+# is; the second once its main thread runs Python, with PASSED at the end. Not SIGUSR1 or SIGUSR2, which user code and
 # Lightning take; C libraries and runtimes use the real-time signals at both ends.
 STACK_SIGNAL = 57
 PASS_SIGNAL = 58

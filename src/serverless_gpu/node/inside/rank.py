@@ -49,6 +49,7 @@ _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it retu
 _SETTLE_FAILED_S = 1.0  # for the last points before a failure; the others' end waits for that
 _SPARE = 4  # descriptors kept back for the files of the outcome
 _spare: list[int] = []
+_FRAMES_MAX = 100  # as faulthandler
 _REPR_CHARACTERS_MAX = 10_000
 _MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
 
@@ -320,10 +321,12 @@ def _restore_signals() -> None:
 def _offer_stacks() -> int:
     """Have this process say, when it is asked to by a signal, where it is: to a memfd, which is returned, or -1.
 
-    The stack is written in C: also while the rank is blocked in a collective. It is that of the main thread alone,
-    which stands still meanwhile; the frames of other threads would be read while they change. After either handler the
-    kernel goes on with the call into which the signal came, except for poll, select, nanosleep and the like, which it
-    always interrupts; Python calls those again itself, but for `signal.pause()`.
+    While the main thread runs Python, it answers by a handler in Python. While it is in a call, blocked in a collective
+    say, only C can: faulthandler. That is for whoever gave no other answer: one that runs Python changes its frames,
+    and faulthandler would read them meanwhile, which has ended processes by SIGSEGV (Python 3.11). Either writes the
+    stack of the main thread alone. After either handler the kernel goes on with the call into which the signal came,
+    except for poll, select, nanosleep and the like, which it always interrupts; Python calls those again itself, but
+    for `signal.pause()`.
     """
     try:
         fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
@@ -333,14 +336,26 @@ def _offer_stacks() -> int:
     except (OSError, AttributeError):  # a system without one of them: then there are no stacks
         return -1
 
-    def pass_by(_number: int, _frame: types.FrameType | None) -> None:
+    def pass_by(_number: int, frame: types.FrameType | None) -> None:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(fd), made):  # user code may have closed it, and have a file there
-                os.write(fd, protocol.PASSED)
+                os.write(fd, _written(frame) + protocol.PASSED)
 
     signal.signal(protocol.PASS_SIGNAL, pass_by)
     signal.siginterrupt(protocol.PASS_SIGNAL, False)
     return fd
+
+
+def _written(frame: types.FrameType | None) -> bytes:
+    """Return a stack as faulthandler writes it."""
+    lines = ["Stack (most recent call first):"]
+    while frame is not None and len(lines) <= _FRAMES_MAX:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    if frame is not None:
+        lines.append("  ...")
+    return "".join(f"{line}\n" for line in lines).encode("ascii", "backslashreplace")
 
 
 @contextlib.contextmanager
