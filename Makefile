@@ -76,8 +76,8 @@ test: venv ## run the tests (no GPU, no network)
 # Most tests wait for processes: parts of them at once take little more than one. pytest-xdist does not do: its workers
 # have threads, and tests fork.
 PARTS := test-part-local test-part-remote test-part-others
-LOCAL := tests/docs/ tests/local/ tests/notebook/ tests/stores/
-REMOTE := tests/crash/ tests/environment/ tests/examples/ tests/network/ tests/remote/ tests/uplink/
+LOCAL := tests/docs/ tests/local/ tests/notebook/ tests/stores/ tests/uplink/
+REMOTE := tests/crash/ tests/environment/ tests/examples/ tests/network/ tests/remote/
 
 test-part-local:
 	$(BIN)/python -m pytest $(LOCAL)

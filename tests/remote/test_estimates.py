@@ -161,7 +161,9 @@ def test_the_pool_is_what_the_variables_of_the_caller_say(fake: FakeServer, monk
 def test_a_dry_run_without_an_answer_still_says_what_would_be_asked_for(fake: FakeServer) -> None:
     fake.stop()
     lines = sgpu("submit", "--dry-run", "true").stdout.splitlines()
-    assert lines[5] == "imports: this machine's files if the server is its own, else a snapshot of them"
+    assert (
+        lines[5] == "imports: this machine's files if the server is its own and has no other, else a snapshot of them"
+    )
     assert lines[-1].startswith(f"would start: unknown: the server at {fake.url} does not answer: ")
 
 

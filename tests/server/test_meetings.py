@@ -16,6 +16,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.gang_life import Cause, Halt
 from serverless_gpu.model.meeting import Address, Chosen, Offer, Reach, Tried
+from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.run_lifecycle import StopAsked
 from serverless_gpu.server import active_runs, attempts, gathering, meetings, runs, tables
 from serverless_gpu.server.attempts import StoredAttempt
@@ -101,6 +102,15 @@ def look(services: Services, clock: FakeClock, *, after_s: float = 0.0, away: Se
 def again(services: Services) -> None:
     """Start the server again: what it had heard is gone."""
     services.meetings.keep(())
+
+
+def test_nodes_of_a_ray_cluster_hear_it_at_once_for_its_function_begins_once_all_have_come(
+    services: Services, database: Database
+) -> None:
+    run_id = add_run(database, ray=RayCluster())
+    place_gang(database, run_id, 2, 1)
+    meet(services, run_id, 0, 1)
+    assert [start(services, run_id, number).chosen for number in (1, 0)] == [CHOSEN, CHOSEN]
 
 
 def test_two_crews_meet(services: Services, database: Database, run_id: str) -> None:

@@ -17,7 +17,7 @@ from tests.simulation.planted import BUGS, FOUND_AS
 from tests.simulation.running import Outcome, outcome, remembered, shrunk
 
 SEEDS, STEPS, AT_ONCE = 200, 20, 10
-ALWAYS = 60
+ALWAYS = 40
 """So many seeds are run by every test run, and every third bug is looked for; the others by `make test-all`."""
 
 

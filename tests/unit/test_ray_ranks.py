@@ -22,8 +22,7 @@ RAY = RunSpec(ray=RayCluster(), resources=Resources(gpus=8))
     ("spec", "placed", "ranks"),
     [
         (RAY, 8, 1),
-        (RAY, 0, 1),  # before it is placed
-        (RunSpec(ray=RayCluster()), 0, None),
+        (RAY, 0, None),  # before it is placed: one for each node
         (RunSpec(resources=Resources(gpus=8)), 8, 8),
         (RunSpec(resources=Resources(gpus=8)), 0, 8),
         (RunSpec(payload=Command(argv=("true",), per="node")), 8, 1),
@@ -32,5 +31,5 @@ RAY = RunSpec(ray=RayCluster(), resources=Resources(gpus=8))
 def test_the_client_of_a_server_knows_how_many_results_come(
     tmp_path: Path, spec: RunSpec, placed: int, ranks: int | None
 ) -> None:
-    view = msgspec.structs.replace(VIEW, spec=spec, world_size=placed)
+    view = msgspec.structs.replace(VIEW, spec=spec, world_size=placed, node="n1" if placed else "")
     assert Watched(cast(Server, None), view, tmp_path, stream=cast(EventStream, None)).world_size == ranks

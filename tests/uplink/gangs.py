@@ -91,7 +91,8 @@ class SeenGang:
     @property
     def fold(self) -> Fold:
         """Return what its crews amount to."""
-        return fold([crew.folded() for crew in self.crews], self.cause, released=self.released)
+        stop = next((crew.stop for crew in self.crews if crew.stop is not None), None)
+        return fold([crew.folded() for crew in self.crews], self.cause, stop=stop, released=self.released)
 
     def heard(self, crew: SeenCrew, report: Report, answer: ReportAnswer) -> ReportAnswer:
         """Put a report together with the others, have those look for whom that is news, and answer."""
@@ -161,11 +162,14 @@ class SeenGang:
     def _news(self, crew: SeenCrew) -> dict[str, Any]:
         offers = tuple(one.offer for one in self.crews if one.offer is not None)
         told = len(offers) == len(self.crews) and crew.reach is None and not self.holds_offers
-        may_begin = crew.number == 0 or self.crews[0].folded().began  # the port of the rendezvous is free then
+        is_free = self.crews[0].folded().began or crew.start.spec.ray is not None  # the port of the rendezvous
+        may_begin = crew.number == 0 or is_free
         failed = ""
-        if told_to_stop(crew.folded(), self.cause) and self.cause is not None:
-            node = "" if self.cause.crew is None else f"{crew.start.crews[self.cause.crew].node}: "
-            failed = f"{node}{self.cause.detail or self.cause.reason}"
+        cause = self.cause
+        is_asked = cause is not None and cause.crew is None and crew.stop is not None  # and that is what it is told
+        if told_to_stop(crew.folded(), cause) and cause is not None and not is_asked:
+            node = "" if cause.crew is None else f"{crew.start.crews[cause.crew].node}: "
+            failed = f"{node}{cause.detail or cause.reason}"
         if self.apart is not None:
             failed = self.apart.sentence
         return {

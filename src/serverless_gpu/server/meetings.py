@@ -89,21 +89,24 @@ def hear(services: Services, attempt: StoredAttempt, crew: StoredCrew, said: Rep
     _decide(services, attempt, known, now_ns=now_ns, but=crew.number)
 
 
-def told(services: Services, attempt: StoredAttempt, crew: StoredCrew, answer: ReportAnswer) -> ReportAnswer:
+def told(services: Services, run: StoredRun, crew: StoredCrew, answer: ReportAnswer) -> ReportAnswer:
     """Return an answer with what there is for a crew that has not begun; nothing, where it is to end.
 
     Args:
         services: the server's.
-        attempt: as it is now, at an attempt that goes on.
+        run: as it is now, at an attempt that goes on.
         crew: that reports.
         answer: without that.
     """
+    attempt = run.attempt
+    assert attempt is not None
     is_ending = answer.stale or answer.stop is not None or answer.peer_failed or crew.halt_json is not None
     if is_ending or attempt.num_nodes == 1 or crew.began or crew.ended_ns is not None:
         return answer
     if attempt.chosen is not None:
         # Until crew 0 has heard it, its supervisor listens on the port of the rendezvous, and would hang up on ranks.
-        is_free = crew.number == 0 or attempt.crews[0].began
+        # Nodes of a Ray cluster try again then; and its function begins once all have come, so none waits for that.
+        is_free = crew.number == 0 or attempt.crews[0].began or run.spec.ray is not None
         return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
     known = services.meetings.find((attempt.run_id, attempt.fence))
     if known is None or has_met(attempt):

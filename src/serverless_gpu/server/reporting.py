@@ -177,7 +177,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     answer = msgspec.structs.replace(
         answer, release=word.release, peer_failed=word.peer_failed, stop=answer.stop or word.stop
     )
-    return stillness.told(services, found.attempt, meetings.told(services, found.attempt, found.crew, answer))
+    return stillness.told(services, found.attempt, meetings.told(services, found.run, found.crew, answer))
 
 
 def _answer(services: Services, *, stale: bool) -> ReportAnswer:
