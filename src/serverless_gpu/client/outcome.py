@@ -265,7 +265,7 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None,
     rank = cause.rank if cause is not None and stopped.state is State.FAILED else None
     error = _CLASSES.get(stopped.reason, RunError)(
         _message(stopped, rank, directory, spec),
-        hint=_hint_elsewhere(stopped.reason, run_id, origin) if origin.node else _hint(stopped.reason, directory),
+        hint=_hint_elsewhere(stopped.reason, run_id, origin, rank) if origin.node else _hint(stopped.reason, directory),
         run_id=run_id,
         rank=rank,
         reason=stopped.reason.value,
@@ -325,14 +325,15 @@ def _hint(reason: Reason, directory: Path) -> str:
     return f"logs: {directory / 'logs'}"
 
 
-def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin) -> str:
+def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | None) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST, Reason.ENV_UNAVAILABLE):
         return f"what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
     if reason is Reason.ENGINE_HEAD_LOST:
         return f"what Ray wrote is on node {origin.node}: ray/ in the run's directory there; logs: `sgpu logs {run_id}`"
     if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):
         return f"node {origin.node} needs space: `sgpu env gc` there helps"
-    return f"{_KEEPS}; logs: `sgpu logs {run_id}`" if reason is Reason.IDLE else f"logs: `sgpu logs {run_id}`"
+    logs = f"logs: `sgpu logs {run_id}{f' --rank {rank}' if rank else ''}`"  # of rank 0 without that
+    return f"{_KEEPS}; {logs}" if reason is Reason.IDLE else logs
 
 
 def _limit(reason: Reason, spec: RunSpec) -> str:
