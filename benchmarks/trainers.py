@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 from benchmarks import ranks
 from benchmarks.databases import held
 from benchmarks.ranks import now_ns, stamp, stamps
+from serverless_gpu.engines import ray_machine
 
 RANKS = 4
 _HEAD, _WORKER = "127.0.0.4", "127.0.0.5"
@@ -111,10 +111,7 @@ def kill(some: Sequence[int]) -> None:
 
 def free_block() -> int:
     """Return the first of a hundred ports that nobody listens on."""
-    for base in _blocks:
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.2", base)):
-            return base
-    raise RuntimeError("there are no ports left")
+    return next(base for base in _blocks if ray_machine.taken_port(base, "127.0.0.2") is None)
 
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
