@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,11 +24,22 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.invariants import violations
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, Report, ReportAnswer
-from tests.server.stored import T0, S, place_gang
+from tests.server.made import made_services
+from tests.server.stored import T0, S, add_node, add_people, place_gang
 
 FINISHED = Ending(state=State.SUCCEEDED, reason=Reason.COMPLETED, began=True, stopped=msgspec.Raw(b"{}"))
 RAISED = Ending(state=State.FAILED, reason=Reason.RANK_RAISED, began=True, stopped=msgspec.Raw(b'{"a":2}'))
+
+
+def services_of_nodes(database: Database, home: Path, clock: FakeClock, *, nodes: int) -> Services:
+    """Return the parts of a server that has a person and nodes n1, n2 …"""
+    add_people(database, "alice")
+    for number in range(1, nodes + 1):
+        add_node(database, f"node-{number}", name=f"n{number}")
+    (home / "server").mkdir()
+    return made_services(database, home, clock=clock)
 
 
 def place_met(database: Database, run_id: str, *gpus: int) -> None:

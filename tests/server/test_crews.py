@@ -40,9 +40,20 @@ from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece
 from tests.server.charged import charge_all
-from tests.server.ganged import FINISHED, RAISED, began, happened, place_met, result, say, told_of, waiting, wrong
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, outcome, place_gang, rows, stored, tell
+from tests.server.ganged import (
+    FINISHED,
+    RAISED,
+    began,
+    happened,
+    place_met,
+    result,
+    say,
+    services_of_nodes,
+    told_of,
+    waiting,
+    wrong,
+)
+from tests.server.stored import T0, S, add_run, outcome, place_gang, rows, stored, tell
 
 
 @pytest.fixture
@@ -52,11 +63,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    add_people(database, "alice")
-    add_node(database)
-    add_node(database, "node-2", name="n2")
-    (tmp_path / "server").mkdir()
-    return made_services(database, tmp_path, clock=clock)
+    return services_of_nodes(database, tmp_path, clock, nodes=2)
 
 
 @pytest.fixture

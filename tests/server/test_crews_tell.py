@@ -27,9 +27,19 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Look
 from serverless_gpu.wire.attempts import Ending, File
-from tests.server.ganged import FINISHED, RAISED, began, place_met, result, say, told_of, waiting, wrong
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, place_gang, stored, tell
+from tests.server.ganged import (
+    FINISHED,
+    RAISED,
+    began,
+    place_met,
+    result,
+    say,
+    services_of_nodes,
+    told_of,
+    waiting,
+    wrong,
+)
+from tests.server.stored import T0, S, add_run, place_gang, stored, tell
 from tests.server.test_agents import hello
 
 
@@ -40,11 +50,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    add_people(database, "alice")
-    add_node(database)
-    add_node(database, "node-2", name="n2")
-    (tmp_path / "server").mkdir()
-    return made_services(database, tmp_path, clock=clock)
+    return services_of_nodes(database, tmp_path, clock, nodes=2)
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ from serverless_gpu.server.watching import Look, Position, Watch
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File
 from serverless_gpu.wire.runs import EndedMessage
-from tests.server.ganged import began, place_met, say, wrong
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, outcome, place_gang, stored
+from tests.server.ganged import began, place_met, say, services_of_nodes, wrong
+from tests.server.stored import T0, S, add_run, outcome, place_gang, stored
 
 RAISED = Cause(crew=1, reason=Reason.RANK_RAISED, rank=2, detail="ValueError: no")
 
@@ -38,7 +37,7 @@ def stopped(reason: Reason = Reason.RANK_RAISED, cause: Failure | None = None, *
 
 
 def word(number: int, said: Stopped | None = None, **other: object) -> Word:
-    return msgspec.structs.replace(Word(number=number, node=f"n{number + 1}", stopped=said), **other)
+    return msgspec.structs.replace(Word(node=f"n{number + 1}", stopped=said), **other)
 
 
 def test_the_story_is_that_of_the_cause_and_the_rest_are_consequences() -> None:
@@ -171,11 +170,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    add_people(database, "alice")
-    add_node(database)
-    add_node(database, "node-2", name="n2")
-    (tmp_path / "server").mkdir()
-    return made_services(database, tmp_path, clock=clock)
+    return services_of_nodes(database, tmp_path, clock, nodes=2)
 
 
 @pytest.fixture

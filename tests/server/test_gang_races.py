@@ -20,9 +20,8 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Stop
 from serverless_gpu.wire.attempts import Ending
-from tests.server.ganged import FINISHED, happened, result, say, wrong
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, place_gang, stored, tell
+from tests.server.ganged import FINISHED, happened, result, say, services_of_nodes, wrong
+from tests.server.stored import T0, S, add_run, place_gang, stored, tell
 from tests.server.test_agents import hello
 from tests.server.test_meetings import CHOSEN, attempt_of, look, meet, offer, reach, start
 
@@ -39,11 +38,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    add_people(database, "alice")
-    for number in (1, 2, 3):
-        add_node(database, f"node-{number}", name=f"n{number}")
-    (tmp_path / "server").mkdir()
-    return made_services(database, tmp_path, clock=clock)
+    return services_of_nodes(database, tmp_path, clock, nodes=3)
 
 
 @pytest.fixture

@@ -26,9 +26,8 @@ from serverless_gpu.server.roster import Roster
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, ReportAnswer
-from tests.server.ganged import say, told_of, waiting, wrong
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, place_gang, stored, tell
+from tests.server.ganged import say, services_of_nodes, told_of, waiting, wrong
+from tests.server.stored import T0, S, add_run, place_gang, stored, tell
 from tests.server.test_agents import hello
 
 CHOSEN = Chosen(master=("10.0.0.1", 29500), interfaces=("eth0", "eth0"), addresses=("10.0.0.1", "10.0.0.2"))
@@ -41,11 +40,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    add_people(database, "alice")
-    for number in (1, 2, 3):
-        add_node(database, f"node-{number}", name=f"n{number}")
-    (tmp_path / "server").mkdir()
-    return made_services(database, tmp_path, clock=clock)
+    return services_of_nodes(database, tmp_path, clock, nodes=3)
 
 
 @pytest.fixture

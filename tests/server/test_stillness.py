@@ -20,9 +20,8 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report, ReportAnswer
-from tests.server.ganged import began, happened, place_met, say, wrong
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, stored, tell
+from tests.server.ganged import began, happened, place_met, say, services_of_nodes, wrong
+from tests.server.stored import T0, S, add_run, stored, tell
 from tests.unit.test_hangs import look
 
 
@@ -33,11 +32,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    add_people(database, "alice")
-    add_node(database)
-    add_node(database, "node-2", name="n2")
-    (tmp_path / "server").mkdir()
-    return made_services(database, tmp_path, clock=clock)
+    return services_of_nodes(database, tmp_path, clock, nodes=2)
 
 
 @pytest.fixture

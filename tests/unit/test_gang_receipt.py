@@ -45,7 +45,7 @@ def receipt(node: str, **other: object) -> Receipt:
 
 def account(number: int, told: Receipt | None, **used: int) -> CrewAccount:
     charge = msgspec.structs.replace(Charge(gpu_ms=100, billed_ms=100, micros=84), **used)
-    return CrewAccount(number=number, node=f"n{number + 1}", receipt=told, used=charge, gpus=2)
+    return CrewAccount(node=f"n{number + 1}", receipt=told, used=charge, gpus=2)
 
 
 def test_one_receipt_has_the_devices_of_all_and_the_times_of_the_slowest() -> None:
@@ -108,7 +108,6 @@ def test_many_nodes_are_counted() -> None:
 def test_the_receipt_is_the_sum_of_the_ledger(used: list[tuple[int, int | None]]) -> None:
     accounts = [
         CrewAccount(
-            number=number,
             node=f"n{number}",
             receipt=receipt("n") if number % 2 == 0 else None,
             used=Charge(gpu_ms=ms, billed_ms=ms, micros=micros),

@@ -194,13 +194,18 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | 
 
 def _where(stopped: Stopped, origin: Origin) -> Origin:
     """Return where the files come from: of a run on several nodes, what is said is about the one that failed."""
-    node = stopped.cause.node if stopped.cause is not None else ""
+    node = _node(stopped)
     return origin._replace(node=node) if node else origin
+
+
+def _node(stopped: Stopped) -> str:
+    """Return the one of several nodes on which the run failed, or ""."""
+    return stopped.cause.node if stopped.cause is not None else ""
 
 
 def _who(stopped: Stopped, rank: int) -> str:
     """Return a rank as people are told of it: with its node, of a run on several."""
-    node = stopped.cause.node if stopped.cause is not None else ""
+    node = _node(stopped)
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
@@ -356,7 +361,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     detail = _detail(stopped)
     meaning = MEANINGS[stopped.reason].sentence
     limit = "" if spec is None else _limit(stopped.reason, spec)
-    node = stopped.cause.node if stopped.cause is not None else ""
+    node = _node(stopped)
     if limit:
         return f"{meaning}{limit}"
     if stopped.state not in (State.FAILED, State.LOST):

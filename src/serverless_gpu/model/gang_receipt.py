@@ -24,14 +24,12 @@ class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one crew's use.
 
     Attributes:
-        number: of the crew.
         node: the node's name.
         receipt: as the node wrote it; None where none came.
         used: what its facts add up to, at the attempt's tariff and for its reason.
         gpus: how many devices it was to have.
     """
 
-    number: int
     node: str
     receipt: Receipt | None
     used: Charge

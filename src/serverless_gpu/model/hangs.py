@@ -285,16 +285,17 @@ def moving(watch: Watch) -> frozenset[int]:
     return frozenset(rank for rank, places in watch.places.items() if len(places) > 1)
 
 
-def returned_early(attempt: Attempt, first_ns: int | None, now_ns: int) -> bool:
-    """Return whether some ranks returned long ago while others still run: they may be waiting for those for ever.
+def returned_early(attempt: Attempt, returned_ns: int | None, now_ns: int) -> bool:
+    """Return whether ranks returned long ago while others still run: they may be waiting for those for ever.
 
     Args:
-        attempt: the attempt.
-        first_ns: when the first rank returned, or None.
+        attempt: the attempt; of a crew on one of several nodes, others may run elsewhere.
+        returned_ns: when a rank returned, or None.
         now_ns: the time.
     """
-    running = attempt.state is State.RUNNING and len(attempt.returned) < attempt.world_size
-    return running and first_ns is not None and now_ns - first_ns >= _EARLY_NS
+    others_run = attempt.has_peers or len(attempt.returned) < attempt.world_size
+    is_waiting = attempt.state is State.RUNNING and others_run
+    return is_waiting and returned_ns is not None and now_ns - returned_ns >= _EARLY_NS
 
 
 def seen(watch: Watch) -> tuple[RankSeen, ...]:

@@ -148,7 +148,7 @@ class _Asked:
     def is_found_in_call(self) -> bool:
         """Return whether it is seen for the first time that its main thread took the first signal inside of a call."""
         pid = self._before.pid
-        if self._in_call or os.fstat(self._fd).st_size or _has(pid, "SigPnd", inside.PASS_SIGNAL):
+        if self._in_call or os.fstat(self._fd).st_size or _is_in_set(pid, "SigPnd", inside.PASS_SIGNAL):
             return False
         self._in_call = _stat(pid)[0] == "S" or _main_us(pid) - self._before.main_us > _IN_CALL_US
         return self._in_call
@@ -173,17 +173,17 @@ def _ask(look: Look, number: int) -> _Asked | None:
     """Return the file a rank writes its stack to, None where it must not be asked."""
     path = f"/proc/{look.pid}/fd/{number}"
     with contextlib.suppress(OSError, ValueError):
-        catches = all(_has(look.pid, "SigCgt", number) for number in inside.LOOK_SIGNALS)
+        catches = all(_is_in_set(look.pid, "SigCgt", number) for number in inside.LOOK_SIGNALS)
         if catches and os.readlink(path).startswith(f"/memfd:{inside.STACK_FILE}"):
             return _Asked(os.open(path, os.O_RDWR | os.O_CLOEXEC), look)
     return None
 
 
-def _has(pid: int, which: str, number: int) -> bool:
-    """Return whether a signal is in one of the sets that the kernel tells of a process's main thread."""
+def _is_in_set(pid: int, signals: str, number: int) -> bool:
+    """Return whether a signal is in a set that the kernel tells of a process's main thread: `SigCgt`, `SigPnd`."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.startswith(f"{which}:"):
+            if line.startswith(f"{signals}:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
 

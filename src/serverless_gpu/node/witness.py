@@ -30,7 +30,6 @@ from serverless_gpu.model.hangs import Action
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.looks import POLL_NS, Looking
 
-_EARLY_NS = 60_000_000_000
 TellServer = Callable[..., None]
 
 
@@ -223,8 +222,7 @@ class HangWitness:
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
         """F05: nothing is ended for it, but nobody has to guess why nothing happens on a node."""
-        is_waiting = attempt.state is State.RUNNING and bool(attempt.returned)
-        if self._early_said or not is_waiting or self._returned_ns is None or now_ns - self._returned_ns < _EARLY_NS:
+        if self._early_said or not hangs.returned_early(attempt, self._returned_ns, now_ns):
             return
         self._early_said = True
         running = sorted(set(attempt.numbers) - attempt.returned)

@@ -131,7 +131,6 @@ def _together(
 ) -> str | None:
     words = [
         Word(
-            number=crew.number,
             node=crew.node,
             stopped=_read(one.stopped, Stopped),
             halt=_read(crew.halt_json, Halt),
@@ -154,7 +153,6 @@ def _accounts(connection: sa.Connection, attempt: StoredAttempt, found: Sequence
 
 def _account(attempt: StoredAttempt, crew: StoredCrew, ended: Outcome, own: Sequence[Fact]) -> CrewAccount:
     return CrewAccount(
-        number=crew.number,
         node=crew.node,
         receipt=_read(ended.receipt, Receipt),
         used=_used(attempt, crew, own),

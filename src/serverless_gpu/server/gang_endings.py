@@ -25,7 +25,6 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the end of one crew.
 
     Attributes:
-        number: of the crew.
         node: the node's name.
         stopped: what its supervisor said, once it has.
         halt: why it said that it ends, before it had.
@@ -33,7 +32,6 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
         given_up: whether the server found that out without its word.
     """
 
-    number: int
     node: str
     stopped: Stopped | None = None
     halt: Halt | None = None

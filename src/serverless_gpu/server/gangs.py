@@ -34,6 +34,8 @@ from serverless_gpu.server.runs import StoredRun
 
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
 """What is true of all nodes, whichever says it first."""
+_PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
+"""Limits that crews keep by themselves: the first that reaches one stops all, which is no failure."""
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -110,10 +112,6 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     release: bool = False
     peer_failed: str = ""
     stop: StopReason | None = None
-
-
-_PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
-"""Limits that crews keep by themselves: the first that reaches one stops all, which is no failure."""
 
 
 def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Word:

@@ -16,14 +16,10 @@ has said something. All methods may be called from any thread, and take the time
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-
-import msgspec
+from collections.abc import Collection, Iterable
 
 from serverless_gpu.engines.base import Engine
-from serverless_gpu.model.gang_hangs import GangWatch
-from serverless_gpu.model.idling import Verdict
-from serverless_gpu.server.crews import CrewId, Gang
+from serverless_gpu.server.crews import CrewId
 from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0
@@ -111,47 +107,6 @@ class Looks:
         with self._lock:
             left = {node_id: own.intersection(ids) for node_id, own in self._asked.items()}
             self._asked = {node_id: own for node_id, own in left.items() if own}
-
-
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of how a gang on several nodes gets on.
-
-    Attributes:
-        heard_ns: when each crew was heard of, by number.
-        hangs: whether its ranks stand still.
-        idle: how long each crew's devices have done nothing, by number.
-        told: what its crews are told of that.
-    """
-
-    heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
-    hangs: GangWatch = GangWatch()
-    idle: Mapping[int, Verdict] = msgspec.field(default_factory=dict)
-    told: Verdict | None = None
-
-
-class Standings:
-    """How gangs on several nodes get on, as this process has heard of them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: dict[Gang, Standing] = {}
-
-    def find(self, gang: Gang) -> Standing:
-        """Return what is known of a gang; what is so at first, where nothing is."""
-        with self._lock:
-            return self._known.get(gang, Standing())
-
-    def change(self, gang: Gang, work: Callable[[Standing], Standing]) -> tuple[Standing, Standing]:
-        """Change what is known of a gang; return what it was, and what it is now."""
-        with self._lock:
-            before = self._known.get(gang, Standing())
-            now = self._known[gang] = work(before)
-            return before, now
-
-    def keep(self, gangs: Collection[Gang]) -> None:
-        """Forget all gangs but these."""
-        with self._lock:
-            self._known = {gang: known for gang, known in self._known.items() if gang in gangs}
 
 
 class Presence:

@@ -80,7 +80,7 @@ class Reconciler:
         there = {crew.id for run in active for crew in run.crews}
         services.leases.keep(there)
         services.looks.keep(there)
-        services.standings.keep(gangs)
+        services.gang_progress.keep(gangs)
         services.deliveries.forget(known - gangs)
         held_back = {run.id for run in active if self._is_held_back(run)}
         for run in active:

@@ -20,11 +20,12 @@ from sqlalchemy.engine import Connection
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.gang_progress import GangProgress
 from serverless_gpu.server.gathering import Meetings
 from serverless_gpu.server.health import Health
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.keys import Keys
-from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence, Standings
+from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.receiving import Spool
@@ -63,7 +64,7 @@ class Services:
         leases: when attempts were heard of last; whoever applies a report renews.
         looks: who is to report now.
         meetings: what crews have said that are to meet.
-        standings: how gangs on several nodes get on.
+        gang_progress: how gangs on several nodes get on.
         presence: when nodes were heard of last.
         deliveries: orders that left.
         sentences: what runs that wait are told.
@@ -88,7 +89,7 @@ class Services:
     leases: Leases = dataclasses.field(default_factory=Leases)
     looks: Looks = dataclasses.field(default_factory=Looks)
     meetings: Meetings = dataclasses.field(default_factory=Meetings)
-    standings: Standings = dataclasses.field(default_factory=Standings)
+    gang_progress: GangProgress = dataclasses.field(default_factory=GangProgress)
     presence: Presence = dataclasses.field(default_factory=Presence)
     deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
     sentences: Sentences = dataclasses.field(default_factory=Sentences)

@@ -33,8 +33,8 @@ from serverless_gpu.model.idling import Verdict
 from serverless_gpu.server import audit, runs, stopping
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
+from serverless_gpu.server.gang_progress import Progress
 from serverless_gpu.server.hub import node_key
-from serverless_gpu.server.liveness import Standing
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Told
@@ -82,7 +82,7 @@ def hear(services: Services, run: StoredRun, attempt: StoredAttempt, crew: Store
     if attempt.num_nodes == 1 or is_ending or len(attempt.open_crews) < attempt.num_nodes or said.ending is not None:
         return
     work = partial(_heard, services, run, attempt, crew, said)
-    before, now = services.standings.change((attempt.run_id, attempt.fence), work)
+    before, now = services.gang_progress.change((attempt.run_id, attempt.fence), work)
     if _answered(now) != _answered(before):
         for one in attempt.open_crews:
             if one.number != crew.number:
@@ -100,29 +100,29 @@ def told(services: Services, attempt: StoredAttempt, answer: ReportAnswer) -> Re
         attempt: as it is now.
         answer: without that.
     """
-    ask, judgement, idle = _answered(services.standings.find((attempt.run_id, attempt.fence)))
+    ask, judgement, idle = _answered(services.gang_progress.find((attempt.run_id, attempt.fence)))
     return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
 
 
-def _answered(standing: Standing) -> tuple[Ask | None, Judgement | None, Verdict | None]:
-    return standing.hangs.ask, standing.hangs.judgement, standing.told
+def _answered(progress: Progress) -> tuple[Ask | None, Judgement | None, Verdict | None]:
+    return progress.hangs.ask, progress.hangs.judgement, progress.told
 
 
 def _heard(
-    services: Services, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report, before: Standing
-) -> Standing:
+    services: Services, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report, before: Progress
+) -> Progress:
     now_ns = services.clock.boottime_ns()
     hangs = gang_hangs.heard(
         before.hangs, crew.number, said.silence, _printable(said.seen), returned=said.returned, now_ns=now_ns
     )
-    standing = Standing(
+    progress = Progress(
         heard_ns={**before.heard_ns, crew.number: now_ns},
         hangs=hangs,
         idle={**before.idle, crew.number: said.idle},
         told=before.told,
     )
     if not all(one.began for one in attempt.crews):
-        return standing
+        return progress
     fresh_ns = round(services.settings.soft_expiry_s / 2 * 1e9)  # two signs of life, however far apart they are
     hangs = gang_hangs.decide(
         hangs,
@@ -132,13 +132,13 @@ def _heard(
         now_ns=now_ns,
         fresh_ns=fresh_ns,
     )
-    is_heard = all(now_ns - standing.heard_ns.get(one.number, 0) <= fresh_ns for one in attempt.crews)
+    is_heard = all(now_ns - progress.heard_ns.get(one.number, 0) <= fresh_ns for one in attempt.crews)
     returned = {number for number, one in hangs.silent.items() if one.returned}
     at_work = [one.number for one in attempt.crews if one.number not in returned]
     is_known = is_heard and bool(at_work) and idling.limit_s(run.spec) is not None
-    levels = [standing.idle.get(number, Verdict.GO_ON) for number in at_work]
+    levels = [progress.idle.get(number, Verdict.GO_ON) for number in at_work]
     told = idling.of_gang(levels, before.told) if is_known else None  # once all have returned nothing is idle: it ends
-    return msgspec.structs.replace(standing, hangs=hangs, told=told)
+    return msgspec.structs.replace(progress, hangs=hangs, told=told)
 
 
 def _stop(services: Services, run: StoredRun) -> None:
