@@ -25,6 +25,8 @@ FAILURES_MAX = 3
 PAUSE_S = 0.5
 """Between two rounds: a supervisor and ranks stand by again, and nobody pays for another's tidying up."""
 
+_CLOSED_S = 60.0  # who keeps a pool of two machines ends that first
+
 # Bytecode is kept, as it is in an installed package; variables that would change how torch starts are not.
 _DROPPED = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "SERVERLESS_GPU_FAKE", "SERVERLESS_GPU_PREWARM")
 
@@ -110,7 +112,7 @@ class Contestant:
         os.close(self._requests)
         self._lines.close()
         try:
-            self._process.wait(10)
+            self._process.wait(_CLOSED_S)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import ranks
@@ -58,7 +58,7 @@ def lost(directory: str) -> dict[str, object]:
     await_all(directory, "ready")
     time.sleep(ranks.SETTLED_S)
     began_ns = now_ns()
-    pool.second.kill([int(Path(directory, f"pid-{rank}").read_text()) for rank in (2, 3)])
+    pool.second.kill()
     said = _failure(run)
     times: dict[str, object] = {"ms": (now_ns() - began_ns) / 1e6}
     pool.join_again()
@@ -102,9 +102,9 @@ class _Machine:
             )
         _wait(lambda: ready in said.read_text(errors="replace"), self.process, said)
 
-    def kill(self, others: Sequence[int] = ()) -> None:
+    def kill(self) -> None:
         """Kill everything of it at once, as when the machine loses power."""
-        kill([*others, *pids(str(self.home)), *pids(self._ray)])
+        kill([*pids(str(self.home)), *pids(self._ray)])
 
     def end(self) -> None:
         """End everything of it."""
@@ -115,6 +115,7 @@ class _Machine:
         stop_all(Home(self.home))
         stop_agent(self.home)
         self.kill()
+        shutil.rmtree(Path(self._ray).parent, ignore_errors=True)
 
     @property
     def _ray(self) -> str:

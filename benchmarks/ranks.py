@@ -78,8 +78,7 @@ def joined(directory: str) -> None:
 
 
 def meet_until_lost(directory: str) -> None:
-    """Join the process group, say so and which process this is, and meet the others until one is gone."""
-    Path(directory, f"pid-{_rank()}").write_text(str(os.getpid()), encoding="ascii")
+    """Join the process group, say so, and meet the others until one is gone."""
     dist.init_process_group("gloo")
     stamp(directory, "ready", _rank())
     meet_for_ever()

@@ -91,12 +91,13 @@ def await_all(directory: str, event: str) -> None:
 
 
 def pids(mark: str) -> list[int]:
-    """Return the processes, but this one, that have a text in their command or their environment."""
+    """Return the processes, but this one, that have a text in their command or environment, or where they work."""
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            has = any(mark.encode() in (directory / name).read_bytes() for name in ("cmdline", "environ"))
-            if has and int(directory.name) != os.getpid():
+            texts = [(directory / name).read_bytes() for name in ("cmdline", "environ")]
+            texts.append(os.fsencode((directory / "cwd").readlink()))
+            if any(mark.encode() in text for text in texts) and int(directory.name) != os.getpid():
                 found.append(int(directory.name))
     return found
 
