@@ -113,6 +113,8 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
         "further: nothing",
     ]
     assert said.stdout.splitlines()[-1].startswith("would start: at ")
+    alone = sgpu("submit", "--dry-run", "--same-node", "--gpus", "4", str(script)).stdout
+    assert "\non: 4 GPUs of the only type there is, one process per GPU, all on one node\n" in alone
     printed = json.loads(sgpu("submit", "--dry-run", "--json", str(script)).stdout)
     assert (printed["submitted"], printed["server"], printed["imports"]) == (False, fake.url, "live")
     assert printed["spec"]["payload"]["argv"] == [sys.executable, str(script)]

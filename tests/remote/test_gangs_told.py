@@ -78,6 +78,8 @@ def test_a_gang_is_accounted_shown_and_found_as_one_run(
     assert run.results(60) == other.results(60) == [0, 1, 2, 3]
     assert [run.logs(rank) for rank in range(4)] == [f"rank {rank} goes\n" for rank in range(4)]
     accounted(run)
+    table = told("show", run.id).partition("\ndevices:\n")[2].splitlines()[:5]
+    assert [line.split()[-2] for line in table] == ["NODE", "n1", "n1", "n2", "n2"]
     receipt = run.receipt()
     assert (receipt.state, receipt.reason, receipt.world_size, len(receipt.gpus)) == ("SUCCEEDED", None, 4, 4)
     assert receipt.gate.startswith("on each of 2 nodes, 2 GPUs verified free") and receipt.tags == {"paper": "7"}

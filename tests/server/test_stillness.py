@@ -100,17 +100,20 @@ def test_nothing_is_judged_of_a_run_that_is_to_stop(
     assert silent(services, run_id, 1, 900_000).ask is None
 
 
-def test_what_nobody_can_have_seen_is_refused(services: Services, run_id: str) -> None:
-    long = RankSeen(rank=2, where="x" * 301)
-    for seen in (
-        Seen(number=1, ranks=(rank(0),)),
-        Seen(number=1, ranks=(long,)),
-        Seen(number=1, ranks=(RankSeen(rank=2, places=tuple(range(PLACES_MAX + 1))),)),
-        Seen(number=1, ranks=(), stacks={1: "another's"}),
-        Seen(number=1, ranks=(), stacks={2: "x" * 4_001}),
-    ):
-        with pytest.raises(InvalidValue):
-            say(services, run_id, 1, seen=seen)
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [
+        (Seen(number=1, ranks=(rank(0),)), "has no rank 0 there"),
+        (Seen(number=1, ranks=(rank(2), rank(2))), "says twice what was seen"),
+        (Seen(number=1, ranks=(RankSeen(rank=2, where="x" * 301),)), "says more of its ranks"),
+        (Seen(number=1, ranks=(RankSeen(rank=2, places=tuple(range(PLACES_MAX + 1))),)), "says more of its ranks"),
+        (Seen(number=1, ranks=(), stacks={1: "another's"}), "has no rank 1 there"),
+        (Seen(number=1, ranks=(), stacks={2: "x" * 4_001}), "says more of its ranks"),
+    ],
+)
+def test_what_nobody_can_have_seen_is_refused(services: Services, run_id: str, seen: Seen, why: str) -> None:
+    with pytest.raises(InvalidValue, match=why):
+        say(services, run_id, 1, seen=seen)
 
 
 def test_what_a_node_saw_of_code_with_long_names_is_taken(services: Services, run_id: str) -> None:

@@ -79,6 +79,17 @@ def test_one_device_needs_no_table() -> None:
     assert use_lines([]) == []
 
 
+def test_devices_of_several_nodes_are_told_with_their_node() -> None:
+    uses = [DeviceUse(uuid=uuid, samples=1, busy_percent=50.0) for uuid in "ABC"]
+    assert use_lines(uses, ["n1", "n1", "n2"]) == [
+        "#  BUSY  NODE  DEVICE",
+        "0  50 %  n1    A",
+        "1  50 %  n1    B",
+        "2  50 %  n2    C",
+    ]
+    assert use_lines(uses, ["n1"])[0] == "#  BUSY  DEVICE"  # nobody knows whose they are: a node told nothing
+
+
 def test_a_table_has_a_bound() -> None:
     lines = use_lines([DeviceUse(uuid=str(place), samples=1, busy_percent=1.0) for place in range(200)])
     assert len(lines) == 130 and lines[-1] == "and 72 more"

@@ -41,6 +41,12 @@ def fail(text: str) -> None:
     raise ValueError(text)
 
 
+def flood(lines: int) -> None:
+    """Write faster than any screen shows."""
+    for _ in range(lines):
+        os.write(1, b"x" * 999 + b"\n")
+
+
 def large(size: int) -> bytes:
     """Return many bytes."""
     return b"x" * size
@@ -58,6 +64,12 @@ def test_an_order_becomes_a_run_whose_output_results_facts_and_receipt_reach_the
     wait_for(lambda: attempt.start.seq in node.server.acknowledged, "the order is acknowledged, beside the reports")
     last = attempt.reports[-1]
     assert last.exec_ns is not None and last.gpus == ("FAKE-H100-0", "FAKE-H100-1")
+
+
+def test_a_flood_that_the_server_has_is_not_noted_as_one_that_was_not_shown(node: Node) -> None:
+    attempt = node.run(flood, 8_000).settled()
+    assert len(attempt.logs["0.stdout"]) == 8_000_000
+    assert attempt.receipt is not None and not [note for note in attempt.receipt["notes"] if "not shown" in note]
 
 
 def test_a_failure_reaches_the_server_with_the_ending(node: Node) -> None:

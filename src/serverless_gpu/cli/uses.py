@@ -13,12 +13,21 @@ from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_me
 _SHOWN_MAX = 128
 
 
-def use_lines(uses: Sequence[DeviceUse]) -> list[str]:
-    """Return a table of devices in the order of their ranks; nothing for one device, of which the receipt tells all."""
+def use_lines(uses: Sequence[DeviceUse], nodes: Sequence[str] = ()) -> list[str]:
+    """Return a table of devices in the order of their ranks; nothing for one device, of which the receipt tells all.
+
+    Args:
+        uses: what each did.
+        nodes: of several, that of each device; not shown unless there is one for each.
+    """
     if len(uses) < 2:
         return []
-    head = ["#", "BUSY", "PEAK MEMORY", "ENERGY", "THROTTLED", "DEVICE"]
-    rows = [[str(place), *_cells(use)] for place, use in enumerate(uses[:_SHOWN_MAX])]
+    head = ["#", "BUSY", "PEAK MEMORY", "ENERGY", "THROTTLED", "NODE", "DEVICE"]
+    shown = uses[:_SHOWN_MAX]
+    places = nodes[:_SHOWN_MAX] if len(nodes) == len(uses) else ["-"] * len(shown)
+    rows = [
+        [str(rank), *_cells(use), node, use.uuid] for rank, (use, node) in enumerate(zip(shown, places, strict=True))
+    ]
     kept = [at for at in range(len(head)) if any(row[at] != "-" for row in rows)]
     lines = columns([[row[at] for at in kept] for row in [head, *rows]])
     more = len(uses) - _SHOWN_MAX
@@ -49,5 +58,4 @@ def _cells(use: DeviceUse) -> list[str]:
         "-" if not use.peak_memory_bytes else form(use.peak_memory_bytes),
         "-" if use.energy_joules is None else format_joules(use.energy_joules),
         "-" if not use.throttled_s else format_duration_ms(round(use.throttled_s * 1000)),
-        use.uuid,
     ]

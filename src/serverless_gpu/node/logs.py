@@ -166,15 +166,15 @@ def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int,
     return tails
 
 
-def cut_output(logs: Sequence[RankLog], dropped_bytes: int) -> list[str]:
+def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
     """Return what a receipt says about output that was not shown, or not kept.
 
     Args:
         logs: of all ranks.
-        dropped_bytes: what watchers were not shown because they did not read.
+        dropped_bytes: what watchers were not shown because they did not read; None where a server shows it.
     """
     notes = []
-    unshown = dropped_bytes + sum(log.unshown_bytes for log in logs)
+    unshown = 0 if dropped_bytes is None else dropped_bytes + sum(log.unshown_bytes for log in logs)
     if unshown:
         notes.append(f"{format_bytes(unshown)} of live output were not shown; what is kept is in logs/")
     for log in logs:

@@ -376,7 +376,8 @@ class Supervisor:
             gang.close()
         secret_files.remove(self._directory)
         logs = gang.logs if gang is not None else {}
-        self._account.notes += cut_output(list(logs.values()), self._audience.dropped_bytes)
+        dropped_bytes = None if self._launch.spec.remote else self._audience.dropped_bytes
+        self._account.notes += cut_output(list(logs.values()), dropped_bytes)
         self._peers.close()
         stopped = make_stopped(self._attempt, logs, self._eyes.hangs.hang, self._eyes.gpus.hint, proven=proven)
         self._account.ended(stopped)

@@ -56,9 +56,11 @@ def check(attempt: StoredAttempt, ranks: range, said: Report) -> None:
     if seen is None:
         return
     numbers = [one.rank for one in seen.ranks]
-    everybody = {*numbers, *seen.returned, *seen.stacks}
-    if not everybody <= set(ranks) or len(set(numbers)) < len(numbers):
-        raise InvalidValue(f"attempt {attempt.gang} has no rank {min(everybody - set(ranks), default=-1)} there")
+    strangers = {*numbers, *seen.returned, *seen.stacks} - set(ranks)
+    if strangers:
+        raise InvalidValue(f"attempt {attempt.gang} has no rank {min(strangers)} there")
+    if len(set(numbers)) < len(numbers):
+        raise InvalidValue(f"a crew of attempt {attempt.gang} says twice what was seen of one rank")
     is_long = any(
         len(one.where) > WHERE_CHARACTERS_MAX or len(one.state) > 1 or len(one.places) > PLACES_MAX
         for one in seen.ranks

@@ -124,7 +124,8 @@ def _wished(spec: RunSpec, command: Command, url: str, imported: _Imported) -> I
     yield f"would run: {shlex.join(command.argv)}"
     yield f"called: {spec.name}"
     some = "GPU" if resources.gpus == 1 else "GPUs"
-    yield f"on: {resources.gpus} {resources.gpu_type or f'{some} of the only type there is'}, one {per}"
+    place = ", all on one node" if resources.same_node else ""
+    yield f"on: {resources.gpus} {resources.gpu_type or f'{some} of the only type there is'}, one {per}{place}"
     yield f"where: {url}, pool {spec.pool or 'any on-demand one'}" if spec.remote else "where: this machine"
     if spec.remote:
         policy = f", policy {spec.policy}" if spec.policy else ""

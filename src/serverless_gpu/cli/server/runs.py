@@ -134,7 +134,8 @@ def story(view: RunView) -> Iterator[str]:
             else f"receipt of attempt {receipt.fence}"
         )
         yield from ("", f"{which}:", *(f"  {line}" for line in receipt.text().splitlines()[1:]))
-        if uses := use_lines(receipt.uses):
+        crews = view.crews if len(view.crews) > 1 and receipt.fence == view.fence else ()
+        if uses := use_lines(receipt.uses, [crew.node for crew in crews for _ in range(crew.gpus)]):
             yield from ("", "devices:", *(f"  {line}" for line in uses))
     yield from ("", f"files on the server: {format_bytes(sum(file.size for file in files.files))}")
     yield from (f"  {line}" for line in columns([[format_bytes(f.size), f.name] for f in files.files[:_FILES_MAX]]))

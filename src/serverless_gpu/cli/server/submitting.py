@@ -26,6 +26,7 @@ _RANKS_ALL = "all"
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs, one rank each.")
 @click.option("--gpu-type", help="For example H100, or CPU for CPU slots.")
+@click.option("--same-node", is_flag=True, help="Wait for one node with all of them; never several.")
 @click.option("--per-node", is_flag=True, help="Start the program once per node, not once per rank: for torchrun.")
 @click.option("--name", help="What the run is called; the program's name without it.")
 @click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
@@ -79,7 +80,7 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
     argv = (sys.executable, program, *arguments) if is_script else (program, *arguments)
     given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
     given |= _secrets(options["secrets"])
-    given |= {name: options[name] for name in ("resume", "retry_on_infra")}
+    given |= {name: options[name] for name in ("resume", "retry_on_infra", "same_node")}
     given |= {"tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
     spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
     if isinstance(spec.ranks_log, tuple) and not any(rank < options["gpus"] for rank in spec.ranks_log):
