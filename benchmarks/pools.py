@@ -30,6 +30,7 @@ from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
 
 _FAKES = "H100:2"
+_STANDS_BY = ("sgpu-agent", "sgpu-nursery", "sgpu-supervisor", "sgpu-zygote", "sgpu-stem", "sgpu-restore")
 _FIRST, _SECOND = "127.0.0.2", "127.0.0.3"
 _STARTED_S = 180.0
 _ENDED_S = 60.0
@@ -47,7 +48,7 @@ def cold(directory: str) -> dict[str, object]:
     """The same when neither node has an agent or a zygote."""
     pool = _pool()
     for machine in pool.machines:
-        stop_agent(machine.home)
+        machine.kill_agent()
     return _called(directory)
 
 
@@ -96,11 +97,14 @@ class _Machine:
                 env={
                     **kept,
                     "SERVERLESS_GPU_HOME": str(self.home),
-                    "SERVERLESS_GPU_SOCKETS": str(self.home / "s"),
                     "SERVERLESS_GPU_FAKE": _FAKES,
                 },
             )
         _wait(lambda: ready in said.read_text(errors="replace"), self.process, said)
+
+    def kill_agent(self) -> None:
+        """Kill the agent and all that stands by; the uplink goes on."""
+        kill([pid for pid in pids(str(self.home)) if Path(f"/proc/{pid}/comm").read_text().strip() in _STANDS_BY])
 
     def kill(self) -> None:
         """Kill everything of it at once, as when the machine loses power."""

@@ -25,6 +25,7 @@ from benchmarks import ranks
 from benchmarks.databases import held
 from benchmarks.ranks import now_ns, stamp, stamps
 from serverless_gpu.engines import ray_machine
+from serverless_gpu.node.inside.linux import descendants
 
 RANKS = 4
 _HEAD, _WORKER = "127.0.0.4", "127.0.0.5"
@@ -91,15 +92,18 @@ def await_all(directory: str, event: str) -> None:
 
 
 def pids(mark: str) -> list[int]:
-    """Return the processes, but this one, that have a text in their command or environment, or where they work."""
-    found = []
+    """Return the processes, but this one, that have a text in their command or environment, or where they work.
+
+    Those that they have started are among them: what Ray starts writes its title over its environment.
+    """
+    found = set()
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             texts = [(directory / name).read_bytes() for name in ("cmdline", "environ")]
             texts.append(os.fsencode((directory / "cwd").readlink()))
             if any(mark.encode() in text for text in texts) and int(directory.name) != os.getpid():
-                found.append(int(directory.name))
-    return found
+                found.update((int(directory.name), *descendants(int(directory.name))))
+    return sorted(found)
 
 
 def kill(some: Sequence[int]) -> None:
