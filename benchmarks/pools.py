@@ -130,9 +130,10 @@ class _Pool:
     """A server with Ray's head, which is a node, too, and one machine that has joined."""
 
     def __init__(self) -> None:
-        home = Path(os.environ["SERVERLESS_GPU_HOME"])
-        self.first = _Machine(home, "", _FIRST)
-        self.second = _Machine(home.with_name("second"), "second", _SECOND)
+        files = Path(os.environ["SERVERLESS_GPU_HOME"]).parent
+        self.first = _Machine(files / "first", "", _FIRST)
+        self.second = _Machine(files / "second", "second", _SECOND)
+        os.environ["SERVERLESS_GPU_HOME"] = str(self.first.home)  # the other contestant is in the one that it was
         self.machines = (self.first, self.second)
         for machine in self.machines:
             held.callback(machine.end)
