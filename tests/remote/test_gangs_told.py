@@ -70,6 +70,8 @@ def test_a_gang_is_accounted_shown_and_found_as_one_run(
     assert " n1, n2, " in told("runs")
     shown = told("show", run.id)
     assert "on n1:  ranks 0 to 1  RUNNING\non n2:  ranks 2 to 3  RUNNING\n" in shown
+    sampled = {"system/node_0/gpu_0_utilization_percentage", "system/node_1/gpu_0_utilization_percentage"}
+    wait_for(lambda: sampled <= set(run.metrics()), "both were sampled")
     (tmp_path / "go").touch()
     other = attach(run.id)
     assert other.follow(only_looks=True) is None
