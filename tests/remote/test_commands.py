@@ -123,6 +123,16 @@ def test_ctrl_c_leaves_an_attached_run_to_itself(served: Path, tmp_path: Path) -
     assert run.results(60) == [None]
 
 
+def test_ctrl_c_of_submit_cancels_the_run_and_is_exit_code_130(served: Path) -> None:
+    with spawn("submit", "--gpu-type", "H100", "sh", "-c", "echo up; exec sleep 600") as submitted:
+        assert submitted.stdout is not None
+        assert submitted.stdout.readline() == "[rank 0] up\n"
+        submitted.send_signal(signal.SIGINT)
+        _, err = submitted.communicate(timeout=60)
+    assert submitted.returncode == 130
+    assert err.splitlines()[-1].startswith("serverless-gpu: cancelled; 1 GPU verified free: ")
+
+
 def test_results_are_copied_and_never_loaded(served: Path, tmp_path: Path) -> None:
     run = distributed(gpus=2, gpu_type="H100", remote=True, quiet=True)(str.upper).submit("a")
     assert run.results(60) == ["A", "A"]

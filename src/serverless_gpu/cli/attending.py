@@ -10,7 +10,7 @@ from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.locating import locate
 from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.cli.runs import cancel, show
-from serverless_gpu.cli.server.exit_codes import CANCELLED, exit_code
+from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.client.attaching import attach as attach_to
 from serverless_gpu.errors import AlreadyFinished
 from serverless_gpu.model.attempt import TERMINAL, State
@@ -25,10 +25,7 @@ def attach(run: str | None) -> None:
     are those of `sgpu submit`: how the run ended; 130 after Ctrl-C.
     """
     handle = attach_to(locate(this_home(), run).run_id)
-    try:
-        error = handle.follow(only_looks=True)
-    except KeyboardInterrupt:
-        sys.exit(CANCELLED)
+    error = handle.follow(only_looks=True)
     say_lines(f"sgpu: run {handle.id} {handle.status()}" if error is None else f"sgpu: {error}", err=True)
     sys.exit(exit_code(error))
 

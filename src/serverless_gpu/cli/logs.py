@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import select
-import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
@@ -27,7 +26,6 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.history import read_run
 
 _LOOK_S = 0.1
-_INTERRUPTED = 130
 
 
 @click.command()
@@ -59,11 +57,8 @@ def logs(run: str | None, rank: str, stream: str, tail: int | None, follow: bool
         if tail is not None:
             for source in sources:
                 source.skip_to_tail(tail)
-        try:
-            display = _display(raw=raw, tagged=len(ranks) > 1)
-            _show(sources, display, lambda: follow and output.goes_on(), output.look_s_max)
-        except KeyboardInterrupt:
-            sys.exit(_INTERRUPTED)
+        display = _display(raw=raw, tagged=len(ranks) > 1)
+        _show(sources, display, lambda: follow and output.goes_on(), output.look_s_max)
         if tail != 0 and not any(source.has_written for source in sources):
             written = output.written()
             others = f"; ranks that did: {', '.join(map(str, written))}" if written else ""

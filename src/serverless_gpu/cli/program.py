@@ -21,6 +21,7 @@ Every command but `gpus` leaves the agent as it is: none is started for looking.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -39,6 +40,7 @@ from serverless_gpu.cli.runs import cancel, runs, show
 from serverless_gpu.cli.server.audit import audit
 from serverless_gpu.cli.server.budgets import budget
 from serverless_gpu.cli.server.dividing import pool, pools, queue, share
+from serverless_gpu.cli.server.exit_codes import CANCELLED
 from serverless_gpu.cli.server.join import join
 from serverless_gpu.cli.server.logbook import server_logs
 from serverless_gpu.cli.server.machines import node, nodes
@@ -58,7 +60,18 @@ from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.version import __version__
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """All commands. Ctrl-C is exit code 130 in each of them, and no word more than it has said itself."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the one that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.exit(CANCELLED)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="serverless-gpu")
 def sgpu() -> None:
     """The function runtime for GPUs you own."""

@@ -10,7 +10,6 @@ turned over while it is followed is read to its end first; names and messages ca
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,6 @@ import msgspec
 
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.output import say
-from serverless_gpu.cli.server.exit_codes import CANCELLED
 from serverless_gpu.errors import NotFound
 from serverless_gpu.server.logfile import KEPT
 
@@ -65,13 +63,10 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
             f"no line of {path} is about a run {run_id}",
             hint=f"its oldest lines go as it grows; `sgpu show {run_id}` says what became of a run",
         )
-    try:
-        while follow:
-            for line in filter(is_wanted, followed.more()):
-                show(line)
-            time.sleep(_LOOK_S)
-    except KeyboardInterrupt:
-        sys.exit(CANCELLED)
+    while follow:
+        for line in filter(is_wanted, followed.more()):
+            show(line)
+        time.sleep(_LOOK_S)
 
 
 class _Followed:
