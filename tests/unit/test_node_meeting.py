@@ -97,6 +97,14 @@ def test_addresses_of_the_link_alone_and_those_that_are_not_ready_are_not_offere
     assert list(addresses._inet6(tmp_path / "missing")) == []
 
 
+def test_an_interface_that_no_variable_can_name_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would refuse each report that has it, until the lease is over."""
+    there = [("lo", "127.0.0.1"), ("eth0,eth1", "10.0.0.1"), ("eth0:1", "10.0.0.2"), ("n\ufffd", "10.0.0.3")]
+    monkeypatch.setattr(addresses, "_inet", lambda: [Address(interface=name, address=at) for name, at in there])
+    monkeypatch.setattr(addresses, "_inet6", lambda path: [])
+    assert [one.interface for one in addresses.own_addresses()] == ["eth0:1", "lo"]
+
+
 def test_interfaces_of_containers_come_after_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), *((f"eth{n}", f"10.0.0.{n}") for n in range(20))]
     made = [Address(interface=name, address=address) for name, address in there]

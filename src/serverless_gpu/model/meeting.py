@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -28,6 +29,7 @@ PROBLEM_CHARACTERS_MAX = 200
 FAR_TIMES, FAR_US = 10, 1_000
 """An address is far where it takes so many times as long as a nearer one of the same node, and so long at least."""
 
+_INTERFACE = re.compile(r"[!-+\--.0-~]{1,15}")  # as the kernel has them, but for the comma that NCCL takes for its own
 _Way = tuple[int, int, str]
 """Who tries, whom, at which address."""
 
@@ -148,6 +150,11 @@ def choose(offers: Sequence[Offer], reaches: Sequence[Reach], nodes: Sequence[st
                 resume=max(frozenset(offers[0].saved).intersection(*(offer.saved for offer in offers)), default=0),
             )
     return _apart(offers, tried, nodes)
+
+
+def is_interface(name: str) -> bool:
+    """Return whether a variable can name an interface to NCCL and Gloo."""
+    return _INTERFACE.fullmatch(name) is not None
 
 
 def kind_of(address: str) -> str:

@@ -5,7 +5,8 @@
 
 An address of the link alone is nobody's: who uses it has to name an interface of its own, too. Loopback is the last:
 whoever else runs on this machine reaches it, and nobody else does. Bridges of containers come before it, for they are
-the same on every machine. What cannot be read is left out; nothing here fails.
+the same on every machine. What cannot be read, and an interface whose name has a comma,
+is left out; nothing here fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from serverless_gpu.model.meeting import ADDRESSES_MAX, Address, kind_of
+from serverless_gpu.model.meeting import ADDRESSES_MAX, Address, is_interface, kind_of
 
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP = 0x1
@@ -31,7 +32,8 @@ _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "p
 
 def own_addresses() -> tuple[Address, ...]:
     """Return where this node may be reached, at most `ADDRESSES_MAX`."""
-    found = list({one.address: one for one in (*_inet(), *_inet6(Path("/proc/net/if_inet6")))}.values())
+    there = (*_inet(), *_inet6(Path("/proc/net/if_inet6")))
+    found = list({one.address: one for one in there if is_interface(one.interface)}.values())
     found.sort(key=lambda one: (one.interface.startswith(_OF_CONTAINERS), ":" in one.address))
     outside = [one for one in found if kind_of(one.address) in ("IPv4", "IPv6")]
     inside = [one for one in found if is_loopback(one)][:1]

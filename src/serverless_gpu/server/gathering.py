@@ -21,12 +21,12 @@ from serverless_gpu.model.meeting import (
     ADDRESSES_MAX,
     PROBLEM_CHARACTERS_MAX,
     SAVED_MAX,
-    Address,
     Apart,
     Chosen,
     Offer,
     Reach,
     choose,
+    is_interface,
 )
 from serverless_gpu.server.crews import CrewId, Gang
 
@@ -36,7 +36,6 @@ MEET_S = 120.0
 """How long crews may take to try each other, once all have said where they can be tried."""
 TOTAL_S = 3_600.0
 """How long crews are waited for that are heard of, and fetch their environment, say."""
-_INTERFACE = re.compile(r"[!-+\--.0-~]{1,15}")  # as the kernel has them, but for the comma that NCCL takes for its own
 _ADDRESS = re.compile(r"[0-9A-Za-z:.%_-]{1,64}")
 _MICROSECONDS_MAX = 1 << 40
 
@@ -211,12 +210,8 @@ def _check_offer(gang: str, number: int, offer: Offer) -> None:
         raise InvalidValue(f"crew {number} of attempt {gang} offers more than {ADDRESSES_MAX} addresses")
     if len(offer.saved) > SAVED_MAX or not all(0 < fence < 1 << 31 for fence in offer.saved):
         raise InvalidValue(f"crew {number} of attempt {gang} has checkpoints of attempts that cannot be")
-    if not all(_is_address(one) for one in offer.addresses):
+    if not all(is_interface(one.interface) and _ADDRESS.fullmatch(one.address) for one in offer.addresses):
         raise InvalidValue(f"crew {number} of attempt {gang} offers an address that cannot be")
-
-
-def _is_address(one: Address) -> bool:
-    return _INTERFACE.fullmatch(one.interface) is not None and _ADDRESS.fullmatch(one.address) is not None
 
 
 def _check_reach(gang: str, number: int, reach: Reach, *, of: int) -> None:
