@@ -1,4 +1,7 @@
-"""The server is killed while the crews of a gang meet, are released or called off: real nodes, and one outcome."""
+"""The server is killed while the crews of a gang meet, are released or called off: real nodes, and one outcome.
+
+On SQLite and on PostgreSQL: `make crash` has each place with both, `make test` two of them with one each.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import sqlalchemy as sa
@@ -27,6 +30,7 @@ from tests.ports import own_port
 from tests.reckoning import wrongs
 from tests.remote.gang_work import fail_in_the_last, stay
 from tests.remote.machines import Machines
+from tests.server.postgres import Cluster, cluster
 
 pytestmark = pytest.mark.slow
 T = TypeVar("T")
@@ -37,6 +41,7 @@ class Gangs(NamedTuple):
     """A server with two nodes of two GPUs each, and the file that names the place at which the server is to die."""
 
     pool: Machines
+    database: str
     armed: Path
 
     def arm(self, place: str) -> None:
@@ -53,7 +58,7 @@ class Gangs(NamedTuple):
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
         """Return what a work finds in the server's database."""
-        database = Database(f"sqlite:///{self.pool.home}/server/server.db", clock=SystemClock())
+        database = Database(self.database, clock=SystemClock())
         try:
             return database.read(work)
         finally:
@@ -61,16 +66,27 @@ class Gangs(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def gangs() -> Iterator[Gangs]:
+def postgres() -> Iterator[Cluster]:
+    """Yield a PostgreSQL for all tests of this module."""
+    with cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gangs(request: pytest.FixtureRequest) -> Iterator[Gangs]:
     home = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    database = f"sqlite:///{home}/server/server.db"
+    if request.param == "postgresql":
+        running: Cluster = request.getfixturevalue("postgres")
+        database = running.url(running.new_database())
     with pytest.MonkeyPatch.context() as patch:
         use_home(patch, home, "")
         patch.setenv(faults.VARIABLE, f"@{home / 'armed'}")
-        with Machines(home, f"port={own_port()}", "Settings.heartbeat_s=1") as pool:
+        with Machines(home, f"database={database}", f"port={own_port()}", "Settings.heartbeat_s=1") as pool:
             for name in ("n1", "n2"):
                 pool.join(name)
             pool.ask("PUT", "/prices/H100", PriceRequest(micros_per_hour=2_990_000), answer=PriceSet)
-            yield Gangs(pool, home / "armed")
+            yield Gangs(pool, database, home / "armed")
     shutil.rmtree(home, ignore_errors=True)
 
 
@@ -135,13 +151,19 @@ PLACES = [
     ("after_decided_before_told", fails),
     ("after_called_off_before_told", is_called_off),
 ]
-OFTEN = PLACES[2:4]
+OFTEN = {"sqlite": PLACES[2], "postgresql": PLACES[3]}
 
 
-@pytest.mark.parametrize(
-    ("place", "play"),
-    [pytest.param(*one, marks=[] if one in OFTEN else [pytest.mark.heavy]) for one in PLACES],
-)
+def _each() -> list[Any]:
+    """Return every place with both kinds of database."""
+    return [
+        pytest.param(kind, *one, marks=[] if one == often else [pytest.mark.heavy])
+        for kind, often in OFTEN.items()
+        for one in PLACES
+    ]
+
+
+@pytest.mark.parametrize(("gangs", "place", "play"), _each(), indirect=["gangs"])
 def test_F31_a_gang_is_what_it_was_wherever_its_server_is_killed(
     gangs: Gangs, place: str, play: Callable[[Gangs, str, Path], str], tmp_path: Path
 ) -> None:

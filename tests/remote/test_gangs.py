@@ -63,13 +63,17 @@ def test_F04_a_rank_on_one_node_that_does_not_come_is_named_with_its_node(pool: 
     assert re.fullmatch(f"{waits}rank 3 on n2 is elsewhere, in gang_work.py:.* wait_for_file", error.message)
     [note] = error.__notes__
     assert note.startswith("rank 3 is here (most recent call first):") and "in wait_for_file" in note
-    assert error.hint == f"Python stacks of all ranks: {run.directory}/hang-*-1.txt"
+    # Where ranks are slow to come there they were looked at more than once.
+    files = re.fullmatch(
+        f"Python stacks of all ranks: {re.escape(str(run.directory))}/(hang-\\*-[0-9]+.txt)", error.hint
+    )
+    assert files is not None
     run.receipt(60)  # the end is told as soon as one node's is, whose stacks may be there before the other's
     run = attach(run.id)
     with pytest.raises(CollectiveHang):
         run.results(60)
     for number, ranks in enumerate(((0, 1), (2, 3))):
-        text = (run.directory / f"hang-{number}-1.txt").read_text()
+        text = (run.directory / files[1].replace("*", str(number))).read_text()
         assert f"node n{number + 1}, at" in text and error.message in text
         assert all(f"---- rank {rank} (" in text for rank in ranks)
 
