@@ -115,7 +115,8 @@ class Going:
     def kill(self, victim: str) -> None:
         """Kill a process of the first node, or all that the attempt has there; then have its uplink there again."""
         for process in self._processes(victim):
-            process.send(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # one that was killed before has taken it along
+                process.send(signal.SIGKILL)
         self._late()
         if victim in ("uplink", "node"):
             self.uplink.wait_gone()
