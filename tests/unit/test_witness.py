@@ -124,6 +124,51 @@ def test_the_end_has_the_sentence_of_all_nodes_and_another_file(scene: Scene, tm
     assert (tmp_path / "hang-1-2.txt").exists()
 
 
+@pytest.mark.parametrize(("seconds", "is_kept"), [(0, True), (5, True), (60, False)])
+def test_F04_what_was_seen_is_kept_where_the_other_node_was_told_first_and_ended_these_ranks(
+    scene: Scene, tmp_path: Path, seconds: int, is_kept: bool
+) -> None:
+    """They write why they fail, and then they do; who got on in between has stood still no more."""
+    scene.live(310)
+    scene.witness.asked(Ask(number=77, window_ms=60_000))
+    scene.witness.ended()
+    assert not list(tmp_path.iterdir()), "nothing was seen yet"
+    scene.live(65)
+    if seconds:
+        scene.witness.heard()
+    scene.live(seconds)
+    scene.witness.heard(PeerFailed(detail="rank 3 on n2"))
+    scene.attempt = msgspec.structs.replace(ATTEMPT, state=State.STOPPING)
+    scene.live(5)
+    scene.witness.ended()
+    assert [path.name for path in tmp_path.iterdir()] == (["hang-1-1.txt"] if is_kept else [])
+    if not is_kept:
+        return
+    text = (tmp_path / "hang-1-1.txt").read_text()  # the number that the other node's has
+    assert "the run ended before it was said here who waits for whom" in text and "---- rank 3 (" in text
+    assert scene.witness.hang is None and scene.notes == []
+
+
+def test_ranks_that_returned_after_all_have_not_stood_still(scene: Scene, tmp_path: Path) -> None:
+    scene.live(310)
+    scene.witness.asked(Ask(number=77, window_ms=60_000))
+    scene.live(65)
+    scene.attempt = msgspec.structs.replace(ATTEMPT, phase=Phase.RETURNED, returned=frozenset({2, 3}))
+    scene.live(5)
+    scene.witness.ended()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sentence", ["", TOLD])
+def test_what_was_judged_is_not_written_again(scene: Scene, tmp_path: Path, sentence: str) -> None:
+    scene.live(310)
+    scene.witness.asked(Ask(number=77, window_ms=60_000))
+    scene.live(65)
+    scene.witness.judged(Judgement(number=1, sentence=sentence))
+    scene.witness.ended()
+    assert [path.name for path in tmp_path.iterdir()] == (["hang-1-1.txt"] if sentence else [])
+
+
 def test_F05_ranks_that_wait_for_those_on_other_nodes_are_told_after_a_minute(scene: Scene) -> None:
     scene.witness.heard(RankReturned(rank=2))
     scene.attempt = msgspec.structs.replace(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.attempt import Attempt, Event, GpuFailed
+from serverless_gpu.model.attempt import Attempt, Event, GpuFailed, Hang
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.gpu_faults import AttemptFaults
@@ -67,6 +67,12 @@ class Eyes:
         """Do what is due now; return what ends the run."""
         found: tuple[Event | None, ...] = (self.hangs.look(attempt, gang), self.idleness.look(attempt))
         return [event for event in found if event is not None]
+
+    def ended(self) -> Hang | None:
+        """Return who waited for whom, now that the run has ended."""
+        if isinstance(self.hangs, HangWitness):
+            self.hangs.ended()
+        return self.hangs.hang
 
     def _judged(self, news: GangNews) -> list[Event]:
         assert isinstance(self.hangs, HangWitness)

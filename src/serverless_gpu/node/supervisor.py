@@ -379,7 +379,7 @@ class Supervisor:
         dropped_bytes = None if self._launch.spec.remote else self._audience.dropped_bytes
         self._account.notes += cut_output(list(logs.values()), dropped_bytes)
         self._peers.close()
-        stopped = make_stopped(self._attempt, logs, self._eyes.hangs.hang, self._eyes.gpus.hint, proven=proven)
+        stopped = make_stopped(self._attempt, logs, self._eyes.ended(), self._eyes.gpus.hint, proven=proven)
         self._account.ended(stopped)
         self._audience.tell(stopped)
         self._observation.ending(stopped.state, stopped.reason, stopped_sentence(stopped))

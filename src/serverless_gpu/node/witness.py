@@ -10,7 +10,8 @@ A crew alone cannot tell a hang from ranks that rightly wait for those on anothe
 nothing was heard of its own; once that is so on all nodes, each is asked to look at its ranks, over the same time.
 
 Failure cases: no word of the server, then nothing is judged; a sign of progress during a look makes it void; a full
-disk loses the file, not the sentence.
+disk loses the file, not the sentence. The node that is judged first ends its ranks, and those of this one fail for it
+before its own word is there: what was seen of them is written all the same.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from serverless_gpu.model.hangs import Action
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.looks import POLL_NS, Looking
 
+_LAST_WORDS_NS = 10_000_000_000  # who fails so soon after a sign of progress has not got on: that was its traceback
 TellServer = Callable[..., None]
 
 
@@ -72,6 +74,8 @@ class HangWitness:
         self._until_ns = 0
         self._looking: Looking | None = None
         self._is_last = False
+        self._awaits_word = False
+        self._moved_ns: int | None = None
         self._judgement: Judgement | None = None
         self._files = 0
         self._returned_ns: int | None = None
@@ -98,20 +102,32 @@ class HangWitness:
         if judgement == self._judgement:
             return None
         self._judgement = judgement
+        self._awaits_word = False
         if not judgement.sentence:
             if self.said:
                 self._say("the ranks get on again")
                 self._say("")
             return None
         self._files = max(judgement.number, self._files + 1)
-        path, problem = self._write(judgement)
-        where = f"hang-*-{self._files}.txt"
+        who, where = judgement.hang or Hang(waiting=(), elsewhere=()), f"hang-*-{self._files}.txt"
+        self.hang = msgspec.structs.replace(who, file=where)
+        path, problem = self._write(self._files, who, judgement.sentence)
         told = f"{path.name}{problem}" if problem else f"{where} have the stacks of all ranks"
         self._notes.append(f"{told}: {judgement.sentence}")  # the same on all nodes, so that it is told once
         if judgement.ends:
             return HangConfirmed(detail=judgement.sentence)
         self._say(f"{judgement.sentence}; stacks of all ranks: {self._directory}/{where}{problem}")
         return None
+
+    def ended(self) -> None:
+        """Write what was seen of ranks that stood still until the end, where the server's word was not here by then."""
+        moved_ns, now_ns = self._moved_ns, self._clock.boottime_ns()
+        has_returned = self._attempt is not None and self._attempt.phase is Phase.RETURNED
+        has_moved = moved_ns is not None and now_ns - moved_ns >= _LAST_WORDS_NS
+        if self._awaits_word and not has_returned and not has_moved:
+            nobody = Hang(waiting=(), elsewhere=())
+            self._write(self._files + 1, nobody, "the run ended before it was said here who waits for whom")
+        self._awaits_word = False
 
     def look(self, attempt: Attempt, gang: Gang | None) -> None:
         """Do what is due now.
@@ -127,6 +143,8 @@ class HangWitness:
         quiet_ns = _quiet_ns(attempt.limits)
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None or quiet_ns is None:
             self._leave()
+            if attempt.state is not State.RUNNING:
+                self.ended()
             return
         before = self._own
         self._own = hangs.observed(before, now_ns)
@@ -172,6 +190,7 @@ class HangWitness:
         waiting, elsewhere = hangs.divided(ranks, returned)
         own = self._finding(tuple(waiting), tuple(elsewhere))
         seen = Seen(number=self._ask.number, ranks=ranks, returned=returned, stacks=stacks(own))
+        self._awaits_word, self._moved_ns = True, None
         self.tell_server(seen=seen)
 
     def _finding(self, waiting: tuple[int, ...], elsewhere: tuple[int, ...]) -> Finding:
@@ -186,17 +205,15 @@ class HangWitness:
             watched_ms=(now_ns - watch.began_ns) // 1_000_000 if watch.looks else 0,
         )
 
-    def _write(self, judgement: Judgement) -> tuple[Path, str]:
+    def _write(self, number: int, who: Hang, sentence: str) -> tuple[Path, str]:
         """Write the file with this node's stacks; return where it is, and why it is not or ""."""
-        path = self._directory / f"hang-{self._place.number}-{self._files}.txt"
-        told = judgement.hang or Hang(waiting=(), elsewhere=())
-        self.hang = msgspec.structs.replace(told, file=f"hang-*-{self._files}.txt")
+        path = self._directory / f"hang-{self._place.number}-{number}.txt"
         if self._attempt is None:
             return path, " could not be written (no rank was seen yet)"
         attempt = self._attempt
         at = format_clock(self._clock.wall_ns())
         title = f"run {attempt.run_id}, attempt {attempt.fence}, node {self._place.node}, at {at}"
-        text = report(self._finding(told.waiting, told.elsewhere), title, attempt.numbers, judgement.sentence)
+        text = report(self._finding(who.waiting, who.elsewhere), title, attempt.numbers, sentence)
         try:
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
@@ -207,6 +224,8 @@ class HangWitness:
         """Leave what a silence has led to: there was a sign of progress."""
         self._leave()
         self._until_ns = 0
+        if self._moved_ns is None:
+            self._moved_ns = self._own.since_ns
         if self._is_told:
             self._is_told = False
             self.tell_server(silent=0, silent_since_ns=0, seen=None)
