@@ -17,6 +17,7 @@ from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.pictures import drawing_room, written
+from serverless_gpu.cli.server.exit_codes import CANCELLED
 from serverless_gpu.cli.server.reaching import connect
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.loading import load
@@ -39,7 +40,6 @@ from serverless_gpu.units import format_duration_ms
 _PAGE = 500
 _HISTORY_MAX = 100_000
 _TEAMS_MAX = 10
-_INTERRUPTED = 130
 _DRAWING = "serverless_gpu.replay.drawing"
 
 
@@ -108,7 +108,7 @@ def simulate_command(**options: Any) -> None:
                 outcomes.append(simulate(trace, shown, policy, settings=settings, progress=progress.tell))
     except KeyboardInterrupt:
         say(f"stopped while {policy} was replayed; nothing was written", err=True)
-        sys.exit(_INTERRUPTED)
+        sys.exit(CANCELLED)
     if options["as_json"]:
         print_json(_as_json(outcomes, trace))
     else:

@@ -32,6 +32,7 @@ from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.looks import POLL_NS, Looking
 
 _LAST_WORDS_NS = 10_000_000_000  # who fails so soon after a sign of progress has not got on: that was its traceback
+_NOBODY = Hang(waiting=(), elsewhere=())
 TellServer = Callable[..., None]
 
 
@@ -109,7 +110,7 @@ class HangWitness:
                 self._say("")
             return None
         self._files = max(judgement.number, self._files + 1)
-        who, where = judgement.hang or Hang(waiting=(), elsewhere=()), f"hang-*-{self._files}.txt"
+        who, where = judgement.hang or _NOBODY, f"hang-*-{self._files}.txt"
         self.hang = msgspec.structs.replace(who, file=where)
         path, problem = self._write(self._files, who, judgement.sentence)
         told = f"{path.name}{problem}" if problem else f"{where} have the stacks of all ranks"
@@ -125,8 +126,7 @@ class HangWitness:
         has_returned = self._attempt is not None and self._attempt.phase is Phase.RETURNED
         has_moved = moved_ns is not None and now_ns - moved_ns >= _LAST_WORDS_NS
         if self._awaits_word and not has_returned and not has_moved:
-            nobody = Hang(waiting=(), elsewhere=())
-            self._write(self._files + 1, nobody, "the run ended before it was said here who waits for whom")
+            self._write(self._files + 1, _NOBODY, "the run ended before it was said here who waits for whom")
         self._awaits_word = False
 
     def look(self, attempt: Attempt, gang: Gang | None) -> None:

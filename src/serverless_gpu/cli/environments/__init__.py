@@ -24,11 +24,11 @@ from typing import TypeVar
 import click
 
 from serverless_gpu.cli.output import say, say_lines
+from serverless_gpu.cli.server.exit_codes import CANCELLED
 from serverless_gpu.errors import ServerlessGpuError
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
-_INTERRUPTED = 130
 _TROUBLE = 2
 
 
@@ -172,4 +172,4 @@ def _interruptible(left: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         say(f"sgpu: interrupted; {left}", err=True)
-        sys.exit(_INTERRUPTED)
+        sys.exit(CANCELLED)
