@@ -76,7 +76,7 @@ test: venv ## run the tests (no GPU, no network)
 # Most tests wait for processes: parts of them at once take little more than one. pytest-xdist does not do: its workers
 # have threads, and tests fork.
 PARTS := test-part-local test-part-remote test-part-others
-LOCAL := tests/docs/ tests/local/ tests/notebook/ tests/stores/ tests/uplink/
+LOCAL := tests/chaos/ tests/docs/ tests/local/ tests/notebook/ tests/stores/ tests/uplink/
 REMOTE := tests/crash/ tests/environment/ tests/examples/ tests/network/ tests/remote/
 
 test-part-local:
@@ -111,6 +111,10 @@ fuzz: venv ## garbage at every socket and route, with fresh examples, for minute
 
 crash: venv ## kill server and node at every named place, on SQLite and PostgreSQL; full disks, conflicts, two servers
 	$(BIN)/python -m pytest -m "not gpu" tests/crash
+
+.PHONY: chaos
+chaos: venv ## clients, a server and two nodes under faults: make chaos SEED=7 SECONDS=600 DATABASE=postgresql
+	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),1) --seconds $(or $(SECONDS),600) --database $(or $(DATABASE),sqlite)
 
 sim: $(VENV)/.installed ## simulate server, nodes and clients: make sim SEEDS=20000 FIRST=0 STEPS=60 JOBS=2
 	@$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) --steps $(or $(STEPS),60) --jobs $(or $(JOBS),2)

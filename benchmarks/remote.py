@@ -167,6 +167,7 @@ def _serving() -> _Server:
 
 def _restart(count: int) -> dict[str, object]:
     home = _queue(count)
+    (home / "server" / "node.token").unlink(missing_ok=True)  # a token is one node's, and each round has its own
     began_ns = now_ns()
     with _server(home, "--no-node") as server:
         token = (home / "server" / "node.token").read_text(encoding="ascii").strip()

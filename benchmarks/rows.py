@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from benchmarks import (
     charges,
+    commands,
     decisions,
     environments,
     pool_rows,
@@ -323,6 +324,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "writes-postgresql": writes_postgresql,
     "submissions-sqlite": submissions_sqlite,
     "submissions-postgresql": submissions_postgresql,
+    **commands.ROWS,
     **remote_rows.ROWS,
     **environments.ROWS,
     **tracking_rows.ROWS,

@@ -1,7 +1,7 @@
 """How long a report of use takes: a million charges of a month, of 2,000 accounts, on both databases.
 
 The server's loop has added them up by account and day, as it does within a minute. The bad case has a tag of its own
-for every run, so that there are as many accounts as charges, and no sum by account makes them fewer.
+for every run, so that there are as many accounts as charges: reports that ask for no tag are made of plain accounts.
 """
 
 from __future__ import annotations
@@ -114,12 +114,13 @@ def _put_postgresql(url: str, rows: dict[str, Iterator[dict[str, Any]]]) -> None
 
 
 def _accounts(count: int) -> Iterator[dict[str, Any]]:
-    chance = random.Random(1)
-    for number in range(count):
+    """Yield plain accounts, then those with tags; with more than `ACCOUNTS`, each has a tag of its own."""
+    for number in range(-ACCOUNTS, count):
+        chance = random.Random(number % ACCOUNTS)
         project = f"p{number % 40}" if count <= ACCOUNTS else f"p{number}"
         yield {
-            "id": number + 1,
-            "sha256": f"{number:064x}",
+            "id": 1 + ACCOUNTS + number,
+            "sha256": f"{ACCOUNTS + number:064x}",
             "owner": f"user{chance.randrange(200)}",
             "team": f"team{chance.randrange(20)}",
             "pool": f"pool{chance.randrange(4)}",
@@ -128,9 +129,11 @@ def _accounts(count: int) -> Iterator[dict[str, Any]]:
             "gpu_type": chance.choice(["H100", "A100-80", "L4"]),
             "name": f"train{chance.randrange(100)}",
             "workload": "function",
-            "environment": "e" * 64,
+            "environment": "" if number < 0 else "e" * 64,
             "currency": "USD",
-            "tags_json": f'{{"project":"{project}","stage":"train"}}',
+            "tags_json": "{}" if number < 0 else f'{{"project":"{project}","stage":"train"}}',
+            "member_of_json": None,
+            "plain_id": 1 + number % ACCOUNTS,
         }
 
 
@@ -147,7 +150,8 @@ def _charges(count: int, accounts: int) -> Iterator[dict[str, Any]]:
             "number": 1,
             "kind": "original",
             "provisional": False,
-            "account_id": 1 + (number if accounts == count else chance.randrange(accounts)),
+            "crew": 0,
+            "account_id": 1 + ACCOUNTS + (number if accounts == count else chance.randrange(accounts)),
             "posted_ns": (day + 1) * _DAY_NS,
             "day": day,
             "start_ns": day * _DAY_NS,
@@ -172,7 +176,8 @@ def _charges(count: int, accounts: int) -> Iterator[dict[str, Any]]:
 def _seen(count: int, accounts: int) -> Iterator[dict[str, Any]]:
     for row in _charges(count, accounts):
         yield {
-            **{name: row[name] for name in ("run_id", "fence", "account_id", "day", "gpus", "gpu_ms")},
+            **{name: row[name] for name in ("run_id", "fence", "crew", "account_id", "day", "gpus", "gpu_ms")},
+            "plain_id": 1 + (row["account_id"] - 1) % ACCOUNTS,
             "observed_ms": row["gpu_ms"],
             "busy_ms": row["gpu_ms"] // 2,
             "peak_memory_bytes": 1 << 30,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,3 +49,74 @@ def fill(path: Path) -> Path:
                 while True:
                     file.write(bytes(size))
     return filler
+
+
+class FailingDisk:
+    """An ext4 disk in a file, which can turn read-only under its users, as a disk with errors does.
+
+    Args:
+        image: the file; made.
+        path: where it is mounted.
+    """
+
+    def __init__(self, image: Path, path: Path) -> None:
+        self.path = path
+        self._image = image
+        with image.open("wb") as file:
+            file.truncate(512 << 20)
+        _require(["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0", "-O", "^has_journal", str(image)])
+        self._mount()
+
+    def fail(self) -> None:
+        """Have the kernel find an error: from now on nothing can be written."""
+        (Path("/sys/fs/ext4") / self._device.removeprefix("/dev/") / "trigger_fs_error").write_text("1\n")
+
+    def repair(self) -> None:
+        """Mount it again, once its users are gone.
+
+        Raises:
+            AssertionError: some are still there after half a minute.
+        """
+        for _ in range(600):
+            if subprocess.run(["umount", str(self.path)], capture_output=True, check=False).returncode == 0:
+                break
+            threading.Event().wait(0.05)
+        else:
+            raise AssertionError(f"{self.path} is in use")
+        subprocess.run(["fsck.ext4", "-p", "-f", str(self._image)], capture_output=True, check=False)
+        self._mount()
+
+    def unmount(self) -> None:
+        """Unmount it, now or when its last user is gone."""
+        subprocess.run(["umount", "--lazy", str(self.path)], check=True)
+
+    def _mount(self) -> None:
+        _require(["mount", "-o", "loop,errors=remount-ro", str(self._image), str(self.path)])
+        command = ["findmnt", "--noheadings", "--output", "SOURCE", str(self.path)]
+        self._device = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@contextlib.contextmanager
+def failing_disk() -> Iterator[FailingDisk]:
+    """Yield an ext4 disk that can turn read-only; skip where none can be mounted."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a disk")
+    around = Path(tempfile.mkdtemp(prefix="sg-disk-", dir="/tmp"))
+    path = around / "m"
+    path.mkdir()
+    try:
+        disk = FailingDisk(around / "image", path)
+        try:
+            yield disk
+        finally:
+            disk.unmount()
+    finally:
+        (around / "image").unlink(missing_ok=True)
+        path.rmdir()
+        around.rmdir()
+
+
+def _require(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr!r}")

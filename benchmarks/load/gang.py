@@ -83,7 +83,7 @@ def play(server: MeasuredServer, ranks: int, *, name: str) -> Played:
     Raises:
         ContestantFailed: its results did not arrive.
     """
-    node = server.asker(server.node_token())
+    node = server.asker(server.node_token(name))
     welcome = node.get("POST", "/agents", _hello(name, ranks), answer=AgentWelcome)
     asked = request(f"machine-{name}", gpus=ranks)
     run = server.asker().get("POST", "/runs", asked, answer=RunView)

@@ -50,7 +50,7 @@ def many_runs(quick: bool) -> Row:
     with scene() as on:
         server = on.server
         devices = f"H100:{-(-count // NODES)}"
-        tokens = tuple(server.node_token() for _ in range(NODES))
+        tokens = tuple(server.node_token(f"node-{number:03}") for number in range(NODES))
         run_s = _lasting_s(count)
         said = Nodes(url=server.url, tokens=tokens, devices=devices, run_s=run_s)
         with child("benchmarks.load.nodes", said, answer=Said) as finished:

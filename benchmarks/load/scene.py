@@ -43,7 +43,7 @@ class Scene:
     def __init__(self, server: MeasuredServer, directory: Path) -> None:
         self.server, self.directory = server, directory
         self.problems: list[str] = []
-        self._node_token = server.node_token()
+        self._node_token = server.node_token("probe")
         asked = request("machine-nowhere", gpu_type="B200")
         self._run = server.asker().get("POST", "/runs", asked, answer=RunView).id
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.contestants import ContestantFailed, environment
 from benchmarks.load.asking import Asker
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
+from serverless_gpu.wire.joining import InviteAnswer, InviteRequest, JoinAnswer, JoinRequest
 
 _STOP_S = 30.0
 
@@ -32,7 +32,6 @@ class MeasuredServer:
         self.token = (home / "server" / "token").read_text(encoding="ascii").strip()
         self._read = 0
         self._askers: list[Asker] = []
-        self._nodes = ""
 
     def asker(self, token: str = "") -> Asker:
         """Return a connection, of the administrator unless another token is given; closed with the server."""
@@ -44,16 +43,11 @@ class MeasuredServer:
         for asker in self._askers:
             asker.close()
 
-    def node_token(self) -> str:
-        """Return a token for one more node."""
-        asker = self.asker()
-        if not self._nodes:
-            self._nodes = "nodes"
-            asker.get(
-                "POST", "/users", PrincipalRequest(name=self._nodes, kind="service", role="agent"), answer=TokenMade
-            )
-        request = TokenRequest(label="node", principal=self._nodes, scopes=("agent",))
-        return asker.get("POST", "/tokens", request, answer=TokenMade).secret
+    def node_token(self, name: str) -> str:
+        """Return a token for a node of that name, on a machine of its own."""
+        invited = self.asker().get("POST", "/nodes/invite", InviteRequest(name=name), answer=InviteAnswer)
+        request = JoinRequest(name=name, machine=f"machine-{name}", instance="", ray=False)
+        return self.asker(invited.token).get("POST", "/agents/join", request, answer=JoinAnswer).token
 
     def memory_mb(self, which: str = "VmRSS") -> float:
         """Return what it holds now, or with `VmHWM` the most it ever held."""

@@ -54,6 +54,7 @@ PLACES = (
     # its operation
     "before_backup_is_named",  # a backup has everything but its name
     "before_restored_is_named",  # restore: the server has everything but its name
+    "between_rotation_steps",  # rotate: some of key, sealed rows, tokens and files are new, the others are not
     "after_restore_is_settled",  # restore: what becomes of runs is durable, the mark that has it decided is there
     # the node: uplink
     "after_directory_before_launch",  # the attempt's directory is there, nobody has been asked to run it

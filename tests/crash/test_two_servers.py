@@ -134,6 +134,53 @@ def test_F38_of_two_servers_the_one_that_stood_still_writes_nothing_and_ends(
     second.check()
 
 
+def share_directory(first: Machine, second: Machine) -> None:
+    """Lay both homes out as a pair that replaces each other: one directory of files, one database."""
+    (second.home / "server").symlink_to(first.home / "server")
+
+
+def make_user(machine: Machine, name: str) -> None:
+    with contextlib.closing(machine.connection()) as connection:
+        connection.ask("POST", "/users", PrincipalRequest(name=name), answer=TokenMade)
+
+
+def test_B8_servers_of_one_database_replace_each_other_in_a_shared_directory(two: tuple[Machine, Machine]) -> None:
+    first, second = two
+    first.start("node=false", *SHORT)
+    make_user(first, "of-the-first")
+    share_directory(first, second)
+    second.spawn("node=false", *SHORT, "claim.WAIT_S=1")
+    assert second.line() == "" and second.ended() == 1, "a server that works is not replaced"
+    assert "another server uses this database" in (second.home / "server.stderr").read_text()
+    first.send(signal.SIGSTOP)
+    second.start("node=false", *SHORT)
+    make_user(second, "of-the-second")
+    first.send(signal.SIGCONT)
+    assert first.ended() not in (0, -signal.SIGKILL)
+    assert {"of-the-first", "of-the-second"} <= users(second)
+    second.send(signal.SIGKILL)
+    assert second.ended() == -signal.SIGKILL
+    first.start("node=false", *SHORT)
+    make_user(first, "of-the-first-again")
+    first.check()
+
+
+def test_B7_a_server_whose_successor_is_gone_ends_and_writes_nothing(two: tuple[Machine, Machine]) -> None:
+    first, second = two
+    first.start("node=false", *SHORT)
+    share_directory(first, second)
+    first.send(signal.SIGSTOP)
+    second.start("node=false", *SHORT)
+    make_user(second, "of-the-second")
+    second.send(signal.SIGKILL)
+    assert second.ended() == -signal.SIGKILL
+    written = audited(first)
+    first.send(signal.SIGCONT)
+    assert first.ended() not in (0, -signal.SIGKILL)
+    assert "another server has taken the database over" in first.log()
+    assert audited(first) == written
+
+
 def state(machine: Machine, run_id: str) -> str:
     """Return the state of a run, as a server says."""
     with contextlib.closing(machine.connection()) as connection:

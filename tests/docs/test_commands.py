@@ -52,7 +52,7 @@ def _wrong_sgpu(command: click.Command, arguments: list[str]) -> str:
             if name in taking and "=" not in word:
                 next(words, None)
         elif isinstance(command, click.Group):
-            found = command.commands.get(word)
+            found = command.get_command(click.Context(command), word)
             return f"{command.name} has no command {word}" if found is None else _wrong_sgpu(found, list(words))
         else:
             places -= 1

@@ -170,6 +170,7 @@ def test_how_a_budget_stands_and_when_it_stops_the_run() -> None:
             grace_s=30.0,
             alone_s=900.0,
             is_over=is_over,
+            longest_s=80 * 60.0,
         )
         standing = judge(budget, Use(), [spender], at_ns)
         reached = standing.reached

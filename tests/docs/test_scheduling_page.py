@@ -82,7 +82,7 @@ def planner() -> Planner:
 
 @pytest.mark.parametrize("row", _USED, ids=lambda row: str(row["team"]))
 def test_what_teams_have_used_counts_half_after_a_week(planner: Planner, row: _Row) -> None:
-    counts = planner.usage(_at_ns("12:00"))[row["team"]] / 3_600
+    counts = planner.usage(_at_ns("12:00"))[row["team"]].counted_gpu_s / 3_600
     assert f"{counts:.1f}" == row["counts now, GPU-hours"]
     assert f"{counts / float(row['weight']):.2f}" == row["per weight"]
 

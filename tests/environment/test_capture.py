@@ -137,7 +137,7 @@ def test_a_wheel_whose_record_lies_ends_at_its_true_address(tmp_path: Path) -> N
         place = Place(tmp_path / str(lies))
         captured = place.take(venv)
         assert len(captured.moved) == lies
-        addresses.append(captured.snapshot.address)
+        addresses.append(captured.snapshot.addresses())
         assert place.unpack(captured.snapshot)["site/liar.py"] == ("f", b"x = 1\n")
         again = place.take(venv)
         assert (again.snapshot.address, again.moved) == (captured.snapshot.address, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import (
@@ -13,6 +14,7 @@ from serverless_gpu.environment.documents import (
     Row,
     Snapshot,
     make_snapshot,
+    snapshot_address_1,
 )
 from serverless_gpu.environment.scan.changes import Change, FileChange, compare, compare_rows, with_files
 
@@ -47,7 +49,7 @@ BEFORE = snapshot(TORCH, LOOSE)
         (snapshot(distribution("torch", "2.12.0", "other"), LOOSE), ["torch 2.12.0 edited by hand"]),
         (snapshot(LOOSE, TORCH, distribution("six", "1")), ["six 1 added"]),
         (snapshot(LOOSE), ["torch 2.12.0 removed"]),
-        (snapshot(TORCH, distribution("torch", "2.11"), LOOSE), ["torch 2.12.0 → 2.12.0, 2.11"]),
+        (snapshot(TORCH, distribution("torch", "2.11"), LOOSE), ["torch 2.12.0 → 2.11, 2.12.0"]),
         (snapshot(TORCH), ["files of no distribution removed"]),
         (
             snapshot(TORCH, Member(address="x", kind="unowned")),
@@ -69,6 +71,19 @@ def test_another_order_of_the_same_is_said() -> None:
     after = make_snapshot(PYTHON, tuple(reversed(BEFORE.roots)), Facts())
 
     assert [one.sentence() for one in compare(BEFORE, after)] == ["sys.path changed: the same units in another order"]
+
+
+def test_A6_what_else_an_address_covers_is_said() -> None:
+    old = msgspec.structs.replace(BEFORE, version=1, address=snapshot_address_1(PYTHON, BEFORE.roots))
+    moved = make_snapshot(PYTHON, BEFORE.roots, Facts(originals=("/elsewhere",)))
+    noted = make_snapshot(PYTHON, BEFORE.roots, Facts(python="/usr/bin/python3"))
+
+    assert [one.sentence() for after in (moved, noted) for one in compare(BEFORE, after)] == [
+        "environment changed: the same units in another directory",
+        "environment changed: the same units, with another interpreter or other notes of installers",
+    ]
+    (one,) = compare(old, BEFORE)
+    assert one.sentence() == "environment changed: nothing but its address, which is of version 2 now"
 
 
 def test_files_are_named_up_to_a_bound() -> None:

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
+from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import open_store
@@ -210,6 +212,25 @@ def test_copies_can_be_edited_and_links_cannot(place: Place, tmp_path: Path) -> 
     linked, copied = (next((tmp_path / name).rglob("demo/more.py")).stat() for name in ("linked", "copied"))
     assert linked.st_nlink > 1 and not linked.st_mode & 0o222
     assert copied.st_nlink == 1 and copied.st_mode & 0o200
+
+
+def test_A5_capture_repairs_a_unit_that_points_at_other_bytes(place: Place) -> None:
+    address = place.capture()
+    store = open_store(place.home / "environments" / "store", {})
+    blobs = Blobs(store)
+    demo = next(m for m in blobs.read_snapshot(address).roots[0].members if m.name == "demo")
+    unit = blobs.read_unit(demo.address)
+    content = b"x" * unit.blocks[0].size
+    pack = blobs.write_pack(compress(content))
+    block = msgspec.structs.replace(unit.blocks[0], offset=0, length=len(compress(content)))
+    blobs.write_unit(msgspec.structs.replace(unit, packs=(pack,), blocks=(block,)))
+    assert "new: nothing, the store had all of it" in place.lines("capture")
+    first, *lines = place.lines("capture", "--repair")
+    assert first == f"damaged in the store, and sent again: units/{demo.address[:12]}"
+    assert lines[1].startswith("new: demo 1.0") and lines[-1] == address
+    assert blobs.read_unit(demo.address) == unit
+    assert place.lines("capture", "--repair")[0] == "damaged in the store, and sent again: nothing"
+    assert json.loads(place.run("capture", "--repair", "--json").stdout)["repaired"] == []
 
 
 @pytest.mark.parametrize("kind", ["snapshots", "units", "packs"])

@@ -126,7 +126,7 @@ def test_the_same_script_under_two_prefixes_is_one_unit(tmp_path: Path) -> None:
     for name in ("one", "two"):
         venv = Venv(tmp_path / name / "venv")
         (venv.prefix / "bin" / "mine").write_text(f"#!{venv.python}\nprint()\n")
-        snapshots.append(scan(venv).snapshot.address)
+        snapshots.append(scan(venv).snapshot.roots)
 
     assert snapshots[0] == snapshots[1]
 

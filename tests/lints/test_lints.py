@@ -29,14 +29,14 @@ ROOT = Path(__file__).parents[2]
 ROOM = "src/serverless_gpu/node/agent.py"
 OPEN = "src/serverless_gpu/client/run.py"
 INSIDE = "src/serverless_gpu/node/inside/rank.py"
-LONG = "def long():\n" + "    step()\n" * 60
-DOCUMENTED = 'def long():\n    """One.\n\n    Two.\n    """\n' + "    step()\n" * 59
+LONG = "def long():\n" + "    step()\n" * 80
+DOCUMENTED = 'def long():\n    """One.\n\n    Two.\n    """\n' + "    step()\n" * 79
 
 # lint, path of the file, a bad text, the same thing done right
 PLANTED = [
     (size, ROOM, LONG, LONG.removesuffix("    step()\n")),
     (size, ROOM, DOCUMENTED + "    step()\n", DOCUMENTED),
-    (size, ROOM, "x = 1\n" * 501, "x = 1\n" * 500),
+    (size, ROOM, "x = 1\n" * 801, "x = 1\n" * 800),
     (size, "tests/test_x.py", LONG, "def short():\n    step()\n"),
     (unpickling, OPEN, "import pickle\npickle.loads(b'')\n", "import pickle\npickle.dumps(1)\n"),
     (unpickling, OPEN, "import pickle as p\nclass U(p.Unpickler): ...\n", "class U(Unpickler): ...\n"),

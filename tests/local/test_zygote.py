@@ -24,7 +24,7 @@ import typing_extensions
 from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
 from serverless_gpu.testing import agent_status
-from tests.local.observe import LIMIT_S, ended, start_script, wait_for
+from tests.local.observe import LIMIT_S, Process, ended, start_script, wait_for
 
 T = TypeVar("T")
 
@@ -418,3 +418,34 @@ def zygotes(home: Path) -> int:
     """Return how many zygotes there are."""
     status = agent_status(home)
     return 0 if status is None else len(status.zygotes)
+
+
+DAEMON = """
+import os, pathlib
+if os.getppid() != 1 and not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    pathlib.Path({marker!r}).write_text(str(os.getpid()))
+    os.closerange(0, 64)
+    import time
+    time.sleep(600)
+"""
+
+
+def test_A11_what_start_up_code_leaves_ends_with_the_run_that_it_was_started_for(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = distributed(gpus=1, quiet=True)(len)
+    marker = tmp_path / "daemon"
+    (tmp_path / "sitecustomize.py").write_text(DAEMON.format(marker=str(marker)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    daemons = []
+    for _ in range(2):
+        run = call.submit("a")
+        warm, reason = receipt_of(run)
+        assert not warm and reason
+        daemons.append(Process(int(marker.read_text())))
+    assert "start-up code leaves processes behind" in reason
+    for daemon in daemons:
+        daemon.wait_gone()

@@ -33,6 +33,7 @@ from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
+from tests.invited import node_token
 from tests.local.observe import Process, agent, wait_for
 from tests.network.namespaces import Network, Wire, entering, inside
 from tests.remote.server_process import ServerProcess
@@ -63,6 +64,10 @@ class ClusterNode:
         self.home = Home(Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp")))
         self.profile = self.home.root / "profile.json"
         self.environ = {**os.environ, **environ, "SERVERLESS_GPU_HOME": str(self.home.root)}
+        self.write(profile)
+
+    def write(self, profile: Profile) -> None:
+        """Have it find the server so."""
         write_profile(self.profile, profile)
 
     def start(self) -> None:
@@ -158,11 +163,12 @@ class Cluster:
         """Start a node, and do not wait."""
         variables = {"SERVERLESS_GPU_FAKE": f"H100:{gpus}", **environ}
         wire = self._wires[len(self.nodes)]
-        profile = Profile(
-            url=url or f"https://{wire.address}:{PORT}", token=self.token("node.token"), name=name, ca=str(self._ca)
-        )
+        profile = Profile(url=url or f"https://{wire.address}:{PORT}", token="", name=name, ca=str(self._ca))
         node = ClusterNode(wire, profile, environ=variables)
         self.nodes[name] = node
+        with inside(self.network.server):
+            token = node_token(self._administrator(), name, node.home)
+        node.write(msgspec.structs.replace(profile, token=token))
         node.start()
         return node
 
@@ -178,9 +184,13 @@ class Cluster:
     def ask(self, method: str, path: str, body: Any = None, *, answer: Any) -> Any:
         """Ask the server as its administrator, from beside it."""
         with inside(self.network.server):
-            if self._connection is None:
-                self._connection = Connection(f"http://127.0.0.1:{PORT_BESIDE}", self.token(), patience_s=60)
-            return self._connection.ask(method, path, body, answer=answer)
+            return self._administrator().ask(method, path, body, answer=answer)
+
+    def _administrator(self) -> Connection:
+        """Return the administrator's connection; the caller is beside the server."""
+        if self._connection is None:
+            self._connection = Connection(f"http://127.0.0.1:{PORT_BESIDE}", self.token(), patience_s=60)
+        return self._connection
 
     def submit(self, function: Callable[..., object], *args: object, gpus: int = 1, **spec: Any) -> str:
         """Submit a call of a function; return the run's identifier."""

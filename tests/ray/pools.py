@@ -203,8 +203,8 @@ class Pool:
         """Run `sgpu join` on a machine, and wait until the server counts on it."""
         machine = self.nodes[name]
         path = machine.home / "join.json"
-        path.touch(mode=0o600)
-        path.write_bytes((self.first.home / "server" / "join.json").read_bytes())
+        if not path.exists():  # one that has joined before joins with a token of its own
+            self.first.run("node", "invite", name, "--out", str(path))
         number = list(self.nodes).index(name) + 2
         place = ("--name", name, "--node-address", f"127.0.0.{number}", "--ray-port", str(machine.port))
         self._joins[name] = machine.start("join", "127.0.0.2", "--token-file", str(path), *place)

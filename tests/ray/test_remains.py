@@ -119,7 +119,7 @@ def test_nothing_is_left_when_the_supervisor_is_killed(launched: list[Launched],
     call = start(launched, home, tmp_path, "get")
     supervisor_of(home, call.run_id).kill()
     outcome = call.ended()
-    assert (outcome["error"], outcome["reason"]) == ("NodeLost", "supervisor_lost")
+    assert (outcome["error"], outcome["reason"]) == ("NodeLost", "supervisor_killed")
     call.nothing_left()
 
 

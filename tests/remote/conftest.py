@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import Profile, find_profile, write_profile
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.remote import FILE, read_remote
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
+from serverless_gpu.wire.agents import PoolRequest, PoolView
+from serverless_gpu.wire.connection import Connection
 from tests.homes import use_home
 from tests.leftovers import nothing_left
 from tests.local.conftest import FAKES
@@ -54,6 +56,9 @@ def served_home() -> Iterator[Path]:
     with _variables(directory):
         server = ServerProcess(directory)
         server.start()
+    profile = find_profile(directory, {})
+    with contextlib.closing(Connection(profile.url, profile.token)) as admin:  # some tests run as two users
+        admin.ask("PUT", "/pools/default", PoolRequest(isolation="none"), answer=PoolView)
     yield directory
     server.kill(signal.SIGTERM)
     end_node(directory)

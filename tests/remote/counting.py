@@ -32,6 +32,11 @@ def count(limit: int, gate: str = "") -> tuple[int, int, str | None]:
     return first, reached, rt.stop_reason()
 
 
+def stand_still() -> None:
+    """Do nothing for longer than any test lets it."""
+    time.sleep(600)
+
+
 def saved(home: Path, run_id: str, fence: int = 1) -> dict[str, object]:
     """Return what an attempt saved."""
     record: dict[str, object] = json.loads((home / "checkpoints" / run_id / str(fence) / "count.json").read_text())

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from serverless_gpu import attach
 from serverless_gpu.client.run import Run
 from serverless_gpu.node.home import Home
@@ -26,6 +28,7 @@ from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView
+from tests.invited import node_token
 from tests.local.observe import Process, agent, cancel_all, nothing_of_a_run, processes_of, supervisor, wait_for
 from tests.remote.server_process import ServerProcess
 from tests.remote.submitting import Submitting
@@ -50,6 +53,10 @@ class Machine:
             "SERVERLESS_GPU_HOME": str(self.root),
             "SERVERLESS_GPU_FAKE": f"H100:{gpus}",
         }
+        self.write(profile)
+
+    def write(self, profile: Profile) -> None:
+        """Have it find the server so."""
         write_profile(self._profile, profile)
 
     def start(self) -> None:
@@ -117,9 +124,10 @@ class Machines:
 
     def join(self, name: str, *, gpus: int = 2) -> Machine:
         """Start a node, and wait until the server counts on it."""
-        token = (self.home / "server" / "node.token").read_text(encoding="ascii").strip()
-        node = Machine(Profile(url=self.server.url, token=token, name=name), gpus=gpus)
+        profile = Profile(url=self.server.url, token="", name=name)
+        node = Machine(profile, gpus=gpus)
         self.nodes[name] = node
+        node.write(msgspec.structs.replace(profile, token=node_token(self.administrator(), name, node.home)))
         node.start()
         wait_for(lambda: "joined" in node.log(), f"{name} has joined")
         return node
@@ -131,10 +139,14 @@ class Machines:
 
     def ask(self, method: str, path: str, body: Any = None, *, answer: Any) -> Any:
         """Ask the server as its administrator."""
+        return self.administrator().ask(method, path, body, answer=answer)
+
+    def administrator(self) -> Connection:
+        """Return a connection of the server's administrator."""
         if self._connection is None:
             token = (self.home / "server" / "token").read_text(encoding="ascii").strip()
             self._connection = Connection(self.server.url, token, patience_s=60)
-        return self._connection.ask(method, path, body, answer=answer)
+        return self._connection
 
     def view(self, run: Run[object]) -> RunView:
         """Return a run as its owner sees it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from serverless_gpu import distributed
+from serverless_gpu import attach, distributed
 from serverless_gpu.cli import locating, program
 from serverless_gpu.client.launch import launch_command
 from serverless_gpu.client.run import Run
@@ -94,6 +94,18 @@ def test_logs_go_on_with_the_next_attempt(served: Path) -> None:
     assert err.endswith(f"sgpu: attempt 2 of run {run.id}\n")  # the shell may have its own word about a signal
     with pytest.raises(AlreadyFinished, match="SUCCEEDED"):
         sgpu("run", "preempt", run.id)
+
+
+def test_D7_logs_of_one_attempt_are_those_of_that_one_alone(served: Path, tmp_path: Path) -> None:
+    program = f"[ -e {tmp_path}/was ] && {{ echo second; exit 0; }}; touch {tmp_path}/was; echo first; exit 1"
+    words = ("--gpu-type", "H100", "--retries", "1", "--env", "live", "--detach", "sh", "-c", program)
+    run_id = sgpu("submit", *words).stdout.strip()
+    attach(run_id).wait(60)
+    said = [sgpu("logs", run_id, *words).stdout for words in ((), ("--attempt", "1"), ("--attempt", "2", "--follow"))]
+    assert said == ["second\n", "first\n", "second\n"]
+    assert sgpu("logs", run_id, "--attempt", "1", "--follow").stdout == "first\n"
+    with pytest.raises(InvalidValue, match=f"run {run_id} had attempts 1 to 2, not 3"):
+        sgpu("logs", run_id, "--attempt", "3")
 
 
 # --- attach, result, show, cancel ------------------------------------------------------------------------------------

@@ -146,9 +146,10 @@ def test_who_is_waited_for_is_told_with_the_times_of_this_place(fake: FakeServer
     waiting = WaitView(reason="capacity", count=8, gpu_type="H100", node="n3", free=5, holders=(holder,), place=2)
     fake.estimate = msgspec.structs.replace(ANSWER, basis="by the declared ends", waiting=waiting)
     assert ANSWER.at_ns is not None
+    minute_ns = 60 * 10**9
     assert train.estimate(0.1).basis == (
         "by the declared ends; needs 8 H100 on one node; 5 free on n3; bob/sweep holds 3 until "
-        f"{format_soon(ANSWER.at_ns)} at the latest"
+        f"{format_soon(-(-ANSWER.at_ns // minute_ns) * minute_ns)} at the latest"
     )
 
 

@@ -181,26 +181,26 @@ class Going:
 TABLE: dict[str, dict[str, Reason | None]] = {
     "starting": {"agent": None, "uplink": Reason.REFUSED, "node": Reason.REFUSED},
     "meeting": {
-        "supervisor": Reason.SUPERVISOR_LOST,
+        "supervisor": Reason.SUPERVISOR_KILLED,
         "agent": GOES_ON,
         "uplink": GOES_ON,
-        "node": Reason.SUPERVISOR_LOST,
+        "node": Reason.SUPERVISOR_KILLED,
     },
     "running": {
-        "supervisor": Reason.SUPERVISOR_LOST,
+        "supervisor": Reason.SUPERVISOR_KILLED,
         "agent": GOES_ON,
         "uplink": GOES_ON,
         "stem": Reason.RUNTIME_LOST,
         "rank": Reason.RANK_SIGNAL,
-        "node": Reason.SUPERVISOR_LOST,
+        "node": Reason.SUPERVISOR_KILLED,
     },
     "returned": {
-        "supervisor": Reason.SUPERVISOR_LOST,
+        "supervisor": Reason.SUPERVISOR_KILLED,
         "agent": GOES_ON,
         "uplink": GOES_ON,
         "stem": GOES_ON,
         "rank": GOES_ON,
-        "node": Reason.SUPERVISOR_LOST,
+        "node": Reason.SUPERVISOR_KILLED,
     },
     "stopping": dict.fromkeys(("supervisor", "agent", "uplink", "stem", "rank", "node"), Reason.CANCELLED),
 }
@@ -244,7 +244,7 @@ def test_F15_what_is_killed_of_a_gang_is_told_and_tried_again_when_nothing_is_le
         query = "SELECT json_extract(receipt_json, '$.gate') FROM crews WHERE run_id = ? AND fence = 1 AND crew = 1"
         ((gate,),) = wait_for(lambda: [] if (rows := pool.rows(query, run.id)) == [(None,)] else rows, "a receipt")
         assert gate.startswith("1 GPU verified free"), gate
-    if expected in (Reason.SUPERVISOR_LOST, Reason.RUNTIME_LOST, Reason.RANK_SIGNAL):
+    if expected in (Reason.SUPERVISOR_KILLED, Reason.RUNTIME_LOST, Reason.RANK_SIGNAL):
         ((why,),) = pool.rows("SELECT sentence FROM events WHERE run_id = ? AND state = 'QUEUED' AND fence = 1", run.id)
         assert f"on {FIRST}" in why and why.count("died") < 2, why
     first, second = going.moments(1), going.moments(2)

@@ -34,7 +34,7 @@ def test_F51_runs_ranks_parts_and_slow_connections_at_once_and_nothing_is_lost(o
     server = on.server
     slow = Slow(url=server.url, connections=SLOW, refused=20, seconds=HEAD_S + 40)
     parts = Upload(url=server.url, token=server.token, parts=PARTS)
-    tokens = tuple(server.node_token() for _ in range(NODES))
+    tokens = tuple(server.node_token(f"node-{number:03}") for number in range(NODES))
     nodes = Nodes(url=server.url, tokens=tokens, devices=f"H100:{RUNS // NODES}", run_s=5.0)
     with (
         child("benchmarks.load.slow", slow, answer=Slowed) as slowed,

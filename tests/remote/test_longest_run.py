@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 from serverless_gpu import Run, distributed
 from serverless_gpu.cli.program import sgpu
-from serverless_gpu.errors import PolicyViolation, RunTimedOut
+from serverless_gpu.errors import PolicyViolation, RunError, RunTimedOut
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.node.history import read_ending
 from tests.local.observe import wait_for
-from tests.remote.counting import count, saved
+from tests.remote.counting import count, saved, stand_still
 from tests.remote.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -68,3 +68,23 @@ def test_F73_a_node_that_is_cut_off_ends_an_attempt_in_time_and_the_run_goes_on_
     assert (reached, why) == (900, None) and 0 < first < 900
     before = max(int(path.name) for path in (home / "checkpoints" / run.id).iterdir() if (path / "count.json").exists())
     assert saved(home, run.id, before)["count"] == first
+
+
+@pytest.mark.parametrize(("has_saved", "attempts"), [(False, 2), (True, 3)])
+def test_D2_a_run_that_saves_nothing_new_under_a_time_limit_ends_after_a_few_attempts(
+    own_server: ServerProcess, home: Path, monkeypatch: pytest.MonkeyPatch, has_saved: bool, attempts: int
+) -> None:
+    made = CliRunner().invoke(sgpu, ["policy", "set", "short", "--max-run", "1s", "--unsaved-attempts", "2"])
+    assert made.exit_code == 0, made.output
+    monkeypatch.setenv("SGPU_POLICY", "short")
+    start = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True, grace=0.1, resume=True)
+    run = start(stand_still).submit()
+    if has_saved:  # as the first attempt would: long before it has an interpreter
+        (home / "checkpoints" / run.id / "1").mkdir(parents=True)
+        (home / "checkpoints" / run.id / "1" / "state").touch()
+    says = "attempt after attempt of the run saved nothing new to continue from: 2 in a row"
+    with pytest.raises(RunError, match=f"^{says}") as caught:
+        run.results(120)
+    assert caught.value.reason == Reason.NO_PROGRESS
+    assert caught.value.hint.startswith("save to runtime.checkpoint_dir() and begin with runtime.resume_dir()")
+    assert len(list((home / "runs" / run.id).iterdir())) == attempts

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from serverless_gpu.errors import InvalidValue
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.engines.ray_join_file import read_join_file
+from serverless_gpu.errors import InvalidValue, NotAllowed
+from serverless_gpu.node.uplink.profile import Profile
+from serverless_gpu.server.liveness import PRESENT_S
+from serverless_gpu.wire.agents import NodeList
+from serverless_gpu.wire.connection import Connection
 from tests.local.observe import wait_for
+from tests.remote.machines import Machine
 from tests.remote.test_commands import sgpu, start
 
 pytestmark = pytest.mark.slow
@@ -55,6 +65,39 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     assert sgpu("node", "release", node, uuid).stdout == f"{uuid} of {node} is given to runs again\n"
     assert "left out" not in sgpu("nodes").stdout
     assert sgpu("node", "release", node, uuid).stdout == f"{uuid} of {node} was not left out\n"
+
+
+def test_A3_machines_are_invited_and_approved(node: str, served: Path, tmp_path: Path) -> None:
+    path = tmp_path / "join.json"
+    said = sgpu("node", "invite", "--uses", "10", "--for", "1h", "--out", str(path)).stdout
+    assert said.startswith(f"{path} lets in 10 machines until ") and path.stat().st_mode & 0o777 == 0o600
+    file = read_join_file(path)
+    assert file.token.startswith("sgpu_") and file.server == find_profile(served, os.environ).url
+    with contextlib.closing(Connection(file.server, file.token)) as joining, pytest.raises(NotAllowed):
+        joining.ask("GET", "/nodes", answer=NodeList)
+    made = sgpu("token", "create", "--for", "node", "--scope", "agent").stdout.split()[-1]
+    profile = Profile(url=file.server, token=made, name="far")
+    home = Machine(profile, gpus=1)
+    try:
+        home.start()
+        wait_for(lambda: "sgpu node approve far" in home.log(), "its log says what it waits for")
+        (waits,) = [line for line in sgpu("node", "list").stdout.splitlines() if line.startswith("far ")]
+        assert " PENDING " in waits
+        assert sgpu("node", "approve", "far").stdout == "far is approved, and joins within some seconds\n"
+        wait_for(lambda: "joined" in home.log(), "it has joined")
+        thief = Machine(msgspec.structs.replace(profile, name="thief"), gpus=1)
+        try:
+            thief.start()
+            wait_for(lambda: "the token of 'thief' is that of the node 'far'" in thief.log(), "it is refused")
+        finally:
+            thief.end()
+        home.uplink().kill()
+        home.start()
+        wait_for(lambda: home.log().count("joined") == 2, "its next process is let in at once", PRESENT_S / 2)
+    finally:
+        home.end()
+    sgpu("node", "forget", "far", "--i-know-it-is-dead")
+    assert "far" not in sgpu("nodes").stdout
 
 
 def test_a_calendar_is_set_shown_changed_in_part_and_cleared(node: str, served: Path) -> None:

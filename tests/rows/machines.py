@@ -15,8 +15,8 @@ from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.agents import NodeList, NodeView
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.runs import AttemptList, AttemptView
+from tests.invited import node_token
 from tests.local.observe import processes_of, wait_for
 from tests.uplink.joining import join_command
 
@@ -36,8 +36,7 @@ class Machine:
         self.home = Home(root)
         self._served_home = served_home
         with self._admin() as admin:
-            service = PrincipalRequest(name=f"of-{name}", kind="service", role="agent")
-            token = admin.ask("POST", "/users", service, answer=TokenMade).secret
+            token = node_token(admin, name, self.home)
             self.profile = root / "node.json"
             write_profile(self.profile, Profile(url=admin.url, token=token, name=name))
         self._around: subprocess.Popen[bytes] | None = None

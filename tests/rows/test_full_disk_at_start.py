@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,3 +99,21 @@ def test_F27_what_was_not_used_for_longest_goes_first(lone_server: Path, small: 
             run_id, said = call(small)
             assert f"'{value}'" in said
             assert [each.reason for each in first.attempts(run_id)] == ["completed"]
+
+
+def test_B4_a_server_on_a_full_disk_says_which_disk_and_what_to_do() -> None:
+    with small_disk("1m") as disk:
+        with contextlib.suppress(OSError), (disk / "filled").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        home = disk / "home"
+        done = subprocess.run(
+            [sys.executable, "-m", "serverless_gpu.cli", "up", "--no-node", "--port", "0"],
+            env={**os.environ, "SERVERLESS_GPU_HOME": str(home)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert f"no space left for {home}/server" in done.stderr and "hint: free some space" in done.stderr, done.stderr

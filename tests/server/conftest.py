@@ -14,6 +14,9 @@ from serverless_gpu.testing import FakeClock
 from tests.server.made import made_services
 from tests.server.postgres import Cluster, cluster
 from tests.server.served import Served, served
+from tests.server.sharing import shared_pools
+
+__all__ = ["shared_pools"]
 
 
 @pytest.fixture(scope="session")

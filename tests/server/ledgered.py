@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.metering import SEGMENTS
-from serverless_gpu.server import tables
+from serverless_gpu.server import accounts, tables
 
 HOUR_MS = 3_600_000
 NOTHING = dict.fromkeys(
     ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros"), 0
 )
-_encode = msgspec.json.Encoder(order="sorted").encode
 
 
 def account(connection: sa.Connection, **fields: Any) -> int:
@@ -33,14 +30,7 @@ def account(connection: sa.Connection, **fields: Any) -> int:
         "environment": "",
         "currency": "USD",
     } | fields
-    row["tags_json"] = _encode(row.pop("tags", {})).decode()
-    row["sha256"] = hashlib.sha256(_encode(row)).hexdigest()
-    found = connection.scalar(sa.select(tables.accounts.c.id).where(tables.accounts.c.sha256 == row["sha256"]))
-    if found is not None:
-        return int(found)
-    made = connection.execute(tables.accounts.insert(), row).inserted_primary_key
-    assert made is not None
-    return int(made[0])
+    return accounts.ensure(connection, accounts.Account(**row))
 
 
 def charge(
@@ -60,4 +50,5 @@ def seen(connection: sa.Connection, run_id: str, account_id: int, *, day: int, o
     """Write what telemetry saw of an attempt."""
     row = {"run_id": run_id, "fence": 1, "account_id": account_id, "day": day, "gpus": 1, "gpu_ms": observed_ms}
     row |= {"observed_ms": observed_ms, "busy_ms": busy_ms, "peak_memory_bytes": None}
+    row["plain_id"] = accounts.plain_ids(connection, [account_id])[account_id]
     connection.execute(tables.utilisations.insert(), row)

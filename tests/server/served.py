@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.server.isolation import Exposure
 from serverless_gpu.server.serving import Running, serve
 from serverless_gpu.server.settings import read_settings
 from serverless_gpu.wire.connection import Connection
@@ -78,13 +79,19 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    home: Path, *, clock: Clock | None = None, changes: dict[str, Any] | None = None, **options: Any
+    home: Path,
+    *,
+    clock: Clock | None = None,
+    changes: dict[str, Any] | None = None,
+    decide: Callable[[Exposure], bool | None] = lambda _exposure: None,
+    **options: Any,
 ) -> Iterator[Served]:
     """Serve a home in a thread.
 
     Args:
         home: made by the test; a second server of it finds what the first one left.
         clock: another one than the machine's.
+        decide: what the operator answers who is asked whether several principals may share a uid.
         changes: fields of `Settings` that no option reaches, such as grace periods of seconds.
         options: of `sgpu up`; any free port and no node unless said.
     """
@@ -100,7 +107,7 @@ def served(
             started.set()
 
         try:
-            serve(settings, ready=ready, clock=clock)
+            serve(settings, ready=ready, decide=decide, clock=clock)
         except BaseException as error:  # noqa: BLE001 — raised again in the thread of the test
             failed.append(error)
         finally:

@@ -109,14 +109,15 @@ class Spent:
         who = Caller(kind="attempt", attempt=(run_id, fence, 0))
         reporting.report(self.services, who, run_id=run_id, fence=fence, said=Report(state=state, **said))
 
-    def end(self, run_id: str, reason: Reason = Reason.BUDGET) -> None:
-        """Let a run end now, with its facts, and charge it."""
+    def end(self, run_id: str, reason: Reason = Reason.BUDGET, **said: Any) -> None:
+        """Let a run end now, with its facts, and charge it; `said` goes into its ending."""
         attempt = self.find(run_id).attempt
         assert attempt is not None and attempt.started_ns is not None
         times = (attempt.started_ns, self.clock.wall_ns())
         written = [_fact(attempt, seq, kind, times[seq]) for seq, kind in enumerate((FactKind.EXEC, FactKind.FREED))]
         self.database.write(lambda connection: facts.add(connection, (run_id, attempt.fence, 0), written))
-        self.hear(run_id, State.STOPPING, ending=Ending(state=MEANINGS[reason].state, reason=reason, began=True))
+        ending = Ending(state=MEANINGS[reason].state, reason=reason, began=True, **said)
+        self.hear(run_id, State.STOPPING, ending=ending)
         self.database.write(
             lambda connection: transitions.settle(
                 connection, (run_id, attempt.fence, 0), receipt=None, at_ns=self.clock.wall_ns()

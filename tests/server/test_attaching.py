@@ -17,7 +17,7 @@ from serverless_gpu.errors import (
     ServerlessGpuError,
     UnknownGpuType,
 )
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.attempt import UNSAVED_MAX, State
 from serverless_gpu.model.policy import Holder, UsagePolicy
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Priority, Resources
@@ -374,9 +374,9 @@ def test_two_that_want_different_devices_are_not_both_placed_where_there_is_room
 
 def test_what_was_decided_and_is_not_written_yet_counts(services: Services, clock: FakeClock) -> None:
     Agents(services).hello(NODE, hello())
-    put(services, "p", gpus_at_once=4)
+    put(services, "p", gpus_at_once=4, priorities=tuple(Priority))
     attach(services, "p", "user", "bob")
-    first = stored(services, BOB, resources=Resources(gpus=4, gpu_type="H100"))
+    first = stored(services, BOB, priority=Priority.NORMAL, resources=Resources(gpus=4, gpu_type="H100"))
     planning = Planning(services)
     planning.tell(planning.read())
     assert [one.run_id for one in planning.decide().placements] == [first.id]
@@ -395,3 +395,102 @@ def test_a_node_that_knows_no_longest_run_is_told_a_timeout(services: Services, 
         Scheduler(services).tick(clock.boottime_ns())
         (order,) = [one for one in agents.waiting(NODE, node) if isinstance(one, Start) and one.run_id == run.id]
         assert (order.spec.timeout_s, order.spec.max_run_s) == (timeout_s, 3.0)
+
+
+# --- D7: a default time limit, a default or compulsory team ----------------------------------------------------------
+
+
+def test_D7_a_run_gets_the_time_limit_and_the_team_of_its_policy(services: Services) -> None:
+    put(services, "p", timeout_s=3600.0, team="ads")
+    attach(services, "p", "user", "alice")
+    spec = stored(services, ALICE).spec
+    assert (spec.timeout_s, spec.team, spec.policy) == (3600.0, "ads", "p")
+
+
+def test_D7_a_run_without_the_team_that_its_policy_requires_is_refused(services: Services) -> None:
+    put(services, "p", team_required=True)
+    attach(services, "p", "user", "alice")
+    attach(services, "p", "user", "bob")
+    for who, hint in ((ALICE, "team= one of: ads, search"), (BOB, "an operator can add you: sgpu team join TEAM USER")):
+        with pytest.raises(PolicyViolation, match="usage policy 'p' requires a team") as refused:
+            stored(services, who)
+        assert refused.value.hint == hint
+    one = Caller(name="alice", role="member", teams=("search",))
+    assert stored(services, one).spec.team == "search"
+
+
+def test_D7_a_policy_names_no_team_that_is_not_there(services: Services) -> None:
+    with pytest.raises(NotFound, match="there is no team 'nowhere'"):
+        put(services, "p", team="nowhere")
+
+
+# --- several at once, and who may be CRITICAL -------------------------------------------------------------------------
+
+
+def test_D3_a_mandatory_policy_applies_beside_the_one_that_a_run_names(services: Services, clock: FakeClock) -> None:
+    Agents(services).hello(NODE, hello())
+    put(services, "loose", gpus_per_run=8)
+    put(services, "free", default_tags={"a": "b"})
+    put(services, "house", mandatory=True, gpus_per_run=4, max_run_s=60.0, required_tags={"cost": ()})
+    attach(services, "loose", "user", "alice")
+    attach(services, "house", "team", "ads")
+    eight = Resources(gpus=8, gpu_type="H100")
+    for named in (None, "loose", "house"):  # also a run for no team: it is in that team
+        with pytest.raises(PolicyViolation, match=r"^usage policy 'house' does not accept .*'cost'; gpus=8\n"):
+            submitting.submit(services, ALICE, request(policy=named, resources=eight))
+    one: dict[str, Any] = {"tags": {"cost": "1"}, "resources": Resources(gpus=1, gpu_type="H100")}
+    run = stored(services, ALICE, **one)
+    assert (run.spec.policy, run.spec.policies, run.spec.max_run_s) == ("loose", ("house",), 60.0)
+    other = stored(services, ALICE, team="search", resources=eight)
+    assert (other.spec.policy, other.spec.policies) == ("loose", ())
+    attaching.detach(services, ROOT, "loose", "user", "alice")
+    only = stored(services, ALICE, team="ads", **one)
+    assert (only.spec.policy, only.spec.policies) == ("house", ())
+    chosen = stored(services, ALICE, policy="free", team="ads", **one)
+    assert (chosen.spec.policy, chosen.spec.policies) == ("free", ("house",))
+
+
+def test_D3_the_cap_of_a_mandatory_policy_holds_whatever_else_runs_name(services: Services, clock: FakeClock) -> None:
+    Agents(services).hello(NODE, hello())
+    put(services, "house", mandatory=True, gpus_at_once=4)
+    attach(services, "house", "user", "bob")
+    for name in ("x", "y"):
+        put(services, name)
+        attach(services, name, "user", "bob")
+    four = Resources(gpus=4, gpu_type="H100")
+    ids = [stored(services, BOB, policy=name, resources=four).id for name in ("x", "y")]
+    scheduler = Scheduler(services)
+    for _ in range(2):
+        scheduler.tick(clock.boottime_ns())
+        assert sorted(states(services, ids)) == [State.QUEUED, State.STARTING]
+        clock.advance(1)
+    assert "usage policy 'house' allows bob 4 GPUs at once: 4 are in use" in services.sentences.of(ids[1])
+
+
+def test_D3_what_comes_with_a_request_is_no_policy(services: Services) -> None:
+    run = stored(services, BOB, policies=("made-up",), attempts_max=1000, unsaved_max=1000, total_run_s=1e9)
+    spec = run.spec
+    assert (spec.policy, spec.policies, spec.attempts_max, spec.total_run_s) == (None, (), None, None)
+    assert spec.unsaved_max == UNSAVED_MAX
+
+
+def test_D2_a_policy_bounds_attempts_and_the_time_of_all(services: Services) -> None:
+    put(services, "p", attempts_max=5, total_run_s=3600.0, unsaved_max=2)
+    attach(services, "p", "user", "bob")
+    spec = stored(services, BOB, resume=True).spec
+    assert (spec.attempts_max, spec.total_run_s, spec.unsaved_max) == (5, 3600.0, 2)
+    for said in ({"attempts_max": 0}, {"unsaved_max": 0}, {"total_run_s": 0.5}, {"total_run_s": float("nan")}):
+        with pytest.raises(InvalidValue):
+            put(services, "q", **said)
+
+
+def test_D4_critical_is_granted_by_role_or_by_an_attached_policy(services: Services) -> None:
+    operator = Caller(name="root", role="operator")
+    put(services, "urgent", priorities=tuple(Priority))
+    for who, named in ((BOB, None), (ALICE, "urgent")):  # attached to nobody, a policy grants nothing
+        with pytest.raises(PolicyViolation, match=r"^priority='CRITICAL' is not granted"):
+            submitting.submit(services, who, request(policy=named, priority=Priority.CRITICAL))
+        assert stored(services, who, policy=named, priority=Priority.BEST_EFFORT).priority == 2
+    assert stored(services, operator, priority=Priority.CRITICAL).priority == 0
+    attach(services, "urgent", "user", "bob")
+    assert stored(services, BOB, priority=Priority.CRITICAL).priority == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,13 +13,28 @@ from serverless_gpu.errors import BudgetExhausted, InvalidValue, NotFound
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.budget import Period
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.server import affording, audit, books, budgeting, granting, invariants, notices, tables
+from serverless_gpu.model.spec import Command
+from serverless_gpu.server import (
+    affording,
+    audit,
+    books,
+    budgeting,
+    granting,
+    identity,
+    invariants,
+    notices,
+    past,
+    stopping,
+    tables,
+)
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.spending import Spending
+from serverless_gpu.server.wanting import wanted
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.budgets import BudgetRequest
+from serverless_gpu.wire.principals import TeamChange
 from tests.server.made import made_services
 from tests.server.spent import ROOT, UNIT, Spent
 from tests.server.stored import rows
@@ -88,7 +104,10 @@ def test_F71_a_hard_budget_stops_the_last_first_and_everybody_in_the_end(spent: 
     spent.end(first)
     view = spent.view()
     assert 80 * UNIT < view.used <= 150 * UNIT, view.used
-    assert actions(spent.database) == ["budget.set", "budget.reached", "run.stop", "run.stop"]
+    assert actions(spent.database) == [
+        *("budget.set", "budget.warning", "budget.warning", "budget.closed"),
+        *("run.stop", "run.stop"),
+    ]
 
 
 def test_F72_a_budget_that_is_raised_takes_no_stop_back(spent: Spent) -> None:
@@ -121,7 +140,7 @@ def test_what_a_hard_budget_has_stopped_somebody_for_lets_nobody_in(spent: Spent
         spent.go_on(5)
         assert spent.find(waits).state is State.QUEUED
     assert spent.services.sentences.of(waits).endswith(
-        "budget 'llm' has stopped runs this month, and lets nobody in; the next period begins on 2026-12-01 (UTC)"
+        "budget 'llm' has stopped runs this month, and is closed; the next period begins on 2026-12-01 (UTC)"
     )
 
 
@@ -380,3 +399,213 @@ def test_requests_are_what_people_wrote() -> None:
 def notices_of(spent: Spent) -> list[dict[str, object]]:
     found = spent.database.read(lambda connection: notices.open_ones(connection, limit=100))
     return [one.document for one in found]
+
+
+# --- A8: a supervisor that was killed ---------------------------------------------------------------------------------
+
+
+def test_A8_a_run_that_kills_its_supervisor_is_billed_and_budgets_see_it(spent: Spent) -> None:
+    spent.set(limit_micros=1_000 * UNIT)
+    run_id = spent.submit(gpus=2)
+    spent.start(run_id)
+    spent.go_on(10, run_id)
+    spent.end(run_id, Reason.SUPERVISOR_KILLED)
+    assert spent.find(run_id).reason is Reason.SUPERVISOR_KILLED
+    assert (spent.view().used, spent.view().held) == (20 * UNIT, 0)
+
+
+def test_A8_a_lost_supervisor_is_free_only_with_evidence(spent: Spent) -> None:
+    spent.set(limit_micros=1_000 * UNIT)
+    run_id = spent.submit(gpus=2)
+    spent.start(run_id)
+    spent.go_on(10, run_id)
+    spent.end(run_id, Reason.SUPERVISOR_LOST)  # as a node says it that is older than the distinction
+    assert spent.find(run_id).reason is Reason.SUPERVISOR_KILLED and spent.view().used == 20 * UNIT
+    run_id = spent.submit(gpus=2)
+    spent.start(run_id)
+    spent.go_on(10, run_id)
+    stopped = msgspec.Raw(b'{"cause":{"rank":null,"detail":"the machine has restarted since"}}')
+    spent.end(run_id, Reason.SUPERVISOR_LOST, stopped=stopped)
+    assert spent.find(run_id).reason is Reason.SUPERVISOR_LOST and spent.view().used == 20 * UNIT
+
+
+# --- A9: the team that is left out ------------------------------------------------------------------------------------
+
+
+MEMBER = Caller(name="alice", role="member", token_id="t", teams=("search", "vision"))
+
+
+def test_A9_a_members_run_without_a_team_counts_for_the_budgets_of_all_their_teams(
+    spent: Spent, database: Database
+) -> None:
+    for team in ("search", "vision"):
+        database.write(partial(identity.create_team, name=team, now_ns=0))
+    spent.set("search", kind="team", scope="search", limit_micros=100 * UNIT, hard=True)
+    spent.set("vision", kind="team", scope="vision", limit_micros=1_000 * UNIT)
+    run_id = spent.submit(MEMBER)
+    spent.start(run_id)
+    spent.go_on(20, run_id)
+    assert (spent.view("search").used, spent.view("vision").used) == (20 * UNIT, 20 * UNIT)
+    spent.end(run_id, Reason.COMMAND_FAILED)
+    assert (spent.view("search").used, spent.view("vision").used) == (20 * UNIT, 20 * UNIT), "of the ledger, too"
+    named = spent.submit(MEMBER, team="vision")
+    spent.start(named)
+    spent.go_on(10, named)
+    spent.end(named, Reason.COMMAND_FAILED)
+    assert (spent.view("search").used, spent.view("vision").used) == (20 * UNIT, 30 * UNIT)
+    other = spent.submit(MEMBER)
+    spent.start(other)
+    spent.go_on(25, other)
+    assert spent.find(other).stop is StopReason.BUDGET, "what is left of the team's budget does not pay for a minute"
+    spent.end(other)
+    with pytest.raises(BudgetExhausted, match=r"'search'.* used"):  # amounts are told to a member
+        spent.submit(MEMBER)
+    assert spent.submit(BOB), "others are not concerned"
+
+
+def test_A9_a_members_run_without_a_team_uses_the_teams_fair_share(spent: Spent) -> None:
+    run = spent.find(spent.submit(MEMBER))
+    assert run.team == "" and wanted(run, now_ns=spent.clock.wall_ns()).team == "search"
+    assert wanted(spent.find(spent.submit(MEMBER, team="vision")), now_ns=0).team == "vision"
+    assert wanted(spent.find(spent.submit(BOB)), now_ns=0).team == ""
+
+
+def test_A9_past_use_counts_for_the_same_team_after_a_restart_of_the_server(spent: Spent, database: Database) -> None:
+    run_id = spent.submit(MEMBER)
+    spent.start(run_id)
+    spent.go_on(10, run_id)
+    spent.end(run_id, Reason.COMMAND_FAILED)
+    found = database.read(lambda connection: past.used(connection, now_ns=spent.clock.wall_ns(), half_life_s=86_400))
+    assert list(found.teams) == ["search"] and list(found.users) == [("search", "alice")]
+
+
+# --- D6: what is said, what is held, and a budget that is opened again ------------------------------------------------
+
+
+def test_D6_a_hard_budget_warns_closes_with_what_is_used_and_tells_others_that_they_go_on(spent: Spent) -> None:
+    spent.set(kind="user", scope="alice", limit_micros=150 * UNIT, hard=True)
+    first, second = spent.submit(), spent.submit()
+    spent.start(first)
+    spent.start(second)
+    for _ in range(4):
+        spent.go_on(5, first, second)
+        if spent.find(second).stop is not None:
+            break
+    assert spent.find(first).stop is None and spent.find(second).stop is StopReason.BUDGET
+    told = spent.database.read(lambda connection: notices.open_ones(connection, limit=100))
+    assert [(one.kind, one.document["percent"]) for one in told[:-1]] == [
+        ("budget.warning", 80),
+        ("budget.warning", 95),
+    ]
+    closed = told[-1]
+    assert (closed.kind, closed.document["used"]) == ("budget.closed", spent.view().used)
+    assert closed.document["percent"] == spent.view().used * 100 // (150 * UNIT) < 30
+    assert "100 %" not in closed.text("sentence")
+    heard = [sentence for _, sentence in spent.told(first) if "budget 'llm'" in sentence]
+    assert "this one goes on" in heard[-1] and not any("asked to stop" in sentence for sentence in heard)
+    assert not any("this one goes on" in sentence for _, sentence in spent.told(second))
+
+
+def test_D6_runs_whose_like_are_short_use_most_of_a_small_hard_budget(spent: Spent) -> None:
+    """Each would hold a minute; eight at once would close it at a fifth."""
+    for _ in range(3):
+        run_id = spent.submit(name="short", payload=Command(argv=("true",)))
+        spent.start(run_id)
+        spent.go_on(4, run_id)
+        spent.end(run_id, Reason.COMPLETED)
+    spent.services.spending.change()
+    spent.set(limit_gpu_ms=600_000, hard=True)
+    used = 0
+    for _ in range(30):
+        try:
+            wave = [spent.submit(name="short", payload=Command(argv=("true",))) for _ in range(8)]
+        except BudgetExhausted:
+            break  # what is left is less than one of them holds
+        spent.tick()
+        began = [run_id for run_id in wave if spent.find(run_id).state is State.STARTING]
+        if not began:
+            break
+        for run_id in began:
+            spent.hear(run_id, exec_ns=spent.clock.wall_ns())
+        spent.go_on(4, *began)
+        for run_id in began:
+            assert spent.find(run_id).stop is None
+            spent.end(run_id, Reason.COMPLETED)
+        for run_id in set(wave) - set(began):
+            stopping.stop(spent.services, ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
+        used = spent.view().used
+    assert 540_000 < used <= 600_000 and not spent.view().sentence.count("closed")
+
+
+def test_D6_a_closed_budget_is_opened_again_by_an_operator(spent: Spent) -> None:
+    spent.set(limit_micros=130 * UNIT, hard=True)
+    with pytest.raises(InvalidValue, match="is open"):
+        budgeting.reopen_budget(spent.services, ROOT, "llm")
+    first, second = spent.submit(), spent.submit()
+    spent.start(first)
+    spent.start(second)
+    spent.go_on(10, first, second)
+    assert spent.find(second).stop is StopReason.BUDGET
+    spent.end(second)
+    spent.end(first, Reason.COMMAND_FAILED)
+    spent.tick()
+    with pytest.raises(BudgetExhausted, match="has stopped runs"):
+        spent.submit()
+    assert "closed" in spent.view().sentence
+    view = budgeting.reopen_budget(spent.services, ROOT, "llm")
+    assert "closed" not in view.sentence and actions(spent.database)[-1] == "budget.reopen"
+    again = spent.submit()
+    spent.start(again)
+    spent.go_on(1, again)
+    assert spent.find(again).stop is None
+    spent.go_on(200, again)
+    spent.end(again)
+    with pytest.raises(InvalidValue, match="is used up"):
+        budgeting.reopen_budget(spent.services, ROOT, "llm")
+    with pytest.raises(NotFound):
+        budgeting.reopen_budget(spent.services, ROOT, "none")
+
+
+def test_D6_a_day_of_berlin_begins_an_hour_before_that_of_utc(
+    spent: Spent, database: Database, clock: FakeClock
+) -> None:
+    """A run from 22:30 until 23:30 UTC: half of its charge is of the day before, while it goes on and afterwards."""
+    spent.set("berlin", limit_micros=100_000 * UNIT, period=Period.DAY, time_zone="Europe/Berlin")
+    spent.set("utc", limit_micros=100_000 * UNIT, period=Period.DAY)
+    clock.advance((14 * 60 + 30) * 60 + 0.0)  # it is 22:30
+    run_id = spent.submit()
+    spent.go_on(0)
+    spent.start(run_id)
+    for _ in range(60):
+        spent.go_on(60, run_id)
+    going = spent.view("berlin")
+    assert (going.used, spent.view("utc").used) == (1_800 * UNIT, 3_600 * UNIT)
+    spent.end(run_id, Reason.COMMAND_FAILED)
+    over = spent.view("berlin")
+    assert (over.used, spent.view("utc").used) == (1_800 * UNIT, 3_600 * UNIT)
+    assert (over.start_ns, over.end_ns - over.start_ns) == (NOVEMBER + 23 * 3_600 * 10**9, 86_400 * 10**9)
+    assert over.forecast >= over.used and over.time_zone == "Europe/Berlin"
+    clock.advance(3_600)
+    assert (spent.view("berlin").used, spent.view("utc").used) == (1_800 * UNIT, 0)
+    with pytest.raises(InvalidValue, match="no time zone"):
+        spent.set("mars", limit_micros=UNIT, time_zone="Mars/Olympus")
+
+
+def test_D6_a_budget_of_a_team_follows_the_time_zone_of_the_team(spent: Spent, database: Database) -> None:
+    database.write(partial(identity.create_team, name="search", now_ns=0))
+    spent.set("search", kind="team", scope="search", limit_micros=100 * UNIT, period=Period.DAY)
+    assert (spent.view("search").time_zone, spent.view("search").start_ns) == ("UTC", NOVEMBER)
+    changed = granting.change_team(spent.services, ROOT, "search", TeamChange(time_zone="Europe/Berlin"))
+    assert changed.time_zone == "Europe/Berlin"
+    assert spent.view("search").start_ns == NOVEMBER - 3_600 * 10**9
+    spent.set(
+        "search", kind="team", scope="search", limit_micros=9 * UNIT, period=Period.DAY, time_zone="Europe/Berlin"
+    )
+    granting.change_team(spent.services, ROOT, "search", TeamChange(time_zone="Asia/Tokyo"))
+    assert spent.view("search").time_zone == "Asia/Tokyo", "what is the team's stays the team's"
+    spent.set("search", kind="team", scope="search", limit_micros=9 * UNIT, period=Period.DAY, time_zone="UTC")
+    assert (spent.view("search").time_zone, spent.view("search").start_ns) == ("UTC", NOVEMBER)
+    with pytest.raises(InvalidValue, match="no time zone"):
+        granting.change_team(spent.services, ROOT, "search", TeamChange(time_zone="Mars/Olympus"))
+    with pytest.raises(NotFound):
+        granting.change_team(spent.services, ROOT, "none", TeamChange(time_zone="UTC"))

@@ -6,13 +6,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
 import psycopg
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.ambient import SystemClock
+from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.server import claim as claim_room
 from serverless_gpu.server import migrations
@@ -123,6 +124,82 @@ def test_who_lost_the_database_to_another_server_writes_nothing_more_and_ends(po
     assert database.read(names) == []
     assert told == ["gone"]
     database.close()
+
+
+def numbered(url: str, clock: Clock | None = None) -> Database:
+    """Return a database as a server has it that has started."""
+    database = Database(url, clock=clock or SystemClock())
+    database.be_sole()
+    database.number(now_ns=1)
+    return database
+
+
+def test_B7_a_server_that_was_replaced_ends_also_where_the_lock_is_free_again(postgres_url: str) -> None:
+    first = numbered(postgres_url)
+    told: list[str] = []
+    first.claim.on_gone = lambda: told.append("gone")
+    end_session(postgres_url)
+    second = numbered(postgres_url)
+    second.write(add("of the second"))
+    second.close()
+    assert not first.claim.look() and first.claim.is_gone and told == ["gone"]
+    with psycopg.connect(postgres_url, autocommit=True) as other:
+        assert other.execute("SELECT pg_try_advisory_lock(%s)", (KEY,)).fetchone() == (True,), "it kept the lock"
+    with pytest.raises(ServerUnavailable):
+        first.write(add("two at once"))
+    first.close()
+
+
+def test_B7_no_transaction_of_an_older_generation_commits(
+    database: Database, open_again: Callable[[], Database]
+) -> None:
+    """Even where the lock failed: a lock file that was deleted, a session that PostgreSQL had not ended yet."""
+    database.number(now_ns=1)
+    database.write(add("first"))
+    second = open_again()
+    second.number(now_ns=2)
+    with pytest.raises(ServerUnavailable, match="another server has taken the database over"):
+        database.write(add("two at once"))
+    assert database.claim.is_gone
+    second.write(add("second"))
+    assert second.read(names) == ["first", "second"]
+
+
+def test_B7_a_claim_waits_for_the_write_that_is_under_way(
+    database: Database, open_again: Callable[[], Database]
+) -> None:
+    database.number(now_ns=1)
+    second = open_again()
+    is_writing, may_end = threading.Event(), threading.Event()
+
+    def slowly(connection: sa.Connection) -> None:
+        add("under way")(connection)
+        is_writing.set()
+        may_end.wait(WAIT_S)
+
+    with ThreadPoolExecutor(2) as threads:
+        writing = threads.submit(database.write, slowly)
+        assert is_writing.wait(WAIT_S)
+        claiming = threads.submit(second.number, now_ns=2)
+        with pytest.raises(FutureTimeout):
+            claiming.result(0.1)
+        may_end.set()
+        writing.result(WAIT_S)
+        claiming.result(WAIT_S)
+    assert second.read(names) == ["under way"]
+
+
+def test_B7_a_server_that_stood_still_looks_before_it_reads(postgres_url: str) -> None:
+    clock = FakeClock()
+    first = numbered(postgres_url, clock)
+    end_session(postgres_url)
+    second = numbered(postgres_url)
+    clock.advance(claim_room.STALE_S + 1)
+    with pytest.raises(ServerUnavailable):
+        first.read(names)
+    assert first.claim.is_gone
+    first.close()
+    second.close()
 
 
 def test_sessions_that_cannot_be_ended_leave_the_database_unclaimed(

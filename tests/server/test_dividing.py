@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.scheduling.values import Reservation, Wait, WaitReason
+from serverless_gpu.model.policy import UsagePolicy
+from serverless_gpu.model.scheduling.values import Reservation, TeamUse, Wait, WaitReason
 from serverless_gpu.model.spec import Priority, Resources
-from serverless_gpu.server import audit, dividing, granting, queue_views, submitting
+from serverless_gpu.server import attaching, audit, dividing, granting, queue_views, submitting
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.api.queue import QueueQuery
 from serverless_gpu.server.callers import Caller
@@ -108,16 +109,20 @@ def test_a_share_that_cannot_be_is_refused(
     assert written(services) == []
 
 
-def test_shares_say_what_is_due_and_what_was_used() -> None:
+def test_D1_shares_say_what_is_due_what_was_used_and_what_counts() -> None:
     there = [
         StoredShare(kind="team", name="search", weight=70.0, set_ns=1),
         StoredShare(kind="team", name="ads", weight=29.0, set_ns=1),
         StoredShare(kind="user", name="bob", weight=3.0, set_ns=1),
     ]
-    assert queue_views.share_views(there, {"search": 600.0, "~carol": 200.0}) == [
-        ShareView(kind="team", name="search", weight=70.0, due=0.7, used_gpu_s=600.0, part=0.75),
-        ShareView(kind="team", name="ads", weight=29.0, due=0.29, used_gpu_s=0.0, part=0.0),
-        ShareView(kind="user", name="carol", weight=1.0, due=0.01, used_gpu_s=200.0, part=0.25),
+    usage = {
+        "search": TeamUse(used_gpu_s=600.0, counted_gpu_s=720.0),
+        "~carol": TeamUse(used_gpu_s=200.0, counted_gpu_s=200.0),
+    }
+    assert queue_views.share_views(there, usage) == [
+        ShareView(kind="team", name="search", weight=70.0, due=0.7, used_gpu_s=600.0, counted_gpu_s=720.0, part=0.75),
+        ShareView(kind="team", name="ads", weight=29.0, due=0.29, used_gpu_s=0.0, counted_gpu_s=0.0, part=0.0),
+        ShareView(kind="user", name="carol", weight=1.0, due=0.01, used_gpu_s=200.0, counted_gpu_s=200.0, part=0.25),
         ShareView(kind="user", name="bob", weight=3.0),
     ]
     assert queue_views.share_views([], {}) == []
@@ -140,6 +145,8 @@ def test_members_see_their_own_shares_and_those_of_their_teams(services: Service
 def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    attaching.put_policy(services, ROOT, "urgent", UsagePolicy(priorities=(Priority.NORMAL, Priority.CRITICAL)))
+    attaching.attach(services, ROOT, "urgent", "user", "alice")
     asked = (
         (ALICE, request(name="fit", team="search", resources=Resources(gpus=8, gpu_type="H100"))),
         (ALICE, request(name="now", priority=Priority.CRITICAL)),

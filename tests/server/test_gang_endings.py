@@ -103,7 +103,7 @@ def lives() -> list[Crew]:
         Reason.NODE_GONE,
         Reason.RANK_SIGNAL,
         Reason.TIMEOUT,
-        Reason.SUPERVISOR_LOST,
+        Reason.SUPERVISOR_KILLED,
     )
     halts = [None, *(Halt(reason=reason, peer_lost=lost) for reason in reasons[:2] for lost in (False, True))]
     overs = [None, *(Over(reason=reason, began=True, given_up=reason is Reason.NODE_GONE) for reason in reasons)]

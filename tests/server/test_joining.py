@@ -14,7 +14,7 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import join_token
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import PROTOCOL
-from serverless_gpu.wire.joining import RayPool
+from serverless_gpu.wire.joining import INVITED_S, RayPool
 from tests.server.made import made_services
 from tests.server.test_principals import Api
 
@@ -73,15 +73,73 @@ def test_a_machine_gets_an_agents_token_of_its_own_and_how_it_joins(api: Api, to
     assert api.audited()[-1][:2] == ("node", "node.join")
 
 
-def test_two_machines_have_a_token_each_so_both_are_let_in(api: Api, token: str) -> None:
+def test_A3_a_join_token_lets_in_so_many_homes_and_each_has_a_token_of_its_own(api: Api) -> None:
+    token = api.do(api.admin, "POST", "/nodes/invite", {"uses": 2})["token"]
     tokens = {}
     for number in (2, 3):
-        said = api.do(
-            token, "POST", "/agents/join", {"name": f"gpu-{number}", "machine": f"m{number}", "instance": "i"}
-        )
-        tokens[number] = said["token"]
-        api.do(said["token"], "POST", "/agents", hello(f"gpu-{number}", f"m{number}", f"i{number}"))
+        request = {"name": f"gpu-{number}", "machine": f"m{number}", "instance": f"i{number}"}
+        for _ in range(2):  # an answer that was lost costs no further use
+            tokens[number] = api.do(token, "POST", "/agents/join", request)["token"]
+        api.do(tokens[number], "POST", "/agents", hello(f"gpu-{number}", f"m{number}", f"i{number}"))
     assert tokens[2] != tokens[3]
+    status, said = api.ask(token, "POST", "/agents/join", {"name": "gpu-4", "machine": "m4", "instance": "i4"})
+    assert (status, said["message"]) == (403, "the join token is used up")
+    assert "sgpu node invite" in said["hint"]
+    # Nor does it let in another home under the name of one that it let in.
+    assert api.ask(token, "POST", "/agents/join", {"name": "gpu-4", "machine": "m3", "instance": "i3"})[0] == 403
+
+
+def test_A3_the_servers_own_join_file_lets_in_one_machine_and_a_start_renews_it(
+    api: Api, database: Database, token: str, tmp_path: Path
+) -> None:
+    api.do(token, "POST", "/agents/join", REQUEST)
+    other = {"name": "gpu-3", "machine": "m3", "instance": "i3"}
+    assert api.ask(token, "POST", "/agents/join", other)[0] == 403
+    renewed = join_token(database, tmp_path / "server", now_ns=api.clock.wall_ns())
+    assert renewed != token
+    api.do(renewed, "POST", "/agents/join", other)
+
+
+def test_A3_a_join_token_expires(api: Api, database: Database, token: str, tmp_path: Path) -> None:
+    api.clock.advance(INVITED_S + 1)
+    assert api.ask(token, "POST", "/agents/join", REQUEST)[0] == 401
+    assert join_token(database, tmp_path / "server", now_ns=api.clock.wall_ns()) != token
+    invited = api.do(api.admin, "POST", "/nodes/invite", {"expires_s": 60})["token"]
+    api.clock.advance(61)
+    assert api.ask(invited, "POST", "/agents/join", REQUEST)[0] == 401
+
+
+def test_A3_a_join_token_for_a_name_lets_in_no_other(api: Api) -> None:
+    token = api.do(api.admin, "POST", "/nodes/invite", {"name": "gpu-2"})["token"]
+    status, said = api.ask(token, "POST", "/agents/join", {**REQUEST, "name": "gpu-3"})
+    assert (status, said["message"]) == (403, "the join token is for a node named 'gpu-2', not 'gpu-3'")
+    api.do(token, "POST", "/agents/join", REQUEST)
+
+
+def test_A3_a_nodes_own_token_lets_in_no_other_and_joins_again_after_a_boot(api: Api, token: str) -> None:
+    own = api.do(token, "POST", "/agents/join", REQUEST)["token"]
+    for secret in (own, api.node):
+        assert api.ask(secret, "POST", "/agents/join", {"name": "x", "machine": "m", "instance": "i"})[0] == 403
+    assert api.do(own, "GET", "/agents/ray")["token"] == POOL.token
+    api.clock.advance(INVITED_S + 1)  # long after the join token has expired
+    assert api.do(own, "GET", "/agents/ray")["token"] == POOL.token
+    made = api.do(api.admin, "POST", "/tokens", {"principal": "node", "scopes": ["agent"]})["secret"]
+    for secret in (made, token, api.user("ada")):
+        assert api.ask(secret, "GET", "/agents/ray")[0] in (401, 403, 404)
+
+
+@pytest.mark.parametrize(
+    "body", [{"uses": 0}, {"uses": 1001}, {"expires_s": 0}, {"expires_s": 1e9}, {"name": "a", "uses": 2}]
+)
+def test_A3_an_invitation_has_bounds(api: Api, body: dict[str, Any]) -> None:
+    assert api.ask(api.admin, "POST", "/nodes/invite", body)[0] == 400
+
+
+@pytest.mark.parametrize("role", ["operator", "member", "viewer", "agent"])
+def test_A3_only_administrators_invite_and_approve(api: Api, role: str) -> None:
+    secret = api.user("somebody", role)
+    assert api.ask(secret, "POST", "/nodes/invite", {})[0] == 403
+    assert api.ask(secret, "POST", "/nodes/approve", {"name": "n"})[0] == 403
 
 
 def test_the_token_of_the_join_file_is_good_for_joining_alone(api: Api, token: str) -> None:
@@ -101,7 +159,7 @@ def test_nobody_else_gets_the_token_of_ray(api: Api, role: str) -> None:
     assert api.ask(secret, "POST", "/agents/join", REQUEST)[0] == 403
 
 
-def test_asked_again_it_gets_another_and_the_first_is_revoked(api: Api, token: str) -> None:
+def test_A3_asked_again_it_gets_another_and_the_first_is_revoked(api: Api, token: str) -> None:
     first = api.do(token, "POST", "/agents/join", REQUEST)["token"]
     second = api.do(token, "POST", "/agents/join", REQUEST)["token"]
     assert api.ask(first, "POST", "/agents", hello("gpu-2", "m2", "i2"))[0] == 401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ def test_the_newest_revision_is_the_one_that_the_program_asks_for() -> None:
 
 
 def test_revisions_and_tables_agree(bare: Callable[[], Database]) -> None:
-    """Where they do not, this prints what a revision has to do. Nothing was released yet: change revision_0001."""
+    """Where they differ, this prints what a revision has to do."""
     database = bare()
 
     def compare(connection: sa.Connection) -> list[object]:
@@ -101,6 +102,36 @@ def test_tables_made_at_once_and_by_revisions_are_the_same(bare: Callable[[], Da
         database.write(revisions)
     database.migrate()
     assert database.read(shape) == made[0]
+
+
+def test_A3_an_upgrade_binds_each_nodes_token_to_the_node_that_used_it_last(bare: Callable[[], Database]) -> None:
+    database = bare()
+
+    def before(connection: sa.Connection) -> None:
+        connection.execute(sa.text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
+        migrations.upgrade(connection, "0001")
+        rows: dict[str, list[dict[str, object]]] = {
+            "principals": [{"name": "node", "kind": "service", "role": "agent", "created_ns": 1}],
+            "pools": [{"name": "default", "kind": "on-demand", "lends": False, "return_s": 1.0, "created_ns": 1}],
+            "tokens": [
+                {"id": one, "sha256": one, "principal": "node", "label": "", "scopes_json": "[]", "created_ns": 1}
+                for one in ("t1", "t2")
+            ],
+            "nodes": [
+                {"id": name, "name": name, "machine": "m", "boot_id": "b", "principal": "node", "token_id": token}
+                | {"pool": "default", "hello_json": json.dumps({"instance": f"home of {name}"}), "rules_json": "{}"}
+                | {"seen_ns": seen_ns, "forgotten_ns": 9 if name == "dead" else None}
+                for name, token, seen_ns in (("late", "t1", 5), ("early", "t1", 4), ("dead", "t2", 7), ("old", "", 3))
+            ],
+        }
+        for table, values in rows.items():
+            there = sa.Table(table, sa.MetaData(), autoload_with=connection)
+            connection.execute(there.insert(), values)
+
+    database.write(before)
+    database.migrate()
+    bound = database.read(lambda connection: connection.execute(sa.select(metadata.tables["node_bindings"])).all())
+    assert [tuple(row) for row in bound] == [("t1", "late", "m", "home of late", 5, 5, "upgrade")]
 
 
 def test_migrating_again_changes_nothing_and_does_not_load_alembic(bare: Callable[[], Database]) -> None:
@@ -153,7 +184,7 @@ def test_processes_that_start_at_once_make_the_tables_once(bare_url: str, bare: 
         process.stdin.flush()
     said = [process.communicate(timeout=60)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
-    assert sorted(said, key=len) == [["0001"], ["0001"], ["made", "0001"]]
+    assert sorted(said, key=len) == [[migrations.HEAD], [migrations.HEAD], ["made", migrations.HEAD]]
     assert bare().read(migrations.is_current)
 
 

@@ -53,7 +53,13 @@ def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents
     agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, unavailable=("FAKE-H100-7",)))
     (pool,) = operating.view_pools(services)
     assert pool == PoolView(
-        name="research", kind="on-demand", nodes=("n1",), total={"H100": 8}, free={"H100": 4}, queued=0
+        name="research",
+        kind="on-demand",
+        nodes=("n1",),
+        total={"H100": 8},
+        free={"H100": 4},
+        queued=0,
+        isolation="none",
     )
 
 

@@ -20,7 +20,7 @@ from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
+from serverless_gpu.wire.principals import PrincipalChange, PrincipalRequest, PrincipalView, TokenMade
 from serverless_gpu.wire.runs import RunView, StreamMessage
 from tests.server.made import made_services
 from tests.server.served import served
@@ -148,8 +148,7 @@ def test_F68_no_new_submits_and_streams_end(home: Path, monkeypatch: pytest.Monk
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         assert begun.wait(30)
-        from_now = {"disabled": True}
-        root._client.patch("/users/ada", json=from_now)
+        root.ask("PATCH", "/users/ada", PrincipalChange(disabled=True), answer=PrincipalView)
         assert ended.wait(30), "the stream of somebody who was shut out goes on"
         with pytest.raises(NotAuthenticated):
             server.connection(made.secret).ask("POST", "/runs", request(), answer=RunView)

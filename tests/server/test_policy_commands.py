@@ -57,7 +57,7 @@ def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: S
     assert said("policy", "mine", token=bob).stdout.splitlines()[1:] == [
         "free    -            any on-demand pool",
         f"llm     -            {says}",
-        "no policy is attached to you: runs are under none, or under one of these that they name with policy=",
+        "no policy is attached to you: runs are under none, or one of these that they name with policy=",
     ]
     attached = said("policy", "attach", "llm", "--team", "search", "--user", "bob").stdout
     assert attached == "policy llm is attached to: team search, user bob\n"
@@ -90,9 +90,34 @@ def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: S
         said("policy", "show", "llm")
 
 
+def test_D3_a_policy_is_made_mandatory_and_its_holders_see_that(server: Served, said: Said) -> None:
+    admin = server.connection()
+    bob = admin.ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade).secret
+    made = said(
+        *("policy", "set", "house", "--mandatory", "--attempts", "5", "--total-run", "2d"),
+        *("--unsaved-attempts", "1", "--gpus-per-run", "4"),
+    )
+    assert made.stdout == (
+        "policy house: mandatory; any on-demand pool; 4 GPUs a run; 2 days in all attempts; 5 attempts; "
+        "stopped after 1 attempt in a row without a checkpoint\n"
+    )
+    said("policy", "set", "free")
+    said("policy", "attach", "house", "--user", "bob")
+    *rows, always, other = said("policy", "mine", token=bob).stdout.splitlines()
+    assert [row.split()[0] for row in rows] == ["POLICY", "free", "house"]
+    assert always == "house applies to every run, beside the others"
+    assert other.startswith("no other policy is attached to you")
+    changed = said(
+        "policy", "set", "house", "--optional", "--attempts=any", "--total-run=any", "--unsaved-attempts=any"
+    )
+    assert changed.stdout == "policy house: any on-demand pool; 4 GPUs a run\n"
+    assert said("policy", "mine", token=bob).stdout.splitlines()[-1] == "house applies by itself"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("set", "p", "--attempts", "few"), "'few' is no number of attempts"),
         (("attach", "p"), "say whom: --user, --service or --team"),
         (("set", "p", "--gpus-per-run", "many"), "'many' is no number of GPUs"),
         (("set", "p", "--max-run", "long"), "'long' is not a duration"),
@@ -104,3 +129,12 @@ def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: S
 def test_what_does_not_read_like_an_option_is_said(said: Said, arguments: tuple[str, ...], says: str) -> None:
     done = said("policy", *arguments)
     assert done.exit_code == 2 and says in done.output
+
+
+def test_D7_a_policy_s_time_limit_and_team_are_set_and_taken_away(server: Served, said: Said) -> None:
+    server.connection().ask("POST", "/teams", TeamRequest(name="ads"), answer=TeamView)
+    made = said("policy", "set", "p", "--timeout", "2h", "--team", "ads", "--require-team").stdout
+    says = "any on-demand pool; time limit 2 h 00 min by itself; team ads by itself; needs a team"
+    assert made == f"policy p: {says}\n"
+    taken = said("policy", "set", "p", "--timeout", "any", "--team", "any", "--no-require-team").stdout
+    assert taken == "policy p: any on-demand pool\n"

@@ -80,7 +80,7 @@ def test_on_loopback_the_first_machine_says_that_no_other_can_join_and_why(home:
     lines = ray_beside.offer_joining(settings, url="http://127.0.0.1:7878", port=7878)
     assert lines == [
         "Ray at 127.0.0.2:7900, ports 7900-7999",
-        f"other homes of this machine join: sgpu join 127.0.0.2 --token-file {settings.directory}/join.json "
+        f"another home of this machine joins: sgpu join 127.0.0.2 --token-file {settings.directory}/join.json "
         "--name NAME --node-address IP --ray-port PORT",
         "other machines cannot: this server listens on loopback. Give it --host, --tls-cert and --tls-key",
     ]
@@ -106,8 +106,9 @@ def test_with_a_certificate_the_join_file_has_its_name_and_who_issued_it(home: P
     path = settings.directory / "join.json"
     assert lines == [
         "Ray at 127.0.0.2:7900, ports 7900-7999",
-        f"other machines join with a copy of {path}, as secret as a password:",
+        f"another machine joins with a copy of {path}, as secret as a password:",
         "  sgpu join 127.0.0.2 --token-file join.json",
+        "it is good for one machine within a day; for more: sgpu node invite --uses 10",
     ]
     file = read_join_file(path)
     assert (file.server, file.ca) == ("https://127.0.0.2:7878", authority.ca.read_text())

@@ -494,3 +494,30 @@ def test_reports_of_many_attempts_at_once_do_not_disturb_each_other(services: Se
         assert (run.state, run.finished, run.events) == (State.SUCCEEDED, True, 5)
         assert services.logs.read(run_id, 1, rank=0, stream="stdout", limit=100) == b"line\n" * 4
     assert len(rows(database, tables.facts)) == 4 * len(ids)
+
+
+def test_D2_a_checkpoint_that_a_node_sees_is_progress_of_the_run(services: Services, database: Database) -> None:
+    run_id = add_run(database, resume=True, max_run_s=8.0)
+    at_limit = Ending(state=State.TIMED_OUT, reason=Reason.TIMEOUT, began=True, stopped=msgspec.Raw(b"{}"))
+    for fence, saved, unsaved in ((1, 0, 1), (2, 0, 2), (3, 3, 0), (4, 3, 1), (5, 3, 2), (6, 3, 3)):
+        place(database, run_id)
+        say(services, run_id, fence=fence, exec_ns=T0)
+        say(services, run_id, State.STOPPING, fence=fence, ending=at_limit, saved=saved, freed=True)
+        run = stored(database, run_id)
+        assert (run.saved, run.unsaved) == (saved, unsaved)
+    assert (run.state, run.reason) == (State.FAILED, Reason.NO_PROGRESS)
+
+
+def test_D2_the_next_attempt_says_what_a_lost_one_had_saved(services: Services, database: Database) -> None:
+    run_id = add_run(database, resume=True)
+    for fence in range(1, 7):
+        place(database, run_id)
+        say(services, run_id, fence=fence, exec_ns=T0, saved=fence - 1)
+        tell(database, run_id, GivenUp(Reason.NODE_GONE))
+        assert stored(database, run_id).unsaved == 1
+
+
+def test_D2_no_report_speaks_of_attempts_that_were_not_made(services: Services, run_id: str) -> None:
+    for saved in (-1, 2):
+        with pytest.raises(InvalidValue, match="is said to see checkpoints of attempt"):
+            say(services, run_id, saved=saved)

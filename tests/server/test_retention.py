@@ -178,6 +178,17 @@ def test_output_without_a_run_goes(
     assert services.logs.run_sizes() == {}
 
 
+def test_B10_output_of_a_run_that_the_database_lost_stays(
+    looking: Retention, services: Services, clock: FakeClock
+) -> None:
+    """It is the only copy, and says that something was lost."""
+    lost = "01kaz5w8000000000000000000"
+    services.logs.append(lost, 1, rank=0, stream="stdout", offset=0, data=b"seen")
+    clock.advance(EVERY_S)
+    looking.tick(clock.boottime_ns())
+    assert services.logs.run_sizes() == {lost: 4}
+
+
 def test_a_clock_that_is_set_forward_removes_nothing_for_an_hour(
     services: Services, database: Database, clock: FakeClock, looking: Retention
 ) -> None:

@@ -42,7 +42,7 @@ ENDINGS = [
     Reason.PREEMPTED,
     Reason.REFUSED,
     Reason.NODE_PARTITIONED,
-    Reason.SUPERVISOR_LOST,
+    Reason.SUPERVISOR_KILLED,
 ]
 
 

@@ -7,13 +7,17 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from blake3 import blake3
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs as Documents
 from serverless_gpu.environment.stores.codec import encode
+from serverless_gpu.environment.stores.collection import collect
+from serverless_gpu.environment.stores.condemned import COLLECTOR, CONDEMNED, read_condemned
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.opening import is_remote, open_store
 from serverless_gpu.environment.stores.served import ServedStore
@@ -37,6 +41,8 @@ from tests.server.listening import app_of, listening
 from tests.small_disks import small_disk
 from tests.stores.servers import Line, cut, flip
 from tests.unit.environments_in_stores import capture, make_pack, make_unit, snapshot_of
+
+CONTENT = b"print('the project of another member')"
 
 
 def stored_in(directory: Path, *, kept_free_bytes: int = 0) -> Storage:
@@ -107,9 +113,9 @@ def test_members_put_and_get_by_name_and_only_operators_list_delete_and_note(ser
     member, operator = served(server, "member"), served(server, "operator")
     member.put({pack_key(b"x"): b"x"})
     assert member.get(pack_key(b"x")) == b"x"
-    assert list(member.list("gc")) == []
     for call in (
         lambda: list(member.list("packs")),
+        lambda: list(member.list("gc")),
         lambda: member.delete([pack_key(b"x")]),
         lambda: member.put({"gc/condemned": b"everything"}),
     ):
@@ -123,6 +129,65 @@ def test_members_put_and_get_by_name_and_only_operators_list_delete_and_note(ser
             refused()
     with pytest.raises(StoreUnavailable):
         served(server, "nobody").get(pack_key(b"x"))
+
+
+def served_directory(storage: Storage) -> Store:
+    return storage.environments._store
+
+
+def stored_and_condemned(storage: Storage) -> Snapshot:
+    """Put a member's environment, and have all of it condemned."""
+    store = served_directory(storage)
+    secret = capture(Documents(store), CONTENT)
+    assert collect(Documents(store), keep_s=0, grace_s=0).condemned.snapshots == 1
+    return secret
+
+
+def test_A4_a_member_cannot_learn_the_keys_of_condemned_objects(storage: Storage, server: str) -> None:
+    secret = stored_and_condemned(storage)
+    listed = {entry.key for entry in read_condemned(served_directory(storage)).entries}
+    assert f"snapshots/{secret.address}" in listed
+    for role in ("member", "agent"):
+        connection = Connection(server, role)
+        for path in (
+            "/environments/list/gc",
+            "/environments/list/snapshots",
+            "/environments/objects/gc/condemned",
+            "/environments/objects/gc%2Fcondemned",
+            f"/environments/objects/{COLLECTOR}{'0' * 32}",
+        ):
+            with pytest.raises(NotAllowed, match="operators"):
+                connection.get(path)
+        connection.close()
+    operator = served(server, "operator")
+    assert [stored.key for stored in operator.list("gc")] == [CONDEMNED]
+    assert operator.get(CONDEMNED)
+
+
+def test_A4_a_capture_is_told_about_the_keys_that_it_names(storage: Storage, server: str) -> None:
+    secret = stored_and_condemned(storage)
+    unit = next(iter(secret.addresses()))
+    member = served(server, "member")
+    kept = pack_key(b"kept")
+    member.put({kept: b"kept"})
+    assert member.condemned([f"units/{unit}", kept, "packs/" + "0" * 64]) == {f"units/{unit}"}
+    assert member.condemned([]) == frozenset()
+    assert not member.is_collecting()
+    served_directory(storage).put({COLLECTOR + "1" * 32: b""})
+    assert member.is_collecting()
+    with pytest.raises(EnvironmentRejected):
+        member.condemned(["gc"])
+    assert Documents(member).missing_units([unit]) == (unit,), "a capture puts it again"
+
+
+def test_A4_a_capture_through_a_server_rescues_what_was_condemned(storage: Storage, server: str) -> None:
+    secret = stored_and_condemned(storage)
+    again = capture(Documents(served(server, "member")), CONTENT)
+    assert again == secret
+    store = served_directory(storage)
+    for _ in range(2):
+        collect(Documents(store), grace_s=0)
+    assert Documents(store).read_snapshot(secret.address) == secret
 
 
 def test_an_attempt_reads_no_environment(server: str) -> None:
@@ -172,11 +237,18 @@ def test_a_unit_that_is_whole_is_not_replaced_by_one_that_points_elsewhere(stora
     key = f"units/{unit.address}"
     assert harmful.address == unit.address
     environments.put(key, encode(unit))
-    environments.put(key, encode(harmful))
+    with pytest.raises(EnvironmentRejected, match="cannot be stored"):
+        environments.put(key, encode(harmful))
+    assert b"".join(environments.read(key)) == encode(unit)
+    other = make_pack(b"content" + b"more")
+    environments.put(pack_key(other), other)
+    block = msgspec.structs.replace(unit.blocks[0], length=len(other), size=11)
+    elsewhere = msgspec.structs.replace(unit, packs=(blake3(other).hexdigest(),), blocks=(block,))
+    environments.put(key, encode(elsewhere))
     assert b"".join(environments.read(key)) == encode(unit)
     environments.delete([pack_key(good)])  # now it is of no use to anybody
-    environments.put(key, encode(harmful))
-    assert b"".join(environments.read(key)) == encode(harmful)
+    environments.put(key, encode(elsewhere))
+    assert b"".join(environments.read(key)) == encode(elsewhere)
 
 
 def test_a_snapshot_that_was_removed_is_missed_before_the_run_waits(storage: Storage, server: str) -> None:

@@ -31,7 +31,7 @@ def test_decisions_are_made_by_the_settings_and_the_shares_as_they_are(database:
 
 
 def test_a_pool_lends_only_while_it_is_reserved(database: Database) -> None:
-    made = StoredPool(name="a", kind=pools.RESERVED, created_ns=1, lends=True, return_s=60.0)
+    made = StoredPool(name="a", kind=pools.RESERVED, created_ns=1, lends=True, return_s=60.0, isolation="none")
     database.write(lambda connection: pools.put(connection, made))
     assert database.read(lambda connection: pools.find(connection, "a")) == made
     assert made.planned == Pool(name="a", reserved=True, lends=True, return_s=60.0)

@@ -119,7 +119,7 @@ def test_two_that_are_placed_together_do_not_both_get_the_last_of_a_budget(spent
             account = accounts.of_run(connection, run, gpu_type="H100", pool="", currency="USD")
             tariff = Tariff(gpu_micros_per_hour=PER_SECOND)
             now_ns = spent.clock.wall_ns()
-            said.append(spent.services.spending.enter(run, account, tariff, gpus=1, now_ns=now_ns))
+            said.append(spent.services.spending.enter(connection, run, account, tariff, gpus=1, now_ns=now_ns))
             if is_looked:
                 meanwhile(lambda: look(spent))
         return said

@@ -228,7 +228,7 @@ def test_F73_what_reached_the_longest_time_of_an_attempt_waits_anew_behind_the_o
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ({"max_run_s": 60.0}, "this server lets an attempt run for 1 min 00 s"),
+        ({"max_run_s": 60.0}, "the server lets an attempt run for 1 min 00 s"),
         ({"max_run_s": 60.0, "timeout_s": 30.0, "resume": True}, ""),  # the user's own limit
         ({"timeout_s": 30.0, "resume": True}, ""),
     ],
@@ -243,6 +243,43 @@ def test_F73_who_cannot_go_on_has_timed_out_and_is_told_by_whose_limit(
     tell(database, run_id, Started(), Ended(Reason.TIMEOUT, began=True))
     run = stored(database, run_id)
     assert (run.state, run.reason, run.detail) == (State.TIMED_OUT, Reason.TIMEOUT, says)
+
+
+def test_D2_a_run_whose_attempts_save_nothing_ends_as_that_and_says_how_often(database: Database) -> None:
+    add_people(database, "alice")
+    add_node(database)
+    run_id = add_run(database, resume=True, policy="llm", max_run_s=8.0)
+    for number in range(1, 4):
+        place(database, run_id)
+        tell(database, run_id, Started(), exec_ns=T0 + S)
+        tell(database, run_id, Ended(Reason.TIMEOUT, began=True), at_ns=T0 + 9 * S)
+        run = stored(database, run_id)
+        assert (run.fence, run.unsaved, run.state in TERMINAL) == (number, number, number == 3)
+    assert (run.state, run.reason, run.ran, run.ran_ms) == (State.FAILED, Reason.NO_PROGRESS, 2, 16_000)
+    assert run.attempt is not None and run.attempt.reason is Reason.TIMEOUT
+    assert rows(database, tables.events)[-1]["sentence"] == (
+        "attempt after attempt of the run saved nothing new to continue from: 3 in a row, and the last one ended so: "
+        "the run reached its time limit. Only what lies in runtime.checkpoint_dir() counts as saved"
+    )
+
+
+def test_D2_a_policy_bounds_the_attempts_of_a_run_and_their_time(database: Database) -> None:
+    add_people(database, "alice")
+    add_node(database)
+    said: dict[str, Any] = {"resume": True, "policy": "llm", "max_run_s": 8.0, "unsaved_max": 99}
+    few, short = add_run(database, attempts_max=2, **said), add_run(database, total_run_s=20.0, **said)
+    for run_id, attempts_made, says in (
+        (few, 2, "usage policy 'llm': 2 attempts at most"),
+        (short, 3, "usage policy 'llm' lets a run have 20.0 s in all of its attempts"),
+    ):
+        limits: list[float | None] = []
+        while (run := stored(database, run_id)).state not in TERMINAL:
+            limits.append(run.spec_now.limit_s)
+            place(database, run_id)
+            tell(database, run_id, Started(), exec_ns=T0)
+            tell(database, run_id, Ended(Reason.TIMEOUT, began=True), at_ns=T0 + 8 * S)
+        assert (run.fence, run.state, run.reason, run.detail) == (attempts_made, State.TIMED_OUT, Reason.TIMEOUT, says)
+        assert limits == [8.0, 8.0, 4.0][:attempts_made]
 
 
 def test_a_receipt_of_an_earlier_attempt_does_not_settle_the_run(database: Database) -> None:

@@ -332,7 +332,7 @@ class Line:
         if self._kept.receipt is not None or (supervisor is not None and supervisor.lives):
             return
         if self._kept.stopped is None:
-            reason = Reason.SUPERVISOR_LOST if self._kept.facts else Reason.REFUSED
+            reason = Reason.SUPERVISOR_KILLED if self._kept.facts else Reason.REFUSED
             self._kept.end(reason, self._uplink.time.now_ns)
         self._kept.settle(self._kept.facts[-1].gpus if self._kept.facts else ())
 

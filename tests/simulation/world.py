@@ -26,6 +26,7 @@ from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.invariants import History, Stretch
+from serverless_gpu.server.pools import NO_ISOLATION
 from serverless_gpu.server.self_check import check
 from serverless_gpu.server.violations import Violation
 from serverless_gpu.wire.agents import Start
@@ -352,6 +353,8 @@ _DUE = sa.select(tables.crews.c.run_id).where(tables.crews.c.uncharged)
 def _add_people(connection: sa.Connection) -> None:
     rows = [{"name": name, "kind": "user", "role": role, "created_ns": 0} for name, role in _PEOPLE]
     connection.execute(tables.principals.insert(), rows)
+    pool = {"name": "default", "kind": "on-demand", "created_ns": 0, "isolation": NO_ISOLATION}
+    connection.execute(tables.pools.insert(), pool)  # its runs are alice's, who is not the first administrator
 
 
 _PEOPLE = (("alice", "member"), ("node", "member"), ("root", "admin"))

@@ -61,7 +61,8 @@ def test_blobs_and_environments_lie_in_the_bucket_beside_each_other(server: str,
     again.environments.need(snapshot.address)
     bucket = open_store(f"s3://{BUCKET}/{prefix}", variables(server))
     assert DIGEST not in {stored.key.partition("/")[2] for stored in bucket.list("packs")}
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    there = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.parent for path in there] == [tmp_path / "nearby" / "packs"], "a copy, for nodes"
 
 
 def test_F43_errors_of_the_bucket_that_pass_are_seen_by_nobody(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.compression import compress
-from serverless_gpu.environment.documents import Facts
+from serverless_gpu.environment.documents import SNAPSHOT_VERSION, Facts
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.codec import DOCUMENT_BYTES_MAX, encode
@@ -170,17 +170,19 @@ def test_another_version_says_to_upgrade() -> None:
     store = MemoryStore()
     snapshot = capture(Blobs(store), b"1")
     unit = Blobs(store).read_unit(snapshot.addresses()[0])
-    store.put({f"snapshots/{snapshot.address}": encode(msgspec.structs.replace(snapshot, version=2))})
+    newer = msgspec.structs.replace(snapshot, version=SNAPSHOT_VERSION + 1)
+    store.put({f"snapshots/{snapshot.address}": encode(newer)})
     store.put({f"units/{unit.address}": encode(msgspec.structs.replace(unit, version=2))})
     store.put({"gc/condemned": encode(Condemned(version=2))})
-    for read in (
-        lambda: Blobs(store).read_snapshot(snapshot.address),
-        lambda: Blobs(store).read_unit(unit.address),
-        lambda: Blobs(store).missing_units([unit.address]),
+    for read, newest in (
+        (lambda: Blobs(store).read_snapshot(snapshot.address), SNAPSHOT_VERSION),
+        (lambda: Blobs(store).read_unit(unit.address), 1),
+        (lambda: Blobs(store).missing_units([unit.address]), 1),
     ):
         with pytest.raises(EnvironmentRejected) as caught:
             read()
-        assert "is in version 2 of the format, and this program reads version 1" in caught.value.message
+        said = f"is in version {newest + 1} of the format, and this program reads version {newest}"
+        assert said in caught.value.message
         assert "pip install --upgrade serverless-gpu" in caught.value.hint
 
 

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serverless_gpu.model import budget_words
 from serverless_gpu.model.budget import (
+    CLOSED,
+    FULL,
     NOTHING,
     Budget,
     Period,
@@ -156,7 +159,7 @@ def test_what_came_last_is_stopped_first() -> None:
     three = [spender("a", used_s=30), spender("b", used_s=20), spender("c", used_s=10)]
     assert judge(money(60 + 180), NOTHING, three, NOW).stop == ()
     standing = judge(money(60 + 179), NOTHING, three, NOW)
-    assert standing.stop == ("c",) and standing.reached == (100,) and standing.left == -1_000_000
+    assert standing.stop == ("c",) and standing.reached == (80, 95, CLOSED) and standing.left == -1_000_000
     assert judge(money(60 + 120), NOTHING, three, NOW).stop == ("c",)
     assert judge(money(60 + 119), NOTHING, three, NOW).stop == ("b", "c")
     assert judge(money(60 + 59), NOTHING, three, NOW).stop == ("a", "b", "c")
@@ -183,7 +186,7 @@ def test_what_costs_nothing_is_not_stopped_by_a_budget_of_money() -> None:
 
 def test_what_has_stopped_somebody_lets_nobody_in_until_it_is_another_one() -> None:
     closed = msgspec.structs.replace(standing_at(100, 10), is_closed=True)
-    assert not may_start(closed, NOTHING) and is_refused(closed, NOTHING) and closed.reached == (100,)
+    assert not may_start(closed, NOTHING) and is_refused(closed, NOTHING) and closed.reached == (CLOSED,)
 
 
 def test_the_end_of_a_period_stops_nobody_for_money_of_the_next_one() -> None:
@@ -229,3 +232,67 @@ def test_marks_are_reached_at_80_95_and_100_per_cent(use: int, reached: tuple[in
     assert standing_at(100, use).reached == reached
     assert standing_at(100, use).percent == use
     assert standing_at(0, use).reached == (80, 95, 100)
+
+
+# --- D6 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("used_s", "longest_s", "grace_s", "seconds"),
+    [
+        (0, None, 30.0, 60),
+        (0, 4.0, 30.0, 10),  # 1.25 × 4 s + 5 s
+        (9, 4.0, 30.0, 1),
+        (10, 4.0, 30.0, 60),  # it takes longer than the others: it holds as any other
+        (0, 80.0, 30.0, 60),  # no more than a minute ahead
+        (50, 80.0, 30.0, 55),
+        (0, 4.0, 60.0, 10),
+        (0, 4.0, 61.0, 76),  # a long grace is held in full
+    ],
+)
+def test_D6_a_run_holds_what_its_like_would_still_use(
+    used_s: int, longest_s: float | None, grace_s: float, seconds: int
+) -> None:
+    one = spender(used_s=used_s, grace_s=grace_s, longest_s=longest_s)
+    assert held(one, NOW).micros == seconds * 1_000_000
+    if not used_s:
+        first = first_hold(grace_s, gpus=1, micros_per_hour=HOUR_OF_ONE, longest_s=longest_s)
+        assert first.micros == seconds * 1_000_000
+        waits = msgspec.structs.replace(one, started_ns=None, placed_ns=NOW - 100 * SECOND)
+        assert held(waits, NOW).micros == seconds * 1_000_000, "its start may take long, and is not used time"
+
+
+def test_D6_a_stop_that_was_asked_keeps_its_grace_whatever_was_learned() -> None:
+    assert held(spender(used_s=9, longest_s=4.0, grace_s=30.0, stop_ns=NOW), NOW).micros == 45_000_000
+
+
+@pytest.mark.parametrize(
+    ("use", "hold", "hard", "reached"),
+    [
+        (10, 69, True, ()),
+        (10, 70, True, (80,)),
+        (10, 85, True, (80, 95)),
+        (10, 85, False, ()),
+        (100, 0, True, (80, 95, FULL)),
+        (100, 0, False, (80, 95, FULL)),
+    ],
+)
+def test_D6_what_runs_hold_of_a_hard_budget_counts_for_a_warning(
+    use: int, hold: int, hard: bool, reached: tuple[int, ...]
+) -> None:
+    assert standing_at(100, use, hold, hard=hard).reached == reached
+
+
+def test_D6_a_budget_that_stops_runs_is_closed_and_not_at_100_per_cent() -> None:
+    standing = judge(money(20), NOTHING, [spender("a", used_s=4), spender("b", used_s=4)], NOW)
+    assert standing.stop == ("a", "b") and standing.reached == (80, 95, CLOSED)
+    standing = judge(money(100), NOTHING, [spender("a", used_s=4), spender("b", used_s=4)], NOW)
+    assert standing.stop == ("b",) and standing.percent == 8.0
+    said = budget_words.warning("llm", standing, "USD", is_open=True)
+    assert (
+        "is closed" in said and "8.00 of 100.00 USD used" in said and "100 %" not in said and "1 run is stopped" in said
+    )
+    goes_on = budget_words.goes_on("llm", standing, "USD", is_open=True)
+    assert "this one goes on" in goes_on
+    assert "USD" not in budget_words.goes_on("llm", standing, "USD", is_open=False)
+    assert "80 % of budget 'llm'" in budget_words.warning("llm", standing, "USD", is_open=True, mark=80)

@@ -8,11 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from serverless_gpu import runtime
 from serverless_gpu.errors import InvalidOption, StorageError, UsageError
+from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.checkpoints import newest_before
+from serverless_gpu.node.remote import Remote
+from serverless_gpu.node.uplink.checkpoint_probe import CheckpointProbe
 
 _FIRST = "import os, signal, sys\nfrom serverless_gpu import runtime as rt\n"
 
@@ -205,3 +209,40 @@ def test_a_rank_of_several_nodes_goes_on_from_the_attempt_that_all_of_them_see(
         (tmp_path / "run" / str(fence) / "weights.pt").touch()
     found = newest_before(str(tmp_path / "run" / "3"), agreed)
     assert found == (None if expected is None else str(tmp_path / "run" / expected))
+
+
+def given(run_id: str, fence: int) -> Remote:
+    """Return an attempt that a server gave to this node."""
+    return Remote(
+        run_id=run_id, fence=fence, profile="p", token="t", gpu_type="CPU", world_size=1, partition_grace_s=1.0
+    )
+
+
+def asks(directory: Path, spec: RunSpec) -> None:
+    """Write what was asked for."""
+    (directory / "spec.json").write_bytes(msgspec.json.encode({"spec": spec}))
+
+
+def test_D2_the_probe_of_a_node_sees_what_an_attempt_and_those_before_it_saved(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "r" / "3"
+    directory.mkdir(parents=True)
+    saved = tmp_path / "checkpoints" / "r"
+    probe = CheckpointProbe(directory, given("r", 3))
+    assert probe.newest() == 0  # no spec: not known
+    asks(directory, RunSpec(resume=True))
+    assert probe.newest() == 0
+    for name, newest in (("1/a.pt", 1), ("2/.b", 1), ("3/c.tmp", 1), ("4/later", 1), ("3/c", 3)):
+        (saved / name).parent.mkdir(parents=True, exist_ok=True)
+        (saved / name).touch()
+        assert probe.newest() == newest
+    asks(directory, RunSpec())
+    assert probe.newest() == 0  # nobody asks
+
+
+def test_D2_a_file_system_that_hangs_is_waited_for_a_bounded_time(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    directory = tmp_path / "runs" / "r" / "1"
+    directory.mkdir(parents=True)
+    asks(directory, RunSpec(resume=True))
+    assert CheckpointProbe(directory, given("r", 1), program=slow, limit_s=0.05).newest() == 0

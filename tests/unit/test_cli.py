@@ -17,10 +17,10 @@ from click.testing import CliRunner, Result
 from serverless_gpu import Run, attach
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
+from serverless_gpu.cli.cancellation import _gate
 from serverless_gpu.cli.choosing import choose
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.outputs import tail_start
-from serverless_gpu.cli.runs import _gate
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import parse_duration_s
@@ -435,7 +435,7 @@ import sys
 
 class Interrupting:
     def find_spec(self, name, path, target=None):
-        if name == "serverless_gpu.cli.runs":
+        if name == "serverless_gpu.cli.program":
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Interrupting())

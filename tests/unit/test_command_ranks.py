@@ -73,3 +73,18 @@ def test_two_dashes_before_the_arguments_are_for_sgpu(
     done = CliRunner().invoke(submitting.submit, ["--detach", *words])
     assert (done.exit_code, done.output) == (0, "r\n")
     assert isinstance(seen[0].payload, Command) and seen[0].payload.argv == argv
+
+
+def test_D7_submit_takes_an_idle_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunSpec] = []
+
+    class Launched:
+        id = "r"
+
+    def record(spec: RunSpec, **_: object) -> Launched:
+        seen.append(spec)
+        return Launched()
+
+    monkeypatch.setattr(submitting, "launch_command", record)
+    done = CliRunner().invoke(submitting.submit, ["--detach", "--idle-timeout", "600", "true"])
+    assert (done.exit_code, seen[0].idle_timeout_s) == (0, 600.0)

@@ -27,6 +27,8 @@ WELL = ServerFacts(
     clock_ahead_s=0,
     principal="alice (admin)",
     nodes=(UP,),
+    closed_pools=("default",),
+    principals=1,
 )
 AWAY = ServerFacts(url="http://127.0.0.1:7878", profile="/h/server.json", embedded=True, away="it does not answer")
 CODES = [check.code for check in server_checks.CHECKS]
@@ -57,6 +59,21 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
             "server-protocol",
             replace(WELL, version="9"),
             (OK, f"protocol 1; the server is 9, this package {__version__}"),
+        ),
+        ("server-isolation", replace(WELL, closed_pools=None), (UNKNOWN, "your role may not look at pools")),
+        (
+            "server-isolation",
+            replace(WELL, principals=2),
+            (WARNING, "only the first administrator's runs start in default: those of others wait"),
+        ),
+        (
+            "server-isolation",
+            replace(WELL, principals=None, closed_pools=(), shared_pools=("default",)),
+            (
+                WARNING,
+                "several principals share one operating-system user in default: each run can read what other runs "
+                "leave",
+            ),
         ),
         ("server-nodes", replace(WELL, nodes=None), (UNKNOWN, "your role may not look at nodes")),
         ("server-nodes", replace(WELL, nodes=()), (FAILED, "no node has joined: runs wait for ever")),

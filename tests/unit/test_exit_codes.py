@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.cli.server.exit_codes import exit_code
-from serverless_gpu.errors import CommandFailed, NodeLost, OutOfMemory, RankCrashed, RunCancelled, RunError, RunTimedOut
+from serverless_gpu.errors import (
+    CommandFailed,
+    NodeLost,
+    OutOfMemory,
+    RankCrashed,
+    RunCancelled,
+    RunError,
+    RunTimedOut,
+    ServerProblem,
+    ServerUnavailable,
+)
 
 
 @pytest.mark.parametrize(
@@ -15,6 +25,8 @@ from serverless_gpu.errors import CommandFailed, NodeLost, OutOfMemory, RankCras
         (ValueError("a rank's own"), 1),
         (RunError(), 1),
         (NodeLost(), 75),
+        (ServerUnavailable(), 75),
+        (ServerProblem(), 1),
         (RunTimedOut(), 124),
         (RunCancelled(), 130),
         (KeyboardInterrupt(), 130),

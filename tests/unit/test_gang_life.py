@@ -204,7 +204,7 @@ def test_a_process_that_died_beside_a_silent_node_is_believed_once_that_speaks()
 
 def test_who_dies_after_it_said_why_is_believed() -> None:
     """Its caller was told; that its supervisor was killed afterwards changes nothing."""
-    crew = Crew(number=0, halt=RAISED, over=Over(reason=Reason.SUPERVISOR_LOST, began=True))
+    crew = Crew(number=0, halt=RAISED, over=Over(reason=Reason.SUPERVISOR_KILLED, began=True))
     assert fold([crew, Crew(number=1, over=FOLLOWED)]).over == Ended(Reason.RANK_RAISED, began=True)
 
 

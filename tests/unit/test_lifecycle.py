@@ -169,6 +169,7 @@ ENDINGS = {
     State.BUDGET_STOPPED: {Reason.BUDGET},
     State.LOST: {
         Reason.SUPERVISOR_LOST,
+        Reason.SUPERVISOR_KILLED,
         Reason.NODE_LOST,
         Reason.NODE_PARTITIONED,
         Reason.NODE_GONE,

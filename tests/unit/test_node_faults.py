@@ -14,7 +14,7 @@ from serverless_gpu.model.attempt import Attempt, GpuFailed, Limits, Reason, Sta
 from serverless_gpu.model.hardware import Device, DeviceKind, parse_fake
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.xid import Hit, Kind
-from serverless_gpu.node import kernel_log
+from serverless_gpu.node import gpu_faults, kernel_log
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.gate import Verdict
 from serverless_gpu.node.gpu_faults import AttemptFaults, NodeFaults
@@ -75,6 +75,41 @@ def test_only_what_is_new_is_read_and_half_a_line_waits(tmp_path: Path) -> None:
     assert log.lines() == []
     log.close()
     whole.close()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "is_kernels"),
+    [
+        ("0", True),
+        ("3", True),
+        ("7", True),
+        ("8", False),
+        ("12", False),  # what `echo NVRM: … > /dev/kmsg` becomes: facility user, level warning
+        ("14", False),
+        ("2047", False),
+        ("-4", False),
+        ("4 ", False),
+        ("", False),
+    ],
+)
+def test_A10_a_record_that_a_process_wrote_is_not_the_kernels(
+    tmp_path: Path, gpus: FakeGpus, prefix: str, is_kernels: bool
+) -> None:
+    path = tmp_path / kernel_log.FAKE_FILE
+    path.write_text(f"{prefix},900,1000000,-;NVRM: Xid (PCI:{GPUS[0].pci}): 79, pid=1, fallen off the bus\n")
+    log = KernelLog(path, FakeClock(), past=True)
+    faults = list(gpu_faults.faults_of(log.lines(), GPUS, Home(tmp_path)))
+    assert [fault.uuid for _, fault in faults] == [GPUS[0].uuid] * is_kernels
+    log.close()
+
+
+def test_A10_what_is_written_to_dev_kmsg_is_no_fault(tmp_path: Path) -> None:
+    log = KernelLog(kernel_log.KERNEL, FakeClock())
+    if log.problem or not os.access(kernel_log.KERNEL, os.W_OK):
+        pytest.skip(f"{kernel_log.KERNEL} cannot be written here")
+    kernel_log.KERNEL.write_text("<3>NVRM: Xid (PCI:ffff:1f:1f): 79, a test of serverless-gpu wrote this\n")
+    assert not [line for line in log.lines() if "a test of serverless-gpu" in line.text]
+    log.close()
 
 
 def test_a_file_that_is_made_later_is_new_as_a_whole(tmp_path: Path) -> None:

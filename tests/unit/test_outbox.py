@@ -23,16 +23,16 @@ def show(box: Outbox, rank: int, text: str, *, stream: str = "stdout", lost: boo
     box.show(protocol.Output(rank=rank, stream=stream, text=text), len(text), lost)
 
 
-def take(box: Outbox, count: int | None = None) -> list[protocol.Message]:
+def take(box: Outbox, count: int | None = None) -> list[protocol.Sendable]:
     """Read so many messages, or all."""
-    taken: list[protocol.Message] = []
+    taken: list[protocol.Sendable] = []
     while (message := box.first()) is not None and (count is None or len(taken) < count):
         taken.append(message)
         box.sent()
     return taken
 
 
-def text(messages: list[protocol.Message], rank: int, stream: str = "stdout") -> str:
+def text(messages: list[protocol.Sendable], rank: int, stream: str = "stdout") -> str:
     """Return what a rank wrote, with the numbers of bytes that are missing."""
     found = ""
     for message in messages:
@@ -167,7 +167,7 @@ _STEP = st.tuples(st.integers(0, 5), st.sampled_from(["stdout", "stderr"]), st.i
 def test_F49_every_byte_is_shown_or_counted_and_the_queue_is_bounded(steps: list[tuple[int, str, int, int]]) -> None:
     box = Outbox()
     written: dict[tuple[int, str], int] = {}
-    messages: list[protocol.Message] = []
+    messages: list[protocol.Sendable] = []
     for rank, stream, size, read in steps:
         show(box, rank, "x" * (size - 1) + "\n", stream=stream)
         written[rank, stream] = written.get((rank, stream), 0) + size

@@ -74,7 +74,7 @@ def write_raised(directory: Path, rank: int, error: BaseException) -> None:
 # --- endings that no exception of the user explains ------------------------------------------------------------------
 
 OWNED = "the ranks' parent process died"
-OURS = (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST)
+OURS = (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST, Reason.SUPERVISOR_KILLED)
 ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
     "F01 signal": (
         stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=3),
@@ -104,9 +104,14 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
     "cancelled": (stopped(Reason.CANCELLED, cause=False), RunCancelled, "the run was cancelled"),
     "F71 budget": (stopped(Reason.BUDGET, cause=False), BudgetExhausted, "the run was stopped for its budget"),
     "supervisor": (
-        stopped(Reason.SUPERVISOR_LOST, cause=False),
+        stopped(Reason.SUPERVISOR_KILLED, cause=False),
         NodeLost,
-        "the run's supervisor process died (was it killed, or the machine restarted?)",
+        "the run's supervisor process died, and nothing shows that the machine failed",
+    ),
+    "supervisor, with evidence": (
+        stopped(Reason.SUPERVISOR_LOST, "the machine has restarted since"),
+        NodeLost,
+        "the run's supervisor process was lost with its machine: the machine has restarted since",
     ),
     "F18 node": (stopped(Reason.NODE_LOST), NodeLost, "the node did not answer any more"),
     "F04 hang, and nothing more is known": (

@@ -57,6 +57,7 @@ class Job:
     heeds_s: float
     gate_s: float
     alone_s: float
+    longest_s: float | None = None
     placed_ns: int = 0
     exec_ns: int = 0
     cut: tuple[int, int] = (0, 0)
@@ -93,6 +94,7 @@ class Job:
             alone_s=self.alone_s,
             stop_ns=self.stop_ns,
             is_over=self.heard_ns is not None,
+            longest_s=self.longest_s,
         )
 
     def charge(self) -> None:
@@ -132,6 +134,12 @@ class Job:
         """What it costs at most after the server was heard of last: its node's patience, and a minute or its grace."""
         return self.price_of_hour() * Fraction(self.alone_s + max(60.0, self.grace_s + 15.0)) / 3_600
 
+    def longer(self) -> Fraction:
+        """What it costs at most after it took longer than earlier ones: a look, the way to it and its grace."""
+        if self.longest_s is None or self.grace_s > 60.0:
+            return Fraction(0)
+        return self.price_of_hour() * Fraction(self.grace_s + 15.0) / 3_600
+
     def price_of_hour(self) -> Fraction:
         """What an hour of it costs, micros; a CPU slot is a device and brings its own core."""
         if self.tariff.gpu_micros_per_hour is None:
@@ -165,7 +173,8 @@ class Job:
 class World:
     """One history."""
 
-    def __init__(self, seed: int, *, cuts: bool, period: Period = Period.MONTH) -> None:
+    def __init__(self, seed: int, *, cuts: bool, period: Period = Period.MONTH, learned: bool = False) -> None:
+        self.learned = learned
         self.rng = random.Random(seed)
         self.cuts = cuts
         self.now_ns = BEGIN_NS + self.rng.randrange(DAY_S) * SECOND
@@ -179,8 +188,11 @@ class World:
         rng = self.rng
         grace_s = rng.choice([0.0, 5.0, 30.0, 45.0, 120.0])
         prices = {name: rng.choice([None, 0, 40_000, 20 * USD + 1]) for name in ("core", "memory")}
+        lasts_s = rng.choice([3.0, 60.0, 600.0, 1e6])
+        longest_s = rng.choice([None, lasts_s / 2, lasts_s, 2 * lasts_s]) if self.learned else None
         self.waiting.append(
             Job(
+                longest_s=longest_s,
                 name=f"run{len(self.jobs) + len(self.waiting)}",
                 gpu_type=rng.choice(["H100", "H100", CPU]),
                 gpus=rng.randint(1, 8),
@@ -192,7 +204,7 @@ class World:
                     memory_micros_per_hour=prices["memory"],
                 ),
                 grace_s=grace_s,
-                lasts_s=rng.choice([3.0, 60.0, 600.0, 1e6]),
+                lasts_s=lasts_s,
                 heeds_s=rng.choice([0.0, grace_s / 2, grace_s]),
                 gate_s=rng.choice([0.0, 0.3, 4.0]),
                 alone_s=rng.choice([60.0, 300.0]),
@@ -202,7 +214,7 @@ class World:
     def place(self) -> None:
         for job in list(self.waiting):
             standing = self.look()
-            hold = first_hold(job.grace_s, gpus=job.gpus, micros_per_hour=job.rate)
+            hold = first_hold(job.grace_s, gpus=job.gpus, micros_per_hour=job.rate, longest_s=job.longest_s)
             if not may_start(standing, hold):
                 continue
             self.waiting.remove(job)
@@ -259,6 +271,17 @@ def test_nothing_is_overspent_while_server_and_nodes_talk(seed: int) -> None:
         world.tick()
     for used, _ in world.windows():
         assert used <= world.budget.limit, f"SEED={seed}: {float(used)} of {world.budget.limit}"
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32))
+def test_D6_only_runs_that_take_longer_than_their_like_overspend_by_their_grace(seed: int) -> None:
+    world = World(seed, cuts=False, learned=True)
+    for _ in range(250):
+        world.tick()
+    beyond = sum((job.longer() for job in world.jobs), Fraction(0))
+    for used, _ in world.windows():
+        assert used <= world.budget.limit + beyond, f"SEED={seed}: {float(used)} of {world.budget.limit}"
 
 
 @settings(deadline=None, max_examples=20)

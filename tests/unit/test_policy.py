@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from serverless_gpu.errors import PolicyViolation
 from serverless_gpu.model import hardware, policy
-from serverless_gpu.model.policy import MAX_RUN_S, Attached, UsagePolicy, apply, choose, describe, where
+from serverless_gpu.model.attempt import UNSAVED_MAX
+from serverless_gpu.model.policy import MAX_RUN_S, Attached, NamedPolicy, UsagePolicy, choose, describe
 from serverless_gpu.model.spec import TAGS_MAX, Priority, Resources, RunSpec
 from serverless_gpu.wire import policies as wire
 
@@ -22,6 +23,15 @@ NORMAL, BEST_EFFORT, CRITICAL = Priority.NORMAL, Priority.BEST_EFFORT, Priority.
 def spec(**said: Any) -> RunSpec:
     gpus, gpu_type = said.pop("gpus", 1), said.pop("gpu_type", None)
     return RunSpec(remote=True, resources=Resources(gpus=gpus, gpu_type=gpu_type), **said)
+
+
+def apply(name: str, said: UsagePolicy, asked: RunSpec, **given: Any) -> RunSpec:
+    """Return a run under one policy, or none, of somebody who may use each class."""
+    return policy.apply([NamedPolicy(name, said)] if name else [], asked, may_be_critical=True, **given)
+
+
+def where(said: UsagePolicy, asked: RunSpec) -> str:
+    return policy.where([NamedPolicy("p", said)], asked)
 
 
 # --- which one --------------------------------------------------------------------------------------------------------
@@ -218,6 +228,10 @@ def policies(draw: st.DrawFn) -> UsagePolicy:
         idle_s=draw(st.none() | SECONDS),
         priorities=draw(st.lists(st.sampled_from(Priority), unique=True).map(tuple)),
         environments=draw(st.sampled_from([(), ("0" * 64,)])),
+        attempts_max=draw(st.none() | st.integers(1, 9)),
+        total_run_s=draw(st.none() | SECONDS),
+        unsaved_max=draw(st.none() | st.integers(1, 9)),
+        mandatory=draw(st.booleans()),
     )
 
 
@@ -256,6 +270,8 @@ def test_what_comes_out_is_within_the_policy_and_once_more_changes_nothing(
     assert not said.pools or where(said, got) in (*said.pools, said.pool)
     assert not said.environments or got.environment == "snapshot"
     assert apply("p", said, got, present=present) == got
+    assert (got.attempts_max, got.total_run_s) == (said.attempts_max, said.total_run_s)
+    assert got.unsaved_max == (UNSAVED_MAX if said.unsaved_max is None else said.unsaved_max)
     # Nothing that was said is loosened.
     assert asked.tags.items() <= got.tags.items() and got.resources.gpus == asked.resources.gpus
     assert asked.idle_timeout_s is None or (got.idle_timeout_s or 0) <= asked.idle_timeout_s
@@ -297,3 +313,186 @@ def test_what_travels_has_every_field_of_a_policy() -> None:
     full = UsagePolicy(pool="a", gpu_types=("H100",), required_tags={"t": ("x",)}, max_run_s=3.0)
     assert wire.policy_of(wire.request_of(full)) == wire.policy_of(wire.view_of("p", full)) == full
     assert wire.PolicyRequest.__struct_fields__ == UsagePolicy.__struct_fields__
+
+
+# --- several at once --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "chosen"),
+    [
+        (("a", "must"), None, "a"),  # of those that are not mandatory there is one
+        (("must", "must-2"), None, ""),
+        (("a", "must"), "must", "a"),  # naming a mandatory one is no way out of another
+        (("a", "b", "must"), "b", "b"),
+        (("must",), "free", "free"),
+    ],
+)
+def test_D3_a_mandatory_policy_is_none_to_choose(own: tuple[str, ...], named: str | None, chosen: str) -> None:
+    attached = Attached(own=own)
+    assert choose(attached, who="al", named=named, is_free=named == "free", mandatory={"must", "must-2"}) == chosen
+
+
+def test_D3_who_has_two_to_choose_from_says_which_and_cannot_name_a_mandatory_one_instead() -> None:
+    for named in (None, "must"):
+        with pytest.raises(PolicyViolation, match="2 usage policies") as caught:
+            choose(Attached(own=("a", "b", "must")), who="al", named=named, mandatory={"must"})
+        assert caught.value.hint.endswith(": a, b")
+
+
+def under(asked: RunSpec, *said: UsagePolicy, **given: Any) -> RunSpec:
+    names = [NamedPolicy("abc"[number], each) for number, each in enumerate(said)]
+    return policy.apply(names, asked, **({"may_be_critical": True} | given))
+
+
+@given(first=policies(), second=policies(), asked=specs(), present=st.sets(st.sampled_from(TYPES)))
+def test_D3_what_is_within_several_policies_is_within_each_and_no_limit_is_larger(
+    first: UsagePolicy, second: UsagePolicy, asked: RunSpec, present: set[str]
+) -> None:
+    try:
+        got = under(asked, first, second, present=present)
+    except PolicyViolation:
+        return
+    assert (got.policy, got.policies) == ("a", ("b",))
+    for said in (first, second):
+        alone = policy.apply([NamedPolicy("p", said)], got, max_run_s=None, may_be_critical=True)
+        for name in ("tags", "resources", "priority", "idle_timeout_s", "max_run_s"):
+            assert getattr(alone, name) == getattr(got, name), name
+        for limit in ("max_run_s", "total_run_s", "attempts_max", "unsaved_max"):
+            most = getattr(said, limit)
+            assert most is None or getattr(got, limit) <= most
+        assert not said.pools or policy.where([NamedPolicy("a", first), NamedPolicy("b", second)], got) in (
+            *said.pools,
+            said.pool,
+        )
+
+
+@given(first=policies(), second=policies(), asked=specs())
+def test_D3_a_second_policy_lets_nothing_through_that_the_first_refuses(
+    first: UsagePolicy, second: UsagePolicy, asked: RunSpec
+) -> None:
+    second = msgspec.structs.replace(second, default_tags={}, gpu_types=(), pool="", pools=(), priorities=())
+    try:
+        apply("a", first, asked)
+    except PolicyViolation:
+        with pytest.raises(PolicyViolation):
+            under(asked, first, second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "asked", "says", "hint"),
+    [
+        (
+            {},
+            {"gpus_per_run": 2},
+            {"gpus": 4},
+            "usage policy 'b' does not accept gpus=4",
+            "'b' accepts gpus=2 at most; mandatory: b",
+        ),
+        (
+            {"gpus_per_run": 3},
+            {"gpus_per_run": 2, "required_tags": {"cost": ()}},
+            {"gpus": 4},
+            "usage policy 'a' does not accept gpus=4; usage policy 'b' does not accept a run without the tag 'cost'; "
+            "gpus=4",
+            "'a' accepts gpus=3 at most; 'b' accepts tags={'cost': ...}; gpus=2 at most; mandatory: b",
+        ),
+        (
+            {"gpu_types": ("A100",)},
+            {"gpu_types": ("H100",)},
+            {},
+            "usage policy 'b' does not accept the GPU types A100",
+            "'b' accepts GPU types H100; mandatory: b",
+        ),
+        (
+            {"pool": "slow"},
+            {"pools": ("fast",)},
+            {"pool": "slow"},
+            "usage policy 'b' does not accept pool='slow'",
+            "'b' accepts pools fast; mandatory: b",
+        ),
+        (
+            {"priorities": (BEST_EFFORT,)},
+            {"priorities": (CRITICAL,)},
+            {},
+            "usage policy 'a' does not accept priority='NORMAL'; usage policy 'b' does not accept priority='NORMAL'",
+            "'a' accepts classes BEST_EFFORT; 'b' accepts classes CRITICAL; mandatory: b",
+        ),
+    ],
+)
+def test_D3_a_refusal_names_the_policy(
+    first: dict[str, Any], second: dict[str, Any], asked: dict[str, Any], says: str, hint: str
+) -> None:
+    with pytest.raises(PolicyViolation) as caught:
+        under(spec(**asked), UsagePolicy(**first), UsagePolicy(**second, mandatory=True))
+    assert (caught.value.message, caught.value.hint) == (says, hint)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "asked", "got"),
+    [
+        ({"max_run_s": HOUR}, {"max_run_s": 2 * HOUR}, {}, {"max_run_s": HOUR}),
+        ({"max_run_s": 2 * HOUR}, {"max_run_s": HOUR}, {}, {"max_run_s": HOUR}),
+        ({"idle_s": 60.0}, {"idle_s": 30.0}, {}, {"idle_timeout_s": 30.0}),
+        ({"attempts_max": 5}, {"attempts_max": 4, "unsaved_max": 9}, {}, {"attempts_max": 4, "unsaved_max": 9}),
+        ({"total_run_s": 5.0}, {}, {}, {"total_run_s": 5.0}),
+        ({"default_tags": {"t": "a"}}, {"default_tags": {"t": "b", "u": "b"}}, {}, {"tags": {"t": "a", "u": "b"}}),
+        ({"priorities": (NORMAL, BEST_EFFORT)}, {"priorities": (BEST_EFFORT,)}, {}, {"priority": BEST_EFFORT}),
+    ],
+)
+def test_D3_the_strictest_rule_of_all_holds(
+    first: dict[str, Any], second: dict[str, Any], asked: dict[str, Any], got: dict[str, Any]
+) -> None:
+    found = under(spec(**asked), UsagePolicy(**first), UsagePolicy(**second))
+    assert {name: getattr(found, name) for name in got} == got
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "asked", "got"),
+    [
+        (("A100",), ("A100-80", "A100-40"), None, "A100-80"),
+        (("A100-40", "A100-80"), ("A100",), "A100", "A100-40"),
+        (("H100", "A10"), ("A10", "H100"), None, "H100"),
+        (("H100", "A10"), ("A10",), None, "A10"),
+    ],
+)
+def test_D3_a_run_gets_a_type_that_all_accept(
+    first: tuple[str, ...], second: tuple[str, ...], asked: str | None, got: str
+) -> None:
+    both = UsagePolicy(gpu_types=first), UsagePolicy(gpu_types=second)
+    assert under(spec(gpu_type=asked), *both).resources.gpu_type == got
+
+
+# --- who may be CRITICAL ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_role", [False, True])
+@pytest.mark.parametrize("asked", list(Priority))
+@pytest.mark.parametrize(
+    ("said", "grants"),
+    [
+        ([], False),
+        ([NamedPolicy("a", UsagePolicy())], False),
+        ([NamedPolicy("a", UsagePolicy(priorities=(NORMAL, CRITICAL, BEST_EFFORT)))], True),
+        ([NamedPolicy("a", UsagePolicy(priorities=(NORMAL, CRITICAL, BEST_EFFORT)), is_attached=False)], False),
+        ([NamedPolicy("a", UsagePolicy()), NamedPolicy("b", UsagePolicy(priorities=tuple(Priority)))], True),
+    ],
+)
+def test_D4_critical_is_for_whom_a_role_or_an_attached_policy_grants_it(
+    said: list[NamedPolicy], grants: bool, asked: Priority, by_role: bool
+) -> None:
+    if asked is not CRITICAL or grants or by_role:
+        assert policy.apply(said, spec(priority=asked), may_be_critical=by_role).priority is asked
+        return
+    with pytest.raises(PolicyViolation, match=r"^priority='CRITICAL' is not granted to this run\n") as caught:
+        policy.apply(said, spec(priority=asked), may_be_critical=by_role)
+    assert "priority='NORMAL' or 'BEST_EFFORT'" in caught.value.hint
+
+
+def test_D4_a_mandatory_policy_without_critical_takes_it_from_everybody() -> None:
+    said = [
+        NamedPolicy("a", UsagePolicy(priorities=tuple(Priority))),
+        NamedPolicy("b", UsagePolicy(priorities=(NORMAL,), mandatory=True)),
+    ]
+    with pytest.raises(PolicyViolation, match="usage policy 'b' does not accept priority='CRITICAL'"):
+        policy.apply(said, spec(priority=CRITICAL), may_be_critical=True)

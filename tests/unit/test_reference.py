@@ -49,12 +49,12 @@ def test_every_variable_is_in_the_reference() -> None:
     assert {name for name in re.findall(r'"(SERVERLESS_GPU_[A-Z_]+)"', SOURCE) if f"`{name}`" not in REFERENCE} == set()
 
 
-@pytest.mark.parametrize("command", sorted(program.sgpu.commands))
+@pytest.mark.parametrize("command", sorted(program.COMMANDS))
 def test_every_command_is_in_the_readme(command: str) -> None:
     assert f"$ sgpu {command}" in README
 
 
-@pytest.mark.parametrize("command", sorted(program.sgpu.commands))
+@pytest.mark.parametrize("command", sorted(program.COMMANDS))
 def test_every_command_is_in_the_reference(command: str) -> None:
     assert re.search(rf"^\| `sgpu {command}[ `]", REFERENCE, re.MULTILINE)
 
@@ -62,7 +62,10 @@ def test_every_command_is_in_the_reference(command: str) -> None:
 def _leaves(group: click.Group, above: str = "") -> list[tuple[str, click.Command]]:
     """Return every command that does something, with its whole name."""
     found = []
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
         if isinstance(command, click.Group):
             found += _leaves(command, f"{above}{name} ")
         else:

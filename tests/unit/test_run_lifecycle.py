@@ -6,6 +6,7 @@ import itertools
 import re
 import typing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -211,7 +212,7 @@ def test_what_is_known_to_have_begun_counts_as_begun_whatever_the_last_report_sa
     assert advance(RUNNING, Ended(reason, began=False)) == concluded(RUNNING, reason)
 
 
-POINTLESS = (Reason.SECRET_MISSING, Reason.UNSATISFIABLE)
+POINTLESS = (Reason.SECRET_MISSING, Reason.UNSATISFIABLE, Reason.NO_PROGRESS)
 RESULT_TROUBLES = (Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD)
 USER_FAILURES = sorted(
     reason
@@ -225,7 +226,7 @@ def test_user_code_that_failed_runs_again_only_as_often_as_was_asked(reason: Rea
     ended = Ended(reason, began=True)
     assert advance(RUNNING, ended) == concluded(RUNNING, reason)
     assert advance(changed(RUNNING, may_resume=True), ended) == concluded(RUNNING, reason, may_resume=True)
-    assert advance(changed(RUNNING, retries_left=2), ended) == requeued(RUNNING, retries_left=1)
+    assert advance(changed(RUNNING, retries_left=2), ended) == requeued(RUNNING, retries_left=1, ran=1)
 
 
 def test_F70_a_run_whose_secret_is_missing_does_not_run_again() -> None:
@@ -259,8 +260,8 @@ def test_who_made_room_before_it_began_has_nothing_to_resume_and_waits_again(rea
 def test_a_lost_run_goes_on_if_it_can_resume_or_has_retries(run: Run, reason: Reason) -> None:
     for event in (Ended(reason, began=True), GivenUp(reason)):
         assert advance(run, event) == concluded(run, reason)
-        assert advance(changed(run, may_resume=True), event) == requeued(run, may_resume=True)
-        assert advance(changed(run, retries_left=2), event) == requeued(run, retries_left=1)
+        assert advance(changed(run, may_resume=True), event) == requeued(run, may_resume=True, ran=1, unsaved=1)
+        assert advance(changed(run, retries_left=2), event) == requeued(run, retries_left=1, ran=1)
 
 
 @pytest.mark.parametrize("reason", sorted(LOST))
@@ -314,7 +315,7 @@ def test_every_ending_is_final_with_a_reason_or_a_new_place_in_the_queue() -> No
 def test_F73_who_reached_the_longest_time_of_an_attempt_goes_on_with_another_and_that_costs_no_retry() -> None:
     run = changed(STOPPING, may_resume=True, goes_on_at_limit=True, retries_left=1)
     ended = Ended(Reason.TIMEOUT, began=True)
-    assert advance(run, ended) == requeued(run)
+    assert advance(run, ended) == requeued(run, ran=1, unsaved=1)
     # The user's own limit is final, and so is what they ask for: it is what ended the run then.
     own = changed(run, goes_on_at_limit=False)
     assert advance(own, ended) == concluded(own, Reason.TIMEOUT)
@@ -322,7 +323,7 @@ def test_F73_who_reached_the_longest_time_of_an_attempt_goes_on_with_another_and
         asked = changed(run, stop=stop)
         assert advance(asked, ended) == concluded(asked, STOPPED_BY[stop])
     for stop in PASSING_STOPS:
-        assert advance(changed(run, stop=stop), ended) == requeued(run)
+        assert advance(changed(run, stop=stop), ended) == requeued(run, ran=1, unsaved=1)
     left = Ended(Reason.TIMEOUT, began=True, proven=False)  # a process of it might run beside the next one
     assert advance(run, left) == concluded(run, Reason.TIMEOUT)
 
@@ -363,6 +364,73 @@ def test_F09_there_is_no_other_attempt_beside_what_is_left_of_one(reason: Reason
         run = changed(STOPPING, began=began, stop=stop, retries_left=5, may_resume=True)
         after, instructions = advance(run, Ended(reason, began=began, proven=False))
         assert instructions == (CONCLUDE,) and after.state in TERMINAL
+
+
+# --- resume that makes no progress ---
+
+
+def lived(run: Run, endings: list[tuple[Event, bool]]) -> Run:
+    """Return a run after attempts that began, ended so, and saved something or not; it stops where it has ended."""
+    for ended, has_saved in endings:
+        if run.state in TERMINAL:
+            break
+        run, _ = advance(run, Placed())
+        run, _ = advance(run, Started())
+        if has_saved:
+            run = changed(run, saved=run.fence, unsaved=0)
+        run, _ = advance(run, ended)
+    return run
+
+
+AT_LIMIT = Ended(Reason.TIMEOUT, began=True)
+LOST_AGAIN = GivenUp(Reason.NODE_GONE)
+MADE_ROOM = Ended(Reason.PREEMPTED, began=True)
+RESUMING = changed(QUEUED, may_resume=True, goes_on_at_limit=True)
+
+
+@pytest.mark.parametrize("ended", [AT_LIMIT, LOST_AGAIN, Ended(Reason.SUPERVISOR_LOST, began=True)], ids=str)
+@pytest.mark.parametrize("most", [1, 2, 3, 7])
+def test_D2_attempts_in_a_row_that_saved_nothing_new_end_the_run(ended: Event, most: int) -> None:
+    after = lived(changed(RESUMING, unsaved_max=most), [(ended, False)] * 100)
+    assert (after.state, after.reason, after.fence) == (State.FAILED, Reason.NO_PROGRESS, most)
+
+
+def test_D2_only_attempts_in_a_row_count_that_nobody_stopped_and_that_saved_nothing() -> None:
+    one: list[tuple[Event, bool]] = list(itertools.product([AT_LIMIT, LOST_AGAIN, MADE_ROOM], [True, False]))
+    for attempts in itertools.product(one, repeat=4):
+        after = lived(changed(RESUMING, unsaved_max=2), list(attempts))
+        unsaved, is_over = 0, False
+        for ended, has_saved in attempts:
+            unsaved = 0 if has_saved else unsaved + (ended is not MADE_ROOM)
+            is_over = is_over or unsaved >= 2
+        assert (after.reason is Reason.NO_PROGRESS) == is_over, attempts
+
+
+def test_D2_what_a_lost_attempt_had_saved_is_heard_from_the_next_one() -> None:
+    after = lived(RESUMING, [(LOST_AGAIN, False)] * 2)
+    assert (after.state, after.unsaved) == (State.QUEUED, 2)
+    heard = changed(after, saved=2, unsaved=0)  # `runs.note_saved`, from a report of the third
+    assert lived(heard, [(LOST_AGAIN, False)] * 2).state is State.QUEUED
+
+
+@pytest.mark.parametrize(
+    ("given", "ended"),
+    [
+        ({"goes_on_at_limit": True, "may_resume": True}, AT_LIMIT),
+        ({"may_resume": True}, LOST_AGAIN),
+        ({"retries_left": 9}, Ended(Reason.RANK_RAISED, began=True)),
+        ({"faults_left": 9}, Ended(Reason.GPU_LOST, began=True)),
+    ],
+    ids=str,
+)
+def test_D2_a_policy_bounds_attempts_whatever_the_next_one_would_be_for(given: dict[str, Any], ended: Ended) -> None:
+    run = changed(QUEUED, attempts_max=4, unsaved_max=99, **given)
+    after = lived(run, [(ended, False)] * 9)
+    assert (after.fence, after.reason, after.state in TERMINAL) == (4, over_because(ended), True)
+    # Who makes room for others, or does not begin, has not used one of them.
+    after = lived(run, [(MADE_ROOM, False)] * 5) if run.may_resume else run
+    assert after.state is State.QUEUED and after.ran == 0
+    assert lived(changed(run, attempts_max=None), [(ended, False)] * 9).fence == 9
 
 
 # --- restored from a backup -------------------------------------------------------------------------------------------

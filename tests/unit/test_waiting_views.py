@@ -26,6 +26,7 @@ VALUES: dict[str, Any] = {
     "spare_s": 12.5,
     "place": 2,
     "at_ns": 15,
+    "likely_ns": 14,
     "is_bound": True,
     "owner": "carol",
     "turns_ns": 16,

@@ -67,7 +67,7 @@ def fill(watcher: Watcher) -> int:
 
 def test_what_is_said_arrives_in_order(ends: tuple[Watcher, Channel]) -> None:
     watcher, peer = ends
-    said: list[protocol.Message] = [protocol.Accepted(pid=7), output(1), STOPPED]
+    said: list[protocol.Sendable] = [protocol.Accepted(pid=7), output(1), STOPPED]
     for message in said:
         watcher.say(message)
     assert read_all(peer) == said

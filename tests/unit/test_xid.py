@@ -21,7 +21,7 @@ HOUR_NS = 3600 * 10**9
             Said(pci="0000:17:00", number=79, text="pid='<unknown>', name=<unknown>, GPU has fallen off the bus"),
         ),
         (
-            "[  123.4] NVRM: Xid (PCI:0000:C1:00): 31, pid=4711, name=python, Ch 00000008, MMU Fault",
+            "NVRM: Xid (PCI:0000:C1:00): 31, pid=4711, name=python, Ch 00000008, MMU Fault",
             Said(pci="0000:c1:00", number=31, text="pid=4711, name=python, Ch 00000008, MMU Fault"),
         ),
         ("NVRM: Xid (PCI:0000:3b:00 GPU-I:05): 94, Contained", Said(pci="0000:3b:00", number=94, text="Contained")),
@@ -29,11 +29,35 @@ HOUR_NS = 3600 * 10**9
         ("NVRM: GPU at PCI:0000:17:00: GPU-8c1f", None),
         ("nvidia-nvswitch0: SXid (PCI:0000:85:00.0): 20034, Fatal", None),
         ("somebody wrote NVRM: Xid and nothing else", None),
+        ("[  123.4] NVRM: Xid (PCI:0000:C1:00): 79, GPU has fallen off the bus.", None),
+        ("overlayfs: upper fs missing /tmp/NVRM: Xid (PCI:0000:17:00): 79, pid=1", None),
+        (" NVRM: Xid (PCI:0000:17:00): 79, pid=1", None),
         ("", None),
     ],
 )
 def test_a_line_of_the_kernels_log_is_read(line: str, said: Said | None) -> None:
     assert xid.read(line) == said
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.", 79),
+        ("NVRM: Xid (PCI:0000:17:00): 48, pid=1234, name=python3, An uncorrectable double bit error (DBE)", 48),
+        ("NVRM: Xid (PCI:0000:17:00): 31, pid=2345, name=pt_main_thread, Ch 0000000a, intr 10000000. MMU Fault", 31),
+        ("NVRM: Xid (PCI:0000:17:00 GPU-I:03): 94, pid=77, name=python, Contained: SM (0x1). RST: No, D-RST: No", 94),
+        ("NVRM: Xid (PCI:0000:17:00): 119, pid=9, name=nvidia-smi, Timeout after 6s of waiting for RPC response", 119),
+        ("NVRM: Xid (PCI:0000:17:00): 13, Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Illegal Instruction", 13),
+    ],
+)
+def test_A10_lines_of_real_drivers_are_still_read(line: str, number: int) -> None:
+    said = xid.read(line)
+    assert said is not None and (said.pci, said.number) == ("0000:17:00", number)
+
+
+@given(st.text(min_size=1))
+def test_A10_an_xid_inside_another_message_is_none(before: str) -> None:
+    assert xid.read(f"{before}NVRM: Xid (PCI:0000:17:00): 79, GPU has fallen off the bus.") is None
 
 
 @given(st.text())

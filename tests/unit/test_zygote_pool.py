@@ -14,7 +14,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import Context
 from serverless_gpu.node.zygote_pool import ZYGOTES_MAX, ZygotePool
-from serverless_gpu.node.zygotes import Zygote, key_of
+from serverless_gpu.node.zygotes import Zygote, ZygoteRequest
 from serverless_gpu.testing import FakeClock
 from tests.unit.test_restored import caller, environment
 
@@ -57,11 +57,12 @@ def test_a_run_starts_over_in_the_environment_it_waits_for(pool: Recorded, tmp_p
     second = environment(tmp_path, "links", prefix="/other")
     problems: list[str] = []
     context = silent(tmp_path)
-    pool.give_stem(context, 1, lambda stem, fd: None, problems.append, first)
-    zygote = pool._zygotes[key_of(context, first)]
+    request = ZygoteRequest(context, first)
+    pool.give_stem(request, 1, lambda stem, fd: None, problems.append)
+    zygote = pool._zygotes[request.key]
     zygote.move(second)  # for another run
 
-    pool._give_up(zygote, context, "it leaves threads behind")
+    pool._give_up(zygote, "it leaves threads behind")
 
     (fresh,) = pool._one_shots
     assert fresh.environment is first and fresh.waited_for
@@ -70,7 +71,8 @@ def test_a_run_starts_over_in_the_environment_it_waits_for(pool: Recorded, tmp_p
 
 def test_a_run_that_waits_is_not_forgotten_when_its_zygote_has_to_go(pool: Recorded, tmp_path: Path) -> None:
     for number in range(ZYGOTES_MAX + 1):
-        pool.give_stem(silent(tmp_path, f"python{number}"), 1, lambda stem, fd: None, lambda problem: None)
+        request = ZygoteRequest(silent(tmp_path, f"python{number}"))
+        pool.give_stem(request, 1, lambda stem, fd: None, lambda problem: None)
 
     (fresh,) = pool._one_shots
     assert fresh.context.python.endswith("python0") and fresh.waited_for

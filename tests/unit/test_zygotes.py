@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
+
 from serverless_gpu.node.inside.zygote import _libraries
 from serverless_gpu.node.spawning import one_name
 from serverless_gpu.node.zygotes import Key, first_run
@@ -49,3 +51,11 @@ def test_libraries_that_cannot_be_listed_are_not_known_to_be_none(tmp_path: Path
     assert _libraries(str(maps)) is None
     maps.write_text("7f00-7f10 r-xp 0 08:01 7     /view/lib/libcudart.so.12\n7f20-7f30 rw-p 0 00:00 0 \n")
     assert _libraries(str(maps)) == ["/view/lib/libcudart.so.12"]
+
+
+def test_A2_owners_have_different_keys_in_restored_environments_too() -> None:
+    key = Key("/usr/bin/python3", (), (), "a" * 64, owner="alice of sgpu+http://one")
+    for owner in ("bob of sgpu+http://one", "alice of sgpu+http://two", ""):
+        other = msgspec.structs.replace(key, owner=owner)
+        assert key != other and key.elsewhere() != other.elsewhere()
+    assert first_run(key, [msgspec.structs.replace(key, owner="")]).startswith("first run of this owner")

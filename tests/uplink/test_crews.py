@@ -242,7 +242,7 @@ def test_a_supervisor_killed_in_the_meeting_ends_both(nodes: list[Node], where: 
     supervisor(nodes[1].home.root, gang.crews[1].start.run_id).kill()
     gang.settled()
     first, second = gang.crews
-    assert (second.reason, first.reason) == (Reason.SUPERVISOR_LOST, Reason.PEER_FAILED)
+    assert (second.reason, first.reason) == (Reason.SUPERVISOR_KILLED, Reason.PEER_FAILED)
     assert_nothing_is_left(nodes)
 
 
@@ -251,7 +251,7 @@ def test_a_supervisor_killed_while_it_runs_ends_both(nodes: list[Node], where: s
     supervisor(nodes[0].home.root, gang.crews[0].start.run_id).kill()
     gang.settled()
     first, second = gang.crews
-    assert (first.reason, second.reason) == (Reason.SUPERVISOR_LOST, Reason.PEER_FAILED)
+    assert (first.reason, second.reason) == (Reason.SUPERVISOR_KILLED, Reason.PEER_FAILED)
     assert_nothing_is_left(nodes)
 
 

@@ -68,6 +68,6 @@ def test_F45_a_node_of_the_cluster_that_is_lost_ends_the_driver(nodes: list[Node
     assert has_begun(first_facts(nodes[0].directory(first)))
     supervisor(nodes[1].home.root, second.start.run_id).kill()
     gang.settled()
-    assert second.reason is Reason.SUPERVISOR_LOST
+    assert second.reason is Reason.SUPERVISOR_KILLED
     assert first.reason in (Reason.ENGINE_HEAD_LOST, Reason.PEER_FAILED)
     assert_nothing_is_left(nodes, gang)

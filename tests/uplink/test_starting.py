@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -31,7 +32,7 @@ ORDER = Start(
     world_size=3,
     context=msgspec.Raw(
         msgspec.json.encode(
-            protocol.Context(python="python", flags=(), environ={}, cwd="/", umask=0, argv=(), sys_path=())
+            protocol.Context(python=sys.executable, flags=(), environ={}, cwd="/", umask=0, argv=(), sys_path=())
         )
     ),
 )

@@ -412,16 +412,18 @@ def test_F40_output_arrives_whole_once_there_is_room(node: Node, where: str) -> 
 # --- the other processes of the node ----------------------------------------------------------------------------------
 
 
-def test_a_killed_supervisor_is_an_ending_once_its_ranks_are_gone(node: Node, where: str) -> None:
+def test_A8_a_killed_supervisor_is_billed_and_an_ending_once_its_ranks_are_gone(node: Node, where: str) -> None:
     attempt = node.run(stay, where, ranks=2).running()
     ranks = [announced(Path(where), f"rank{number}")[0] for number in range(2)]
     supervisor(node.home.root, attempt.start.run_id).kill()
     attempt.settled()
     assert not any(rank.alive() for rank in ranks)
-    assert attempt.reason is Reason.SUPERVISOR_LOST and attempt.ending is not None
+    assert attempt.reason is Reason.SUPERVISOR_KILLED and attempt.ending is not None
     assert attempt.ending.began and not attempt.ending.stopped
     assert attempt.receipt is not None and attempt.receipt["gate"].startswith("not known")
     assert "how much more it was is not known" in attempt.receipt["notes"][0]
+    assert attempt.receipt["gpu_ms"] > 0 and attempt.receipt["bill"]["billed_ms"] == attempt.receipt["gpu_ms"]
+    assert attempt.facts[max(attempt.facts)] == "alive", "the server has its last sign of life"
 
 
 def test_a_supervisor_killed_with_everything_else_is_an_ending_of_the_next_uplink(node: Node, where: str) -> None:
@@ -434,7 +436,8 @@ def test_a_supervisor_killed_with_everything_else_is_an_ending_of_the_next_uplin
     rank.wait_gone()
     node.restart()
     attempt.settled()
-    assert attempt.reason is Reason.SUPERVISOR_LOST and attempt.ending is not None and attempt.ending.began
+    assert attempt.reason is Reason.SUPERVISOR_KILLED and attempt.ending is not None and attempt.ending.began
+    assert attempt.receipt is not None and attempt.receipt["facts"] == len(attempt.facts)
 
 
 def test_an_agent_killed_with_the_launch_unread_is_replaced_and_the_run_starts_once(node: Node, where: str) -> None:

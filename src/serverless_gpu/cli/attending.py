@@ -6,10 +6,11 @@ import sys
 
 import click
 
+from serverless_gpu.cli.cancellation import cancel
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.locating import locate
 from serverless_gpu.cli.output import say, say_lines
-from serverless_gpu.cli.runs import cancel, show
+from serverless_gpu.cli.run_details import show
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.client.attaching import attach as attach_to
 from serverless_gpu.errors import AlreadyFinished

@@ -6,12 +6,16 @@ import contextlib
 import difflib
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from serverless_gpu.cli.output import say
-from serverless_gpu.client.agent_control import agent_status
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.loading import load
 from serverless_gpu.node.history import run_ids
-from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.home import Home, find_durable_home, find_home
+
+if TYPE_CHECKING:
+    from serverless_gpu.node.protocol import Status
 
 _NAMED_MAX = 5
 
@@ -28,11 +32,17 @@ def this_home() -> Home:
     return home
 
 
+def durable_home(why: str) -> Home:
+    """Return the home for a command that keeps something in it for good; see `find_durable_home`."""
+    return find_durable_home(os.environ, why)
+
+
 def queued_runs(home: Home) -> tuple[str, ...]:
     """Return the runs that wait in the agent; none when there is no agent, or none that answers."""
     with contextlib.suppress(ServerlessGpuError):
-        found = agent_status(home.root)
-        return found.queued if found is not None else ()
+        if any(home.sockets().glob("agent-*.sock")):  # else the agent's protocol need not be loaded
+            found: Status | None = load("serverless_gpu.client.agent_status").agent_status(home.root)
+            return found.queued if found is not None else ()
     return ()
 
 

@@ -1,8 +1,10 @@
 """Where the run is that a person means: on this machine, or with the server.
 
 A run of local mode has its directory here and nothing anywhere else. A run of a server is the server's, also when this
-machine is the node that it ran on and has a directory of it. Without a server everything is here; with one that does
-not answer, commands say so and go on with what is here.
+machine is the node that it ran on and has a directory of it. Without a server everything is here.
+
+A server that cannot be reached is an error of its own and never "there is no run": a named run that is not here is
+waited for (`server/reaching.py`), a list shows what is here and fails afterwards.
 """
 
 from __future__ import annotations
@@ -10,17 +12,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from serverless_gpu.cli.choosing import choose, meant
-from serverless_gpu.cli.output import say
-from serverless_gpu.cli.server.reaching import connect
-from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.errors import InvalidValue, NotFound, ServerNotConfigured, ServerProblem
+from serverless_gpu.cli.server.reaching import connect, connect_briefly, patient_server
+from serverless_gpu.client.remote.profile import find_profile, is_configured
+from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
 from serverless_gpu.loading import load
-from serverless_gpu.node.history import run_ids
+from serverless_gpu.node.history import SERVED, run_ids
 from serverless_gpu.node.home import Home
-from serverless_gpu.node.remote import FILE
 
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
@@ -44,16 +45,19 @@ class Located(NamedTuple):
 
 def own_runs(home: Home) -> list[str]:
     """Return the runs that have to do with no server, newest first."""
-    return [run_id for run_id in run_ids(home.runs) if not any((home.runs / run_id).glob(f"*/{FILE}"))]
+    return [run_id for run_id in run_ids(home.runs) if not any((home.runs / run_id).glob(f"*/{SERVED}"))]
 
 
 def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ...]:
-    """Return the server's latest runs; none, and a line on stderr, when it cannot be asked.
+    """Return the server's latest runs; nothing where no server is configured.
 
     Args:
         home: says which server.
         limit: how many at most.
         state: only those in it; "" for all.
+
+    Raises:
+        ServerProblem: the server cannot be asked.
     """
     page = _page(home, {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {}))
     return () if page is None else page.runs
@@ -72,17 +76,20 @@ def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunV
 def locate(home: Home, wanted: str | None) -> Located:
     """Return the run that is meant, as `choosing.choose` reads it.
 
+    A named run that is not on this machine is asked of the server, which is waited for while it is away.
+
     Args:
         home: where runs of this machine lie, and which server there is.
         wanted: what was typed; None for the latest run.
 
     Raises:
         InvalidValue: no run is meant, or several.
+        ServerProblem: the run is not on this machine, and the server cannot be asked.
     """
     own = own_runs(home)
     if wanted is not None and len(meant(own, wanted)) == 1:
         return Located(meant(own, wanted)[0], None)
-    found, elsewhere = _of_the_server(home, (wanted or "").strip().lower())
+    found, elsewhere = _of_the_server(home, wanted, own)
     views = {view.id: view for view in found}
     ids = sorted({*own, *views}, reverse=True)
     if wanted is None and not ids:
@@ -91,25 +98,32 @@ def locate(home: Home, wanted: str | None) -> Located:
     return Located(run_id, views.get(run_id))
 
 
-def _of_the_server(home: Home, text: str) -> tuple[tuple[RunView, ...], str]:
+def _of_the_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
     """Return the server's runs that a text may mean, and how "there is no run" goes on when it means none of them.
 
     An identifier is asked for by itself, and a beginning where such runs begin, however many came later; an end is
-    looked for among the latest runs.
+    looked for among the latest runs. The latest run is not waited for: with its name, one of this machine needs no
+    server.
     """
-    try:
-        profile = find_profile(home.root, os.environ)
-        connection = connect(profile)
-        try:
-            found = _asked(connection, text)
-        finally:
-            connection.close()
-    except ServerNotConfigured:
+    if not is_configured(home.root, os.environ):
         return (), ""
-    except ServerProblem as error:
-        say(f"sgpu: {error.message}; this is what is here", err=True)
-        return (), ", and the server cannot be asked"
-    return found, f", and none at {profile.url} that you may see"
+    try:
+        if wanted is None:
+            with contextlib.closing(connect(find_profile(home.root, os.environ), home=home.root)) as connection:
+                return _asked(connection, ""), ""
+        with patient_server(home.root) as connection:
+            found = _asked(connection, wanted.strip().lower())
+            return found, f", and none at {connection.url} that you may see"
+    except ServerUnavailable as error:
+        raise _unknown(error, wanted, own) from None
+
+
+def _unknown(error: ServerUnavailable, wanted: str | None, own: Sequence[str]) -> ServerUnavailable:
+    """Return the error for a run that only the server can know."""
+    if wanted is not None:
+        return ServerUnavailable(f"run {wanted!r} is not on this machine, and {error.message}", hint=error.hint)
+    here = f"name the run; the latest of this machine is {own[0]}" if own else error.hint
+    return ServerUnavailable(f"the latest run may be the server's, and {error.message}", hint=here)
 
 
 def _asked(connection: Connection, text: str) -> tuple[RunView, ...]:
@@ -130,17 +144,9 @@ def _asked(connection: Connection, text: str) -> tuple[RunView, ...]:
 
 
 def _page(home: Home, query: dict[str, str]) -> RunPage | None:
-    try:
-        connection = connect(find_profile(home.root, os.environ))
-        try:
-            found: RunPage = connection.ask(
-                "GET", "/runs", answer=load("serverless_gpu.wire.runs").RunPage, query=query
-            )
-        finally:
-            connection.close()
-    except ServerNotConfigured:
+    """Return a page of the server's runs; None where no server is configured."""
+    if not is_configured(home.root, os.environ):
         return None
-    except ServerProblem as error:
-        say(f"sgpu: {error.message}; this is what is here", err=True)
-        return None
+    with contextlib.closing(connect_briefly(find_profile(home.root, os.environ))) as connection:
+        found: RunPage = connection.ask("GET", "/runs", answer=load("serverless_gpu.wire.runs").RunPage, query=query)
     return found

@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import select
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.locating import locate
-from serverless_gpu.cli.outputs import Output, OwnOutput, Source
+from serverless_gpu.cli.outputs import Output, OwnOutput, Source, refuse_missing_attempt
 from serverless_gpu.cli.server.outputs import served_output
 from serverless_gpu.client.display import Display, TerminalDisplay
 from serverless_gpu.errors import InvalidValue
@@ -34,30 +34,37 @@ _LOOK_S = 0.1
 @click.option(
     "--stream", type=click.Choice(["stdout", "stderr", "both"]), default="both", show_default=True, help="Which output."
 )
+@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt; the last one without it.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each.")
 @click.option("--follow", "-f", is_flag=True, help="Go on showing what is written until the run ends.")
 @click.option("--raw", is_flag=True, help="The bytes as they were written, all on stdout.")
-def logs(run: str | None, rank: str, stream: str, tail: int | None, follow: bool, raw: bool) -> None:
+def logs(run: str | None, rank: str, stream: str, attempt: int | None, **options: Any) -> None:
     """Show what a run wrote: stdout on stdout, stderr on stderr.
 
     RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run. Of a run
-    that had several attempts, the last one is shown, and with --follow those that come after it.
+    that had several attempts, the last one is shown, and with --follow those that come after it; with --attempt, that
+    one alone.
     """
+    tail: int | None = options["tail"]
+    follow: bool = options["follow"]
     home = this_home()
     found = locate(home, run)
     with contextlib.ExitStack() as stack:
         output: Output
         if found.view is not None:
-            output = stack.enter_context(served_output(home, found.view, patiently=follow))
+            output = stack.enter_context(served_output(home, found.view, attempt))
         else:
-            output = OwnOutput(home, read_run(home.runs, found.run_id))
+            record = read_run(home.runs, found.run_id)
+            if attempt is not None:
+                refuse_missing_attempt(found.run_id, attempt, 1)  # a run without a server has one
+            output = OwnOutput(home, record)
         ranks = _ranks(output, rank)
         streams = ("stdout", "stderr") if stream == "both" else (stream,)
         sources = [output.source(number, name) for number in ranks for name in streams]
         if tail is not None:
             for source in sources:
                 source.skip_to_tail(tail)
-        display = _display(raw=raw, tagged=len(ranks) > 1)
+        display = _display(raw=options["raw"], tagged=len(ranks) > 1)
         _show(sources, display, lambda: follow and output.goes_on(), output.look_s_max)
         if tail != 0 and not any(source.has_written for source in sources):
             written = output.written()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import click
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.choosing import durable_home
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.history import is_live, run_ids
@@ -35,7 +35,7 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
 
     STORE is one of your own (sqlite:////path/mlflow.db, or a directory): it gets a server in front of it, too.
     """
-    home = this_home()
+    home = durable_home("the MLflow server keeps its runs there")
     store = _absolute(store)
     if is_end:
         count = int(stop_server(place_of(home, store))) if store else stop_servers(home)

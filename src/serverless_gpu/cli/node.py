@@ -10,7 +10,8 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.mlflow_server import as_builtins, mlflow_lines, mlflow_servers, stop_mlflow
 from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.server.state import server_status
-from serverless_gpu.client.agent_control import agent_status, stop_agent
+from serverless_gpu.client.agent_control import stop_agent
+from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.engines.ray_keeping import stop_ray
 from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.gpu_faults import suspects

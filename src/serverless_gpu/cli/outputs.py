@@ -16,6 +16,7 @@ from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import queued_runs
+from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.history import NOT_STARTED, Record, is_live, read_run, touched_ns
 from serverless_gpu.node.home import Home
 
@@ -145,6 +146,23 @@ class _File(Source):
             return os.pread(fd, size, offset)
         finally:
             os.close(fd)
+
+
+def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
+    """Return if a run had an attempt.
+
+    Args:
+        run_id: the run.
+        attempt: its number, from 1 on.
+        last: the number of the run's last attempt; 0 where nothing was started.
+
+    Raises:
+        InvalidValue: the run had no such attempt.
+    """
+    if 1 <= attempt <= last:
+        return
+    had = "has no attempt yet" if last == 0 else "had one attempt" if last == 1 else f"had attempts 1 to {last}"
+    raise InvalidValue(f"run {run_id} {had}, not {attempt}", hint=f"sgpu show {run_id}")
 
 
 def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:

@@ -3,7 +3,9 @@
     node.py      status · gpus · stop             what this machine keeps warm and lends
     mlflow_server.py  mlflow                      the MLflow server in front of this home's runs
     top/         top                              what this node does, live
-    runs.py      runs · show · cancel             run directories, and the runs behind them
+    runs.py      runs                             run directories, and the runs behind them
+    run_details.py  show                          everything about one run
+    cancellation.py  cancel                       stopping one run
     attending.py attach · run                     being there while one goes on, asking one to make room
     logs.py      logs                             what ranks wrote
     results.py   result                           what ranks returned, as files
@@ -15,7 +17,8 @@
     environments/ env                             what Python sees: captured, restored, compared
     server/      up · login · token · user · …    a server, who one is there, and its machines
 
-Every command but `gpus` leaves the agent as it is: none is started for looking.
+Every command but `gpus` leaves the agent as it is: none is started for looking. A command's module is imported when the
+command runs (`lazy_group.py`).
 """
 
 from __future__ import annotations
@@ -25,42 +28,107 @@ from typing import Any
 
 import click
 
-from serverless_gpu.cli.advise import advise_command
-from serverless_gpu.cli.attending import attach, run_group
-from serverless_gpu.cli.cleaning import clean
-from serverless_gpu.cli.diagnosis import doctor
-from serverless_gpu.cli.environments import env
-from serverless_gpu.cli.logs import logs
-from serverless_gpu.cli.metrics import metrics
-from serverless_gpu.cli.mlflow_server import mlflow
-from serverless_gpu.cli.node import gpus, status, stop
-from serverless_gpu.cli.output import say_lines
-from serverless_gpu.cli.results import result
-from serverless_gpu.cli.runs import cancel, runs, show
-from serverless_gpu.cli.server.audit import audit
-from serverless_gpu.cli.server.budgets import budget
-from serverless_gpu.cli.server.dividing import pool, pools, queue, share
-from serverless_gpu.cli.server.exit_codes import CANCELLED
-from serverless_gpu.cli.server.join import join
-from serverless_gpu.cli.server.logbook import server_logs
-from serverless_gpu.cli.server.machines import node, nodes
-from serverless_gpu.cli.server.node_rules import node_commands
-from serverless_gpu.cli.server.operating import server_group
-from serverless_gpu.cli.server.people import login, team, user, whoami
-from serverless_gpu.cli.server.policies import policy
-from serverless_gpu.cli.server.prices import price
-from serverless_gpu.cli.server.secrets import secret
-from serverless_gpu.cli.server.submitting import submit
-from serverless_gpu.cli.server.tokens import token
-from serverless_gpu.cli.server.up import up
-from serverless_gpu.cli.server.usage import usage
-from serverless_gpu.cli.simulate import simulate_command
-from serverless_gpu.cli.top.command import top
+from serverless_gpu.cli.lazy_group import Entry, LazyGroup
+from serverless_gpu.cli.server.exit_codes import CANCELLED, exit_code
 from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.loading import load
 from serverless_gpu.version import __version__
 
+COMMANDS = {
+    "advise": Entry(
+        "advise:advise_command",
+        "Say how many GPUs to reserve, and which runs had more GPU than they used.",
+    ),
+    "attach": Entry(
+        "attending:attach",
+        "Show a run until it ends, as the call itself does; Ctrl-C leaves it to itself.",
+    ),
+    "audit": Entry(
+        "server.audit:audit",
+        "See who did what on the server, keep a copy, and check that nobody has changed it.",
+    ),
+    "budget": Entry(
+        "server.budgets:budget",
+        "List, make and delete budgets: money or GPU-hours per day, week or month.",
+    ),
+    "cancel": Entry("cancellation:cancel", "Stop a run and wait until its devices were handed back."),
+    "clean": Entry(
+        "cleaning:clean",
+        "Delete directories of ended runs, with their results and logs, and copies of results of a server's runs.",
+    ),
+    "doctor": Entry("diagnosis:doctor", "Look for what keeps runs from working here, and say what mends it."),
+    "env": Entry("environments:env", "Capture what Python sees, restore it elsewhere, and tell what changed."),
+    "gpus": Entry("node:gpus", "List the GPUs and CPU slots of this node, and GPUs in quarantine."),
+    "join": Entry("server.join:join", "Make this machine a node of the pool of HOST, for as long as this runs."),
+    "login": Entry(
+        "server.people:login",
+        "Use a server for remote calls from now on: its address and a token that it knows.",
+    ),
+    "logs": Entry("logs:logs", "Show what a run wrote: stdout on stdout, stderr on stderr."),
+    "metrics": Entry("metrics:metrics", "Show what was sampled of a run's nodes, GPUs and ranks."),
+    "mlflow": Entry(
+        "mlflow_server:mlflow",
+        "Print the address of the MLflow server in front of this home's runs; start it if it is not running.",
+    ),
+    "node": Entry("server.node_rules:node", "Act on one machine of the server."),
+    "nodes": Entry(
+        "server.machines:nodes",
+        "List the machines of the server: whether they answer, and what they have.",
+    ),
+    "policy": Entry(
+        "server.policies:policy",
+        "List, make and attach usage policies: what runs have to have, and may ask for.",
+    ),
+    "pool": Entry("server.dividing:pool", "List, make and change pools."),
+    "pools": Entry("server.dividing:pools", "List pools: their machines, what is free, and how many runs wait."),
+    "price": Entry("server.prices:price", "List, set and end prices."),
+    "queue": Entry(
+        "server.dividing:queue",
+        "List runs that wait, in the order in which they are looked at: what for, for whom, until when.",
+    ),
+    "result": Entry("results:result", "Copy what ranks returned to <rank>.pkl in a directory; prints the paths."),
+    "run": Entry("attending:run_group", "Look at one run, or act on it."),
+    "runs": Entry("runs:runs", "List runs, newest first: those of this home, and those of the server if there is one."),
+    "secret": Entry("server.secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'),
+    "server": Entry("server.operating:server_group", "Look after a server: its settings, its unit, its backups."),
+    "share": Entry("server.dividing:share", "List and set who gets how much while others want devices, too."),
+    "show": Entry(
+        "run_details:show",
+        "Show everything about one run: what was asked for, how it ended, its receipt, its files.",
+    ),
+    "simulate": Entry(
+        "simulate:simulate_command",
+        "Replay a trace on a cluster, and show what each scheduler makes of it.",
+    ),
+    "status": Entry(
+        "node:status",
+        "Show what the agent of this node keeps warm and looks after, and how the servers are if there are any.",
+    ),
+    "stop": Entry(
+        "node:stop",
+        "End the agent of this node and what it keeps warm, and the Ray of a server here; running attempts go on.",
+    ),
+    "submit": Entry(
+        "server.submitting:submit",
+        "Run a Python script (PROGRAM ends in .py) or any program, and show what it writes until it ends.",
+    ),
+    "team": Entry("server.people:team", "List, make and fill teams; a member may read the runs of a team."),
+    "token": Entry("server.tokens:token", "Make, list and revoke tokens of a server."),
+    "top": Entry(
+        "top.command:top",
+        "Show what this node does now: each GPU, who has it, each run and its ranks; once a second.",
+    ),
+    "up": Entry("server.up:up", "Start a server: a queue in front of this machine's GPUs, or a team's."),
+    "usage": Entry(
+        "server.usage:usage",
+        "Show what was used and what it cost, of yourself and your teams; an operator sees everybody's.",
+    ),
+    "user": Entry("server.people:user", "List, add and change users and services of a server."),
+    "whoami": Entry("server.people:whoami", "Say who you are on the server, and what your role is."),
+}
 
-class _Commands(click.Group):
+
+class _Commands(LazyGroup):
     """All commands. Ctrl-C is exit code 130 in each of them, and no word more than it has said itself."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -71,66 +139,16 @@ class _Commands(click.Group):
             sys.exit(CANCELLED)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="serverless-gpu")
 def sgpu() -> None:
     """The function runtime for GPUs you own."""
 
 
-for _command in (
-    advise_command,
-    attach,
-    cancel,
-    clean,
-    doctor,
-    env,
-    gpus,
-    logs,
-    metrics,
-    mlflow,
-    price,
-    result,
-    run_group,
-    runs,
-    show,
-    simulate_command,
-    status,
-    stop,
-):
-    sgpu.add_command(_command)
-for _command in (
-    audit,
-    budget,
-    login,
-    node,
-    nodes,
-    join,
-    policy,
-    pool,
-    pools,
-    queue,
-    secret,
-    server_group,
-    share,
-    submit,
-    team,
-    token,
-    top,
-    up,
-    usage,
-    user,
-    whoami,
-):
-    sgpu.add_command(_command)
-server_group.add_command(server_logs)
-for _command in node_commands:
-    node.add_command(_command)
-
-
 def main() -> None:
-    """Run the command; an error of ours is a message and exit code 1, not a traceback."""
+    """Run the command; an error of ours is a message and an exit code, not a traceback."""
     try:
         sgpu(prog_name="sgpu")
     except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal that cannot be written to
-        say_lines(f"sgpu: {error}", err=True)
-        sys.exit(1)
+        load("serverless_gpu.cli.output").say_lines(f"sgpu: {error}", err=True)
+        sys.exit(exit_code(error))

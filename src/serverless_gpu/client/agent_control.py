@@ -1,4 +1,4 @@
-"""Asking the agent of a home what it does, and ending it."""
+"""Ending the agent of a home, with what it keeps warm."""
 
 from __future__ import annotations
 
@@ -17,29 +17,6 @@ from serverless_gpu.node.reaching import running_agent
 from serverless_gpu.node.uplink.control import stop_all
 
 _END_S = 10.0
-
-
-def agent_status(home: Path) -> protocol.Status | None:
-    """Return what the agent of a home looks after, or None when none is running.
-
-    Raises:
-        AgentUnavailable: it does not answer.
-    """
-    connection = running_agent(Home(home))
-    if connection is None:
-        return None
-    channel, greeting = connection
-    channel.sock.settimeout(_END_S)
-    try:
-        protocol.send(channel, protocol.StatusRequest())
-        received = protocol.receive(channel)
-    except TimeoutError:
-        raise AgentUnavailable(f"the agent (pid {greeting.pid}) did not answer within {_END_S:.0f} s") from None
-    finally:
-        channel.close()
-    if received is None or not isinstance(received[0], protocol.Status):
-        raise AgentUnavailable("the agent of this node ended while it was asked for its status")
-    return received[0]
 
 
 def stop_agent(home: Path) -> bool:

@@ -33,7 +33,7 @@ from serverless_gpu.errors import (
     UntrustedResult,
 )
 from serverless_gpu.model import idling
-from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
+from serverless_gpu.model.attempt import MEANINGS, SUPERVISOR_GONE, Failure, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.stacks import readable
 from serverless_gpu.node.entrypoint import INSIDE
@@ -58,6 +58,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.IDLE: RunTimedOut,
     Reason.BUDGET: BudgetExhausted,
     Reason.SUPERVISOR_LOST: NodeLost,
+    Reason.SUPERVISOR_KILLED: NodeLost,
     Reason.NODE_LOST: NodeLost,
     Reason.RUNTIME_LOST: NodeLost,
     Reason.NODE_PARTITIONED: NodeLost,
@@ -69,6 +70,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.ENGINE_HEAD_LOST: EngineHeadLost,
 }
 _KEEPS = "work of a device, output or `attach` keeps a run; a larger idle_timeout= lets it stand longer"
+_SAVES = "save to runtime.checkpoint_dir() and begin with runtime.resume_dir(), or ask for a longer limit"
 _OF_A_CLUSTER = (Reason.ENGINE_HEAD_LOST.value, Reason.START_FAILED.value)  # what a failure's record calls itself
 _CONSEQUENCES_MAX = 8
 _CONSEQUENCE_CHARACTERS_MAX = 300
@@ -311,7 +313,7 @@ def _explain_loss(error: RunError, record: dict[str, object]) -> None:
 
 
 def _hint(reason: Reason, directory: Path) -> str:
-    if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST):
+    if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, *SUPERVISOR_GONE):
         return f"the run's files: {directory}; what our own processes wrote: {directory.parents[2] / 'agent.log'}"
     if reason is Reason.NODE_DISK:
         return "free some space (`sgpu env gc` helps), or set SERVERLESS_GPU_HOME to a directory on another disk"
@@ -323,6 +325,8 @@ def _hint(reason: Reason, directory: Path) -> str:
         return f"what our own processes wrote: {directory.parents[2] / 'agent.log'}"
     if reason is Reason.IDLE:
         return f"{_KEEPS}; logs: {directory / 'logs'}"
+    if reason is Reason.NO_PROGRESS:
+        return f"{_SAVES}; logs: {directory / 'logs'}"
     if reason is Reason.RESULT_STORAGE:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENGINE_HEAD_LOST:
@@ -331,19 +335,20 @@ def _hint(reason: Reason, directory: Path) -> str:
 
 
 def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | None) -> str:
-    if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.SUPERVISOR_LOST, Reason.ENV_UNAVAILABLE):
+    if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.ENV_UNAVAILABLE, *SUPERVISOR_GONE):
         return f"what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
     if reason is Reason.ENGINE_HEAD_LOST:
         return f"what Ray wrote is on node {origin.node}: ray/ in the run's directory there; logs: `sgpu logs {run_id}`"
     if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):
         return f"node {origin.node} needs space: `sgpu env gc` there helps"
     logs = f"logs: `sgpu logs {run_id}{f' --rank {rank}' if rank else ''}`"  # of rank 0 without that
-    return f"{_KEEPS}; {logs}" if reason is Reason.IDLE else logs
+    advice = {Reason.IDLE: _KEEPS, Reason.NO_PROGRESS: _SAVES}.get(reason)
+    return f"{advice}; {logs}" if advice else logs
 
 
 def _limit(reason: Reason, spec: RunSpec) -> str:
     """Return which limit a run has reached, and whose it is where its user did not set it; "" where it is no limit."""
-    by = f"usage policy {spec.policy!r}" if spec.policy else "the server"
+    by = spec.limited_by
     idle_s = idling.limit_s(spec)
     if reason is Reason.IDLE and idle_s:
         whose = f", which {by} may have set" if spec.policy else ""
@@ -376,7 +381,8 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     if stopped.reason is Reason.ENGINE_HEAD_LOST and detail:
         return detail
     if rank is None:
-        what = f"{meaning}: {detail}" if detail and detail not in meaning else meaning
+        is_whole = detail.startswith(meaning)  # the server says both
+        what = detail if is_whole else f"{meaning}: {detail}" if detail and detail not in meaning else meaning
         return f"node {node}: {what}" if node else what
     who = _who(stopped, rank)
     match stopped.reason:

@@ -211,7 +211,7 @@ class Run(Generic[R]):
 
         Raises:
             TimeoutError: that has not happened by then.
-            ServerlessGpuError: there is none, because the run never started or its supervisor was killed.
+            ServerlessGpuError: there is none, because the run never started.
         """
         self._hear_until(lambda: self._receipt is not None or not self._source.is_open, timeout)
         if self._receipt is None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from serverless_gpu.model.attempt import MEANINGS, Reason, StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node import protocol
 from serverless_gpu.node.history import read_ending, read_receipt
+from serverless_gpu.node.home import remove_at_once
 from serverless_gpu.node.inside.channel import Channel
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _LAUNCH_TRIES = 3
 _TRIES = "serverless_gpu.client.tries"  # loaded when it is asked for: a call has no use for it
 _COSTS = "serverless_gpu.client.costs"
+_LOSS = "serverless_gpu.node.supervisor_loss"
 
 Reconnect = Callable[[], Channel]
 
@@ -162,6 +163,7 @@ class Supervised(Source):
         self._again = again
         self._tries = 1
         self._accepted = again is None
+        self._lost_ns: int | None = None  # boottime at which the supervisor's end was heard
 
     @property
     def is_open(self) -> bool:
@@ -190,6 +192,7 @@ class Supervised(Source):
             if received is not None:
                 self._note(received[0])
                 return received[0]
+            self._lost_ns = SystemClock().boottime_ns()
             self.close()
             if not self._accepted and self._again is not None and self._tries < _LAUNCH_TRIES:
                 self._tries += 1
@@ -210,12 +213,18 @@ class Supervised(Source):
             self.channel = None
 
     def ending(self) -> protocol.Stopped:
-        """Return what the run directory says, or that the supervisor is lost."""
-        return read_ending(self.directory) or supervisor_lost()
+        """Return how the run directory says it ended; write that where the supervisor died."""
+        stopped = read_ending(self.directory)
+        if stopped is None and self._settle():
+            stopped = read_ending(self.directory)
+        return stopped or supervisor_lost()
 
     def receipt(self) -> Receipt | None:
-        """Return what the run directory has."""
-        return read_receipt(self.directory)
+        """Return the receipt that the run directory has; write it where the supervisor died."""
+        receipt = read_receipt(self.directory)
+        if receipt is None and self._settle():
+            receipt = read_receipt(self.directory)
+        return receipt
 
     def bring_result(self, rank: int) -> None:
         """Do nothing: it is there."""
@@ -243,17 +252,22 @@ class Supervised(Source):
         room = load(_TRIES)
         return [room.read_try(directory) for directory in room.attempts_here(self.directory.parent)]
 
+    def _settle(self) -> bool:
+        """Write how a run ended whose supervisor died; return False where no supervisor had it, or one still has it."""
+        settled: bool = load(_LOSS).settle_here(self.directory, SystemClock(), seen_ns=self._lost_ns)
+        return settled
+
     def _note(self, message: protocol.AnyMessage) -> None:
         match message:
             case protocol.Accepted() | protocol.Stopped():
                 self._accepted = True
             case protocol.Refused() if not self._accepted:  # nothing was started
-                shutil.rmtree(self.directory.parent, ignore_errors=True)
+                remove_at_once(self.directory.parent)
             case _:
                 pass
 
 
 def supervisor_lost() -> protocol.Stopped:
-    """Return the ending of a run whose supervisor died without a word."""
-    reason = Reason.SUPERVISOR_LOST
+    """Return the ending of a run whose supervisor died without a word, and without evidence of why."""
+    reason = Reason.SUPERVISOR_KILLED
     return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())

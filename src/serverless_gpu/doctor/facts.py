@@ -126,6 +126,9 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         principal: whose the token is.
         token_problem: why the token is not taken.
         nodes: its machines; None where one may not look at them.
+        closed_pools: those that run the code of its first administrator only; None where one may not look at pools.
+        shared_pools: those where several principals share one operating-system user.
+        principals: how many principals may start runs; None where one may not look at them.
         certificate_left_s: how long its certificate is good, in seconds; negative once it has ended; None where it has
             none, or that could not be seen.
     """
@@ -146,6 +149,9 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     principal: str = ""
     token_problem: str = ""
     nodes: tuple[ServerNode, ...] | None = None
+    closed_pools: tuple[str, ...] | None = None
+    shared_pools: tuple[str, ...] = ()
+    principals: int | None = None
     certificate_left_s: float | None = None
 
 

@@ -351,8 +351,10 @@ CHECKS = (
         title="Warm starts",
         symptoms=("cold start (…) in the receipt",),
         cause="Ranks are forked from an interpreter that has imported torch already, if it can be forked from: "
-        "one thread, no CUDA, the same packages as the caller.",
-        mend="take what starts threads or touches CUDA out of sitecustomize.py and .pth files, then: sgpu stop",
+        "one thread, no process left by start-up code, no CUDA, the same packages as the caller. Runs of a server's "
+        "users also need user namespaces: without them no interpreter is shared.",
+        mend="take what starts threads or processes, or touches CUDA, out of sitecustomize.py and .pth files, then: "
+        "sgpu stop   (user namespaces in a container: allow unshare in its seccomp profile)",
         probe=_zygote,
     ),
     Check(

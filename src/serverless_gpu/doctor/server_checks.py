@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from serverless_gpu.doctor.facts import Facts, ServerFacts
 from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
+from serverless_gpu.model.scheduling.uid_sharing import REMEDY, REVOKE
 from serverless_gpu.units import format_days_ms
 from serverless_gpu.version import __version__
 
@@ -85,6 +86,26 @@ def _nodes(facts: Facts, server: ServerFacts) -> list[Finding]:
             mend = "timedatectl set-ntp true, there   (limits, leases and charges do not depend on it)"
             found += warning(f"{node.name} {node.clock}: moments that its runs write down are off", mend)
     return found or ok(", ".join(f"{node.name} is up" for node in server.nodes))
+
+
+@about(lambda facts: facts.server)
+def _isolation(facts: Facts, server: ServerFacts) -> list[Finding]:
+    if not server.principal:
+        return []
+    if server.closed_pools is None:
+        return unknown("your role may not look at pools")
+    if server.principals is not None and server.principals < 2:
+        return ok("one principal starts runs here")
+    found = []
+    if server.shared_pools:
+        sentence = f"several principals share one operating-system user in {', '.join(server.shared_pools)}"
+        mend = REVOKE.format(pool=server.shared_pools[0])
+        found += warning(f"{sentence}: each run can read what other runs leave", f"{mend}   (runs that run go on)")
+    if server.closed_pools:
+        sentence = f"only the first administrator's runs start in {', '.join(server.closed_pools)}"
+        mend = REMEDY.format(pool=server.closed_pools[0])
+        found += warning(f"{sentence}: those of others wait", f"{mend}   (as an administrator who accepts that)")
+    return found or ok("no pool has joined yet")
 
 
 @about(lambda facts: facts.server)
@@ -175,6 +196,20 @@ CHECKS = (
         "One on which a process cannot even be killed, for it waits for a disk that hangs, takes nothing new.",
         mend="restart `sgpu up` there; for a machine that is dead: sgpu node forget NAME --i-know-it-is-dead",
         probe=_nodes,
+    ),
+    Check(
+        code="server-isolation",
+        group=Group.SERVER,
+        title="Whether users are kept apart",
+        symptoms=(
+            "a run stays QUEUED: pool 'default' runs the code of one principal only, because all runs there share one "
+            "operating-system user; …",
+        ),
+        cause="All runs of a node have the operating-system user of its agent. The code of one can read files, "
+        "variables and secrets of the others, and the server's key and tokens on its machine. So a pool runs the code "
+        "of the server's first administrator only, until an administrator accepts that.",
+        mend="sgpu pool set NAME --isolation none   (--isolation unset takes it back; then: sgpu server rotate)",
+        probe=_isolation,
     ),
     Check(
         code="server-clock",

@@ -1,4 +1,6 @@
-"""The join file: what a machine needs to ask the server whether it may join; made by `sgpu up --engine ray`, 0600.
+"""The join file, 0600: what a machine needs to ask the server whether it may join.
+
+`sgpu up --engine ray` makes one for one machine, `sgpu node invite` for several.
 
     {"server": "https://gpu.internal:7878", "token": "sgpu_…", "ca": "-----BEGIN CERTIFICATE-----…"}
 
@@ -61,7 +63,7 @@ def read_join_file(path: Path) -> JoinFile:
     if others:
         raise InvalidValue(
             f"{path} lets in whoever has it, and {others}",
-            hint=f"chmod 600 {path}   (did somebody read it? delete server/join.token, start the server again)",
+            hint=f"chmod 600 {path}   (did somebody read it? sgpu token revoke, and make another: sgpu node invite)",
         )
     try:
         return from_json(data, JoinFile)

@@ -23,13 +23,13 @@ from serverless_gpu.ambient import SystemClock, machine
 from serverless_gpu.engines import ray_machine, ray_start
 from serverless_gpu.engines.ray_join_file import JoinFile
 from serverless_gpu.engines.ray_keeper import Plan, unreachable
-from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerProblem, ServerUnavailable
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, NotFound, ServerProblem, ServerUnavailable
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.private_files import write_private
 from serverless_gpu.node.uplink.presence import LEFT, instance_of
-from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.node.uplink.profile import Profile, read_profile, write_profile
 from serverless_gpu.wire.connection import Connection
-from serverless_gpu.wire.joining import JoinAnswer, JoinRequest
+from serverless_gpu.wire.joining import JoinAnswer, JoinRequest, RayPool
 
 DIRECTORY = "ray"
 """Of the files of a machine that joins, in its home."""
@@ -96,12 +96,12 @@ def prepare(wish: Wish, home: Home, environ: Mapping[str, str]) -> Ready:
     address = wish.address or ray_machine.own_address(host)
     ray_start.check_node_address(address)
     ray_machine.check_own(address)
-    answer = _ask(wish, home)
-    if different := ray_machine.differences(answer.ray.version, answer.ray.python):
+    token, pool = _ask(wish, home)
+    if different := ray_machine.differences(pool.version, pool.python):
         raise ServerProblem(different, hint="")
-    head = ray_start.joined(host, port or int(answer.ray.address.rpartition(":")[2]))
-    base = answer.ray.port if wish.port is None else wish.port
-    _refuse_closed(head, patience_s=HEAD_S if answer.ray.problem else 0.0, ports=ray_start.port_range(base))
+    head = ray_start.joined(host, port or int(pool.address.rpartition(":")[2]))
+    base = pool.port if wish.port is None else wish.port
+    _refuse_closed(head, patience_s=HEAD_S if pool.problem else 0.0, ports=ray_start.port_range(base))
     _refuse_taken(base, address)
     directory = home.root / DIRECTORY
     profile = directory / ray_machine.PROFILE
@@ -110,8 +110,8 @@ def prepare(wish: Wish, home: Home, environ: Mapping[str, str]) -> Ready:
     node = ray_machine.node_of(wish.name, address, base, files, devices)
     try:
         ca = str(directory / ray_machine.CA) if wish.file.ca else ""
-        write_profile(profile, Profile(url=wish.file.server, token=answer.token, ca=ca, name=wish.name))
-        plan = ray_machine.prepared(node, files, answer.ray.token, environ, head=head)
+        write_profile(profile, Profile(url=wish.file.server, token=token, ca=ca, name=wish.name))
+        plan = ray_machine.prepared(node, files, pool.token, environ, head=head)
         (directory / LEFT).unlink(missing_ok=True)
     except OSError as error:
         raise ServerProblem(f"{directory} cannot be written: {error.strerror}") from error
@@ -157,7 +157,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _ask(wish: Wish, home: Home) -> JoinAnswer:
+def _ask(wish: Wish, home: Home) -> tuple[str, RayPool]:
+    """Return this machine's own token and how it joins: as it has joined before, else with the join token."""
     directory = home.root / DIRECTORY
     ca = str(directory / ray_machine.CA) if wish.file.ca else ""
     try:
@@ -168,13 +169,19 @@ def _ask(wish: Wish, home: Home) -> JoinAnswer:
         raise ServerProblem(f"{directory} cannot be written: {error.strerror}") from error
     request = JoinRequest(name=wish.name, machine=machine(), instance=instance_of(home))
     url = wish.file.server
+    again = _ask_again(wish, directory, ca)
+    if again is not None:
+        return again
     with contextlib.closing(Connection(url, wish.file.token, ca=ca)) as connection:
         try:
-            return connection.ask("POST", "/agents/join", request, answer=JoinAnswer)
-        except NotAuthenticated:
+            answer = connection.ask("POST", "/agents/join", request, answer=JoinAnswer)
+            if answer.ray is None:
+                raise ServerProblem(f"the server at {url} does not say how its Ray is joined", hint="")
+            return answer.token, answer.ray
+        except NotAuthenticated as error:
             raise NotAuthenticated(
-                f"the server at {url} does not take the token of {wish.path}",
-                hint="it was changed there: copy server/join.json of the first machine again",
+                f"the server at {url} does not take the token of {wish.path}: {error.message}",
+                hint="on the first machine: sgpu node invite; copy the file that it writes",
             ) from None
         except NotFound:
             raise ServerProblem(
@@ -184,6 +191,21 @@ def _ask(wish: Wish, home: Home) -> JoinAnswer:
         except ServerUnavailable as error:
             hint = f"from here: curl {url}/api/v1/version   (an address that this machine reaches: --server URL)"
             raise ServerUnavailable(error.message, hint=hint) from None
+
+
+def _ask_again(wish: Wish, directory: Path, ca: str) -> tuple[str, RayPool] | None:
+    """Return what a machine that has joined before gets for its own token, or None where it needs a join token."""
+    try:
+        profile = read_profile(directory / ray_machine.PROFILE)
+    except InvalidValue:
+        return None
+    if (profile.url, profile.name) != (wish.file.server, wish.name):
+        return None
+    with contextlib.closing(Connection(profile.url, profile.token, ca=ca)) as connection:
+        try:
+            return profile.token, connection.ask("GET", "/agents/ray", answer=RayPool)
+        except (NotAuthenticated, NotAllowed, NotFound, ServerUnavailable):
+            return None  # where the server is away, the next question says so
 
 
 def _refuse_closed(head: str, *, patience_s: float, ports: str) -> None:

@@ -9,9 +9,11 @@
 
 A row's path starts with its area: `site/` is the directory that is on `sys.path`, `prefix/` the directory above it
 that has `bin` and `share`. So a unit knows nothing of Python versions, machines or users, and the same wheel has the
-same address everywhere. The address of a unit is BLAKE3 over its rows in order of their paths; that of a snapshot is
-BLAKE3 over its interpreter, the addresses of the units of each root, and the files that are generated on restore. Facts
-(where it came from, notes of installers) are not part of an address.
+same address everywhere. The address of a unit is BLAKE3 over its rows in order of their paths.
+
+The address of a snapshot covers everything that a restore acts on: the interpreter, each root with its units in their
+order, the files that are generated, and where the snapshot came from. Two documents with one address differ only in
+facts that decide nothing (`UNADDRESSED_FACTS`). Snapshots of version 1 covered less: see `snapshot_address_1`.
 
 Whoever reads a document from a store goes through `blobs.py`, which checks it (`rules.py`) before anybody else sees it.
 """
@@ -25,6 +27,11 @@ import msgspec
 from blake3 import blake3
 
 VERSION = 1
+"""The format of units, and of what garbage collection writes down."""
+SNAPSHOT_VERSION = 2
+"""The format of snapshots that are written; those of version 1 can still be read."""
+UNADDRESSED_FACTS = ("captured_ns", "loaded", "variables", "left_out")
+"""Facts that a snapshot's address does not cover: a restore compiles `loaded` first, and only shows the others."""
 BLOCK_BYTES = 4 * 1024 * 1024
 """Content bytes of a block: what is compressed as one zstd frame, and restored by itself."""
 PACK_BYTES = 16 * 1024 * 1024
@@ -106,10 +113,10 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         implementation: ``cpython``.
-        version: for example ``3.11.7``; the first two numbers are part of the address.
+        version: for example ``3.11.7``.
         abi: what extension modules are built for, for example ``cpython-311-x86_64-linux-gnu``.
         platform: for example ``linux-x86_64``.
-        glibc: of the machine it was captured on, for example ``2.36``; "" elsewhere. Not part of the address.
+        glibc: of the machine it was captured on, for example ``2.36``; "" elsewhere.
     """
 
     implementation: str
@@ -182,7 +189,7 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a snapshot came from; not part of its address, and nothing is decided by it that could do harm.
+    """Where a snapshot came from. Its address covers all but `UNADDRESSED_FACTS`.
 
     Attributes:
         captured_ns: when, nanoseconds since 1970.
@@ -213,7 +220,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     interpreter: Interpreter
     roots: tuple[Root, ...]
     facts: Facts = Facts()
-    version: int = VERSION
+    version: int = SNAPSHOT_VERSION
 
     @property
     def size(self) -> int:
@@ -242,8 +249,37 @@ def unit_address(rows: Iterable[Row]) -> str:
     return digest.hexdigest()
 
 
-def snapshot_address(interpreter: Interpreter, roots: Iterable[Root]) -> str:
-    """Return the address of a snapshot.
+def snapshot_address(snapshot: Snapshot) -> str:
+    """Return the address of a snapshot, by the rules of its version.
+
+    Args:
+        snapshot: with everything but its address.
+    """
+    if snapshot.version == 1:
+        return snapshot_address_1(snapshot.interpreter, snapshot.roots)
+    python, facts = snapshot.interpreter, snapshot.facts
+    covered = (
+        (python.implementation, python.version, python.abi, python.platform, python.glibc),
+        tuple(
+            (
+                (root.kind, root.before, root.on_path),
+                tuple((m.kind, m.name, m.version, m.address, m.size, m.files, m.modules) for m in root.members),
+                tuple((file.path, file.executable, file.text) for file in root.generated),
+            )
+            for root in snapshot.roots
+        ),
+        (facts.python, facts.prefix, facts.originals, tuple(tuple(sorted(notes.items())) for notes in facts.notes)),
+    )
+    try:
+        # Lists and strings carry their length in msgpack, so no two snapshots come to the same bytes.
+        content = msgspec.msgpack.encode(covered)
+    except UnicodeEncodeError:
+        content = ascii(covered).encode()  # the rules refuse text that is not UTF-8, and say where it is
+    return blake3(b"serverless-gpu snapshot 2\n" + content).hexdigest()
+
+
+def snapshot_address_1(interpreter: Interpreter, roots: Iterable[Root]) -> str:
+    """Return the address of a snapshot of version 1, which covers neither the order of units nor their kinds and sizes.
 
     Args:
         interpreter: what it is for.
@@ -263,10 +299,16 @@ def snapshot_address(interpreter: Interpreter, roots: Iterable[Root]) -> str:
     return digest.hexdigest()
 
 
+def in_order(members: Iterable[Member]) -> tuple[Member, ...]:
+    """Return members in the order in which a root lists them: of kind, name and address."""
+    return tuple(sorted(members, key=lambda member: (member.kind, member.name, member.address)))
+
+
 def make_snapshot(interpreter: Interpreter, roots: tuple[Root, ...], facts: Facts) -> Snapshot:
-    """Return a snapshot with its address."""
-    address = snapshot_address(interpreter, roots)
-    return Snapshot(address=address, interpreter=interpreter, roots=roots, facts=facts)
+    """Return a snapshot with its address, the units of each root in their order."""
+    roots = tuple(msgspec.structs.replace(root, members=in_order(root.members)) for root in roots)
+    made = Snapshot(address="", interpreter=interpreter, roots=roots, facts=facts)
+    return msgspec.structs.replace(made, address=snapshot_address(made))
 
 
 def _path(item: Row | Generated) -> bytes:

@@ -38,6 +38,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         grace_s: how long it may take to stop.
         cpus: cores that it asks for, 0 where it asks for no number of them.
         memory_bytes: likewise host memory.
+        mandatory: policies that apply beside that of the subject.
+        name: of the run: earlier ones of its owner and name say how long it takes.
     """
 
     run_id: str
@@ -47,6 +49,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 0.0
     cpus: int = 0
     memory_bytes: int = 0
+    mandatory: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the policies whose caps it counts for."""
+        return (self.subject.policy, *self.mandatory)
 
 
 class Rooms(Protocol):
@@ -105,7 +114,11 @@ class _Counting:
         self._blocked: set[_Line] = set()  # somebody waits for room there, and is not passed
 
     def why_not(self, candidate: Candidate) -> str:
-        policy, owner = candidate.subject.policy, candidate.subject.owner
+        found = (self._why_not(candidate, policy) for policy in candidate.policies)
+        return next((why for why in found if why), "")
+
+    def _why_not(self, candidate: Candidate, policy: str) -> str:
+        owner = candidate.subject.owner
         cap = self._caps.get(policy)
         if cap is None:
             return ""
@@ -113,7 +126,7 @@ class _Counting:
         if candidate.gpus is None or candidate.gpus > cap:  # it was asked for before the policy said so
             wants = "every GPU of a node" if candidate.gpus is None else f"{candidate.gpus}"
             return f"{allowed}, and the run wants {wants}"
-        line = _line(candidate)
+        line = _line(candidate, policy)
         used, taken = self._using.get((policy, owner), 0), self._taken.get(line, 0)
         if line not in self._blocked and used + taken + candidate.gpus <= cap:
             return ""
@@ -122,11 +135,11 @@ class _Counting:
         return f"{allowed}: {used} are in use{ahead}"
 
     def count(self, candidate: Candidate) -> None:
-        if candidate.subject.policy in self._caps and candidate.gpus is not None:
-            line = _line(candidate)
-            self._taken[line] = self._taken.get(line, 0) + candidate.gpus
+        for policy in candidate.policies if candidate.gpus is not None else ():
+            if policy in self._caps:
+                line = _line(candidate, policy)
+                self._taken[line] = self._taken.get(line, 0) + (candidate.gpus or 0)
 
 
-def _line(candidate: Candidate) -> _Line:
-    subject = candidate.subject
-    return subject.policy, subject.owner, candidate.gpu_type, subject.pool
+def _line(candidate: Candidate, policy: str) -> _Line:
+    return policy, candidate.subject.owner, candidate.gpu_type, candidate.subject.pool

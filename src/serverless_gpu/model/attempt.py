@@ -70,6 +70,7 @@ class Reason(StrEnum):
     TIMEOUT = "timeout"
     BUDGET = "budget"
     SUPERVISOR_LOST = "supervisor_lost"
+    SUPERVISOR_KILLED = "supervisor_killed"
     NODE_LOST = "node_lost"
     COMMAND_FAILED = "command_failed"
     PREEMPTED = "preempted"
@@ -88,6 +89,7 @@ class Reason(StrEnum):
     UNSATISFIABLE = "unsatisfiable"
     PEER_FAILED = "peer_failed"
     NODES_APART = "nodes_apart"
+    NO_PROGRESS = "no_progress"
 
 
 class StopReason(StrEnum):
@@ -110,6 +112,9 @@ STOPPED_BY: Mapping[StopReason, Reason] = {
     StopReason.IDLE: Reason.IDLE,
 }
 """The reason with which an attempt ends that was asked to stop."""
+
+SUPERVISOR_GONE = frozenset({Reason.SUPERVISOR_LOST, Reason.SUPERVISOR_KILLED})
+"""An attempt ended without a word of its supervisor; `supervisor_loss.py` decides which of the two it is."""
 
 # An attempt that is stopped for one of these may go on as another attempt; a later stop of another kind forbids that.
 PASSING_STOPS = frozenset({Reason.PREEMPTED, Reason.DRAINED, Reason.NODE_PARTITIONED})
@@ -174,8 +179,9 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.CANCELLED: Meaning(State.CANCELLED, False, True, "the run was cancelled"),
     Reason.TIMEOUT: Meaning(State.TIMED_OUT, False, True, "the run reached its time limit"),
     Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the run was stopped for its budget"),
-    Reason.SUPERVISOR_LOST: Meaning(
-        State.LOST, False, False, "the run's supervisor process died (was it killed, or the machine restarted?)"
+    Reason.SUPERVISOR_LOST: Meaning(State.LOST, False, False, "the run's supervisor process was lost with its machine"),
+    Reason.SUPERVISOR_KILLED: Meaning(
+        State.LOST, False, True, "the run's supervisor process died, and nothing shows that the machine failed"
     ),
     Reason.NODE_LOST: Meaning(State.LOST, False, False, "the node did not answer any more"),
     Reason.COMMAND_FAILED: Meaning(State.FAILED, False, True, "the command ended with an exit code other than 0"),
@@ -205,7 +211,14 @@ MEANINGS: Mapping[Reason, Meaning] = {
     ),
     Reason.PEER_FAILED: Meaning(State.FAILED, False, False, "the run failed on another of its nodes"),
     Reason.NODES_APART: Meaning(State.FAILED, True, False, "the run's nodes do not reach each other"),
+    Reason.NO_PROGRESS: Meaning(
+        State.FAILED, False, True, "attempt after attempt of the run saved nothing new to continue from"
+    ),
 }
+
+
+UNSAVED_MAX = 3
+"""Attempts in a row that save nothing new, after which `resume` gives up where no policy says otherwise."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

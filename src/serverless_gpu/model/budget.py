@@ -2,12 +2,15 @@
 
     charges of the period ─┐
     what goes on now ──────┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: said, once
-    60 s ahead for each ───┘                                ├─▶ 100 %, soft: nothing new starts, the others finish
-                                                            └─▶ 100 %, hard: those are stopped, through a checkpoint
+    what each run holds ───┘                                ├─▶ used up: nothing new starts; soft: the others finish
+                                                            └─▶ closed (hard): who cannot hold its share is stopped
 
 A run holds what its next minute costs, or its grace when that is longer. What cannot be held any more is the sign to
 stop, so that the checkpoint is written with money that is there. That bounds what is used beyond a hard limit: nothing
 while server and node talk, and `partition_grace` of its devices for each run while they do not.
+
+A run whose earlier runs are known holds no more than the longest of them would still use. When it takes longer, it
+holds as any other; if there is no room for that, it is stopped, and may have used its minute beyond the limit.
 
     used                       held
     ├──────────────────────────┼───────────────────────────────┤
@@ -22,11 +25,14 @@ Failure cases: a node that is silent may be using devices, so what it may use un
 `partition_grace`; what it used is counted once it is heard of. Time without a price is no money: a budget of money says
 how much of it there was, and stops nothing that costs nothing.
 
-Periods are of UTC; a week begins on Monday. Values only: no clock, no database.
+Periods are of UTC or of a budget's time zone (`periods.py`); a week begins on Monday. A zone that the machine does not
+know any more is UTC. Values only: no clock, no database.
 """
 
 from __future__ import annotations
 
+import datetime
+import zoneinfo
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Literal, get_args
@@ -34,15 +40,23 @@ from typing import Literal, get_args
 import msgspec
 
 from serverless_gpu import units
-from serverless_gpu.model.days import DAY_NS, days_of_month, days_of_week, week_of
+from serverless_gpu.model.days import DAY_NS
+from serverless_gpu.model.periods import bounds_ns
+from serverless_gpu.model.teams import teams_charged
 
 AHEAD_S = 60.0
 """How much of its time a run holds ahead, in seconds, where its grace is not longer."""
 STOPPING_S = 15.0
 """What is held beyond a grace: the next look and the way to the node take that."""
+LOOK_S = 5.0
+"""How often the server looks at budgets: what a run may use before its end is noticed."""
+LONGER = 1.25
+"""How much longer than the longest of its earlier runs a run may take before it holds as any other."""
 WARN_AT = (80, 95)
 """Per cent of a limit at which that is said, once in a period."""
 FULL = 100
+CLOSED = 101
+"""Mark of a hard budget that has stopped runs since it could not pay for their next minute; its per cent are others."""
 ScopeKind = Literal["everything", "user", "team", "pool", "policy", "tag"]
 SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
 
@@ -76,6 +90,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         limit_micros: millionths of the currency unit; time without a price counts nothing there.
         limit_gpu_ms: GPU-milliseconds; those of CPU slots are none.
         hard: whether runs are stopped at 100 %; else they finish, and nothing new starts.
+        time_zone: of its periods, as "Europe/Berlin"; "" for that of its team, or UTC.
     """
 
     scope: Scope
@@ -83,6 +98,15 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     limit_micros: int | None = None
     limit_gpu_ms: int | None = None
     hard: bool = False
+    time_zone: str = ""
+
+    @property
+    def zone(self) -> datetime.tzinfo:
+        """Return the time zone of its periods."""
+        try:
+            return datetime.UTC if self.time_zone in ("", "UTC") else zoneinfo.ZoneInfo(self.time_zone)
+        except (zoneinfo.ZoneInfoNotFoundError, OSError):
+            return datetime.UTC
 
     @property
     def limit(self) -> int:
@@ -99,6 +123,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         is_cpu: whether it is for CPU slots: their time is no GPU-hours, and counts for budgets of money alone.
+        member_of: teams of its owner; a run without a team counts for all of them (`teams.py`).
     """
 
     owner: str
@@ -107,6 +132,12 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     tags: dict[str, str] = {}
     is_cpu: bool = False
+    member_of: tuple[str, ...] = ()
+
+    @property
+    def teams(self) -> tuple[str, ...]:
+        """Return the teams whose budgets count it."""
+        return teams_charged(self.team, self.member_of)
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +186,7 @@ class Spender(msgspec.Struct, frozen=True, kw_only=True):
         alone_s: the longest it goes on without an answer of the server.
         stop_ns: since when it is asked to stop; None while it is not.
         is_over: whether it has ended, so that it holds nothing.
+        longest_s: the longest that earlier runs of its name had their devices; None where that is not known.
     """
 
     run_id: str
@@ -168,6 +200,7 @@ class Spender(msgspec.Struct, frozen=True, kw_only=True):
     alone_s: float
     stop_ns: int | None = None
     is_over: bool = False
+    longest_s: float | None = None
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,8 +211,8 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def days(self) -> range:
-        """Return its days since 1970-01-01."""
-        return range(self.start_ns // DAY_NS, self.end_ns // DAY_NS)
+        """Return the days of UTC that it touches, since 1970-01-01; the first and the last may be whole or not."""
+        return range(self.start_ns // DAY_NS, -(-self.end_ns // DAY_NS))
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,34 +257,36 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reached(self) -> tuple[int, ...]:
-        """Return the marks of `WARN_AT` that are reached, and 100."""
+        """Return the marks that are reached: of `WARN_AT`, `FULL`, `CLOSED`.
+
+        What runs of a hard budget hold is not left for others, so it counts for a warning: otherwise a budget that is
+        smaller than some minutes of its runs would close without one.
+        """
         used, limit = self.budget.counts(self.used), self.budget.limit
-        marks = tuple(mark for mark in WARN_AT if used * FULL >= limit * mark)
-        return (*marks, FULL) if self.is_used_up or self.stop else marks
+        taken = used + (self.budget.counts(self.held) if self.budget.hard else 0)
+        marks = tuple(mark for mark in WARN_AT if taken * FULL >= limit * mark)
+        if self.is_spent:
+            marks += (FULL,)
+        return (*marks, CLOSED) if self.budget.hard and (self.is_closed or self.stop) else marks
 
 
-def window(period: Period, at_ns: int) -> Window:
+def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> Window:
     """Return the day, week or month that a moment is in.
 
     Args:
         period: which.
         at_ns: nanoseconds since 1970.
+        zone: the time zone whose days these are; one has 23 or 25 hours where its clocks change.
     """
-    day = at_ns // DAY_NS
-    if period is Period.DAY:
-        days = range(day, day + 1)
-    elif period is Period.WEEK:
-        days = days_of_week(week_of(day))
-    else:
-        days = days_of_month(day)
-    return Window(start_ns=days.start * DAY_NS, end_ns=days.stop * DAY_NS)
+    start_ns, end_ns = bounds_ns(period.value, at_ns, zone)
+    return Window(start_ns=start_ns, end_ns=end_ns)
 
 
 def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
     """Return the scopes that a run is in, as kind and name: a budget of any of them counts it."""
     found: list[tuple[ScopeKind, str]] = [("everything", ""), ("user", subject.owner)]
+    found += [("team", team) for team in subject.teams]
     named: tuple[tuple[ScopeKind, str], ...] = (
-        ("team", subject.team),
         ("pool", subject.pool),
         ("policy", subject.policy),
     )
@@ -294,6 +329,16 @@ def used(one: Spender, within: Window) -> Use:
     return costs(max(0, ns), gpus=one.gpus, micros_per_hour=one.micros_per_hour)
 
 
+def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
+    """Return how long an attempt is expected to use devices, nanoseconds; None where it holds as if that were unknown.
+
+    A long grace is held in full: what a run uses beyond what was learned stays within a minute and a quarter.
+    """
+    if longest_s is None or grace_s > AHEAD_S:
+        return None
+    return round((LONGER * longest_s + LOOK_S) * 1e9)
+
+
 def held(one: Spender, now_ns: int, within: Window | None = None) -> Use:
     """Return what an attempt holds, from its last sign of life on.
 
@@ -306,6 +351,10 @@ def held(one: Spender, now_ns: int, within: Window | None = None) -> Use:
         return NOTHING
     ahead = ahead_ns(one.grace_s)
     until_ns = now_ns + ahead
+    learned = _learned_ns(one.grace_s, one.longest_s)
+    ends_ns = None if learned is None else (now_ns if one.started_ns is None else one.started_ns) + learned
+    if ends_ns is not None and now_ns < ends_ns:
+        until_ns = min(until_ns, ends_ns)
     if one.stop_ns is not None:
         until_ns = max(now_ns, one.stop_ns + round((one.grace_s + STOPPING_S) * 1e9))
     from_ns = now_ns
@@ -318,9 +367,18 @@ def held(one: Spender, now_ns: int, within: Window | None = None) -> Use:
     return costs(max(0, until_ns - from_ns), gpus=one.gpus, micros_per_hour=one.micros_per_hour)
 
 
-def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None) -> Use:
-    """Return what a run has to be able to hold so that it may start."""
-    return costs(ahead_ns(grace_s), gpus=gpus, micros_per_hour=micros_per_hour)
+def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longest_s: float | None = None) -> Use:
+    """Return what a run has to be able to hold so that it may start.
+
+    Args:
+        grace_s: how long its ranks have once they are asked to stop.
+        gpus: devices.
+        micros_per_hour: of all of them together; None where they have no price.
+        longest_s: as in `Spender`.
+    """
+    learned = _learned_ns(grace_s, longest_s)
+    ns = ahead_ns(grace_s) if learned is None else min(ahead_ns(grace_s), learned)
+    return costs(ns, gpus=gpus, micros_per_hour=micros_per_hour)
 
 
 # --- what follows -----------------------------------------------------------------------------------------------------
@@ -361,7 +419,7 @@ def judge(
         known: what was weighed at the same moment for other budgets of the same period, which count the same attempts;
             what is weighed now is added.
     """
-    within = window(budget.period, now_ns)
+    within = window(budget.period, now_ns, budget.zone)
     known = {} if known is None else known
     weighed: list[Weighed] = []
     for one in going_on:

@@ -6,8 +6,9 @@ Whoever may not see the amounts reads the same sentence without them. Values onl
 from __future__ import annotations
 
 from serverless_gpu import units
-from serverless_gpu.model.budget import Budget, Period, Standing, Window
-from serverless_gpu.model.days import DAY_NS, format_day
+from serverless_gpu.model.budget import CLOSED, FULL, Budget, Period, Standing
+from serverless_gpu.model.days import format_day
+from serverless_gpu.model.periods import local_day
 
 PERIOD_WORDS = {Period.DAY: "today", Period.WEEK: "this week", Period.MONTH: "this month"}
 
@@ -70,27 +71,53 @@ def stopped(name: str, standing: Standing, currency: str, *, is_open: bool) -> s
     return f"what is left of budget {name!r} {when} does not pay for its next minute{amounts}"
 
 
-def warning(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return how much of a budget is used, and what follows; as `refused`."""
-    then = "its runs are stopped, with their grace for a checkpoint" if standing.budget.hard else "nothing new starts"
-    if standing.is_spent:
+def warning(name: str, standing: Standing, currency: str, *, is_open: bool, mark: int = 0) -> str:
+    """Return how much of a budget is used, and what follows.
+
+    Args:
+        name: of the budget.
+        standing: how it stands.
+        currency: of the server.
+        is_open: whether amounts may be said.
+        mark: which of the marks that are reached is said; 0 for the last of them.
+    """
+    mark = mark or max(standing.reached, default=0)
+    is_hard, when, amounts = standing.budget.hard, _when(standing), _amounts(standing, currency, is_open=is_open)
+    if mark == CLOSED:
+        count = len(standing.stop)
+        stops = f"{count} {'run is' if count == 1 else 'runs are'} stopped" if count else "it has stopped runs"
+        then = "those that were placed last; the others go on while what is left pays for them, and nothing new starts"
+        return f"budget {name!r} is closed {when}: what is left does not pay for all its runs{amounts}; {stops}, {then}"
+    if mark == FULL:
+        then = "its runs are stopped, with their grace for a checkpoint" if is_hard else "nothing new starts"
         return f"{_is_used_up(name, standing, currency, is_open=is_open)}; {then}"
+    then = (
+        "at 100 % its runs are stopped, with their grace for a checkpoint" if is_hard else "at 100 % nothing new starts"
+    )
+    if standing.percent >= mark:
+        return f"budget {name!r} is at {int(standing.percent)} % {when}{amounts}; {then}"
+    return f"{mark} % of budget {name!r} {when} is used, or held for runs that go on{amounts}; {then}"
+
+
+def goes_on(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
+    """Return what a run is told that goes on when a budget has stopped others; as `refused`."""
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
-    if standing.is_used_up or standing.stop:
-        return f"what is left of budget {name!r} {when} does not pay for the next minute of its runs{amounts}; {then}"
-    return f"budget {name!r} is at {int(standing.percent)} % {when}{amounts}; at 100 % {then}"
+    return (
+        f"budget {name!r} does not pay for all its runs any more {when}{amounts}: those that were placed last are"
+        " stopped; this one goes on while what is left pays for it"
+    )
 
 
 def no_room(name: str, standing: Standing) -> str:
     """Return why a run that a budget has no room for waits; the same for as long as it waits for the same."""
     when = _when(standing)
     if standing.is_spent:
-        return f"budget {name!r} is used up {when}; {anew(standing.window)}"
+        return f"budget {name!r} is used up {when}; {anew(standing)}"
     if standing.is_closed:
-        return f"budget {name!r} has stopped runs {when}, and lets nobody in; {anew(standing.window)}"
+        return f"budget {name!r} has stopped runs {when}, and is closed; {anew(standing)}"
     return (
         f"budget {name!r} has no room for it: what is left {when} is less than its first minute,"
-        f" or held for runs that go on; {anew(standing.window)}"
+        f" or held for runs that go on; {anew(standing)}"
     )
 
 
@@ -108,6 +135,12 @@ def _amounts(standing: Standing, currency: str, *, is_open: bool) -> str:
     return f" ({used_words(standing, currency).removesuffix(_when(standing))}used)" if is_open else ""
 
 
-def anew(window: Window) -> str:
+def anew(standing: Standing) -> str:
     """Return when the next period begins, in words."""
-    return f"the next period begins on {format_day(window.end_ns // DAY_NS)} (UTC)"
+    return f"the next period begins on {next_day(standing)}"
+
+
+def next_day(standing: Standing) -> str:
+    """Return the day on which the next period begins, with its time zone: ``2026-12-01 (UTC)``."""
+    budget = standing.budget
+    return f"{format_day(local_day(standing.window.end_ns, budget.zone))} ({budget.time_zone or 'UTC'})"

@@ -58,6 +58,18 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     grace_ms: int | None = None
 
 
+def alive_after(last: Fact, at_ns: int) -> Fact:
+    """Return the fact that an attempt was still alive at a boottime, after the last one that is known of it."""
+    return msgspec.structs.replace(
+        last,
+        seq=last.seq + 1,
+        kind=FactKind.ALIVE,
+        boottime_ns=at_ns,
+        wall_ns=last.wall_ns + at_ns - last.boottime_ns,
+        grace_ms=None,
+    )
+
+
 def distinct(facts: Iterable[Fact]) -> list[Fact]:
     """Return the facts of one attempt in their order, each once.
 

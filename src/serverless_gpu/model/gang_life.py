@@ -37,6 +37,7 @@ _OF_SILENCE = (
     Reason.NODE_REBOOTED,
     Reason.NODE_PARTITIONED,
     Reason.SUPERVISOR_LOST,
+    Reason.SUPERVISOR_KILLED,
     Reason.TIMEOUT,
 )
 """As what a crew may turn out to have ended of which nothing was heard, beside what makes no other attempt either."""

@@ -8,7 +8,7 @@
 What lives here: what the server makes of what it is told about a run. What must not: clocks, the database, nodes. What
 happens inside of one attempt is `lifecycle.py`, which the attempt's supervisor drives; this table sees its reports.
 
-Four promises, each a test:
+Five promises, each a test:
 - A run ends once. A terminal state has an empty row.
 - A new attempt is made only after proof that the one before is over: its own report (`Ended`, and `proven`), another
   boot of its node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it
@@ -16,6 +16,8 @@ Four promises, each a test:
 - A server that was restored from a backup starts nothing that it knew before: whether it ran since, nobody knows.
 - User code runs again only if the user asked for it (`retries`, `resume`, `retry_on_infra`). What failed before user
   code began is the platform's fault and is tried again on its own, a few times.
+- A run with `resume` ends. `unsaved_max` attempts in a row that reached the time limit or were lost, and saved nothing
+  new to continue from, end it as NO_PROGRESS. An attempt that made room for others is not one of these.
 
 A stop that is final (cancel, timeout, budget) replaces one after which the run may go on (preempt, drain), never the
 other way round. What is done is done: every rank returned before the stop arrived means SUCCEEDED.
@@ -28,7 +30,7 @@ from enum import StrEnum
 
 import msgspec
 
-from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, TERMINAL, UNSAVED_MAX, Reason, State, StopReason
 
 INFRA_PAUSES_S = (1.0, 5.0, 30.0)
 """How long a run waits after the first, second … attempt that the platform failed before user code began."""
@@ -49,7 +51,11 @@ _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
 _FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
 # User code ran to its end. Once more would cost the same and change nothing, or leave two results.
 _RAN_TO_ITS_END = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD})
-_POINTLESS = _RAN_TO_ITS_END | {Reason.SECRET_MISSING, Reason.UNSATISFIABLE}  # somebody has to do something first
+_POINTLESS = _RAN_TO_ITS_END | {
+    Reason.SECRET_MISSING,
+    Reason.UNSATISFIABLE,
+    Reason.NO_PROGRESS,
+}  # somebody has to do something first
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -75,6 +81,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         faults_left: attempts that may be made again because a GPU or a node failed; none unless the user asked for it.
         goes_on_at_limit: whether an attempt that reaches its time limit is followed by another: the limit is not the
             user's own but what an attempt may take here (`max_run_s`), and they asked for `resume`.
+        saved: number of the newest attempt that is known to have saved something to continue from; 0 for none.
+        unsaved: attempts in a row, up to the last that is over, that saved nothing.
+        unsaved_max: so many of these end the run.
+        ran: attempts that are over of which user code began, without those that made room for others.
+        attempts_max: how many of these a usage policy allows, or None.
     """
 
     run_id: str
@@ -89,6 +100,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     before: State | None = None
     faults_left: int = 0
     goes_on_at_limit: bool = False
+    saved: int = 0
+    unsaved: int = 0
+    unsaved_max: int = UNSAVED_MAX
+    ran: int = 0
+    attempts_max: int | None = None
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -274,18 +290,40 @@ def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
     if untouched:
         return _again_untouched(run, reason, is_counted=not (isinstance(event, Ended) and event.uncounted))
     if at_limit:
-        return _requeue(run)
+        return _resume(run, reason)
     if reason in _DISPLACED:
         return _requeue(run) if run.may_resume else _conclude(run, reason)
     if reason in LOST and run.may_resume:
         # One that dies before it begins, time and again, would do so for ever.
-        return _requeue(run) if run.began else _requeue_for_infra(run, reason)
+        return _resume(run, reason) if run.began else _requeue_for_infra(run, reason)
     if reason in FAULTS and run.faults_left > 0:
-        return _requeue(msgspec.structs.replace(run, faults_left=run.faults_left - 1))
+        return _run_again(run, reason, faults_left=run.faults_left - 1)
     may_retry = reason in LOST or (MEANINGS[reason].state is State.FAILED and reason not in _POINTLESS)
     if may_retry and run.retries_left > 0:
-        return _requeue(msgspec.structs.replace(run, retries_left=run.retries_left - 1))
+        return _run_again(run, reason, retries_left=run.retries_left - 1)
     return _conclude(run, reason)
+
+
+def _resume(run: Run, reason: Reason) -> Step:
+    """Make another attempt of a run that continues from checkpoints, unless attempt after attempt left none."""
+    unsaved = 0 if run.saved >= run.fence else run.unsaved + 1
+    if unsaved >= run.unsaved_max:
+        return _conclude(msgspec.structs.replace(run, unsaved=unsaved), Reason.NO_PROGRESS)
+    return _run_again(run, reason, unsaved=unsaved)
+
+
+def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
+    """Make another attempt of a run whose user code began, unless it has had as many as its policy allows."""
+    if not run.began:
+        return _requeue(msgspec.structs.replace(run, **spent))
+    if has_used_attempts(run):
+        return _conclude(run, reason)
+    return _requeue(msgspec.structs.replace(run, ran=run.ran + 1, **spent))
+
+
+def has_used_attempts(run: Run) -> bool:
+    """Return whether the current attempt, once it has begun, is the last that a usage policy allows."""
+    return run.attempts_max is not None and run.ran + 1 >= run.attempts_max
 
 
 def _again_untouched(run: Run, reason: Reason, *, is_counted: bool) -> Step:

@@ -18,7 +18,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model import secrets
-from serverless_gpu.model.attempt import Limits
+from serverless_gpu.model.attempt import UNSAVED_MAX, Limits
 from serverless_gpu.model.hardware import GpuType, find_type
 from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.tracking import Tracking
@@ -158,6 +158,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         ray: the Ray cluster that the run makes of its nodes, with the function as its driver; None for none.
         retry_on_infra: whether user code runs again when a GPU or a node failed, a few times, without `retries`.
         max_run_s: the longest an attempt runs, as its usage policy or its server has it; None on a machine's own.
+        total_run_s: for how long user code runs in all attempts together, as its usage policy has it, or None.
+        attempts_max: how many attempts whose user code begins the run gets, as its usage policy has it, or None.
+        policies: mandatory usage policies that apply beside `policy`, as the server has it.
+        unsaved_max: attempts in a row that save nothing new, after which `resume` gives up; its usage policy has it.
     """
 
     spec_version: int = SPEC_VERSION
@@ -188,12 +192,24 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     ray: RayCluster | None = None
     retry_on_infra: bool = False
     max_run_s: float | None = None
+    total_run_s: float | None = None
+    attempts_max: int | None = None
+    unsaved_max: int = UNSAVED_MAX
+    policies: tuple[str, ...] = ()
 
     @property
     def limit_s(self) -> float | None:
         """Return for how long user code of an attempt runs at most, in seconds, or None for as long as it likes."""
         limits = [limit for limit in (self.timeout_s, self.max_run_s) if limit is not None]
         return min(limits, default=None)
+
+    @property
+    def limited_by(self) -> str:
+        """Return who limits what the run did not limit itself, for people."""
+        names = [repr(name) for name in (self.policy, *self.policies) if name]
+        if not names:
+            return "the server"
+        return f"usage polic{'y' if len(names) == 1 else 'ies'} {', '.join(names)}"
 
     @property
     def is_capped(self) -> bool:

@@ -119,8 +119,11 @@ def address(text: str) -> str:
 
 
 def read(line: str) -> Said | None:
-    """Return the Xid that a line of the kernel's log tells of, or None."""
-    found = _LINE.search(line)
+    """Return the Xid that a line of the kernel's log reports, or None.
+
+    The driver's message is the whole line. A line that only contains one quotes it: a file's or a process's name.
+    """
+    found = _LINE.match(line)
     if found is None:
         return None
     text = "".join(letter for letter in found[3] if letter.isprintable())

@@ -12,7 +12,7 @@ Failure cases:
 - killed: running attempts do not notice. Zygotes and standby processes end (end of file). The next call starts a new
   agent, which finds running attempts by their sockets and lets them be;
 - two started at once: the lock decides, the loser ends;
-- a supervisor dies: its attempt's directory gets the record that nobody else can write any more;
+- a supervisor dies: its attempt's directory gets the ending and the receipt that are missing;
 - too many runs at once: the rest wait here in order, and are told how many are ahead.
 """
 
@@ -46,13 +46,14 @@ from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.inventory import Inventory
 from serverless_gpu.node.monitor.starting import Monitoring, preparation
-from serverless_gpu.node.processes import find_cgroup_root
+from serverless_gpu.node.peer_owner import StemOwners, combined
+from serverless_gpu.node.processes import AGENT, find_cgroup_root
 from serverless_gpu.node.raycluster import Sweeper
 from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.retention import Schedule
 from serverless_gpu.node.spawning import bound_log, clean_process, open_log
 from serverless_gpu.node.zygote_pool import ZygotePool
-from serverless_gpu.node.zygotes import key_of
+from serverless_gpu.node.zygotes import ZygoteRequest
 from serverless_gpu.version import __version__
 
 ATTEMPTS_MAX = 64
@@ -76,7 +77,7 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
     """
     if os.fork():
         os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
-    linux.set_name("sgpu-agent")
+    linux.set_name(AGENT)
     linux.outlive_ranks()  # supervisors inherit it; whatever else is forked from here takes it back
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = os.open(
@@ -113,7 +114,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", environ)
         self._inventory = Inventory(home)
-        self._attempts = Attempts(home, sockets, self._log, environ, self._selector)
+        self._attempts = Attempts(home, sockets, self._log, environ, self._selector, self._clock)
         self._monitoring = Monitoring(home, sockets, environ, self._selector, self._clock)
         zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
         self._environments = Environments(home, self._log, environ, self._selector, zygotes.leave_environments)
@@ -121,7 +122,9 @@ class Agent:
         self._rays = Sweeper(self._clock, lambda: self._sweep(environ))
         self._secrets = secret_files.Sweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
+        self._stem_owners = StemOwners()
         self._clients: dict[int, Channel] = {}
+        self._inside: dict[int, str] = {}  # by the same descriptors: whose attempt a client is in
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
         self._refill_ns: int | None = None
         self._used_ns = self._clock.boottime_ns()
@@ -171,6 +174,7 @@ class Agent:
         sock.settimeout(1.0)  # the peer is this user's own process; a stopped one must not stop the agent
         fd = channel.fileno()
         self._clients[fd] = channel
+        self._inside[fd] = self._stem_owners.owner_of(sock)
         self._selector.register(fd, selectors.EVENT_READ, lambda: self._hear_client(channel))
         self._inventory.refresh()
         self._answer(channel, self._inventory.greeting(__version__))
@@ -188,11 +192,12 @@ class Agent:
         close_all(received[1])  # a client has none to give
         match received[0]:
             case protocol.Launch() as launch:
+                owner = combined(launch.owner, self._inside[channel.fileno()])
                 self._forget(channel)
-                self._launch(launch, channel)
+                self._launch(msgspec.structs.replace(launch, owner=owner), channel)
             case protocol.Prewarm(context=context, ranks=ranks, environment=wanted, tracker=tracker):
                 self._monitoring.want(preparation(tracker, context))
-                self._prewarm(context, ranks, wanted)
+                self._prewarm(ZygoteRequest(context, owner=self._inside[channel.fileno()]), ranks, wanted)
             case protocol.StatusRequest():
                 self._answer(channel, self._status())
             case protocol.Retire():
@@ -220,6 +225,7 @@ class Agent:
 
     def _forget(self, channel: Channel) -> None:
         """Stop listening to a client without closing its socket."""
+        self._inside.pop(channel.fileno(), None)
         if self._clients.pop(channel.fileno(), None) is not None:
             self._selector.unregister(channel.fileno())
 
@@ -316,37 +322,40 @@ class Agent:
             context, said = environment.context(context), environment.text(fetched=fetched)
 
         def give(stem: protocol.Stem, fd: int) -> None:
+            self._stem_owners.note(stem.pid, launch.owner)
             moved = context if environment is not None else None
             supervisor.give_stem(msgspec.structs.replace(stem, context=moved, environment=said), fd)
 
         try:
-            self._zygotes.give_stem(
-                context, launch.spec.processes(launch.world_size), give, supervisor.give_problem, environment
-            )
+            request = ZygoteRequest(context, environment, launch.owner)
+            ranks = launch.spec.processes(launch.world_size)
+            self._zygotes.give_stem(request, ranks, give, supervisor.give_problem)
         except OSError as error:
             supervisor.give_problem(f"{context.python} could not be started: {error}")
 
     def _prewarm(
-        self, context: protocol.Context, ranks: int, wanted: protocol.Wanted | None, keeper: Supervised | None = None
+        self, asked: ZygoteRequest, ranks: int, wanted: protocol.Wanted | None, keeper: Supervised | None = None
     ) -> None:
         """Have an interpreter ready, kept as long as a session if it is for one; the first run says what goes wrong."""
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
-            own = context if environment is None else environment.context(context)
+            own = asked.context if environment is None else environment.context(asked.context)
+            request = ZygoteRequest(own, environment, asked.owner)
             if keeper is not None:
-                keeper.key = key_of(own, environment)
+                keeper.key = request.key
             with contextlib.suppress(OSError):
-                self._zygotes.prewarm(own, ranks, environment)
+                self._zygotes.prewarm(request, ranks)
 
         if wanted is None:
             warm()
             return
         waiter = Waiter(ready=warm, failed=lambda _reason, _message: None, told=lambda _sentence: None)
-        self._environments.have(wanted, context.environ, waiter, self._zygotes.is_entered)
+        self._environments.have(wanted, asked.context.environ, waiter, self._zygotes.is_entered)
 
     def _keep_warm(self, launch: protocol.Launch, keeper: Supervised) -> None:
         """Have an interpreter ready for the first run of a session, and keep it as long as the session."""
-        self._prewarm(launch.context, launch.world_size, launch.environment, keeper)
+        request = ZygoteRequest(launch.context, owner=launch.owner)
+        self._prewarm(request, launch.world_size, launch.environment, keeper)
 
     def _refuse(self, client: Channel, message: protocol.Refused) -> None:
         with contextlib.suppress(OSError):
@@ -400,5 +409,5 @@ class Agent:
 
     def _pause_s(self) -> float:
         if self._refill_ns is None:
-            return _TURN_S
+            return _BREATH_S if self._zygotes.ending else _TURN_S
         return max(0.0, (self._refill_ns - self._clock.boottime_ns()) / 1e9)

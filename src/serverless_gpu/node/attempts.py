@@ -16,14 +16,21 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.attempt import MEANINGS, Reason
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import write_json
+from serverless_gpu.node.history import first_facts
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.remote import has_remote
 from serverless_gpu.node.spawning import clean_process
 from serverless_gpu.node.statuses import AttemptStatus, Kind
+from serverless_gpu.node.supervisor_loss import has_used_devices, lost_ending, note_life, settle_loss
+from serverless_gpu.node.taking import try_lock
 from serverless_gpu.node.zygotes import Key
+
+_LOCK_TRIES = 5  # 10 ms apart: the supervisor's descriptors are closed one after another
 
 
 class Supervised:
@@ -36,6 +43,7 @@ class Supervised:
         self.kind: Kind = "function"
         self.adopted = False
         self.directory: Path | None = None
+        self.ended_ns: int | None = None  # boottime at which its end was heard
         self.key: Key | None = None  # of the zygote a session keeps warm
         self.environment = ""  # address of the snapshot that its ranks import from
 
@@ -67,11 +75,19 @@ class Attempts:
         log: descriptor for what supervisors write.
         environ: their start-up environment.
         selector: the agent's; ends of supervisors are heard there.
+        clock: where time comes from.
     """
 
     def __init__(
-        self, home: Home, sockets: Path, log: int, environ: Mapping[str, str], selector: selectors.BaseSelector
+        self,
+        home: Home,
+        sockets: Path,
+        log: int,
+        environ: Mapping[str, str],
+        selector: selectors.BaseSelector,
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._home = home
         self._sockets = sockets
         self._log = log
@@ -147,6 +163,7 @@ class Attempts:
             except ConnectionRefusedError:
                 sock.close()
                 path.unlink(missing_ok=True)  # its supervisor is gone
+                self._bury_at(self._home.attempt(path.stem, 1))  # one of a server is the uplink's, whatever its number
                 continue
             except (OSError, msgspec.MsgspecError):
                 sock.close()  # busy, stopped, or of another version: not ours to look after, but alive
@@ -174,16 +191,41 @@ class Attempts:
         return any(supervised.directory is not None for supervised in ended)
 
     def _bury(self, supervised: Supervised) -> None:
-        """Write the ending of an attempt whose supervisor was killed: nobody else can any more."""
+        """Write the end of an attempt whose supervisor was killed; of one of a server, the uplink writes the receipt.
+
+        A supervisor that ended in order has written its receipt. What another process of this node is writing at this
+        moment is left to that process.
+        """
         directory = supervised.directory
         if directory is not None:
             (self._sockets / f"{directory.parent.name}.sock").unlink(missing_ok=True)
             secret_files.remove(directory)
-        if directory is None or (directory / "stopped.json").exists() or not directory.exists():
+            self._bury_at(directory, supervised.ended_ns)
+
+    def _bury_at(self, directory: Path, seen_ns: int | None = None) -> None:
+        if not directory.exists() or (directory / "receipt.json").exists():
             return
-        reason = Reason.SUPERVISOR_LOST
-        stopped = protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
-        write_json(directory / "stopped.json", stopped)
+        try:
+            lock = try_lock(directory, tries=_LOCK_TRIES)
+        except OSError:
+            return
+        if lock < 0:
+            return
+        try:
+            has_facts, has_ended = bool(first_facts(directory)), (directory / "stopped.json").exists()
+            if has_ended and not has_used_devices(directory):
+                return  # a launch that was withdrawn: its client deletes the directory at this moment
+            if not has_remote(directory):
+                if has_facts or not has_ended:
+                    settle_loss(directory, self._clock, seen_ns=seen_ns)
+            elif has_facts:
+                note_life(directory, self._clock, seen_ns)
+                if not has_ended:
+                    write_json(directory / "stopped.json", lost_ending(directory, self._clock))
+        except OSError:
+            return  # the disk is broken; who reads the directory finds an attempt without an end
+        finally:
+            os.close(lock)
 
     def _spawn(self) -> Supervised:
         ours, theirs = pair()
@@ -235,6 +277,7 @@ class Attempts:
             received = None
         if received is None:
             self._unwatch(supervised)
+            supervised.ended_ns = self._clock.boottime_ns()
             self._ended.append(supervised)
         elif isinstance(received[0], protocol.Standby):
             supervised.pid = received[0].pid

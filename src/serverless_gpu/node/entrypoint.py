@@ -69,14 +69,15 @@ def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSID
     return _load(inside) + "from _sgpu_inside import zygote\n" + call + "\n"
 
 
-def launcher_program(plan_fd: int, inside: Path = INSIDE) -> str:
-    """Return the program that enters mounts and executes another one.
+def launcher_program(plan_fd: int, channel_fd: int, inside: Path = INSIDE) -> str:
+    """Return the program that enters what contains a zygote, and becomes it.
 
     Args:
         plan_fd: the inherited descriptor of the plan (`inside/launcher.py`).
+        channel_fd: the inherited descriptor of the zygote's channel to the agent.
         inside: directory of the runtime.
     """
-    return _load(inside) + f"from _sgpu_inside import launcher\nlauncher.main({plan_fd})\n"
+    return _load(inside) + f"from _sgpu_inside import launcher\nlauncher.main({plan_fd}, {channel_fd})\n"
 
 
 def air_program(

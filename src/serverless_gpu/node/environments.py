@@ -10,7 +10,7 @@ Failure cases: the disk is full (everything that no run uses is let go, and it i
 the node is at fault, and the server tries another); the restoring process dies (another one is asked again, once for
 each environment); it fails (everybody who waits is told the reason, and the next run tries again); what was restored is
 gone (restored again); a rank has changed it, which links make possible (the restoring process is asked before each
-start then, and makes it again).
+start then, and makes it again; where there are only mounts it is asked once in `LOOK_S`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.questions import store_variables
 from serverless_gpu.environment.restore.places import LINKED
+from serverless_gpu.environment.restore.sealing import LOOK_S
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.home import Home
@@ -78,6 +80,7 @@ class Environments:
         environ: its start-up environment.
         selector: the agent's.
         let_go: has every interpreter that nobody uses leave its environment; returns whether there was one.
+        clock: how long ago an environment was looked at.
     """
 
     def __init__(
@@ -87,13 +90,17 @@ class Environments:
         environ: Mapping[str, str],
         selector: selectors.BaseSelector,
         let_go: Callable[[], bool],
+        *,
+        clock: Clock | None = None,
     ) -> None:
         self._home = home
         self._log = log
         self._environ = environ
         self._selector = selector
         self._let_go = let_go
+        self._clock = clock or SystemClock()
         self._known: dict[Wanted, RestoredEnvironment] = {}  # the one used last at the end
+        self._looked_ns: dict[Wanted, int] = {}  # when the restoring process last looked at a known one
         self._work: dict[Wanted, _Work] = {}
         self._unfinished: set[str] = set()  # restored, and not all of it compiled
         self._number = 0
@@ -122,7 +129,7 @@ class Environments:
             entered: whether an interpreter is in the snapshot of an address already.
         """
         known = self._known.get(wanted)
-        if known is not None and known.is_there() and not self._may_have_changed(known, entered):
+        if known is not None and known.is_there() and not self._may_have_changed(wanted, known, entered):
             self._known[wanted] = self._known.pop(wanted)
             waiter.ready(known, False)
             return
@@ -150,8 +157,13 @@ class Environments:
                 self._number += 1
                 send(self._channel, Finish(number=self._number, snapshot=self._unfinished.pop()))
 
-    def _may_have_changed(self, known: RestoredEnvironment, entered: Callable[[str], bool]) -> bool:
-        """Return whether it is to be looked at before a start: ranks can write to files that links lead to."""
+    def _may_have_changed(self, wanted: Wanted, known: RestoredEnvironment, entered: Callable[[str], bool]) -> bool:
+        """Return whether it is to be looked at before a start: ranks can write to files that links lead to.
+
+        Files that are only mounted can be reached below the cache, so all are looked at from time to time.
+        """
+        if self._clock.boottime_ns() - self._looked_ns.get(wanted, 0) >= LOOK_S * 10**9:
+            return True
         if known.mode == "overlay" and entered(known.address):
             return False
         return os.path.lexists(self._home.environments / LINKED)
@@ -230,8 +242,11 @@ class Environments:
         if environment.mended:
             self._tell(f"environment {environment.short}: {environment.mended}")
         self._known[work.want.wanted] = environment
+        self._looked_ns[work.want.wanted] = self._clock.boottime_ns()
         while len(self._known) > KEPT_MAX:
-            self._known.pop(next(iter(self._known)))
+            gone = next(iter(self._known))
+            self._known.pop(gone)
+            self._looked_ns.pop(gone, None)
         for waiter in work.waiters:
             waiter.ready(environment, fetched)
 
@@ -239,6 +254,7 @@ class Environments:
         """Let go of what no run uses, kept for the next call, and return whether there was anything."""
         was_known = bool(self._known)
         self._known.clear()
+        self._looked_ns.clear()
         return self._let_go() or was_known
 
     def _tell(self, sentence: str) -> None:

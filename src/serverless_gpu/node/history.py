@@ -29,12 +29,14 @@ from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.stopped import Stopped
 from serverless_gpu.serialized import from_json
 
 NOT_STARTED = "NOT_STARTED"
 UNREADABLE = "UNREADABLE"
 FUNCTION = "function"
+SERVED = "remote.json"
+"""The file that marks an attempt as one that a server gave to this node (`remote.py`)."""
 
 _FILE_BYTES_MAX = 8 << 20
 _FACTS_BYTES = 64 << 10  # the first few facts say what we need
@@ -76,7 +78,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class _Written(msgspec.Struct):
+class Written(msgspec.Struct):
     """`spec.json` as any version may have written it."""
 
     world_size: int = 0
@@ -163,9 +165,24 @@ def first_facts(directory: Path) -> list[Fact]:
     return facts
 
 
+def last_fact(directory: Path) -> Fact | None:
+    """Return the last whole fact of an attempt."""
+    with contextlib.suppress(OSError), _opened(directory / "facts.jsonl") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _FACTS_BYTES))
+        for line in reversed(file.read(_FACTS_BYTES).splitlines(keepends=True)):
+            with contextlib.suppress(msgspec.MsgspecError):
+                return from_json(line, Fact)
+    return None
+
+
+def read_launch(directory: Path) -> Written:
+    """Return what was launched, as far as an attempt's directory says."""
+    return _decoded(directory / "spec.json", Written) or Written()
+
+
 def read_price(directory: Path) -> tuple[str, Tariff | None]:
     """Return the type of an attempt's devices and what it pays; "" and None where its directory does not say."""
-    written = _decoded(directory / "spec.json", _Written)
+    written = _decoded(directory / "spec.json", Written)
     return ("", None) if written is None else (written.gpu_type, written.tariff)
 
 
@@ -249,11 +266,11 @@ def _last_attempt(directory: Path) -> Path | None:
     return max(fences, key=lambda child: int(child.name), default=None)
 
 
-def _read_spec(directory: Path) -> tuple[_Written, RunSpec | None, str]:
+def _read_spec(directory: Path) -> tuple[Written, RunSpec | None, str]:
     try:
-        written = from_json(_read(directory / "spec.json"), _Written)
+        written = from_json(_read(directory / "spec.json"), Written)
     except (OSError, msgspec.MsgspecError) as error:
-        return _Written(), None, f"spec.json cannot be read: {getattr(error, 'strerror', None) or error}"
+        return Written(), None, f"spec.json cannot be read: {getattr(error, 'strerror', None) or error}"
     try:
         return written, from_json(bytes(written.spec), RunSpec), ""
     except msgspec.MsgspecError:  # of a session, or of another version

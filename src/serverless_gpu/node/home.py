@@ -13,8 +13,9 @@
     └── agent.log, monitor.log
 
 Sockets are not in the home: a path of more than 107 bytes cannot be bound, and a home on a network file system cannot
-hold one. They live in /tmp, in a directory only this user can enter. A home that cannot be
-written to is replaced by a directory under the temporary directory, and `Home.note` says so.
+hold one. They live in /tmp, in a directory only this user can enter. For runs of this machine, a home that cannot be
+written to is replaced by a directory under the temporary directory, and `Home.note` says so. A server, a login and
+secrets need the home itself (`find_durable_home`).
 """
 
 from __future__ import annotations
@@ -138,11 +139,20 @@ class Home:
 
     def remove_run(self, run_id: str) -> None:
         """Remove everything of a run."""
-        shutil.rmtree(self.runs / run_id, ignore_errors=True)
+        remove_at_once(self.runs / run_id)
 
     def _remove_if_empty(self, directory: Path) -> None:
         with contextlib.suppress(OSError):
             directory.rmdir()
+
+
+def remove_at_once(directory: Path) -> None:
+    """Remove the directory of a run that another process may be writing to by its name: that fails from now on."""
+    gone = directory.with_name(f".{directory.name}.removed")
+    with contextlib.suppress(OSError):
+        directory.rename(gone)
+    for path in (gone, directory):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def find_home(environ: Mapping[str, str]) -> Home:
@@ -157,12 +167,7 @@ def find_home(environ: Mapping[str, str]) -> Home:
     Raises:
         StorageError: no directory is writable.
     """
-    asked = environ.get("SERVERLESS_GPU_HOME")
-    wanted = Path(asked).absolute() if asked else Path(os.path.expanduser("~/.serverless_gpu"))
-    try:
-        str(wanted).encode()
-    except UnicodeEncodeError:
-        raise StorageError(f"the home directory {str(wanted)!r} is not UTF-8", hint="set SERVERLESS_GPU_HOME") from None
+    wanted = _asked(environ)
     problem = _make_private(wanted)
     if problem is None:
         return Home(wanted)
@@ -174,6 +179,26 @@ def find_home(environ: Mapping[str, str]) -> Home:
             hint="set SERVERLESS_GPU_HOME to a directory you can write to",
         )
     return Home(fallback, f"{wanted} cannot be written to ({problem}); this run's files are under {fallback}")
+
+
+def find_durable_home(environ: Mapping[str, str], why: str) -> Home:
+    """Return the home that was asked for, made if needed; never its replacement in a temporary directory.
+
+    Args:
+        environ: the environment variables to look at.
+        why: what needs it, as a sentence goes on: ``"the server keeps its database there"``.
+
+    Raises:
+        StorageError: it cannot be written to.
+    """
+    wanted = _asked(environ)
+    problem = _make_private(wanted)
+    if problem is not None:
+        raise StorageError(
+            f"{wanted} cannot be written to ({problem}), and {why}",
+            hint="make it writable, or set SERVERLESS_GPU_HOME to a directory you can write to",
+        )
+    return Home(wanted)
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
@@ -191,6 +216,21 @@ def storage_error(error: OSError, path: Path) -> StorageError:
     return StorageError(
         f"cannot write {path}: {error.strerror}", hint="set SERVERLESS_GPU_HOME to a directory you can write to"
     )
+
+
+def _asked(environ: Mapping[str, str]) -> Path:
+    """Return the directory that is to be the home.
+
+    Raises:
+        StorageError: its name is not UTF-8.
+    """
+    asked = environ.get("SERVERLESS_GPU_HOME")
+    wanted = Path(asked).absolute() if asked else Path(os.path.expanduser("~/.serverless_gpu"))
+    try:
+        str(wanted).encode()
+    except UnicodeEncodeError:
+        raise StorageError(f"the home directory {str(wanted)!r} is not UTF-8", hint="set SERVERLESS_GPU_HOME") from None
+    return wanted
 
 
 def _make_private(path: Path) -> str | None:

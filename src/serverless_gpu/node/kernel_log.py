@@ -3,7 +3,10 @@
     /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
     <home>/fake_kmsg      the same lines, of declared GPUs: a test writes them (`testing.FakeGpus.xid`)
 
-Lives here: lines that are new. Must not: know what they mean.
+Any process that may open `/dev/kmsg` may also write to it. The kernel then marks the record with the writer's syslog
+facility, or with `user`; only its own records have facility 0. All others are left out.
+
+Lives here: the kernel's own lines that are new. Must not: know what they mean.
 
 Failure cases, none an exception: the log may not be read (`problem` says why; then nothing is known, and nobody may
 take that for good news); records were overwritten before they were read (the next ones are read); more lines than one
@@ -27,6 +30,7 @@ AGAIN_S = 0.25
 
 _LINES_MAX = 2000
 _RECORD_BYTES = 8192  # the kernel's own limit
+_LEVELS = 8  # a record's prefix is facility * 8 + level
 
 
 class Line(NamedTuple):
@@ -120,12 +124,17 @@ class KernelLog:
     def _line(self, record: bytes) -> Line | None:
         head, _, text = record.partition(b";")
         fields = head.split(b",")
-        if len(fields) < 3 or not fields[2].isdigit():
+        if len(fields) < 3 or not fields[2].isdigit() or not _is_kernels(fields[0]):
             return None
         # Counted from the boot, without the time in which the machine slept: then it was a little later.
         ago_ns = self._clock.boottime_ns() - int(fields[2]) * 1000
         at_ns = self._clock.wall_ns() - max(0, ago_ns)
         return Line(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))
+
+
+def _is_kernels(prefix: bytes) -> bool:
+    """Return whether the kernel wrote a record itself: facility 0. Records written by processes never have it."""
+    return prefix.isdigit() and int(prefix) < _LEVELS
 
 
 def log_of(kind: DeviceKind, home: Path) -> Path:

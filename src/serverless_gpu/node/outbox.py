@@ -66,7 +66,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.dropped_bytes = 0
-        self._queue: deque[protocol.Message | _Piece] = deque()
+        self._queue: deque[protocol.Sendable | _Piece] = deque()
         self._growing: dict[int, _Piece] = {}  # the last piece of each rank, if more may be added to it
         self._used: Counter[int] = Counter()  # characters, by rank
         self._full: set[int] = set()
@@ -83,7 +83,7 @@ class Outbox:
         self._full.clear()
         self._gaps.clear()
 
-    def say(self, message: protocol.Message) -> None:
+    def say(self, message: protocol.Sendable) -> None:
         """Queue what is no output, after everything that is said about output before it."""
         if isinstance(message, protocol.Waiting) and len(self._queue) >= WAITING_MAX:
             return
@@ -114,7 +114,7 @@ class Outbox:
         if self._has_room(rank):
             self._own_up(rank)
 
-    def first(self) -> protocol.Message | None:
+    def first(self) -> protocol.Sendable | None:
         """Return what is to be sent next, or None."""
         if not self._queue:
             return None

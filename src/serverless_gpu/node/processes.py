@@ -19,6 +19,7 @@ import errno
 import os
 import re
 import select
+import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -30,6 +31,8 @@ _MOUNT_LINE = re.compile(r"^\d+ \d+ \S+ (?P<root>\S+) (?P<point>\S+) .* - (?P<ki
 
 
 TASKS_MAX = 32_768
+ZYGOTE = "-zygote"  # of the name of a zygote's cgroup
+AGENT = "sgpu-agent"  # of an agent's process
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
 _LEFT_MAX = 16
@@ -55,14 +58,18 @@ class CgroupRoot:
         self._tasks_max = tasks_max
         self._count = 0
 
-    def make(self) -> tuple[Path, ...]:
-        """Make the cgroups for one stem to move into, the v2 one first; none where nothing can be made."""
+    def make(self, mark: str = "") -> tuple[Path, ...]:
+        """Make the cgroups for one stem to move into, the v2 one first; none where nothing can be made.
+
+        Args:
+            mark: of the name; `ZYGOTE` for a zygote's.
+        """
         self._count += 1
         made: list[Path] = []
         for parent in (self.path, self._pids):
             if parent is None:
                 continue
-            path = parent / f"{os.getpid()}-{self._count}"
+            path = parent / f"{os.getpid()}-{self._count}{mark}"
             with contextlib.suppress(OSError):
                 path.mkdir()
                 made.append(path)
@@ -72,12 +79,18 @@ class CgroupRoot:
         return tuple(made)
 
     def sweep(self) -> None:
-        """Remove cgroups that are empty: what earlier agents' stems left. Only at start: later one may be coming."""
+        """Remove cgroups that are empty: what earlier agents' stems left. Only at start: later one may be coming.
+
+        What is left in the cgroup of a zygote whose agent is gone belongs to no run, and is killed.
+        """
         for parent in (self.path, self._pids):
             with contextlib.suppress(OSError):
                 for entry in parent.iterdir() if parent is not None else ():
-                    if entry.is_dir():
-                        remove_cgroup(entry)
+                    if not entry.is_dir():
+                        continue
+                    if entry.name.endswith(ZYGOTE) and not _is_agents(entry):
+                        end_cgroup(entry)
+                    remove_cgroup(entry)
 
     def close(self) -> None:
         """Remove everything once the last stems have ended, waiting a moment for that; what stays is swept later."""
@@ -149,6 +162,32 @@ def kill_cgroup(path: Path) -> None:
         (path / "cgroup.kill").write_text("1")
 
 
+def cgroup_pids(path: Path) -> list[int]:
+    """Return the processes in a cgroup."""
+    with contextlib.suppress(OSError, ValueError):
+        return [int(line) for line in (path / "cgroup.procs").read_text().split()]
+    return []
+
+
+def end_cgroup(path: Path) -> None:
+    """End every process in a cgroup, also in one of v1, and wait a moment for that."""
+    for _ in range(_CLOSING_LOOKS):
+        kill_cgroup(path)
+        pids = cgroup_pids(path)
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        select.select([], [], [], _CLOSING_PAUSE_S)
+
+
+def _is_agents(path: Path) -> bool:
+    """Return whether the agent that made a cgroup, which may be another than this process, still runs."""
+    made_by = look_at(int(pid) if (pid := path.name.partition("-")[0]).isdigit() else 0)
+    return made_by is not None and made_by.pid != os.getpid() and made_by.name == AGENT
+
+
 def cgroup_empty(path: Path) -> bool:
     """Return whether no process is left in a cgroup."""
     try:
@@ -166,7 +205,7 @@ class Left(msgspec.Struct, frozen=True):
 
     def is_there(self) -> bool:
         """Return whether it still is, and is no zombie."""
-        now = _looked_at(self.pid)
+        now = look_at(self.pid)
         return now is not None and now.started == self.started
 
 
@@ -179,13 +218,13 @@ def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[Left, ...]:
     """
     known = list(pids)
     if cgroup is not None:
-        with contextlib.suppress(OSError, ValueError):
-            known += [int(line) for line in (cgroup / "cgroup.procs").read_text().split()]
-    found = (_looked_at(pid) for pid in dict.fromkeys(known))
+        known += cgroup_pids(cgroup)
+    found = (look_at(pid) for pid in dict.fromkeys(known))
     return tuple(left for left in found if left is not None)[:_LEFT_MAX]
 
 
-def _looked_at(pid: int) -> Left | None:
+def look_at(pid: int) -> Left | None:
+    """Return a process as it is known again, or None where there is none, or a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.attempt import Failure, Hang, Reason, State, StopReason
+from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.crews import CrewPlace, numbered
 from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen
 from serverless_gpu.model.gang_life import Halt
@@ -35,14 +35,20 @@ from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.node.decoding import decoded
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.statuses import AttemptStatus, EnvironmentStatus, Kind, Mode, ZygoteStatus
+from serverless_gpu.node.stopped import Stopped as Stopped
 from serverless_gpu.version import __version__
 
-PROTOCOL = 7
+PROTOCOL = 8
+UNKNOWN_OWNER = "?"
+"""Owner of a run that is somebody's, and nothing says whose."""
 SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all messages."""
+    """Base of all messages but `Stopped`, which is in a module of its own."""
+
+
+Sendable = Message | Stopped
 
 
 class Context(Message, frozen=True, kw_only=True, tag="context"):
@@ -126,6 +132,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
         crews: of a gang on several nodes, by their numbers; none of one that is on this node alone.
         crew: which of them this is.
         nonce: of the gang, by which its crews know each other.
+        owner: the principal whose run it is, and the server that says so; "" for a run of this node's user.
     """
 
     run_id: str
@@ -147,6 +154,7 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     crews: tuple[CrewPlace, ...] = ()
     crew: int = 0
     nonce: str = ""
+    owner: str = ""
 
     @property
     def all_crews(self) -> tuple[CrewPlace, ...]:
@@ -323,28 +331,6 @@ class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
     lost: bool
 
 
-class Stopped(Message, frozen=True, kw_only=True, tag="stopped"):
-    """No rank runs any more; results and failures are in the run directory. The GPU gate comes next.
-
-    Attributes:
-        log_tail: last lines of the rank that is the cause.
-        tails: if the run failed, last lines of ranks that were not shown live, the cause first.
-        hang: who waited for whom, of a run that was ended because it stood still.
-        proven: whether the kernel says that no process of it is left; else one could not be ended.
-        hint: what a failure of user code is most likely about.
-    """
-
-    state: State
-    reason: Reason
-    cause: Failure | None
-    consequences: tuple[Failure, ...]
-    log_tail: str = ""
-    tails: dict[int, str] = {}
-    hang: Hang | None = None
-    proven: bool = True
-    hint: str = ""
-
-
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
     """The GPUs were checked and given back; the receipt is final."""
 
@@ -472,7 +458,7 @@ def original(text: str) -> str:
     return os.fsdecode(bytes.fromhex(text[1:])) if text.startswith("\0") else text
 
 
-def send(channel: Channel, message: Message, fds: tuple[int, ...] = ()) -> None:
+def send(channel: Channel, message: Sendable, fds: tuple[int, ...] = ()) -> None:
     """Send a message with descriptors.
 
     Raises:

@@ -6,7 +6,9 @@ to hear of.
 
 The file is written before anything is started and holds no variables of the caller, only the attempt's own token, in a
 directory of this user alone. It is not flushed to the disk: after a reboot nothing of the attempt is left anyway, and
-the server sees the other boot identifier.
+the server sees the other boot identifier. A disk that failed without a reboot may leave it empty: then the attempt is
+`recovered` from its directory's name. It is never launched, its end is written as soon as none of its processes is
+left, and the node's next heartbeat brings a token for it.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ from typing import Literal
 
 import msgspec
 
+from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.node.account import write_text
-from serverless_gpu.node.history import touched_ns
+from serverless_gpu.node.history import SERVED, touched_ns
 from serverless_gpu.serialized import from_json
 
-FILE = "remote.json"
+FILE = SERVED
 UNSENT_DAYS_MAX = 30
 _BYTES_MAX = 1 << 20
+_NO_TOKEN = "lost"
+"""Refused by every server, which has the node ask for another one."""
+_GRACE_S = 900.0
 
 Standing = Literal["open", "settled", "stale"]
 
@@ -41,6 +47,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
         partition_grace_s: how long it may go on without an answer of the server.
         owner: the principal whose run it is.
         tariff: what it pays, where the server said so; once it is launched, its own directory says what it pays.
+        recovered: whether the file was damaged, so that nobody knows whether the attempt had begun.
     """
 
     run_id: str
@@ -53,6 +60,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
     standing: Standing = "open"
     owner: str = ""
     tariff: Tariff = UNPRICED
+    recovered: bool = False
 
     @property
     def gang(self) -> str:
@@ -94,9 +102,33 @@ def write_remote(directory: Path, remote: Remote) -> None:
 def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, Remote]]:
     """Yield the attempts of which one server still has to hear something, with their directories."""
     for path in sorted(runs.glob(f"*/*/{FILE}")):
-        remote = read_remote(path.parent)
+        remote = read_remote(path.parent) or _recovered(path, profile)
         if remote is not None and remote.profile == profile and remote.standing == "open":
             yield path.parent, remote
+
+
+def _recovered(path: Path, profile: str) -> Remote | None:
+    """Return what is known of an attempt whose file is damaged; None where it cannot be read now.
+
+    Which server it was is not known: one that does not know the attempt says so, and it is left alone then.
+    """
+    fence, run_id = path.parent.name, path.parent.parent.name
+    try:
+        path.read_bytes()
+    except OSError:
+        return None
+    if created_wall_ns(run_id) is None or not fence.isdigit():
+        return None
+    return Remote(
+        run_id=run_id,
+        fence=int(fence),
+        profile=profile,
+        token=_NO_TOKEN,
+        gpu_type="",
+        world_size=0,
+        partition_grace_s=_GRACE_S,
+        recovered=True,
+    )
 
 
 def is_unsent(run: Path, now_ns: int) -> bool:

@@ -8,14 +8,16 @@ start even under `-I`. Their search path is the standard library, then the direc
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import CLOCK_FAULT
@@ -139,18 +141,26 @@ class Interpreter(NamedTuple):
         flags: its options.
         environ: the caller's variables; those read at start, and a few every program expects, are passed on.
         mounts: what it lies in, as `inside/mounts.py` takes it; none where its path is there anyway.
+        cgroups: directories of those that it starts in.
+        namespace: whether it has a user namespace of its own: not at all, where that is possible, or else it is not
+            started.
     """
 
     python: str
     flags: Sequence[str]
     environ: Mapping[str, str]
     mounts: Sequence[Mapping[str, object]] = ()
+    cgroups: Sequence[str] = ()
+    namespace: Literal["", "wanted", "required"] = ""
 
 
 def zygote_process(
     interpreter: Interpreter, preload: Sequence[str], *, channel_fd: int, log: int
 ) -> subprocess.Popen[bytes]:
     """Start a zygote in the user's interpreter.
+
+    The launcher that enters what contains it is ours alone: of the user's variables it gets none, since the loader of
+    libraries would read them.
 
     Args:
         interpreter: the user's.
@@ -161,35 +171,43 @@ def zygote_process(
     Raises:
         OSError: the interpreter cannot be started.
     """
+    if not interpreter.mounts:
+        _check_program(interpreter.python)  # the launcher could only say it in the log
     arguments = [interpreter.python, *interpreter.flags, "-c", zygote_program(channel_fd, preload)]
     environ = {**clean_variables(interpreter.environ), **startup_variables(interpreter.environ)}
-    if not interpreter.mounts:
-        return _started(arguments, environ, (channel_fd,), log)
     plan = os.memfd_create("sgpu-plan", os.MFD_CLOEXEC)
     try:
-        text = json.dumps({"mounts": list(interpreter.mounts), "argv": arguments, "environ": environ})
+        text = json.dumps(
+            {
+                "cgroups": list(interpreter.cgroups),
+                "namespace": interpreter.namespace,
+                "mounts": list(interpreter.mounts),
+                "argv": arguments,
+                "environ": environ,
+            }
+        )
         with open(os.dup(plan), "w", encoding="utf-8") as file:
             file.write(text)
         os.lseek(plan, 0, os.SEEK_SET)
-        program = [sys.executable, "-I", "-S", "-c", launcher_program(plan)]
-        return _started(program, clean_variables(interpreter.environ), (plan, channel_fd), log)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", launcher_program(plan, channel_fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=clean_variables(os.environ),
+            pass_fds=(plan, channel_fd),
+            start_new_session=True,
+        )
     finally:
         os.close(plan)
 
 
-def _started(
-    arguments: Sequence[str], environ: Mapping[str, str], fds: tuple[int, ...], log: int
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        arguments,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        cwd="/",
-        env=environ,
-        pass_fds=fds,
-        start_new_session=True,
-    )
+def _check_program(python: str) -> None:
+    if not stat.S_ISREG(os.stat(python).st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), python)
+    if not os.access(python, os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), python)
 
 
 def open_log(path: Path) -> int:

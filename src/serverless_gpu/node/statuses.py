@@ -21,6 +21,7 @@ class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
         pid: of the zygote; None where there is none.
         reason: why there is none.
         environment: address of the snapshot it was restored from; "" for one that imports the caller's files.
+        owner: whose runs it serves; "" for the user of this node.
     """
 
     python: str
@@ -28,6 +29,7 @@ class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     reason: str = ""
     environment: str = ""
+    owner: str = ""
 
 
 class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,12 +14,13 @@ down, and the client, which knows that nothing has run, launches it again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
 from pathlib import Path
 
-from serverless_gpu.model.attempt import Attempt, Reason
+from serverless_gpu.model.attempt import SUPERVISOR_GONE, Attempt
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.node.history import first_facts, read_ending
 from serverless_gpu.node.protocol import Launch
@@ -52,7 +53,8 @@ def take_attempt(directory: Path) -> str:
     Returns:
         Why it is not to be had, or "".
     """
-    if try_lock(directory) < 0:
+    lock = try_lock(directory)
+    if lock < 0:
         return f"another process looks after the attempt in {directory}"
     stopped = directory / "stopped.json"
     if stopped.exists() and not _may_be_replaced(directory):
@@ -60,23 +62,44 @@ def take_attempt(directory: Path) -> str:
     if has_begun(first_facts(directory)):
         return f"the attempt in {directory} has begun before"
     stopped.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a full disk: then no record of the kernel can be found for it
+        os.pwrite(lock, b"%-20d\n" % os.getpid(), 0)
     return ""
+
+
+def read_pid(directory: Path) -> int | None:
+    """Return the pid of the last supervisor that took an attempt; None where the attempt does not say."""
+    try:
+        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        text = os.read(fd, 32).strip()
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return int(text) if text.isdigit() else None
 
 
 def _may_be_replaced(directory: Path) -> bool:
     """Return whether all that is known of an end is that a supervisor was lost, of an attempt that no server gave."""
     ending = read_ending(directory)
-    return ending is not None and ending.reason is Reason.SUPERVISOR_LOST and not (directory / REMOTE).exists()
+    return ending is not None and ending.reason in SUPERVISOR_GONE and not (directory / REMOTE).exists()
 
 
-def try_lock(directory: Path) -> int:
+def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
     """Return the descriptor of an attempt's lock, or -1 when somebody else holds it.
+
+    Args:
+        directory: of the attempt.
+        tries: how often to look, 10 ms apart.
 
     Raises:
         OSError: the directory is gone, or cannot be written to.
     """
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for _ in range(_TRIES):
+    for _ in range(tries):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -52,7 +52,7 @@ class Watcher:
         """Return how much output was left out because the peer did not read."""
         return self._outbox.dropped_bytes
 
-    def say(self, message: protocol.Message) -> None:
+    def say(self, message: protocol.Sendable) -> None:
         """Send a message, or queue it."""
         if not self._deaf:
             self._outbox.say(message)
@@ -124,7 +124,7 @@ class Audience:
         self,
         path: Path,
         selector: selectors.BaseSelector,
-        greet: Callable[[], protocol.Message],
+        greet: Callable[[], protocol.Sendable],
         obey: Callable[[protocol.AnyMessage, Watcher], None],
     ) -> None:
         self._path = path
@@ -169,7 +169,7 @@ class Audience:
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear(watcher))
         return watcher
 
-    def tell(self, message: protocol.Message) -> None:
+    def tell(self, message: protocol.Sendable) -> None:
         """Say something to every watcher."""
         for watcher in self._watchers:
             watcher.say(message)

@@ -1,6 +1,6 @@
 """The zygotes of one agent: which one a caller gets, and why it gets none.
 
-    caller's context ─▶ key ─▶ zygote there, unchanged, of the same packages?  ─yes▶ a stem of it: warm
+    owner and context ─▶ key ─▶ zygote there, unchanged, of the same packages?  ─yes▶ a stem of it: warm
                      │ no
                      ▼
                      a new zygote, or (where none can be kept) an interpreter for this run only: cold, and why
@@ -16,22 +16,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.node.containment import Containment
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import CgroupRoot
-from serverless_gpu.node.protocol import Context, Stem
+from serverless_gpu.node.protocol import UNKNOWN_OWNER, Stem
 from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.spawning import PRELOAD
 from serverless_gpu.node.statuses import ZygoteStatus
-from serverless_gpu.node.zygotes import Key, ProblemTaker, Zygote, first_run, key_of
+from serverless_gpu.node.zygotes import Key, ProblemTaker, Zygote, ZygoteRequest, first_run
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0
 _PRELOAD_S = 120.0  # an import that hangs on a file system or a driver is given up
 _REMEMBERED_MAX = 64
+_CLOSING_LOOKS = 100
+_CLOSING_PAUSE_S = 0.01
 _RETRY_S = 10.0  # before an interpreter that could not be kept warm is tried again
 
 Giver = Callable[[Stem, int], None]
@@ -61,7 +65,13 @@ class ZygotePool:
         self._cold: dict[Key, tuple[str, int]] = {}  # keys that cannot be kept warm: why, and since when
         self._gone: dict[Key, str] = {}  # why the last zygote of a key is no more
         self._kept: frozenset[Key] = frozenset()  # keys of open sessions
+        self._ending: list[Containment] = []  # of zygotes that are gone, with something left in it
         self.became_ready = False
+
+    @property
+    def ending(self) -> bool:
+        """Return whether something that zygotes left is still being killed."""
+        return bool(self._ending)
 
     def statuses(self) -> tuple[ZygoteStatus, ...]:
         """Return what there is to say about each zygote, and about each interpreter that cannot have one."""
@@ -71,52 +81,45 @@ class ZygotePool:
                 python=each.key.python,
                 state="ready" if each.ready else "starting",
                 environment=each.key.environment,
+                owner=each.key.owner,
             )
             for each in self._zygotes.values()
         )
         cold = (
-            ZygoteStatus(python=key.python, state="cold", reason=why, environment=key.environment)
+            ZygoteStatus(python=key.python, state="cold", reason=why, environment=key.environment, owner=key.owner)
             for key, (why, _) in self._cold.items()
         )
         return (*warm, *cold)
 
-    def prewarm(self, context: Context, ranks: int, environment: RestoredEnvironment | None = None) -> None:
-        """Have a zygote for this caller.
+    def prewarm(self, request: ZygoteRequest, ranks: int) -> None:
+        """Have a zygote for a caller.
 
         Args:
-            context: the caller.
+            request: which.
             ranks: how many ranks its next run will have, as far as it knows.
-            environment: the restored environment it is in, or None.
 
         Raises:
             OSError: the interpreter cannot be started.
         """
-        key = key_of(context, environment)
-        self._leave_deleted(key, environment)
-        if key not in self._cold:
-            self._warm(key, context, environment).ranks = max(1, ranks)
+        key = request.key
+        self._leave_deleted(key, request.environment)
+        if key not in self._cold and request.owner != UNKNOWN_OWNER:
+            self._warm(key, request).ranks = max(1, ranks)
 
-    def give_stem(
-        self,
-        context: Context,
-        ranks: int,
-        give: Giver,
-        fail: ProblemTaker,
-        environment: RestoredEnvironment | None = None,
-    ) -> None:
+    def give_stem(self, request: ZygoteRequest, ranks: int, give: Giver, fail: ProblemTaker) -> None:
         """Hand a stem for this caller to a run, now or as soon as there is one.
 
         Args:
-            context: the caller.
+            request: who wants it, and in which environment.
             ranks: how many ranks the run has; as many stand by for the next.
             give: called with the stem, warm or not and why, and a descriptor it then owns.
             fail: called with what went wrong instead.
-            environment: the restored environment it is in, or None.
 
         Raises:
             OSError: the interpreter cannot be started.
         """
-        zygote, why = self._choose(context, environment)
+        context = request.context
+        zygote, why = self._choose(request)
         warm = zygote.ready and not why
         zygote.used_ns, zygote.ranks = self._clock.boottime_ns(), ranks
 
@@ -127,7 +130,7 @@ class ZygotePool:
                 return
             os.close(fd)
             try:
-                fresh = self._one_shot(context, environment)
+                fresh = self._one_shot(request)
             except OSError as error:
                 fail(f"{context.python} could not be started: {error}")
                 return
@@ -170,19 +173,28 @@ class ZygotePool:
             elif not zygote.ready and now_ns - zygote.started_ns > _PRELOAD_S * 1e9:
                 zygote.process.kill()
                 zygote.cold = f"preloading took more than {_PRELOAD_S:.0f} s"
-                self._give_up(zygote, zygote.context, zygote.cold)
+                self._give_up(zygote, zygote.cold)
         for zygote in [shot for shot in self._one_shots if not shot.waited_for]:
             self._one_shots.remove(zygote)
             self._close(zygote)
+        self._ending = [one for one in self._ending if not one.end(now_ns)]
 
     def close(self) -> None:
-        """Let all zygotes end."""
+        """Let all zygotes end, and everything they have started, waiting a moment for that."""
         for zygote in (*self._zygotes.values(), *self._one_shots):
-            zygote.close()
+            self._close(zygote)
+        for _ in range(_CLOSING_LOOKS):
+            now_ns = self._clock.boottime_ns()
+            self._ending = [one for one in self._ending if not one.end(now_ns)]
+            if not self._ending:
+                return
+            select.select([], [], [], _CLOSING_PAUSE_S)
 
-    def _choose(self, context: Context, environment: RestoredEnvironment | None) -> tuple[Zygote, str]:
+    def _choose(self, request: ZygoteRequest) -> tuple[Zygote, str]:
         """Return the interpreter for a caller, and why it is not a warm one, or ""."""
-        key = key_of(context, environment)
+        key, environment = request.key, request.environment
+        if request.owner == UNKNOWN_OWNER:
+            return self._one_shot(request), "the server did not say whose run it is, and owners share no interpreter"
         self._leave_deleted(key, environment)
         if environment is not None and key not in self._zygotes:
             self._move_one(key, environment)
@@ -192,14 +204,14 @@ class ZygotePool:
         elif key in self._cold:
             why, since_ns = self._cold[key]
             if zygote is None and self._clock.boottime_ns() - since_ns > _RETRY_S * 1e9:
-                self._warm(key, context, environment)  # for the next run: this one does not wait for the answer
-            return self._one_shot(context, environment), why
+                self._warm(key, request)  # for the next run: this one does not wait for the answer
+            return self._one_shot(request), why
         if zygote is not None:
             changed = zygote.stale()
             if changed is None and not zygote.dead:
                 return zygote, "" if zygote.ready else f"its zygote was still starting: {zygote.why}"
             self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
-        zygote = self._warm(key, context, environment)
+        zygote = self._warm(key, request)
         return zygote, zygote.why
 
     def _leave_deleted(self, key: Key, environment: RestoredEnvironment | None) -> None:
@@ -220,40 +232,40 @@ class ZygotePool:
                 return
             self._gone.setdefault(key, why)
 
-    def _warm(self, key: Key, context: Context, environment: RestoredEnvironment | None) -> Zygote:
+    def _warm(self, key: Key, request: ZygoteRequest) -> Zygote:
         if key in self._zygotes:
             return self._zygotes[key]
         others = [other for other in self._zygotes if other.elsewhere() not in self._kept]
         if len(others) >= ZYGOTES_MAX:
             oldest = min(others, key=lambda other: self._zygotes[other].used_ns)
             self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
-        zygote = self._zygotes[key] = self._spawn(context, PRELOAD, environment)
+        zygote = self._zygotes[key] = self._spawn(request, PRELOAD)
         zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
         zygote.why = self._gone.pop(key, "") or first_run(key, [other for other in self._zygotes if other != key])
         return zygote
 
-    def _one_shot(self, context: Context, environment: RestoredEnvironment | None) -> Zygote:
-        zygote = self._spawn(context, (), environment)
+    def _one_shot(self, request: ZygoteRequest) -> Zygote:
+        zygote = self._spawn(request, ())
         self._one_shots.append(zygote)
         return zygote
 
-    def _spawn(self, context: Context, preload: tuple[str, ...], environment: RestoredEnvironment | None) -> Zygote:
-        zygote = Zygote(context, preload, (self._home.agent_log, self._log), self._cgroups, environment)
-        self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear(zygote, context))
+    def _spawn(self, request: ZygoteRequest, preload: tuple[str, ...]) -> Zygote:
+        zygote = Zygote(request, preload, (self._home.agent_log, self._log), self._cgroups)
+        self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear(zygote))
         return zygote
 
-    def _hear(self, zygote: Zygote, context: Context) -> None:
+    def _hear(self, zygote: Zygote) -> None:
         if not zygote.hear():
             if self._zygotes.get(zygote.key) is zygote:
                 del self._zygotes[zygote.key]
                 self._remember(zygote.key, "its zygote had died")
             self._close(zygote)
         elif zygote.cold:
-            self._give_up(zygote, context, zygote.cold)
+            self._give_up(zygote, zygote.cold)
         elif zygote.ready:
             self.became_ready = True
 
-    def _give_up(self, zygote: Zygote, context: Context, why: str) -> None:
+    def _give_up(self, zygote: Zygote, why: str) -> None:
         """Keep no zygote for this key: whoever waits gets a fresh interpreter, and so does every run for a while."""
         self._cold[zygote.key] = (why, self._clock.boottime_ns())
         while len(self._cold) > _REMEMBERED_MAX:
@@ -267,7 +279,8 @@ class ZygotePool:
         self._close(zygote)
         for taker in waiting:
             try:
-                self._one_shot(zygote.context, taker.environment).take_stem(taker.take, taker.fail)
+                request = ZygoteRequest(zygote.context, taker.environment, zygote.key.owner)
+                self._one_shot(request).take_stem(taker.take, taker.fail)
             except OSError as error:
                 taker.fail(f"{zygote.context.python} could not be started: {error}")
 
@@ -286,3 +299,5 @@ class ZygotePool:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(zygote.channel)
         zygote.close()
+        if not zygote.containment.end(self._clock.boottime_ns()):
+            self._ending.append(zygote.containment)

@@ -1,7 +1,11 @@
-"""The agent's zygotes: one per interpreter and start-up variables, at most a few, none older than its use.
+"""The agent's zygotes: one per owner, interpreter and start-up variables, at most a few, none older than its use.
 
-    key = (interpreter, its options, start-up variables, environment)   →   Zygote: process, channel, stems standing by,
-    runs waiting for one
+    key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel, stems
+    standing by, runs waiting for one
+
+No zygote serves two owners: what runs in it is the code of one, and could be written by the ranks of one. Zygotes of a
+server's principals have a user namespace of their own, and so has each of their stems (`inside/user_namespace.py`):
+without it a rank could write the memory of another owner's zygote.
 
 A zygote is stale when a file it loaded has changed since (another version installed, a file edited): what a rank would
 get from it is not what the caller's next interpreter would import. A package it never loaded may change freely; ranks
@@ -26,14 +30,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from serverless_gpu.environment.restore.fitting import Loaded
+from serverless_gpu.node.containment import Containment
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import close_all, pair
-from serverless_gpu.node.processes import CgroupRoot
+from serverless_gpu.node.processes import ZYGOTE, CgroupRoot, remove_cgroup
 from serverless_gpu.node.protocol import Context, original
 from serverless_gpu.node.restored import RestoredEnvironment
 from serverless_gpu.node.spawning import Interpreter, one_name, startup_variables, zygote_process
@@ -49,24 +54,40 @@ Stamp = tuple[int, int, int]
 class Key(msgspec.Struct, frozen=True):
     """What makes two callers share a zygote; `python` is the interpreter's one name.
 
-    `environment` is the snapshot that a zygote's stems have; "" for the caller's files as they lie there.
+    `environment` is the snapshot that a zygote's stems have; "" for the caller's files as they lie there. `owner` is
+    whose runs it serves: "" for the user of this node, else as in `protocol.Launch`.
     """
 
     python: str
     flags: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
     environment: str = ""
+    owner: str = ""
 
     def elsewhere(self) -> Key:
-        """Return what all restored environments have in common that one zygote may serve."""
+        """Return what all restored environments have in common that one zygote may serve, always of one owner."""
         return msgspec.structs.replace(self, environment="restored", python="") if self.environment else self
 
 
-def key_of(context: Context, environment: RestoredEnvironment | None = None) -> Key:
-    """Return the key of a caller's context, in a restored environment or without."""
-    variables = tuple(startup_variables(context.environ).items())
-    address = "" if environment is None else environment.address
-    return Key(one_name(context.python), context.flags, variables, address)
+class ZygoteRequest(NamedTuple):
+    """Which zygote is wanted.
+
+    Attributes:
+        context: the caller.
+        environment: the restored environment it is in, or None.
+        owner: whose run it is, as in `Key`.
+    """
+
+    context: Context
+    environment: RestoredEnvironment | None = None
+    owner: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Return what a zygote has to match."""
+        variables = tuple(startup_variables(self.context.environ).items())
+        address = "" if self.environment is None else self.environment.address
+        return Key(one_name(self.context.python), self.context.flags, variables, address, self.owner)
 
 
 def first_run(key: Key, others: Sequence[Key]) -> str:
@@ -79,6 +100,9 @@ def first_run(key: Key, others: Sequence[Key]) -> str:
     same = [other for other in others if (other.python, other.flags) == (key.python, key.flags)]
     if not same:
         return "first run with this interpreter"
+    same = [other for other in same if other.owner == key.owner]
+    if not same:
+        return "first run of this owner with this interpreter: owners share none"
     nearest = min((set(key.variables) ^ set(other.variables) for other in same), key=len)
     names = sorted({name for name, _ in nearest})
     return f"the warm interpreter was started with other values of {', '.join(names)}"
@@ -96,11 +120,10 @@ class Zygote:
     """One zygote process and the stems it has made.
 
     Args:
-        context: the caller it is started for.
+        request: whom it is started for, and in which environment.
         preload: modules it imports; empty for a cold start.
-        log_path: the file its output is appended to.
-        cgroups: where stems get their cgroups.
-        environment: the restored environment it lives in, or None.
+        log: the file its output is appended to, and a descriptor of it.
+        cgroups: where it and its stems get their cgroups.
 
     Raises:
         OSError: the interpreter cannot be started.
@@ -108,16 +131,16 @@ class Zygote:
 
     def __init__(
         self,
-        context: Context,
+        request: ZygoteRequest,
         preload: tuple[str, ...],
         log: tuple[Path, int],
         cgroups: CgroupRoot,
-        environment: RestoredEnvironment | None = None,
     ) -> None:
+        context, environment, owner = request
         ours, theirs = pair()
         log_path, log_fd = log
         self.channel = ours
-        self.key = key_of(context, environment)
+        self.key = request.key
         self.environment = environment  # that its stems have
         self.loaded = Loaded()
         self._born_in = environment
@@ -132,6 +155,8 @@ class Zygote:
         self._log_path = log_path
         self._log_start = os.lseek(log_fd, 0, os.SEEK_END)
         self._cgroups = cgroups
+        self.containment = Containment(cgroups.make(ZYGOTE))
+        self._apart = bool(owner and preload)  # stems have a namespace of their own: more than one run will fork here
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
         self._stems: deque[tuple[int, int, int]] = deque()  # pid, channel, pidfd
@@ -140,14 +165,19 @@ class Zygote:
         try:
             variables = {original(name): original(value) for name, value in context.environ.items()}
             mounts = environment.mounts if environment is not None else ()
-            interpreter = Interpreter(context.python, context.flags, variables, mounts)
+            places = [str(path) for path in self.containment.paths]
+            namespace: Literal["", "wanted", "required"] = ("required" if preload else "wanted") if owner else ""
+            interpreter = Interpreter(context.python, context.flags, variables, mounts, places, namespace)
             self.process: subprocess.Popen[bytes] = zygote_process(
                 interpreter, preload, channel_fd=theirs.fileno(), log=log_fd
             )
+            self.containment.hold(self.process.pid)
             if environment is not None:
                 ours.send(inside.encode({"op": "hold"}), environment.fds)
         except OSError:
             ours.close()
+            for path in self.containment.paths:
+                remove_cgroup(path)
             raise
         finally:
             theirs.close()
@@ -182,8 +212,14 @@ class Zygote:
 
     def ask_stem(self) -> None:
         """Ask for one more stem; a zygote that is still preloading answers when it is ready."""
-        cgroups = [str(path) for path in self._cgroups.make()]
-        request: inside.Message = {"op": "stem", "cgroups": cgroups, "ranks": min(self.ranks, RANKS_STANDBY_MAX)}
+        cgroups = self._cgroups.make()
+        self.containment.note_stem_cgroups(cgroups)
+        request: inside.Message = {
+            "op": "stem",
+            "cgroups": [str(path) for path in cgroups],
+            "ranks": min(self.ranks, RANKS_STANDBY_MAX),
+            "apart": self._apart,
+        }
         fds: tuple[int, ...] = ()
         if self.environment is not None and self.environment is not self._born_in:
             request["mounts"], fds = list(self.environment.mounts), self.environment.fds
@@ -228,6 +264,7 @@ class Zygote:
             case "stem":
                 (fd,) = fds
                 pid = inside.integer(message, "pid")
+                self.containment.note_stem(pid)
                 self._offer(self._asked.popleft(), pid, fd)
                 return True
         return False

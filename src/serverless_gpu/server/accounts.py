@@ -22,6 +22,7 @@ from serverless_gpu.server.tables import accounts
 
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 _decode_tags = msgspec.json.Decoder(dict[str, str]).decode
+_decode_member_of = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         environment: address of the captured environment, or "".
         currency: of its money.
         tags: of the run.
+        member_of: of a run without a team, the teams that it counts for.
     """
 
     owner: str
@@ -52,6 +54,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     environment: str = ""
     currency: str = "USD"
     tags: dict[str, str] = {}
+    member_of: tuple[str, ...] = ()
 
     @property
     def subject(self) -> Subject:
@@ -59,6 +62,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return Subject(
             owner=self.owner,
             team=self.team,
+            member_of=self.member_of,
             pool=self.pool,
             policy=self.policy,
             tags=self.tags,
@@ -81,20 +85,38 @@ def of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, pool: st
         environment=run.snapshot,
         currency=currency,
         tags=run.spec.tags,
+        member_of=run.member_of,
     )
 
 
 def ensure(connection: sa.Connection, account: Account) -> int:
-    """Return the number of an account, which is made when it is not there."""
-    said = _encode_sorted(account)
+    """Return the number of an account, which is made when it is not there.
+
+    With it comes its plain account, which has no tags and no environment: reports that ask for neither add those up.
+    """
+    said = _encoded(account)
     digest = hashlib.sha256(said).hexdigest()
     found: int | None = connection.scalar(sa.select(accounts.c.id).where(accounts.c.sha256 == digest))
     if found is not None:
         return found
+    plain = msgspec.structs.replace(account, tags={}, environment="")
     row = msgspec.structs.asdict(account)
     row |= {"sha256": digest, "tags_json": _encode_sorted(row.pop("tags")).decode()}
-    made = connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one()
-    return int(made)
+    row["member_of_json"] = _encode_sorted(row.pop("member_of")).decode()
+    row["plain_id"] = 0 if plain == account else ensure(connection, plain)
+    made = int(connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one())
+    if plain == account:
+        connection.execute(accounts.update().where(accounts.c.id == made).values(plain_id=made))
+    return made
+
+
+def plain_ids(connection: sa.Connection, numbers: Collection[int]) -> dict[int, int]:
+    """Return the number of the plain account of each of some accounts."""
+    found: dict[int, int] = {}
+    for some in portions(sorted(set(numbers))):
+        query = sa.select(accounts.c.id, accounts.c.plain_id).where(accounts.c.id.in_(some))
+        found |= {row.id: row.plain_id for row in connection.execute(query)}
+    return found
 
 
 def find_many(connection: sa.Connection, numbers: Collection[int]) -> dict[int, Account]:
@@ -108,5 +130,17 @@ def find_many(connection: sa.Connection, numbers: Collection[int]) -> dict[int, 
 
 def from_row(row: sa.Row[Any]) -> Account:
     """Return the account of a row that has all columns of the table."""
-    names = [name for name in Account.__struct_fields__ if name != "tags"]
-    return Account(**{name: row._mapping[name] for name in names}, tags=_decode_tags(row.tags_json))
+    names = [name for name in Account.__struct_fields__ if name not in ("tags", "member_of")]
+    return Account(
+        **{name: row._mapping[name] for name in names},
+        tags=_decode_tags(row.tags_json),
+        member_of=_decode_member_of(row.member_of_json or "[]"),
+    )
+
+
+def _encoded(account: Account) -> bytes:
+    """Return an account as its digest is made of; one that counts for no team's members as before there were any."""
+    fields = msgspec.structs.asdict(account)
+    if not account.member_of:
+        del fields["member_of"]
+    return _encode_sorted(fields)

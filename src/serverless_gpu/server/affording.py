@@ -60,7 +60,8 @@ def refuse(connection: sa.Connection, services: Services, allowed: Allowed, who:
     if gpus is not None and gpu_type is not None:
         tariff = prices.tariff(connection, gpu_type, allowed.pool, services.clock.wall_ns(), currency)
         rate = rate_of(tariff, gpu_type, gpus, spec)
-        hold = first_hold(spec.grace_s, gpus=gpus, micros_per_hour=rate)
+        longest_s = services.spending.longest_s(connection, who.name, spec.name, services.clock.wall_ns())
+        hold = first_hold(spec.grace_s, gpus=gpus, micros_per_hour=rate, longest_s=longest_s)
     services.spending.refuse(_subject(allowed, who), hold, currency=currency)
 
 
@@ -81,7 +82,7 @@ def left(services: Services, allowed: Allowed, who: Caller) -> tuple[str, ...]:
 
 
 def _subject(allowed: Allowed, who: Caller) -> Subject:
-    return subject_of(who.name, allowed.spec, team=allowed.spec.team or "", pool=allowed.pool)
+    return subject_of(who.name, allowed.spec, team=allowed.spec.team or "", pool=allowed.pool, member_of=who.teams)
 
 
 def rooms(connection: sa.Connection, services: Services, there: Floor) -> Rooms | None:
@@ -121,6 +122,7 @@ def rooms(connection: sa.Connection, services: Services, there: Floor) -> Rooms 
             for gpu_type, tariff in pays(one.gpu_type, one.subject.pool)
         ]
         dearest = max((rate for rate in rates if rate is not None), default=None)
-        return first_hold(one.grace_s, gpus=gpus, micros_per_hour=dearest)
+        longest_s = services.spending.longest_s(connection, one.subject.owner, one.name, at_ns)
+        return first_hold(one.grace_s, gpus=gpus, micros_per_hour=dearest, longest_s=longest_s)
 
     return services.spending.rooms(hold)

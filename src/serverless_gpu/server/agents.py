@@ -10,15 +10,16 @@
 What a node says is believed about the node itself and nothing else: an attempt it names that is not its own is stale.
 A node that was forgotten, or that this database does not know, is told so and says hello again.
 
-A node is one home of one machine. Another one under its name (another machine, or another home) is refused by name
-while the first is there, and while runs of the first may be going on: it would be given their orders once more.
+A node is one home of one machine, and its token is good for it alone (`node_admission.py`). Another one under its name
+(another machine, or another home) is refused by name while the first is there, and while runs of the first may be going
+on: it would be given their orders once more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from functools import partial
 
 import msgspec
@@ -28,6 +29,7 @@ from anyio import to_thread
 from serverless_gpu import ambient, faults
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull
 from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.node_admission import Answer
 from serverless_gpu.model.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import (
@@ -35,6 +37,7 @@ from serverless_gpu.server import (
     attempts,
     audit,
     crews,
+    node_admission,
     nodes,
     orders,
     pools,
@@ -97,10 +100,20 @@ class Agents:
         Raises:
             InvalidValue: it speaks another protocol, or something in it cannot be.
             NotAllowed: the name belongs to somebody else's node, or to another machine or home that is there now, or
-                has runs that may be going on; the token is that of another machine; or an operator has to say first
-                that it may be in the pool.
+                has runs that may be going on; the token is another node's, or waits for an administrator; another
+                process of the node is connected; or an operator has to say first that it may be in the pool.
         """
         _check(said)
+        try:
+            answer = self._services.database.read(lambda connection: node_admission.check(connection, who, said))
+            if answer is Answer.PENDING:
+                raise node_admission.ask(self._services, who, said)
+            return self._joined(who, said)
+        except NotAllowed as error:
+            node_admission.note_refusal(self._services, who, said, error)
+            raise
+
+    def _joined(self, who: Caller, said: AgentHello) -> AgentWelcome:
         services = self._services
         at_ns = services.clock.wall_ns()
         new_id = ambient.new_run_id()
@@ -141,7 +154,7 @@ class Agents:
         at_ns = services.clock.wall_ns()
         node, stale, tokens = services.database.read(
             lambda connection: (
-                _own(connection, who, node_id, said.instance),
+                _own(connection, who, node_id, said.instance, said.process),
                 _stale(connection, node_id, said.attempts),
                 attempt_tokens.wanted_tokens(services, connection, node_id, said.renew),
             )
@@ -156,16 +169,16 @@ class Agents:
             _log.warning("node %s %s", node.name, clock_text(said.clock) or "has a clock that is right again")
         return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=services.clock.wall_ns())
 
-    def check(self, who: Caller, node_id: str, instance: str = "") -> None:
+    def check(self, who: Caller, node_id: str, instance: str = "", process: str = "") -> None:
         """Return if orders of a node are for whoever asks.
 
         Raises:
             NotFound: there is no such node of this principal.
         """
-        self._services.database.read(lambda connection: _own(connection, who, node_id, instance))
+        self._services.database.read(lambda connection: _own(connection, who, node_id, instance, process))
 
     def waiting(
-        self, who: Caller, node_id: str, instance: str = "", *, told: Collection[int] = frozenset()
+        self, who: Caller, node_id: str, instance: str = "", process: str = "", *, told: Collection[int] = frozenset()
     ) -> list[Order]:
         """Return the orders that a node has not taken; they count as sent.
 
@@ -173,6 +186,7 @@ class Agents:
             who: asks.
             node_id: the node.
             instance: of its home.
+            process: of its uplink.
             told: numbers of orders that need not come now; what they carry is not read.
 
         Raises:
@@ -182,7 +196,7 @@ class Agents:
         broken: list[tuple[StoredOrder, str]] = []
 
         def work(connection: sa.Connection) -> list[Order]:
-            node = _own(connection, who, node_id, instance)
+            node = _own(connection, who, node_id, instance, process)
             found: list[Order] = []
             for stored in orders.waiting(connection, node_id):
                 if stored.seq in told:
@@ -234,7 +248,7 @@ class Agents:
     ) -> tuple[StoredNode, StoredNode | None]:
         """Write a node down as it is now; return it, and what it was before."""
         before = nodes.named(connection, said.name)
-        _refuse_shared_token(connection, who, said)
+        answer = node_admission.check(connection, who, said)
         pool = _pool(connection, before, said, at_ns=at_ns)
         node = StoredNode(
             id=new_id if before is None else before.id,
@@ -249,6 +263,7 @@ class Agents:
             token_id=who.token_id,
         )
         if before is None:
+            node_admission.settle(connection, who, said, answer, at_ns=at_ns)
             nodes.insert(connection, node)
             detail = {"name": node.name, "pool": pool}
             audit.record(connection, who=who, action=Action.NODE_JOIN, subject=node.id, now_ns=at_ns, detail=detail)
@@ -257,6 +272,9 @@ class Agents:
             raise NotAllowed(f"the node {said.name!r} belongs to {before.principal}", hint="give this one another name")
         there = self._services.presence.is_there(before.id, now_ns=self._services.clock.boottime_ns())
         _refuse_another(connection, before, said, there=there)
+        if before.token_id == who.token_id:  # an administrator's other token for it takes over at once
+            node_admission.refuse_second_process(self._services, before, said)
+        node_admission.settle(connection, who, said, answer, at_ns=at_ns)
         nodes.change(connection, node)
         return node, before
 
@@ -282,7 +300,7 @@ class Agents:
             run_id=run.id,
             fence=order.fence,
             token=attempt_tokens.first_token(self._services, crew.id, takes=node.hello.takes),
-            spec=_understood(run.spec, node),
+            spec=_understood(run.spec_now, node),
             gpu_type=run.attempt.gpu_type,
             world_size=run.attempt.world_size,
             context=msgspec.Raw(self._services.sealer.unseal(payload.context_sealed, about=run.id)),
@@ -307,8 +325,20 @@ def _understood(spec: RunSpec, node: StoredNode) -> RunSpec:
     return spec if MAX_RUN in node.hello.takes else msgspec.structs.replace(spec, timeout_s=spec.limit_s)
 
 
-async def stream(services: Services, who: Caller, node_id: str, instance: str = "") -> AsyncIterator[Order | None]:
+async def stream(
+    services: Services, who: Caller, node_id: str, instance: str = "", process: str = ""
+) -> AsyncIterator[Order | None]:
     """Yield the orders of a node as they come, and those that were not taken again; None to show that it is alive."""
+    orders_of_node = _orders(services, who, node_id, instance, process)
+    with services.presence.streaming(node_id):
+        async with contextlib.aclosing(orders_of_node) as found:
+            async for order in found:
+                yield order
+
+
+async def _orders(
+    services: Services, who: Caller, node_id: str, instance: str, process: str
+) -> AsyncGenerator[Order | None]:
     agents = Agents(services)
     sent: dict[int, int] = {}
     hub, clock, key = services.hub, services.clock, node_key(node_id)
@@ -316,7 +346,7 @@ async def stream(services: Services, who: Caller, node_id: str, instance: str = 
         seen = hub.version(key)
         now_ns = clock.boottime_ns()
         sent = {seq: sent_ns for seq, sent_ns in sent.items() if now_ns - sent_ns <= SEND_AGAIN_S * 1e9}
-        look = partial(agents.waiting, who, node_id, instance, told=frozenset(sent))
+        look = partial(agents.waiting, who, node_id, instance, process, told=frozenset(sent))
         for order in await to_thread.run_sync(look):
             sent[order.seq] = now_ns
             yield order
@@ -355,21 +385,6 @@ def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHe
         )
 
 
-def _refuse_shared_token(connection: sa.Connection, who: Caller, said: AgentHello) -> None:
-    """Refuse a token that another machine has joined with: whoever has it could be that one, and take its orders.
-
-    Raises:
-        NotAllowed: so it is.
-    """
-    for other in nodes.of_token(connection, who.token_id) if who.token_id else ():
-        same_home = bool(said.instance) and other.hello.instance == said.instance
-        if other.name != said.name and other.machine != said.machine and not same_home:
-            raise NotAllowed(
-                f"the token of {said.name!r} is that of the node {other.name!r}, which is another machine",
-                hint=f"make one for each: `sgpu token create --for {who.name} --scope agent`",
-            )
-
-
 def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello, *, at_ns: int) -> str:
     """Return the pool of a node: where it is, or where it asks to be when it joins.
 
@@ -391,7 +406,7 @@ def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello
     return said.pool
 
 
-def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "") -> StoredNode:
+def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "", process: str = "") -> StoredNode:
     node = nodes.get(connection, node_id)
     if node is None or node.forgotten_ns is not None or node.principal != who.name:
         raise NotFound(f"there is no node {node_id!r} of {who.name}", hint="the agent has to say hello again")
@@ -399,12 +414,14 @@ def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "
         raise NotFound(f"node {node_id!r} said hello with another token", hint="the agent has to say hello again")
     if instance and node.hello.instance not in ("", instance):
         raise NotFound(f"node {node_id!r} is another home by now", hint="the agent has to say hello again")
+    if process and node.hello.process not in ("", process):
+        raise NotFound(f"another process said hello as node {node_id!r}", hint="the agent has to say hello again")
     return node
 
 
 def _note(connection: sa.Connection, who: Caller, node_id: str, said: Heartbeat, *, at_ns: int) -> None:
     """Write a heartbeat down, on the node as it is by now: since the look it may have been moved, or forgotten."""
-    node = _own(connection, who, node_id, said.instance)
+    node = _own(connection, who, node_id, said.instance, said.process)
     nodes.heard(connection, node, hello=_beaten(node.hello, said), seen_ns=at_ns)
 
 
@@ -462,8 +479,8 @@ def _check(said: AgentHello) -> None:
         raise InvalidValue(f"a pool cannot be named {said.pool[:64]!r}", hint="up to 64 printable characters")
     if len(said.takes) > TAKES_MAX or any(len(word) > NAME_CHARACTERS_MAX for word in said.takes):
         raise InvalidValue(f"a node takes {TAKES_MAX} things at most, named by {NAME_CHARACTERS_MAX} characters")
-    if max(len(said.machine), len(said.boot_id), len(said.instance)) > NAME_CHARACTERS_MAX:
-        raise InvalidValue("machine, boot_id and instance have 64 characters at most")
+    if max(len(said.machine), len(said.boot_id), len(said.instance), len(said.process)) > NAME_CHARACTERS_MAX:
+        raise InvalidValue("machine, boot_id, instance and process have 64 characters at most")
     _check_devices(said)
 
 

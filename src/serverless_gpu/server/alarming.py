@@ -110,15 +110,15 @@ class Alarms:
             self._seq = page[-1].seq
             known = accounts.find_many(connection, {one.account_id for one in page})
             for one in page:
-                team, line = known[one.account_id].team, one.entry.line
-                if not team or line.end_ns // HOUR_NS < oldest:
+                teams, line = known[one.account_id].subject.teams, one.entry.line
+                if not teams or line.end_ns // HOUR_NS < oldest:
                     continue
-                hours = self._teams.setdefault(team, {})
                 money = forecasting.spread(line.micros or 0, line.start_ns, line.end_ns)
                 time = forecasting.spread(line.billed_ms, line.start_ns, line.end_ns)
-                for hour in time:
-                    before = hours.get(hour, (0, 0))
-                    hours[hour] = (before[0] + money[hour], before[1] + time[hour])
+                for hours in (self._teams.setdefault(team, {}) for team in teams):
+                    for hour in time:
+                        before = hours.get(hour, (0, 0))
+                        hours[hour] = (before[0] + money[hour], before[1] + time[hour])
         for team in list(self._teams):
             self._teams[team] = {hour: amount for hour, amount in self._teams[team].items() if hour >= oldest}
 
@@ -128,8 +128,8 @@ class Alarms:
         last = Window(start_ns=max(now_ns - HOUR_NS, now_ns // DAY_NS * DAY_NS), end_ns=now_ns)
         uses: dict[str, Use] = {}
         for one in going:
-            if one.subject.team:
-                uses[one.subject.team] = uses.get(one.subject.team, NOTHING) + used(one.spender, last)
+            for team in one.subject.teams:
+                uses[team] = uses.get(team, NOTHING) + used(one.spender, last)
         this = now_ns // HOUR_NS
         for team, use in uses.items():
             hours = self._teams.get(team, {})

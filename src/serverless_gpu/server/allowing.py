@@ -16,27 +16,27 @@ import sqlalchemy as sa
 
 from serverless_gpu.environment.packages import Packages, are_same, difference
 from serverless_gpu.errors import EnvironmentMissing, PolicyViolation
+from serverless_gpu.model.access import Reach, Resource, reach
 from serverless_gpu.model.hardware import FAMILIES
-from serverless_gpu.model.policy import UsagePolicy, apply, choose, where
+from serverless_gpu.model.policy import NamedPolicy, UsagePolicy, apply, choose, where
+from serverless_gpu.model.policy_defaults import with_defaults
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import dividing, nodes, policies, pools, secret_store
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.services import Services
 
-_NOTHING = UsagePolicy()
-
 
 class Allowed(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that its policy accepts.
+    """A run that its policies accept.
 
     Attributes:
         spec: as it is written down: with the policy's name, default tags, limits.
-        policy: what it is under; says nothing where there is none.
+        policies: what it is under, the one that was chosen first.
         pool: where it goes, "" for any on-demand pool.
     """
 
     spec: RunSpec
-    policy: UsagePolicy
+    policies: tuple[NamedPolicy, ...]
     pool: str
 
 
@@ -67,7 +67,7 @@ class Brought(msgspec.Struct, frozen=True, kw_only=True):
 def allow(
     connection: sa.Connection, services: Services, spec: RunSpec, who: Caller, brought: Brought | None = None
 ) -> Allowed:
-    """Return a run as it is under its policy.
+    """Return a run as it is under its policies.
 
     Args:
         connection: of the transaction that writes it down, or of one that reads.
@@ -78,21 +78,26 @@ def allow(
 
     Raises:
         InvalidValue: there is no such policy, or pool.
-        PolicyViolation: it is not within its policy, or does not say which of several it is under.
+        PolicyViolation: it is not within its policies, or does not say which of several it is under.
         SecretMissing: there is no such secret.
         Unread: its environment is to be compared, and what is installed there was not read.
     """
+    under = _choose(connection, spec, who)
+    spec = with_defaults([(each.name, each.policy) for each in under], spec, who.teams)
     secret_store.pins(connection, services.sealer, who.name, spec.team or "", spec.secrets)
-    name = _choose(connection, spec, who)
-    policy = dividing.find_policy(connection, name) if name else _NOTHING
-    pool = where(policy, spec)
+    pool = where(under, spec)
     pool = dividing.find_pool(connection, pool).name if pool else ""
     effective = apply(
-        name, policy, spec, present=_present(connection, policy, spec, pool), max_run_s=services.settings.max_run_s
+        under,
+        spec,
+        present=_present(connection, under, spec, pool),
+        max_run_s=services.settings.max_run_s,
+        may_be_critical=reach(who.role, Resource.POLICIES.value, write=True) is Reach.ALL,
     )
     if brought is not None:
-        _check_packages(name, policy, brought)
-    return Allowed(spec=effective, policy=policy, pool=pool)
+        for each in under:
+            _check_packages(each.name, each.policy, brought)
+    return Allowed(spec=effective, policies=under, pool=pool)
 
 
 def read_packages(services: Services, addresses: Collection[str]) -> dict[str, Packages | None]:
@@ -110,19 +115,26 @@ def read_packages(services: Services, addresses: Collection[str]) -> dict[str, P
     return found
 
 
-def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> str:
+def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[NamedPolicy, ...]:
+    """Return what a run is under: the policy that it names or has, then the mandatory ones by name."""
     attached, team = policies.attached(connection, who.name, who.teams), spec.team or ""
-    if spec.policy is None:
-        return choose(attached, who=who.name, named=None, team=team)
-    dividing.find_policy(connection, spec.policy)
-    is_free = not attached.of(team) and not policies.holders(connection, spec.policy)
-    return choose(attached, who=who.name, named=spec.policy, team=team, is_free=is_free)
+    there = [NamedPolicy(name, dividing.find_policy(connection, name)) for name in attached.of(team)]
+    mandatory = {each.name: each for each in there if each.policy.mandatory}
+    is_free = False
+    if spec.policy is not None:
+        dividing.find_policy(connection, spec.policy)
+        is_free = not policies.holders(connection, spec.policy)
+    chosen = choose(attached, who=who.name, named=spec.policy, team=team, is_free=is_free, mandatory=mandatory)
+    if not chosen:
+        return tuple(mandatory.values())
+    is_attached = any(each.name == chosen for each in there)
+    return (NamedPolicy(chosen, dividing.find_policy(connection, chosen), is_attached), *mandatory.values())
 
 
-def _present(connection: sa.Connection, policy: UsagePolicy, spec: RunSpec, pool: str) -> frozenset[str]:
-    """Return the GPU types where a run would go; looked up only where its policy leaves a choice."""
+def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: RunSpec, pool: str) -> frozenset[str]:
+    """Return the GPU types where a run would go; looked up only where its policies leave a choice."""
     asked = spec.resources.gpu_type
-    if len(policy.gpu_types) < 2 or (asked is not None and asked not in FAMILIES):
+    if all(len(each.policy.gpu_types) < 2 for each in under) or (asked is not None and asked not in FAMILIES):
         return frozenset()
     shared = {one.name for one in pools.every(connection) if one.kind != pools.RESERVED}
     here = {pool} if pool else shared

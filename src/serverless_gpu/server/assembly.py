@@ -15,21 +15,34 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import sqlalchemy as sa
 from prometheus_client import ProcessCollector
 
-from serverless_gpu.ambient import Clock
+from serverless_gpu.ambient import Clock, machine
 from serverless_gpu.engines import ray_start
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.engines.ray import RayEngine
 from serverless_gpu.engines.ray_link import RayAccess
 from serverless_gpu.errors import ServerProblem
+from serverless_gpu.model.node_admission import Identity
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import Profile
-from serverless_gpu.server import audit, reserve, restoring, runs, secret_store, tables
+from serverless_gpu.server import (
+    audit,
+    isolation,
+    reserve,
+    restoring,
+    rollback,
+    rotation,
+    runs,
+    secret_store,
+    unknown_files,
+)
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.alarming import Alarms
 from serverless_gpu.server.audit import SERVER, Action
@@ -38,7 +51,8 @@ from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.first_start import FirstTokens, first_tokens, join_token
+from serverless_gpu.server.database_start import take_when_started
+from serverless_gpu.server.first_start import FileTokens, FirstTokens, first_tokens, join_token
 from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
 from serverless_gpu.server.hub import (
     ALARMS,
@@ -57,6 +71,7 @@ from serverless_gpu.server.hub import (
 from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.keys import read_keys, remove_unnamed
 from serverless_gpu.server.loops import LATE_S, Loop, Tick
+from serverless_gpu.server.mark_file import SYNC_S, Checkpoints, MarkFile
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.notifying import Notifier
@@ -86,36 +101,68 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """A server that can be asked."""
+    """A server that can be asked.
+
+    Attributes:
+        warnings: sentences for the operator who starts it.
+    """
 
     claim: Claim
     services: Services
     admission: Admission
     tokens: FirstTokens
+    warnings: tuple[str, ...] = ()
+
+
+class Operator(NamedTuple):
+    """The process that starts a server, on behalf of a person.
+
+    Attributes:
+        announce: gets a line when the start has to wait for its database.
+        decide: asked about undecided pools, as `isolation.settle` does.
+        renewed: called when a file of the server has another token.
+    """
+
+    announce: Callable[[str], None] = _log.warning
+    decide: Callable[[isolation.Exposure], bool | None] = lambda _exposure: None
+    renewed: Callable[[], None] = lambda: None
 
 
 @contextlib.contextmanager
-def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembly]:
+def assembled(
+    settings: Settings, *, url: str, clock: Clock, other: str = "", operator: Operator | None = None
+) -> Iterator[Assembly]:
     """Put a server together, and take it apart.
 
     Args:
         settings: what it was told.
         url: under which this machine reaches it.
         clock: the machine's.
+        other: which process shares the server's directory, or "".
+        operator: who starts it; None for one who only reads the log.
 
     Raises:
-        ServerProblem: the database is another server's or of a newer version, or the server's key is none, or
+        ServerProblem: the database was rolled back, is another server's or of a newer version; the key is none, or
             not the one of its database.
         ServerUnavailable: the database does not answer.
     """
+    rotation.refuse_unfinished(settings.directory)
     with contextlib.ExitStack() as stack:
         measures = Measures()
         database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock, measures=measures)))
-        database.be_sole()
+        operator = operator or Operator()
+        take_when_started(database, clock=clock, announce=operator.announce)
+        rolled_back = rollback.refuse(settings, database.read, now_ns=clock.wall_ns(), other=other)
+        if rolled_back:
+            _log.warning("the operator accepts that the database was rolled back: %s", rolled_back)
         database.migrate()
+        warnings = _unknown_files(settings, database)
+        mark = stack.enter_context(contextlib.closing(_marked(settings, database, clock)))
         remove_unnamed(settings.directory)
         restoring.settle(database, settings.directory, measures=measures, now_ns=clock.wall_ns())
-        tokens = first_tokens(database, settings.directory, login=_login(), now_ns=clock.wall_ns())
+        node = _node_of(settings) if settings.node else None
+        tokens = first_tokens(database, settings.directory, login=login(), now_ns=clock.wall_ns(), node=node)
+        isolation.settle(database, operator.decide, now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)
         sealer = Sealer(keys.sealing)
         if settings.key_lost:
@@ -141,6 +188,7 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             measures=measures,
             health=Health(clock),
             low=database.reserve.problem,
+            unwritable=lambda: database.write_problem,
             ray_pool=(lambda: None) if beside is None else beside.pool,
             **storage._asdict(),
         )
@@ -155,13 +203,33 @@ def assembled(settings: Settings, *, url: str, clock: Clock) -> Iterator[Assembl
             engine = _this_machine(settings, url=url, token=tokens.node_token)
         if engine is not None:
             stack.callback(engine.close)
-        stack.enter_context(_looking_after(services, engine, database, beside))
+        stack.enter_context(_looking_after(services, engine, database, beside, mark, operator.renewed))
         yield Assembly(
             claim=database.claim,
             services=services,
             admission=Admission(database, clock=clock, keys=keys),
             tokens=tokens,
+            warnings=warnings,
         )
+
+
+def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
+    """Give this server its generation, and have the high-water mark follow what it writes."""
+    position = database.number(now_ns=clock.wall_ns())
+    path, place = rollback.mark_path(settings), rollback.place_of(settings)
+    mark = MarkFile(path, position, now_ns=clock.wall_ns(), place=place)
+    database.on_commit(mark.commit)
+    return mark
+
+
+def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
+    """Name files of runs that the database does not know, before the loops remove any."""
+    unknown = unknown_files.runs_of(settings.directory, database.read, limit=unknown_files.LOOK_MAX)
+    if not unknown:
+        return ()
+    found = unknown_files.sentence(unknown, settings.directory)
+    _log.error("%s", found)
+    return (found,)
 
 
 def _beside(settings: Settings, database: Database, *, clock: Clock, url: str, token: str) -> RayBeside | None:
@@ -170,6 +238,11 @@ def _beside(settings: Settings, database: Database, *, clock: Clock, url: str, t
         return None
     join_token(database, settings.directory, now_ns=clock.wall_ns())
     return RayBeside(settings, url=url, node_token=token)
+
+
+def _node_of(settings: Settings) -> Identity:
+    """Return what this machine's node will say it is."""
+    return Identity(name=socket.gethostname(), machine=machine(), instance=instance_of(Home(settings.home)))
 
 
 def _this_machine(settings: Settings, *, url: str, token: str) -> Engine:
@@ -198,7 +271,12 @@ def _several_machines(services: Services, beside: RayBeside) -> Engine:
 
 @contextlib.contextmanager
 def _looking_after(
-    services: Services, engine: Engine | None, database: Database, beside: RayBeside | None
+    services: Services,
+    engine: Engine | None,
+    database: Database,
+    beside: RayBeside | None,
+    mark: MarkFile,
+    renewed: Callable[[], None],
 ) -> Iterator[None]:
     """Run the loops; the hub rings them."""
     scheduler = Scheduler(services, engine=engine)
@@ -215,6 +293,13 @@ def _looking_after(
         database.claim.look()
         return now_ns + round(LOOK_S * 1e9)
 
+    checkpoints = Checkpoints(database, mark)
+
+    def keep_mark(now_ns: int) -> int:
+        mark.sync(audit=database.read(audit.newest_seq), now_ns=services.clock.wall_ns())
+        checkpoints.tick(now_ns)
+        return now_ns + round(SYNC_S * 1e9)
+
     def tend(now_ns: int) -> int:
         database.reserve.tend()
         services.environments.tend()
@@ -225,6 +310,7 @@ def _looking_after(
 
     loops = {
         "claim": loop("claim", look),
+        "mark": loop("mark", alone(keep_mark)),
         "reserve": loop("reserve", alone(tend)),
         SCHEDULER: loop("scheduler", alone(scheduler.tick)),
         RECONCILER: loop("reconciler", alone(reconciler.tick)),
@@ -236,6 +322,7 @@ def _looking_after(
         AUDIT: loop("audit", alone(Chainer(services).tick)),
         LEDGER: loop("ledger", alone(Charging(services).tick)),
         USAGE: loop("usage", alone(Folding(services).tick), late_s=SLOW_S),
+        "tokens": loop("tokens", alone(FileTokens(services, login=login(), renewed=renewed).tick)),
         SELF_CHECK: loop("self-check", SelfCheck(services).tick, late_s=SLOW_S),
     }
     if beside is not None:
@@ -258,7 +345,7 @@ def _looking_after(
 def _look_after_health(services: Services, database: Database) -> None:
     """Say what a server has to have; its loops say it of themselves."""
     health, settings = services.health, services.settings
-    health.probe("database", lambda: _database_problem(database))
+    health.probe("database", lambda: database.problem(now_ns=services.clock.wall_ns()))
     health.probe("store", services.blobs.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)
     health.probe("environments", services.environments.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)
     health.probe("disk", lambda: space_problem(settings.directory))
@@ -310,16 +397,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_MAX]) + more
 
 
-def _login() -> str:
+def login() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, as in some containers
         return ""
-
-
-def _database_problem(database: Database) -> str:
-    try:
-        database.read(lambda connection: connection.scalar(sa.select(tables.principals.c.name).limit(1)))
-    except ServerProblem as error:
-        return error.message
-    return ""

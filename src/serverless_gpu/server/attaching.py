@@ -20,7 +20,7 @@ from serverless_gpu.server.checking import check_name, check_range, check_text
 from serverless_gpu.server.hub import SCHEDULER
 from serverless_gpu.server.policies import POLICIES_MAX, StoredPolicy
 from serverless_gpu.server.services import Services
-from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.policies import PolicyView, view_of
 
 HOLDERS_MAX = 20_000
@@ -47,7 +47,8 @@ def view_policies(services: Services, who: Caller, *, mine: bool = False) -> tup
         found = policies.every(connection)
         if mine:
             there = policies.attached(connection, who.name, who.teams).of("")
-            found = [one for one in found if (one.name in there if there else one.name not in holders)]
+            has_choice = any(one.name in there and not one.policy.mandatory for one in found)
+            found = [one for one in found if one.name in there or (not has_choice and one.name not in holders)]
         return tuple(_view(one, holders.get(one.name, ()), who) for one in found)
 
     return services.database.read(work)
@@ -84,6 +85,8 @@ def put_policy(services: Services, who: Caller, name: str, asked: UsagePolicy) -
         for pool in filter(None, (asked.pool, *asked.pools)):
             dividing.find_pool(connection, pool)
         _check_types(connection, types)
+        if asked.team:
+            identity.team(connection, asked.team)
         there = {other.name for other in policies.every(connection)}
         if len(there | {name}) > POLICIES_MAX:
             raise InvalidValue(f"there are {POLICIES_MAX} policies, and more are not taken", hint="delete some")
@@ -217,10 +220,19 @@ def _check(policy: UsagePolicy) -> None:
         raise InvalidValue(f"a policy names {ENVIRONMENTS_MAX} environments at most")
     for kind in policy.gpu_types:
         check_text("a GPU type", kind, LABEL_CHARACTERS_MAX)
+    check_text("a team", policy.team, NAME_CHARACTERS_MAX)
     _check_tags(policy)
     check_range("GPUs of a run", policy.gpus_per_run, 1, RANKS_MAX)
     check_range("GPUs at once", policy.gpus_at_once, 1, RANKS_MAX)
-    for what, seconds in (("the longest run", policy.max_run_s), ("idle time", policy.idle_s)):
+    check_range("attempts of a run", policy.attempts_max, 1, RANKS_MAX)
+    check_range("attempts that save nothing", policy.unsaved_max, 1, RANKS_MAX)
+    times = (
+        ("the longest run", policy.max_run_s),
+        ("time of all attempts", policy.total_run_s),
+        ("idle time", policy.idle_s),
+        ("the time limit", policy.timeout_s),
+    )
+    for what, seconds in times:
         if seconds is not None and not LEAST_S <= seconds <= SECONDS_MAX:
             raise InvalidValue(f"{what} can be {format_span(LEAST_S)} to {format_span(SECONDS_MAX)}")
 

@@ -46,7 +46,7 @@ _PIECE = 1 << 20
 _PARTIAL = ".partial-"
 # Of this process and this machine, or on their way: nothing that is missed.
 _LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", "restored.json", "incoming", "nearby"})
-_ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", "-wal", "-shm", "-journal")
+_ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", ".mark", "-wal", "-shm", "-journal")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

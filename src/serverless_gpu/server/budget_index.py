@@ -82,15 +82,23 @@ class Rooms:
             self._standings[name] = with_hold(self._standings[name], hold)
 
 
-def subject_of(owner: str, spec: RunSpec, *, team: str, pool: str) -> Subject:
+def subject_of(owner: str, spec: RunSpec, *, team: str, pool: str, member_of: tuple[str, ...]) -> Subject:
     """Return what of a run that waits, or is asked for, decides which budgets it counts for."""
     is_cpu = spec.resources.gpu_type == CPU
-    return Subject(owner=owner, team=team, pool=pool, policy=spec.policy or "", tags=spec.tags, is_cpu=is_cpu)
+    return Subject(
+        owner=owner,
+        team=team,
+        pool=pool,
+        policy=spec.policy or "",
+        tags=spec.tags,
+        is_cpu=is_cpu,
+        member_of=member_of,
+    )
 
 
 def subject_of_run(run: StoredRun) -> Subject:
     """Return the same of a run that is stored."""
-    return subject_of(run.owner, run.spec, team=run.team, pool=run.pool)
+    return subject_of(run.owner, run.spec, team=run.team, pool=run.pool, member_of=run.member_of)
 
 
 def with_hold(standing: Standing, hold: Use) -> Standing:

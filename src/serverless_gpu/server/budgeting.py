@@ -1,23 +1,24 @@
-"""The verbs on budgets: list, show, set, delete. Checked, written, audited; then scheduler and loop are rung."""
+"""The verbs on budgets: list, show, set, reopen, delete. Checked, written, audited; then scheduler and loop run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
 from serverless_gpu.model import access, budget_words, forecasting
 from serverless_gpu.model.access import Reach
 from serverless_gpu.model.budget import Budget, Scope, Standing
-from serverless_gpu.model.days import DAY_NS, format_day
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 from serverless_gpu.server import audit, budgets, identity, notices, policies, pools
 from serverless_gpu.server.affording import as_of
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.budgets import StoredBudget
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.checking import check_name
+from serverless_gpu.server.checking import check_name, check_time_zone
 from serverless_gpu.server.hub import BUDGETS, SCHEDULER
 from serverless_gpu.server.services import Services
 from serverless_gpu.units import format_gpu_ms, format_micros
@@ -77,11 +78,12 @@ def put_budget(services: Services, who: Caller, name: str, asked: BudgetRequest)
         TooLarge: there are too many budgets.
     """
     check_name("a budget", name)
-    budget = _budget(services, asked)
+    said = _budget(services, asked)
     at_ns = services.clock.wall_ns()
 
     def work(connection: sa.Connection) -> None:
-        _check_scope(connection, budget.scope)
+        _check_scope(connection, said.scope)
+        budget = _with_own_zone(connection, said)
         before = budgets.find(connection, name)
         if before is None and budgets.count(connection) >= BUDGETS_MAX:
             raise TooLarge(f"there are {BUDGETS_MAX} budgets, and more are not taken", hint="delete some")
@@ -96,6 +98,38 @@ def put_budget(services: Services, who: Caller, name: str, asked: BudgetRequest)
             now_ns=at_ns,
             detail=_detail(budget) | ({} if before is None else {"before": _detail(before.budget)}),
         )
+
+    services.database.write(work)
+    _ring(services)
+    return view_budget(services, who, Reach.ALL, name)
+
+
+def reopen_budget(services: Services, who: Caller, name: str) -> BudgetView:
+    """Open a hard budget again that has stopped runs: runs start while what is left pays for them.
+
+    Raises:
+        InvalidValue: it is not closed, or all of it is used.
+        NotFound: there is none of that name.
+    """
+    at_ns = services.clock.wall_ns()
+
+    now = as_of(services)
+    standing = services.database.read(lambda connection: services.spending.look(connection, now)).get(name)
+    if standing is None:
+        raise _unknown(name)
+    if standing.is_spent:
+        raise InvalidValue(
+            f"budget {name!r} is used up: {budget_words.used_words(standing, services.settings.currency)}",
+            hint=f"raise it: sgpu budget set {name}; or wait: {budget_words.anew(standing)}",
+        )
+
+    def work(connection: sa.Connection) -> None:
+        if budgets.find(connection, name) is None:
+            raise _unknown(name)
+        if not budgets.reopen(connection, name, start_ns=standing.window.start_ns):
+            raise InvalidValue(f"budget {name!r} is open", hint=f"sgpu budget show {name} says how it stands")
+        detail = _detail(standing.budget) | {"used": standing.budget.counts(standing.used)}
+        audit.record(connection, who=who, action=Action.BUDGET_REOPEN, subject=name, now_ns=at_ns, detail=detail)
 
     services.database.write(work)
     _ring(services)
@@ -155,7 +189,15 @@ def _budget(services: Services, asked: BudgetRequest) -> Budget:
         limit_micros=asked.limit_micros,
         limit_gpu_ms=asked.limit_gpu_ms,
         hard=asked.hard,
+        time_zone=asked.time_zone,
     )
+
+
+def _with_own_zone(connection: sa.Connection, budget: Budget) -> Budget:
+    """Return a budget whose time zone is "" where it is that of its team, or UTC: then it follows the team's."""
+    check_time_zone(budget.time_zone)
+    usual = budgets.team_zone(connection, budget.scope) or "UTC"
+    return msgspec.structs.replace(budget, time_zone="") if budget.time_zone == usual else budget
 
 
 def _check_scope(connection: sa.Connection, scope: Scope) -> None:
@@ -199,6 +241,7 @@ def _detail(budget: Budget) -> dict[str, object]:
         "scope": f"{budget.scope.kind} {budget.scope.name}".strip(),
         "period": budget.period.value,
         "hard": budget.hard,
+        **({"time_zone": budget.time_zone} if budget.time_zone else {}),
         **{name: limit for name, limit in limits.items() if limit is not None},
     }
 
@@ -218,6 +261,7 @@ def _views(services: Services, standings: dict[str, Standing]) -> Iterable[Budge
             limit_micros=budget.limit_micros,
             limit_gpu_ms=budget.limit_gpu_ms,
             hard=budget.hard,
+            time_zone=budget.time_zone or "UTC",
             start_ns=standing.window.start_ns,
             end_ns=standing.window.end_ns,
             used=budget.counts(standing.used),
@@ -236,8 +280,8 @@ def _views(services: Services, standings: dict[str, Standing]) -> Iterable[Budge
 def _sentence(standing: Standing, currency: str) -> str:
     parts = [budget_words.used_words(standing, currency)]
     if standing.is_used_up:
-        why = "" if standing.is_spent else "it has stopped runs: what is left did not pay for another minute of them; "
-        parts.append(f"{why}nothing new starts until {format_day(standing.window.days[-1] + 1)} (UTC)")
+        why = "" if standing.is_spent else "closed: what is left did not pay for another minute of its runs; "
+        parts.append(f"{why}nothing new starts until {budget_words.next_day(standing)}")
     unpriced_ms = standing.used.unpriced_ms
     if unpriced_ms and standing.budget.limit_micros is not None:
         parts.append(f"{format_gpu_ms(unpriced_ms)} have no price and count nothing: sgpu price set")

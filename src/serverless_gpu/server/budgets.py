@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.budget import FULL, Budget
-from serverless_gpu.server.tables import budget_warnings, budgets
+from serverless_gpu.model.budget import CLOSED, FULL, Budget, Scope
+from serverless_gpu.server.tables import budget_warnings, budgets, teams
 
 FORGET_NS = 400 * 86_400 * 1_000_000_000
 _decode = msgspec.json.Decoder(Budget).decode
@@ -21,8 +21,10 @@ class StoredBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def every(connection: sa.Connection) -> list[StoredBudget]:
-    """Return all budgets by name."""
-    return [_from_row(row) for row in connection.execute(sa.select(budgets).order_by(budgets.c.name))]
+    """Return all budgets by name; one of a team without a time zone of its own has the team's."""
+    found = [_from_row(row) for row in connection.execute(sa.select(budgets).order_by(budgets.c.name))]
+    zones = {row.name: row.time_zone or "" for row in connection.execute(sa.select(teams.c.name, teams.c.time_zone))}
+    return [_with_zone(one, zones.get(one.budget.scope.name, "")) for one in found]
 
 
 def count(connection: sa.Connection) -> int:
@@ -34,6 +36,25 @@ def find(connection: sa.Connection, name: str) -> StoredBudget | None:
     """Return a budget."""
     row = connection.execute(sa.select(budgets).where(budgets.c.name == name)).first()
     return None if row is None else _from_row(row)
+
+
+def find_in_force(connection: sa.Connection, name: str) -> StoredBudget | None:
+    """Return a budget as `every` does."""
+    found = find(connection, name)
+    return None if found is None else _with_zone(found, team_zone(connection, found.budget.scope))
+
+
+def team_zone(connection: sa.Connection, scope: Scope) -> str:
+    """Return the time zone of the team that a budget is for; "" for UTC, and where it is for no team."""
+    if scope.kind != "team":
+        return ""
+    return connection.scalar(sa.select(teams.c.time_zone).where(teams.c.name == scope.name)) or ""
+
+
+def _with_zone(one: StoredBudget, zone: str) -> StoredBudget:
+    if one.budget.time_zone or one.budget.scope.kind != "team":
+        return one
+    return msgspec.structs.replace(one, budget=msgspec.structs.replace(one.budget, time_zone=zone))
 
 
 def put(connection: sa.Connection, budget: StoredBudget) -> None:
@@ -72,8 +93,16 @@ def said(connection: sa.Connection, *, since_ns: int) -> set[tuple[str, int, int
 
 def closed(connection: sa.Connection) -> frozenset[tuple[str, int]]:
     """Return which budgets were used up, in which period: the start of it."""
-    query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns).where(budget_warnings.c.percent == FULL)
+    query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns).distinct()
+    query = query.where(budget_warnings.c.percent.in_((FULL, CLOSED)))
     return frozenset((name, start_ns) for name, start_ns in connection.execute(query))
+
+
+def reopen(connection: sa.Connection, name: str, *, start_ns: int) -> bool:
+    """Forget that a budget was closed in a period; return whether it was."""
+    marks = budget_warnings.c.percent.in_((FULL, CLOSED))
+    own = sa.and_(budget_warnings.c.budget == name, budget_warnings.c.start_ns == start_ns, marks)
+    return connection.execute(budget_warnings.delete().where(own)).rowcount > 0
 
 
 def forget_said(connection: sa.Connection, name: str) -> None:

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.ledger import Entry, EntryKind, Line, standing
+from serverless_gpu.server.accounts import plain_ids
 from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import accounts, charges, utilisations
@@ -198,6 +199,34 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
     ]
 
 
+def before(connection: sa.Connection, at_ns: int, *, after_seq: int = 0) -> tuple[list[Sum], list[tuple[int, Line]]]:
+    """Return what entries of a moment's day were before it: sums by account, and the lines that go on beyond it.
+
+    Args:
+        connection: of any transaction.
+        at_ns: nanoseconds since 1970; entries of the same day of UTC are looked at, others lie on one side of it.
+        after_seq: entries up to this one are left out.
+    """
+    day = at_ns // DAY_NS
+    unpriced = sa.case((charges.c.micros.is_(None), charges.c.billed_ms), else_=0)
+    totals = (sa.func.sum(summed) for summed in (charges.c.billed_ms, unpriced, charges.c.micros))
+    of_day = sa.and_(charges.c.day == day, charges.c.seq > after_seq)
+    query = sa.select(charges.c.account_id, *totals).where(of_day, charges.c.end_ns <= at_ns)
+    whole = [
+        Sum(
+            account_id=account_id,
+            day=day,
+            billed_ms=int(billed_ms or 0),
+            unpriced_ms=int(unpriced_ms or 0),
+            micros=int(micros or 0),
+        )
+        for account_id, billed_ms, unpriced_ms, micros in connection.execute(query.group_by(charges.c.account_id))
+    ]
+    crossing = sa.select(charges).where(of_day, charges.c.start_ns < at_ns, charges.c.end_ns > at_ns)
+    posted = [from_row(row) for row in connection.execute(crossing)]
+    return whole, [(one.account_id, one.entry.line) for one in posted]
+
+
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
     """Return whether devices of one of these types were used since then, or any; also of runs that were removed."""
     query = sa.select(charges.c.seq).join(accounts).where(charges.c.day >= at_ns // DAY_NS, charges.c.end_ns >= at_ns)
@@ -232,8 +261,10 @@ def put_utilisations(connection: sa.Connection, seen: Mapping[CrewId, tuple[int,
     )
     whose = [{"of_run": run_id, "of_fence": fence, "of_crew": number} for run_id, fence, number in seen]
     connection.execute(utilisations.delete().where(own), whose)
+    plain = plain_ids(connection, {account_id for account_id, _ in seen.values()})
     rows = [
-        {"run_id": run_id, "fence": fence, "crew": number, "account_id": account_id, **msgspec.structs.asdict(one)}
+        {"run_id": run_id, "fence": fence, "crew": number, "account_id": account_id, "plain_id": plain[account_id]}
+        | msgspec.structs.asdict(one)
         for (run_id, fence, number), (account_id, one) in seen.items()
     ]
     connection.execute(utilisations.insert(), rows)

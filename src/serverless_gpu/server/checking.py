@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+import zoneinfo
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
@@ -36,6 +37,18 @@ def check_range(name: str, value: float | None, least: float, most: float) -> No
     """
     if value is not None and not least <= value <= most:  # NaN is neither
         raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")
+
+
+def check_time_zone(name: str) -> None:
+    """Refuse the name of a time zone that the server does not know; "" is UTC.
+
+    Raises:
+        InvalidValue: there is none of that name.
+    """
+    try:
+        zoneinfo.ZoneInfo(name or "UTC")
+    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise InvalidValue(f"there is no time zone {name[:64]!r} on the server", hint="as Europe/Berlin") from error
 
 
 def check_name(what: str, name: str) -> None:

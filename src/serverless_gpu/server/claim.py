@@ -5,7 +5,7 @@
                   nobody has looked for half a minute (`TTL_S`)
 
     take ─▶ held ──session broke──▶ not held: nothing is written ──taken again──▶ held
-                                        └── somebody else has it for a minute ─▶ gone: the server ends
+                                        └── another generation, or refused for a minute ─▶ gone: the server ends
 
 A session breaks when PostgreSQL restarts; then its lock is free at once and is taken again. When a network broke, or
 the server stood still (its machine was paused), the old session keeps the lock until PostgreSQL notices (half a
@@ -13,9 +13,12 @@ minute), so a minute of refusals is what proves that another server has it. A se
 writes again:
 
     whoever takes the lock ends all sessions of other servers first, with what they were in the middle of;
-    whoever makes a new session looks whether the lock is still theirs before anything is written in it (`doubt`).
+    whoever makes a new session looks whether the lock is still theirs before anything is written in it (`doubt`);
+    each claim is numbered in the database (`generations.py`), and a server that finds another holder there is gone,
+    also where the lock is free again; no transaction of an older generation commits.
 
-So a server that stood still in the middle of a transaction and goes on an hour later finds that it never happened.
+So a server that stood still in the middle of a transaction and goes on an hour later finds that it never happened. One
+that has not looked for `STALE_S` looks before it reads, too: what it has in memory may be another server's by now.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
-from serverless_gpu.server import migrations
+from serverless_gpu.server import generations, migrations
 
 LOOK_S = 1.0
 TTL_S = 30.0
@@ -40,6 +43,8 @@ TTL_S = 30.0
 WAIT_S = 5
 """How long a server that starts waits for one that is just ending."""
 REFUSED_S = 60.0
+STALE_S = 5.0
+"""A server that has not looked for so long looks before it answers anyone from its memory."""
 APPLICATION = "serverless-gpu"
 _KEY = migrations.LOCK + 1
 _TAKEN = "55P03"  # lock_not_available
@@ -84,6 +89,8 @@ class Claim:
         self._held = True  # nothing is asked for before `take`
         self._refused_ns: int | None = None
         self._taken = False
+        self._is_numbered = False
+        self._looked_ns = clock.boottime_ns()
         self.is_gone = False
         self.on_gone: Callable[[], None] = lambda: None
 
@@ -101,6 +108,19 @@ class Claim:
                     hint="a database has one server: stop the other one, or give this one its own with --database",
                 )
             self._taken = True
+            self._looked_ns = self._clock.boottime_ns()
+
+    def numbered(self) -> None:
+        """Note that this server's generation is in the database: from now on another holder there ends this server."""
+        self._is_numbered = True
+
+    def lose(self) -> None:
+        """Note that another server has claimed the database: this one writes nothing more, and ends."""
+        self._held = False
+        if not self.is_gone:
+            self.is_gone = True
+            _log.error("another server has taken the database over; this one ends")
+            self.on_gone()
 
     @property
     def is_held(self) -> bool:
@@ -113,17 +133,25 @@ class Claim:
         Raises:
             ServerUnavailable: it is not, or not yet again.
         """
-        if self._held:
+        if self._held and not self.is_stale:
             return
         seen = self._looks
         with self._lock:
             if self._looks == seen:
                 self._look()
-        if not self._held:
+            is_held = self._held  # under the lock: another look takes it back for as long as it lasts
+        if not is_held:
             raise ServerUnavailable(
                 "the database does not answer, or is another server's",
                 hint="ask again later; the server's log says more",
             )
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether nobody has looked for so long that another server may have the database by now."""
+        if not self._taken or not self._is_postgres:
+            return False
+        return self._clock.boottime_ns() - self._looked_ns > STALE_S * 1e9
 
     def doubt(self) -> None:
         """Look before anything else is written: a connection has broken."""
@@ -149,10 +177,11 @@ class Claim:
         if not self._is_postgres or not self._taken or self.is_gone:
             return
         self._looks += 1
+        self._looked_ns = self._clock.boottime_ns()
         try:
             lives = self._session_lives()
             self._held = self._held and lives  # while it is asked for again nothing is written
-            self._held = lives or self._try_session()
+            self._held = (lives or self._try_session()) and not self.is_gone
         except sa.exc.DBAPIError:  # away, which the loops say; nobody can have it, or somebody will be found to
             self._held = False
             return
@@ -160,15 +189,13 @@ class Claim:
             self._held = False
             _log.warning("the database is not this server's: %s", error.message)
             return
-        if self._held:
+        if self._held or self.is_gone:
             self._refused_ns = None
             return
         now_ns = self._clock.boottime_ns()
         self._refused_ns = now_ns if self._refused_ns is None else self._refused_ns
         if now_ns - self._refused_ns >= REFUSED_S * 1e9:
-            self.is_gone = True
-            _log.error("another server has taken the database over; this one ends")
-            self.on_gone()
+            self.lose()
 
     def _take_file(self) -> bool:
         if not self._path:
@@ -200,16 +227,30 @@ class Claim:
         if self._session is None:
             return False
         try:
-            self._session.scalar(sa.text("SELECT 1"))
+            is_mine = self._is_mine(self._session)
         except sa.exc.DBAPIError:
             self._drop()
             return False
-        return True
+        if not is_mine:
+            self.lose()
+        return is_mine
+
+    def _is_mine(self, session: sa.Connection) -> bool:
+        """Return whether no other server has numbered itself since this one did."""
+        if not self._is_numbered:
+            session.scalar(sa.text("SELECT 1"))
+            return True
+        holder: str | None = session.scalar(sa.text(generations.HOLDER))
+        return holder == self.name
 
     def _try_session(self) -> bool:
         session = self._open()
         try:
-            if session.scalar(sa.text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY}):
+            is_locked = session.scalar(sa.text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY})
+            # After the lock: a successor numbers itself under it.
+            if not self._is_mine(session):
+                self.lose()
+            elif is_locked:
                 self._end_others(session)
                 self._session = session
                 return True

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from serverless_gpu.model.attempt import MEANINGS
-from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.facts import Fact, FactKind, alive_after
 from serverless_gpu.model.ledger import Line, lines
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
@@ -90,14 +90,7 @@ def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: 
     at_ns = min(began.boottime_ns + at.heard_ns(crew) - crew.started_ns, last.boottime_ns + AHEAD_NS)
     if last.kind is FactKind.FREED or last.boot_id != began.boot_id or at_ns <= last.boottime_ns:
         return used(attempt, crew, facts)
-    alive = msgspec.structs.replace(
-        last,
-        seq=last.seq + 1,
-        kind=FactKind.ALIVE,
-        boottime_ns=at_ns,
-        wall_ns=last.wall_ns + at_ns - last.boottime_ns,
-    )
-    return used(attempt, crew, [*facts, alive])
+    return used(attempt, crew, [*facts, alive_after(last, at_ns)])
 
 
 def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int:

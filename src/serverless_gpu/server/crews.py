@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.crews import CrewPlace
+from serverless_gpu.server.keys import Keys, sha256
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import crews, nodes
 
@@ -276,6 +277,29 @@ def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_n
         values["receipt_json"] = receipt
     ended = sa.and_(_is(*crew), crews.c.ended_ns.is_not(None), first)
     return connection.execute(crews.update().where(ended).values(**values)).rowcount == 1
+
+
+def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) -> CrewId | None:
+    """Write the hashes of tokens as these keys compute them, for some crews.
+
+    Args:
+        connection: of the transaction.
+        keys: from now on.
+        after: the last crew of the call before; ``("", 0, 0)`` for the first.
+        at_most: how many crews are looked at.
+
+    Returns:
+        The last crew that was looked at, or None where there are no more.
+    """
+    key = (crews.c.run_id, crews.c.fence, crews.c.crew)
+    query = sa.select(*key, crews.c.token_sha256).where(sa.tuple_(*key) > sa.tuple_(*map(sa.literal, after)))
+    rows = connection.execute(query.order_by(*key).limit(at_most)).all()
+    for row in rows:
+        hashed = sha256(keys.attempt_token(row.run_id, row.fence, row.crew))
+        if hashed != row.token_sha256:
+            values = {"token_sha256": hashed}
+            connection.execute(crews.update().where(_is(row.run_id, row.fence, row.crew)).values(values))
+    return (rows[-1].run_id, rows[-1].fence, rows[-1].crew) if len(rows) == at_most else None
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:

@@ -17,7 +17,7 @@ What can go wrong:
 - A value does not fit: `InvalidValue`, the last resort behind the checks of each body.
 - Its file is damaged, or none: `ServerProblem`; a backup is what helps.
 - A work in a work would wait for itself: refused.
-- Another server uses the database, or the session that says so broke: nothing is written (`claim`).
+- Another server uses the database, or the session that says so broke: nothing is written (`claim`, `generations`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from serverless_gpu.errors import (
     ServerStorageFull,
     ServerUnavailable,
 )
-from serverless_gpu.server import migrations
+from serverless_gpu.model.high_water_mark import Position
+from serverless_gpu.server import generations, migrations, tables
 from serverless_gpu.server.claim import Claim
 from serverless_gpu.server.group_commit import GroupCommit, WriterClosed
 from serverless_gpu.server.measures import Measures
@@ -59,6 +60,8 @@ WAIT_S = 10
 CONNECT_S = 5
 TRIES = 6
 TOLD_EVERY_NS = 5_000_000_000
+PROBE_NS = 10_000_000_000
+"""A database that nobody has written to for so long is written to by whoever asks whether it is well."""
 DAMAGED = "the database is damaged, or is none"
 DAMAGED_HINT = "stop the server; `sgpu server restore` makes it anew from a backup, once server/ is moved away"
 OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
@@ -66,6 +69,9 @@ _CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # serialisation failure, dea
 _UNIQUE = "23505"
 _FULL = "53100"
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+_FAILING = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
+_READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL: a transaction that may not write, an error of its disk
+UNWRITABLE = "the database cannot be written: its disk is read-only, or fails"
 
 
 class Database:
@@ -91,10 +97,14 @@ class Database:
         self._clock = clock
         self._served = False  # once it is, what goes wrong is read by those who ask, and not by who started it
         self._told_ns = -TOLD_EVERY_NS
+        self._is_numbered = False
+        self._write_problem = ""
+        self._written_ns = clock.boottime_ns()
         self._writer: GroupCommit | None = None
         parsed = _parse(url)
         self.kind = parsed.get_backend_name()
         self._where = f"{parsed.database}: " if self.kind == "sqlite" and parsed.database else ""
+        self._file = Path(parsed.database) if self.kind == "sqlite" and parsed.database else None
         self.reserve: Reserve = NoReserve()
         self.claim = Claim(parsed, lambda: _postgres_alone(parsed, self.claim.name).connect(), clock=clock)
         if self.kind == "postgresql":
@@ -120,6 +130,38 @@ class Database:
         """
         with self._told():
             self.claim.take()
+
+    def number(self, *, now_ns: int) -> Position:
+        """Give this server a generation of its own: no older one commits anything from now on.
+
+        Args:
+            now_ns: nanoseconds since 1970.
+
+        Returns:
+            Where the database stands.
+        """
+        name = self.claim.name
+        found = self.write(lambda connection: generations.begin(connection, holder=name, now_ns=now_ns))
+        if self._writer is not None:
+            self._writer.holder = name
+        self._is_numbered = True
+        self.claim.numbered()
+        return found
+
+    def on_commit(self, told: Callable[[int], None]) -> None:
+        """Have each commit's number told before anyone is told of the commit; PostgreSQL's are not counted."""
+        if self._writer is not None:
+            self._writer.on_commit = told
+
+    def checkpoint(self) -> None:
+        """Move what is in SQLite's log into its file, so that less is lost with the log; nobody waits for it."""
+        if self._file is None:
+            return
+        try:
+            with contextlib.closing(sqlite3.connect(self._file, timeout=0)) as connection:
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except sqlite3.Error as error:
+            self._tell_operator(f"the database's log was not moved into its file: {error}", logging.WARNING)
 
     def migrate(self) -> None:
         """Bring the tables to this version; a few milliseconds when they are.
@@ -154,6 +196,8 @@ class Database:
         Raises:
             ServerUnavailable: the database is away, or closed.
         """
+        if self.claim.is_stale:
+            self.claim.require()
         with self._measured("read"), self._told(), self._one_at_a_time():
             if self._writer is not None and self._readers is self._engine:
                 return self._writer.do(work)
@@ -172,13 +216,46 @@ class Database:
             Exception: whatever the work raises; nothing of it is written then.
         """
         self.claim.require()
-        with self._measured("write"), self._told(), self._one_at_a_time():
+        with self._noted(), self._measured("write"), self._told(), self._one_at_a_time():
             try:
                 return self._written(work)
             except sa.exc.DBAPIError as error:
                 if not _is_full(error) or not self.reserve.give_back():
                     raise
             return self._written(work)
+
+    @property
+    def write_problem(self) -> str:
+        """Return why the last write did not succeed, where that was the database's fault, or ""."""
+        return self._write_problem
+
+    def problem(self, *, now_ns: int) -> str:
+        """Return what is wrong with the database, or "": asked to read, and now and then to write.
+
+        A disk that turned read-only under a server goes on being read.
+
+        Args:
+            now_ns: nanoseconds since 1970, which are written.
+        """
+        try:
+            self.read(lambda connection: connection.scalar(sa.select(tables.principals.c.name).limit(1)))
+            boot_ns = self._clock.boottime_ns()
+            if self._is_numbered and (self._write_problem or boot_ns - self._written_ns > PROBE_NS):
+                self.write(lambda connection: generations.probe(connection, now_ns=now_ns))
+        except ServerProblem as error:
+            return error.message
+        return ""
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Remember whether the database takes writes."""
+        try:
+            yield
+        except (ServerUnavailable, ServerStorageFull) as error:
+            self._write_problem = error.message
+            raise
+        self._write_problem = ""
+        self._written_ns = self._clock.boottime_ns()
 
     def _written(self, work: Callable[[sa.Connection], T]) -> T:
         return self._write_postgres(work) if self._writer is None else self._writer.do(self._marked(work))
@@ -198,6 +275,8 @@ class Database:
             try:
                 with turn, self._engine.begin() as connection:
                     self.claim.require()  # its session may be a new one, because another server has ended the last
+                    if self._is_numbered:
+                        generations.require_postgres(connection, self.claim.name)
                     done = work(connection)
                     faults.reach("before_commit")
                 faults.reach("after_commit_before_told")
@@ -249,6 +328,11 @@ class Database:
             yield
         except WriterClosed as error:
             raise ServerUnavailable("the server is stopping, and its database is closed") from error
+        except generations.Superseded as error:
+            self.claim.lose()
+            raise ServerUnavailable(
+                "another server has taken the database over", hint="ask again: it answers"
+            ) from error
         except OverflowError as error:  # SQLite's driver looks before it asks
             raise InvalidValue(f"a value does not fit into the database: {error}") from error
         except sa.exc.TimeoutError as error:
@@ -425,6 +509,9 @@ def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
         return ServerStorageFull("the database has no room on its disk", hint="make room, and ask again")
     if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
         return ServerProblem(DAMAGED, hint=DAMAGED_HINT)
+    if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _FAILING or state in _READ_ONLY:
+        hint = "the kernel's log (dmesg) says why; mount the disk again or replace it, and start the server again"
+        return ServerUnavailable(UNWRITABLE, hint=hint)
     if state in _CHANGED_MEANWHILE:
         return ServerUnavailable("the database is busy: others change the same rows", hint="ask again later")
     if isinstance(error, sa.exc.DataError):  # a text too long, or with a zero byte: PostgreSQL looks, SQLite does not

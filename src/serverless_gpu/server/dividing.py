@@ -13,7 +13,7 @@ from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_name
 from serverless_gpu.server.hub import SCHEDULER
-from serverless_gpu.server.pools import ON_DEMAND, RESERVED, StoredPool
+from serverless_gpu.server.pools import NO_ISOLATION, ON_DEMAND, RESERVED, UNSET, StoredPool
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import KINDS, Kind, StoredShare
 from serverless_gpu.wire.agents import PoolRequest, PoolView
@@ -22,6 +22,7 @@ from serverless_gpu.wire.queue import ShareView
 WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e6
 RETURN_MAX_S = 7 * 86_400.0
 _POOL_KINDS = (ON_DEMAND, RESERVED)
+_ISOLATIONS = (NO_ISOLATION, UNSET)
 _NAMED_MAX = 20
 
 
@@ -35,12 +36,15 @@ def put_pool(services: Services, who: Caller, name: str, asked: PoolRequest) -> 
         asked: what is said of it; None leaves a thing as it is.
 
     Raises:
-        InvalidValue: the name, the kind or the time is not possible, or an on-demand pool is to lend.
+        InvalidValue: the name, the kind, the isolation or the time is not possible, or an on-demand pool is to lend.
         NotFound: there is no such node.
     """
     check_name("a pool", name)
     if asked.kind is not None and asked.kind not in _POOL_KINDS:
         raise InvalidValue(f"there is no kind of pool {asked.kind[:64]!r}", hint=f"kinds: {', '.join(_POOL_KINDS)}")
+    if asked.isolation is not None and asked.isolation not in _ISOLATIONS:
+        hint = f"levels: {', '.join(_ISOLATIONS)}"
+        raise InvalidValue(f"a pool cannot have the isolation {asked.isolation[:64]!r}", hint=hint)
     if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # NaN is neither
         raise InvalidValue(f"what a pool lends cannot be back within {asked.return_s} s", hint="1 s to 7 days")
     at_ns = services.clock.wall_ns()
@@ -52,7 +56,8 @@ def put_pool(services: Services, who: Caller, name: str, asked: PoolRequest) -> 
         for node_name in asked.nodes:
             pools.move(connection, name, node_id=operating.find_node(connection, node_name).id)
         lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
-        detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent}
+        decided = {} if asked.isolation is None else {"isolation": asked.isolation}
+        detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent, **decided}
         audit.record(connection, who=who, action=Action.POOL_PUT, subject=name, now_ns=at_ns, detail=detail)
 
     services.database.write(work)
@@ -142,6 +147,7 @@ def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
         created_ns=before.created_ns,
         lends=lends,
         return_s=before.return_s if asked.return_s is None else asked.return_s,
+        isolation=before.isolation if asked.isolation is None else asked.isolation,
     )
 
 

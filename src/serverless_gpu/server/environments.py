@@ -4,9 +4,14 @@
     node's agent    ◀── get, in pieces ── copies on this disk (`nearby.py`) ◀── a bucket, once for all who ask ─┘
 
 Nothing comes in that no restore could use: a pack is what its digest says, a unit or snapshot has its address and
-breaks no rule, and a unit's packs are there before it. A unit that is there and whole stays as it is, because its
-address says nothing about the packs it points into: else one user could spoil what another one restores. What garbage
-collection notes in the store (`gc/…`) is written by operators, and by the server itself.
+breaks no rule, and a unit's packs are there before it and hold what its rows say (`content_checks.py`). A unit's
+address says nothing about the packs it points into. So the server verifies a unit before it stores it, keeps the one it
+has only when that one is verified too, and replaces one that is not. Of snapshots with one address the first stays:
+later ones differ in nothing that matters. What garbage collection notes in the store (`gc/…`) is written by operators,
+and by the server itself.
+
+A store of an earlier version may hold units that nobody has verified. They stay usable: a node verifies every byte as
+it restores, and asks for `repair` when something is wrong.
 
 Failure cases: altered on the way (HashMismatch; send it again), against the rules (EnvironmentRejected), no room
 (ServerStorageFull), a store that does not answer (StoreUnavailable, after trying for as long as a store does).
@@ -14,27 +19,34 @@ Failure cases: altered on the way (HashMismatch; send it again), against the rul
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.environment.documents import Unit
+from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.packages import Packages, packages_of
 from serverless_gpu.environment.stores.base import Store, Stored, check_key
 from serverless_gpu.environment.stores.blobs import Blobs as Documents
 from serverless_gpu.environment.stores.checked import Altered, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.collection import Collected, collect
 from serverless_gpu.environment.stores.condemned import read_condemned
+from serverless_gpu.environment.stores.content import Unequal
+from serverless_gpu.environment.stores.mending import damaged
 from serverless_gpu.errors import (
+    EnvironmentCorrupt,
     EnvironmentMissing,
     EnvironmentProblem,
+    EnvironmentRejected,
     HashMismatch,
     NotAllowed,
     NotFound,
     StorageError,
     StoreUnavailable,
 )
+from serverless_gpu.server.content_checks import ContentChecks
 from serverless_gpu.server.nearby import PIECE_BYTES as COPIED_BYTES
 from serverless_gpu.server.nearby import Nearby
 from serverless_gpu.server.probing import Unwell
@@ -46,6 +58,9 @@ CHECKS_AT_ONCE = 2
 """Documents that are decoded at the same time; a large one takes some hundred MB."""
 SEEN_S = 600
 """How long the server takes for granted that a snapshot which was there still is."""
+REPAIRED_S = 600
+"""How long the server does not look again at a unit that `repair` found whole."""
+REPAIR_WAIT_S = 10.0
 _SEEN_MAX = 10_000
 _PACKAGES_MAX = 64
 _NOTHING = f"snapshots/{'0' * 64}"
@@ -79,6 +94,9 @@ class Environments:
         self._checks = threading.Semaphore(CHECKS_AT_ONCE)
         self._seen: dict[str, int] = {}  # snapshot → boottime
         self._packages: dict[str, Packages] = {}
+        self._content = ContentChecks(self._read_pack)
+        self._repairs = threading.Semaphore(1)
+        self._whole: dict[str, int] = {}  # unit → boottime of the repair that found it whole
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
         """Yield an object, or a range of it, in pieces; the first one is read at once.
@@ -109,28 +127,33 @@ class Environments:
         Raises:
             NotAllowed: it is such a note, and they may not.
             HashMismatch: it is not what its key says.
-            EnvironmentMissing: it is a unit, and a pack it points into is not there.
-            EnvironmentRejected: it is no key, or the object breaks the rules.
+            EnvironmentMissing: it is a unit, and a pack it points into is not there, or was altered and is removed now.
+            EnvironmentRejected: it is no key, the object breaks the rules, or packs hold something else than a unit's
+                rows say.
+            StoreUnavailable: too many units are being verified.
             ServerStorageFull: there is no room.
         """
         if check_key(key).startswith("gc/") and not may_manage:
             raise NotAllowed(f"{key} is written by operators, and by the server itself")
         self.check_room(len(data))
         try:
-            if self._check(key, data):
-                return
+            wanted = self._checked(key, data)
         except Altered as error:
             raise HashMismatch(
                 f"{key[:80]} arrived altered: {error}",
                 hint="send it again; when that happens often, something on the way alters or cuts what is sent",
             ) from None
+        if wanted is None:
+            return
         try:
-            self._store.put({key: data})
+            self._store.put({key: wanted})
         except StorageError as error:
             raise full(error.message) from error
         finally:
             if self._nearby is not None:
                 self._nearby.forget((key,))
+        if self._nearby is not None and key.startswith("packs/"):
+            self._nearby.keep(key, wanted)  # read next to verify its unit, and then by nodes
 
     def try_store(self) -> str:
         """Ask the store for something; return "".
@@ -156,6 +179,15 @@ class Environments:
         """Return which of these objects are there."""
         return self._store.present(keys)
 
+    def condemned(self, keys: Collection[str]) -> tuple[frozenset[str], bool]:
+        """Return which of these objects are condemned, and whether a collection may be deleting at this moment.
+
+        Raises:
+            EnvironmentProblem: the list of condemned objects cannot be read, or a key is none.
+        """
+        documents = Documents(self._store, clock=self._clock)
+        return documents.condemned(keys) if keys else frozenset(), documents.is_collecting()
+
     def list(self, prefix: str) -> Iterator[Stored]:
         """Return everything below `prefix/`."""
         return self._store.list(prefix)
@@ -168,6 +200,42 @@ class Environments:
         finally:
             if self._nearby is not None:
                 self._nearby.forget([key for key in keys if not key.startswith("gc/")])
+
+    def repair(self, keys: Collection[str]) -> tuple[str, ...]:
+        """Check snapshots and units, content included, and remove what no restore can use.
+
+        Nothing is believed of whoever asks, so everybody who may restore may ask. What was found whole within the last
+        `REPAIRED_S` is not read again.
+
+        Args:
+            keys: of snapshots and units; others are left out.
+
+        Returns:
+            The keys that were removed.
+
+        Raises:
+            StoreUnavailable: the store does not answer, or others are being checked.
+        """
+        now_ns = self._clock.boottime_ns()
+        wanted = [
+            key
+            for key in map(check_key, keys)
+            if now_ns - self._whole.get(key, -(REPAIRED_S * 10**9)) >= REPAIRED_S * 10**9
+        ]
+        documents = Documents(self._store, clock=self._clock)
+        if not self._repairs.acquire(timeout=REPAIR_WAIT_S):
+            raise StoreUnavailable("the server checks other units of its store", hint="ask again in a moment")
+        try:
+            bad = [key for key in wanted if key.startswith("snapshots/") and not _is_snapshot(documents, key)]
+            units = [key.partition("/")[2] for key in wanted if key.startswith("units/")]
+            bad += damaged(documents, units, check=self._content.compare)
+            self.delete(bad)
+        finally:
+            self._repairs.release()
+        if len(self._whole) > _SEEN_MAX:
+            self._whole.clear()
+        self._whole.update(dict.fromkeys(set(wanted) - set(bad), now_ns))
+        return tuple(bad)
 
     def free_bytes(self) -> int | None:
         """Return how much more can be put, or None where that is not known."""
@@ -249,14 +317,85 @@ class Environments:
             if piece:
                 yield piece
 
-    def _check(self, key: str, data: bytes | memoryview) -> bool:
-        """Check an object against its name and the rules; return whether the store is to keep the one it has."""
-        if not key.startswith("units/"):
-            self._judge(key, data)
+    def _checked(self, key: str, data: bytes | memoryview) -> bytes | memoryview | None:
+        """Check an object against its name and the rules; return what to store, None where the store has it already."""
+        if key.startswith("units/"):
+            self._check_unit(key, data)
+            return None if self._has_another(key, data) else data
+        self._judge(key, data)
+        return self._first(key, data) if key.startswith("snapshots/") else data
+
+    def _check_unit(self, key: str, data: bytes | memoryview) -> None:
+        """Verify a unit that is to be stored, its content included."""
+        unit = self._unit(key, data)
+        self._need_packs(unit)
+        try:
+            self._content.check(data, lambda: self._unit(key, data))
+        except (Unequal, EnvironmentCorrupt) as error:
+            self._refuse_content(key, data, unit, str(error))
+
+    def _refuse_content(self, key: str, data: bytes | memoryview, unit: Unit, why: str) -> NoReturn:
+        """Refuse a unit whose packs hold something else; packs that were altered in the store are removed first."""
+        altered = [f"packs/{digest}" for digest in dict.fromkeys(unit.packs) if not self._is_pack(digest)]
+        with contextlib.suppress(KeyError):
+            if self._store.get(key) == data:  # an earlier version has let it in
+                self.delete((key,))
+        if not altered:
+            raise EnvironmentRejected(
+                f"unit {unit.address[:12]} cannot be stored: {why}",
+                hint="capture the environment again, with `sgpu env capture`",
+            )
+        self.delete(altered)
+        raise EnvironmentMissing(
+            f"unit {unit.address[:12]} cannot be stored: {len(altered)} of its packs were altered where they lie",
+            hint="they are removed: capture the environment again. If it comes back, look at the disk of the store",
+        )
+
+    def _is_pack(self, digest: str) -> bool:
+        try:
+            pack_of(self._store.get(f"packs/{digest}"), digest)
+        except (KeyError, Altered):
             return False
+        return True
+
+    def _unit(self, key: str, data: bytes | memoryview) -> Unit:
         with self._checks:
-            self._need_packs(unit_of(bytes(data), key.partition("/")[2]))
-            return self._has_another(key, data)
+            return unit_of(bytes(data), key.partition("/")[2])
+
+    def _read_pack(self, digest: str, length: int) -> bytes:
+        key = f"packs/{digest}"
+        try:
+            if self._nearby is not None:  # a node is going to read it as well
+                return b"".join(self._nearby.read(key, 0, length))
+            return self._store.get(key, 0, length)
+        except KeyError:
+            raise Unequal(f"pack {digest[:12]} is not there any more") from None
+
+    def _first(self, key: str, data: bytes | memoryview) -> bytes | memoryview:
+        """Return the snapshot to store: the one that is there, to be put again so that its age counts from now."""
+        with self._checks:
+            address = key.partition("/")[2]
+            try:
+                there = self._store.get(key)
+                snapshot_of(there, address)
+            except (KeyError, Altered, EnvironmentRejected):
+                self._check_members(snapshot_of(bytes(data), address))
+                return data
+            return there
+
+    def _check_members(self, snapshot: Snapshot) -> None:
+        """Compare the sizes of a snapshot of version 1 with its units: its address does not cover them."""
+        if snapshot.version > 1:
+            return
+        documents = Documents(self._store, clock=self._clock)
+        for member in (member for root in snapshot.roots for member in root.members):
+            content = [row.size for row in documents.read_unit(member.address).rows if row.has_content]
+            if (member.size, member.files) != (sum(content), len(content)):
+                raise EnvironmentRejected(
+                    f"snapshot {snapshot.address[:12]}: unit {member.address[:12]} holds {sum(content)} bytes in "
+                    f"{len(content)} files, and the snapshot lists {member.size} in {member.files}",
+                    hint="capture the environment again with a current version of serverless-gpu",
+                )
 
     def _judge(self, key: str, data: bytes | memoryview) -> None:
         """Compare an object with its name.
@@ -282,14 +421,25 @@ class Environments:
             )
 
     def _has_another(self, key: str, data: bytes | memoryview) -> bool:
-        """Return whether a unit is there, points at other packs, and is good: whole, and not about to be deleted."""
+        """Return whether a unit is there, points at other packs, and is good: verified, and not about to be deleted."""
         try:
             there = self._store.get(key)
             if there == data:
                 return False
-            self._need_packs(unit_of(there, key.partition("/")[2]))
+            self._need_packs(self._unit(key, there))
+            self._content.check(there, lambda: self._unit(key, there))
             return all(sentence.key != key for sentence in read_condemned(self._store).entries)
         except StoreUnavailable:
             raise
-        except (KeyError, Altered, EnvironmentProblem):
+        except (KeyError, Altered, Unequal, EnvironmentProblem):
             return False
+
+
+def _is_snapshot(documents: Documents, key: str) -> bool:
+    try:
+        documents.read_snapshot(key.partition("/")[2])
+    except EnvironmentCorrupt:
+        return False
+    except EnvironmentMissing:
+        pass
+    return True

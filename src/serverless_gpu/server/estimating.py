@@ -23,8 +23,10 @@ from serverless_gpu.server import (
     draining,
     floor,
     holding_back,
+    isolation,
     owners,
     past,
+    pools,
     runs,
     submitting,
 )
@@ -63,15 +65,18 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
             pass
     now_ns = services.clock.wall_ns()
 
-    def work(connection: sa.Connection) -> tuple[Allowed, StoredRun, str, float | None]:
+    def work(connection: sa.Connection) -> tuple[Allowed, StoredRun, str, Past]:
         allowed = allowing.allow(connection, services, request.spec, who)
         affording.refuse(connection, services, allowed, who)
         run = _imagined(who, request, allowed, now_ns)
         held_back = _held_back(connection, services, run)
-        return allowed, run, held_back, past.expected_s(connection, who.name, request.spec.name)
+        serves = isolation.Isolation.of(pools.every(connection), isolation.first_administrator(connection))
+        expected_s = past.expected_s(connection, who.name, request.spec.name)
+        return allowed, run, held_back, Past(expected_s=expected_s, second_principal=serves.is_second(who.name))
 
-    allowed, run, held_back, expected_s = services.database.read(work)
-    asked = wanted(run, Past(expected_s=expected_s), now_ns=now_ns)
+    allowed, run, held_back, before = services.database.read(work)
+    expected_s = before.expected_s
+    asked = wanted(run, before, now_ns=now_ns)
     found = Estimate(at_ns=None, basis=held_back) if held_back else services.sentences.estimate(asked)
     wish = Wish(
         spec=allowed.spec,
@@ -97,7 +102,8 @@ def _limit(allowed: Allowed) -> str:
     """Return what it is that limits how long the run takes at a time."""
     if not allowed.spec.is_capped:
         return "timeout"
-    return f"the longest time of policy {allowed.spec.policy!r}" if allowed.policy.max_run_s is not None else "max_run"
+    by = [each.name for each in allowed.policies if each.policy.max_run_s == allowed.spec.max_run_s]
+    return f"the longest time of policy {by[0]!r}" if by else "max_run"
 
 
 def _held_back(connection: sa.Connection, services: Services, run: StoredRun) -> str:
@@ -122,5 +128,6 @@ def _imagined(who: Caller, request: EstimateRequest, allowed: Allowed, now_ns: i
         context_sealed=b"",
         pool=allowed.pool,
         snapshot="0" * 64 if request.snapshot else "",
+        member_of=who.teams,
     )
     return runs.described(new, at_ns=now_ns)

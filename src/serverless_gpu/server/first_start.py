@@ -1,20 +1,28 @@
 """Who is there before anybody was made: an administrator, and the node that the server is on.
 
     server/token         the administrator's, for the person who started the server
-    server/node.token    of a service with the role `agent`, for this machine as a node
-    server/join.token    of the same service, for machines that join it by Ray: good for that alone
+    server/node.token    of a service with the role `agent`, for this machine as a node; where the server has no node of
+                         its own, for the first that says hello with it
+    server/join.token    of the same service, for one machine that joins, within a day; a start makes another when it
+                         is used up or has expired
 
 Each start looks whether the files hold tokens that the database knows. One that it does not know (the first start, a
 lost file, another database, a crash between file and database) is replaced: the file first, then the row, so that a
 file never misses the token it should have, and what the same file held before is revoked: deleting a file and starting
 again is how its token is changed. A token that is known stays, also when it was revoked: what somebody took
 away does not come back by itself.
+
+The first two end 90 days after they were made. The node's is renewed in place by its use. The administrator's is
+replaced in its last 30 days, at a start and by `FileTokens` while the server runs; the one of before stays good until
+its end, so that a client which waits with it is not refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,18 +30,25 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import machine
+from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access import Resource
+from serverless_gpu.model.node_admission import Identity
 from serverless_gpu.node.private_files import write_private
-from serverless_gpu.server import audit, identity
+from serverless_gpu.server import audit, identity, node_tokens
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.keys import sha256
-from serverless_gpu.server.services import Transactions
+from serverless_gpu.server.node_tokens import Invitation
+from serverless_gpu.server.services import Services, Transactions
+from serverless_gpu.wire.joining import INVITED_S
 from serverless_gpu.wire.principals import PrincipalRequest
 
 NODE = "node"
 """Name of the service whose token this machine's agent has."""
+EVERY_S = 12 * 3600.0
 _ADMIN = "admin"
+_SERVICE = PrincipalRequest(name=NODE, kind="service", role="agent")
+_ANY = Identity(name="", machine="")
 
 
 class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +65,9 @@ class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
     node_token: str
 
 
-def first_tokens(database: Transactions, directory: Path, *, login: str, now_ns: int) -> FirstTokens:
+def first_tokens(
+    database: Transactions, directory: Path, *, login: str, now_ns: int, node: Identity | None = None
+) -> FirstTokens:
     """Return the tokens of the server's files; makes what is missing.
 
     Args:
@@ -58,19 +75,76 @@ def first_tokens(database: Transactions, directory: Path, *, login: str, now_ns:
         directory: the server's.
         login: what the operating system calls the person who starts the server; the administrator gets this name.
         now_ns: nanoseconds since 1970.
+        node: this machine's, which the node's token is bound to; None where the server has none.
     """
-    name = principal_name(login)
-    token = _held(database, directory / "token", PrincipalRequest(name=name, role="admin"), now_ns=now_ns)
-    service = PrincipalRequest(name=NODE, kind="service", role="agent")
-    node_token = _held(database, directory / "node.token", service, now_ns=now_ns)
+    database.write(lambda connection: identity.bound_lifetimes(connection, now_ns=now_ns))
+    token = _admin_token(database, directory, login=login, now_ns=now_ns)
+    node_token = _held(database, directory / "node.token", _SERVICE, now_ns=now_ns)
+    token_id = identity.token_id(node_token)
+    database.write(lambda connection: _bind(connection, token_id, node, now_ns=now_ns))
     owner = database.read(lambda connection: identity.token(connection, identity.token_id(token))).principal
     return FirstTokens(principal=owner, token=token, node_token=node_token)
 
 
+class FileTokens:
+    """Replaces the administrator's token in its file before it ends, while the server runs. For one thread.
+
+    Args:
+        services: the server's.
+        login: as for `first_tokens`.
+        renewed: called when the file has another token.
+    """
+
+    def __init__(self, services: Services, *, login: str, renewed: Callable[[], None]) -> None:
+        self._services, self._login, self._renewed = services, login, renewed
+        self._known = self._look()
+
+    def tick(self, now_ns: int) -> int:
+        """Replace it where it ends soon; return when to look again.
+
+        Args:
+            now_ns: boottime, nanoseconds.
+        """
+        found = self._look()
+        if found != self._known:
+            self._known = found
+            self._renewed()
+        return now_ns + round(EVERY_S * 1e9)
+
+    def _look(self) -> str:
+        services = self._services
+        now_ns = services.clock.wall_ns()
+        return _admin_token(services.database, services.settings.directory, login=self._login, now_ns=now_ns)
+
+
+def _admin_token(database: Transactions, directory: Path, *, login: str, now_ns: int) -> str:
+    wanted = PrincipalRequest(name=principal_name(login), role="admin")
+    return _held(database, directory / "token", wanted, now_ns=now_ns)
+
+
 def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
-    """Return the token with which other machines join; makes it when it is missing, as `first_tokens`."""
-    service = PrincipalRequest(name=NODE, kind="service", role="agent")
-    return _held(database, directory / "join.token", service, now_ns=now_ns, scopes=(Resource.JOINING,))
+    """Return the token with which another machine joins; makes one where it is missing, used up or expired."""
+    path = directory / "join.token"
+    with contextlib.suppress(FileNotFoundError):
+        secret = path.read_text(encoding="ascii", errors="replace").strip()
+        if database.read(lambda connection: _is_spent(connection, identity.token_id(secret), now_ns=now_ns)):
+            path.unlink()
+    expires_ns = now_ns + int(INVITED_S * 1e9)
+    secret = _held(database, path, _SERVICE, now_ns=now_ns, scopes=(Resource.JOINING,), expires_ns=expires_ns)
+    token_id = identity.token_id(secret)
+
+    def work(connection: sa.Connection) -> None:
+        if node_tokens.invitation(connection, token_id) is None:
+            node_tokens.invite(connection, Invitation(token=token_id, node="", uses_left=1))
+
+    database.write(work)
+    return secret
+
+
+def ensure_node_service(connection: sa.Connection, *, now_ns: int) -> None:
+    """Make the service whose tokens nodes have, where it is not there yet."""
+    if all(one.name != NODE for one in identity.all_principals(connection)):
+        _make_principal(connection, _SERVICE, now_ns=now_ns)
 
 
 def principal_name(login: str) -> str:
@@ -80,34 +154,71 @@ def principal_name(login: str) -> str:
 
 
 def _held(
-    database: Transactions, path: Path, wanted: PrincipalRequest, *, now_ns: int, scopes: tuple[str, ...] = ()
+    database: Transactions,
+    path: Path,
+    wanted: PrincipalRequest,
+    *,
+    now_ns: int,
+    scopes: tuple[str, ...] = (),
+    expires_ns: int | None = None,
 ) -> str:
+    before = ""
     with contextlib.suppress(FileNotFoundError):
         secret = path.read_text(encoding="ascii", errors="replace").strip()
         if database.read(lambda connection: identity.is_known(connection, secret)):
-            return secret
+            ends = functools.partial(identity.is_to_be_replaced, secret=secret, now_ns=now_ns)
+            if expires_ns is not None or not database.read(ends):
+                return secret
+            before = identity.token_id(secret)
     secret = identity.new_secret()
     write_private(path, f"{secret}\n".encode())
     faults.reach("after_token_file_before_row")
-    new = NewToken(principal=wanted.name, label=_label(path), scopes=scopes)
-    database.write(lambda connection: _grant(connection, wanted, new, secret=secret, now_ns=now_ns))
+    new = NewToken(principal=wanted.name, label=_label(path), scopes=scopes, expires_ns=expires_ns)
+    database.write(lambda connection: _grant(connection, wanted, new, secret=secret, kept=before, now_ns=now_ns))
     return secret
 
 
-def _grant(connection: sa.Connection, wanted: PrincipalRequest, new: NewToken, *, secret: str, now_ns: int) -> None:
+def _grant(
+    connection: sa.Connection, wanted: PrincipalRequest, new: NewToken, *, secret: str, kept: str, now_ns: int
+) -> None:
     there = {one.name: one for one in identity.all_principals(connection)}
     if wanted.name not in there:
-        identity.create_principal(connection, wanted, now_ns=now_ns)
-        detail: dict[str, object] = {"kind": wanted.kind, "role": wanted.role}
-        audit.record(
-            connection, who=SERVER, action=Action.USER_CREATE, subject=wanted.name, now_ns=now_ns, detail=detail
-        )
+        _make_principal(connection, wanted, now_ns=now_ns)
     for lost in identity.tokens_of(connection, wanted.name):
-        if lost.label == new.label and lost.revoked_ns is None:
+        if lost.label == new.label and lost.revoked_ns is None and lost.id != kept:
             identity.revoke_token(connection, lost.id, now_ns=now_ns)
             audit.record(connection, who=SERVER, action=Action.TOKEN_REVOKE, subject=lost.id, now_ns=now_ns)
     made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
     audit.record(connection, who=SERVER, action=Action.TOKEN_CREATE, subject=made.token.id, now_ns=now_ns)
+
+
+def _make_principal(connection: sa.Connection, wanted: PrincipalRequest, *, now_ns: int) -> None:
+    identity.create_principal(connection, wanted, now_ns=now_ns)
+    detail: dict[str, object] = {"kind": wanted.kind, "role": wanted.role}
+    audit.record(connection, who=SERVER, action=Action.USER_CREATE, subject=wanted.name, now_ns=now_ns, detail=detail)
+
+
+def _bind(connection: sa.Connection, token_id: str, node: Identity | None, *, now_ns: int) -> None:
+    """Bind the node's token to this home, which may have moved or been renamed, or else to the first that comes."""
+    found = node_tokens.find(connection, token_id)
+    if node is None and found is None:
+        node_tokens.bind(connection, token_id, _ANY, by=SERVER.name, at_ns=now_ns)
+    elif node is not None and (found is None or found.node != node):
+        node_tokens.bind(connection, token_id, node, by=SERVER.name, at_ns=now_ns)
+        detail: dict[str, object] = {"name": node.name, "machine": node.machine[:16], "token": token_id}
+        audit.record(
+            connection, who=SERVER, action=Action.NODE_BIND, subject=node.name[:64], now_ns=now_ns, detail=detail
+        )
+
+
+def _is_spent(connection: sa.Connection, token_id: str, *, now_ns: int) -> bool:
+    """Return whether a join token lets in nothing more. One that was revoked stays: it does not come back by itself."""
+    with contextlib.suppress(NotFound):
+        token = identity.token(connection, token_id)
+        invitation = node_tokens.invitation(connection, token_id)
+        expired = token.expires_ns is not None and token.expires_ns <= now_ns
+        return token.revoked_ns is None and (invitation is None or not invitation.uses_left or expired)
+    return False
 
 
 def _label(path: Path) -> str:

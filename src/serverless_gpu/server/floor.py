@@ -17,7 +17,7 @@ from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.nodes import StoredNode
-from serverless_gpu.server.pools import RESERVED, StoredPool
+from serverless_gpu.server.pools import NO_ISOLATION, RESERVED, UNSET, StoredPool
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import NodeView, PoolView
@@ -237,4 +237,5 @@ def _view_pool(
         queued=queued,
         lends=pool.planned.lends,
         return_s=pool.return_s,
+        isolation=NO_ISOLATION if pool.is_shared else UNSET,
     )

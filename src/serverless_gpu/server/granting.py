@@ -13,20 +13,21 @@ from serverless_gpu.model.access import covers
 from serverless_gpu.server import audit, identity, owners
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.checking import check_time_zone
+from serverless_gpu.server.hub import BUDGETS, SCHEDULER
 from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.principals import (
     PrincipalChange,
     PrincipalRequest,
     PrincipalView,
+    TeamChange,
     TeamView,
     TokenMade,
     TokenRequest,
     TokenView,
 )
 
-TOKEN_EXPIRY_S = 90 * 86_400.0
 TOKEN_EXPIRY_MAX_S = 3650 * 86_400.0
 _NS = 1_000_000_000
 
@@ -46,7 +47,7 @@ def make_principal(services: Services, who: Caller, request: PrincipalRequest) -
         made = identity.create_principal(connection, request, now_ns=now_ns)
         detail = {"kind": made.kind, "role": made.role, "teams": made.teams}
         audit.record(connection, who=who, action=Action.USER_CREATE, subject=made.name, now_ns=now_ns, detail=detail)
-        new = NewToken(principal=made.name, label="the first one", expires_ns=now_ns + int(TOKEN_EXPIRY_S * _NS))
+        new = NewToken(principal=made.name, label="the first one")
         return _make_token(connection, who, new, secret=secret, now_ns=now_ns)
 
     return services.database.write(work)
@@ -107,6 +108,32 @@ def make_team(services: Services, who: Caller, name: str) -> TeamView:
     return services.database.write(work)
 
 
+def change_team(services: Services, who: Caller, name: str, asked: TeamChange) -> TeamView:
+    """Change the time zone of a team: its budgets without one of their own have days, weeks and months of it.
+
+    Raises:
+        InvalidValue: there is no such time zone.
+        NotFound: there is no such team.
+    """
+    _check_unscoped(who)
+    check_time_zone(asked.time_zone)
+    now_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> TeamView:
+        before = identity.team(connection, name)
+        identity.set_time_zone(connection, name, asked.time_zone)
+        changed = identity.team(connection, name)
+        detail = {"time_zone": changed.time_zone, "before": before.time_zone}
+        audit.record(connection, who=who, action=Action.TEAM_CHANGE, subject=name, now_ns=now_ns, detail=detail)
+        return changed
+
+    changed = services.database.write(work)
+    services.spending.change()
+    services.hub.touch(BUDGETS)
+    services.hub.touch(SCHEDULER)
+    return changed
+
+
 def set_member(services: Services, who: Caller, *, team: str, principal: str, member: bool) -> TeamView:
     """Put somebody into a team, or take them out of it.
 
@@ -148,11 +175,11 @@ def make_token(services: Services, who: Caller, request: TokenRequest, *, reach:
     if who.scopes and not (request.scopes and set(request.scopes) <= set(who.scopes)):
         hint = f"scopes it can give on: {', '.join(who.scopes)}"
         raise NotAllowed("a token with scopes cannot make one that is good for more", hint=hint)
-    seconds = TOKEN_EXPIRY_S if request.expires_s is None else request.expires_s
-    if not 0 < seconds <= TOKEN_EXPIRY_MAX_S:  # also refuses what is no number
+    if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:  # NaN is neither
         raise InvalidValue("a token is good for more than 0 s, and 10 years at most")
     secret, now_ns = identity.new_secret(), services.clock.wall_ns()
-    new = NewToken(principal=owner, label=request.label, scopes=request.scopes, expires_ns=now_ns + int(seconds * _NS))
+    expires_ns = None if request.expires_s is None else now_ns + int(request.expires_s * _NS)
+    new = NewToken(principal=owner, label=request.label, scopes=request.scopes, expires_ns=expires_ns)
     return services.database.write(lambda connection: _make_token(connection, who, new, secret=secret, now_ns=now_ns))
 
 
@@ -181,7 +208,7 @@ def revoke_token(services: Services, who: Caller, identifier: str, *, reach: str
 
 def _make_token(connection: sa.Connection, who: Caller, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:
     made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
-    detail = {"principal": new.principal, "scopes": new.scopes, "expires_ns": new.expires_ns}
+    detail = {"principal": new.principal, "scopes": new.scopes, "expires_ns": made.token.expires_ns}
     audit.record(connection, who=who, action=Action.TOKEN_CREATE, subject=made.token.id, now_ns=now_ns, detail=detail)
     return made
 

@@ -13,6 +13,7 @@ What can go wrong:
 - The transaction as a whole fails (disk full, I/O error, another process has the lock): nothing of it is there, and
   each work is done again in a transaction of its own, so that only those get an error whose own work fails.
 - The process dies: what was committed is there, the rest is not; no caller was told otherwise.
+- Another server has claimed the database: nothing is committed, and each caller gets `Superseded`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
+from serverless_gpu.server import generations
+from serverless_gpu.server.generations import Superseded
 from serverless_gpu.server.measures import Measures
 
 T = TypeVar("T")
@@ -69,9 +72,15 @@ class GroupCommit:
         engine: whose connections begin with ``BEGIN IMMEDIATE``.
         clock: bounds how long a transaction takes further work.
         measures: where commits are counted.
+
+    Attributes:
+        holder: the name of this process's claim, once it has a generation; commits are counted in the database then.
+        on_commit: called with the number of each commit, before anyone is told of it.
     """
 
     def __init__(self, engine: sa.Engine, *, clock: Clock, measures: Measures | None = None) -> None:
+        self.holder = ""
+        self.on_commit: Callable[[int], None] = lambda _number: None
         self._engine = engine
         self._clock = clock
         self._measures = measures or Measures()
@@ -125,6 +134,7 @@ class GroupCommit:
         taken.append(first)
         with self._engine.connect() as connection:
             transaction = connection.begin()
+            before = _changes(connection)
             try:
                 # The first needs no savepoint: when it fails there is nothing else to keep.
                 _attempt(first, connection)
@@ -132,13 +142,20 @@ class GroupCommit:
                     transaction.rollback()
                     return False
                 over = self._followers(connection, taken)
+                try:
+                    number = self._count(connection, before)
+                except Superseded as error:
+                    transaction.rollback()
+                    for waiting in taken:
+                        waiting.error = error
+                    return over
             except BaseException:
                 connection.invalidate()  # in an unknown state; closing it rolls back
                 raise
             faults.reach("before_commit")
             with transaction:  # whose end commits, or rolls back what cannot be committed
                 pass
-            self._committed(len(taken))
+            self._committed(len(taken), number)
             return over
 
     def _followers(self, connection: sa.Connection, taken: list[_Waiting]) -> bool:
@@ -158,12 +175,22 @@ class GroupCommit:
         waiting.error = None
         try:
             with self._engine.begin() as connection:
+                before = _changes(connection)
                 waiting.value = waiting.work(connection)
-            self._committed(1)
+                number = self._count(connection, before)
+            self._committed(1, number)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
             waiting.error = error
 
-    def _committed(self, works: int) -> None:
+    def _count(self, connection: sa.Connection, before: int) -> int:
+        """Count a transaction that changed something, in itself; return its number, 0 where nothing is counted."""
+        if not self.holder or _changes(connection) == before:
+            return 0
+        return generations.count_commit(_driver(connection), self.holder)
+
+    def _committed(self, works: int, number: int) -> None:
+        if number:
+            self.on_commit(number)
         self._measures.commits.inc()
         self._measures.commit_works.observe(works)
 
@@ -177,9 +204,7 @@ def _attempt(waiting: _Waiting, connection: sa.Connection) -> None:
 
 def _in_savepoint(waiting: _Waiting, connection: sa.Connection) -> None:
     """Do a work of which nothing is left when it fails; by the driver, as SQLAlchemy's savepoints cost more than it."""
-    driver = connection.connection.dbapi_connection
-    if not isinstance(driver, sqlite3.Connection):
-        raise TypeError(f"{type(driver).__name__} is no connection of SQLite")
+    driver = _driver(connection)
     try:
         driver.execute("SAVEPOINT work")
         _attempt(waiting, connection)
@@ -190,3 +215,15 @@ def _in_savepoint(waiting: _Waiting, connection: sa.Connection) -> None:
         driver.execute("RELEASE work")
     except sqlite3.Error as error:
         raise _TransactionLost from error
+
+
+def _driver(connection: sa.Connection) -> sqlite3.Connection:
+    driver = connection.connection.dbapi_connection
+    if not isinstance(driver, sqlite3.Connection):
+        raise TypeError(f"{type(driver).__name__} is not a connection of SQLite")
+    return driver
+
+
+def _changes(connection: sa.Connection) -> int:
+    """Return how many rows this connection has changed since it was opened."""
+    return _driver(connection).total_changes

@@ -1,6 +1,6 @@
 """Whether the server can do its work: each part of it asked by itself, none of them waited for longer than a bound.
 
-    GET /health ─▶ database            one read                                  probe, 2 s
+    GET /health ─▶ database            one read, and one write after 10 s without any  probe, 2 s
                    store, environments a small object put, read back, deleted    probe, 5 s, kept for 10 s
                    disk, database_disk room that is left                         probe, 2 s
                    mlflow              the one beside it, where there is one     probe, 2 s

@@ -34,6 +34,8 @@ def candidate(run: StoredRun) -> Candidate:
         grace_s=run.spec.grace_s,
         cpus=resources.cpus or 0,
         memory_bytes=resources.memory_bytes or 0,
+        mandatory=run.spec.policies,
+        name=run.name,
     )
 
 
@@ -56,7 +58,8 @@ def held_back(
         return {}
     using: Counter[Key] = Counter()
     for one, count in running:
-        using[one.subject.policy, one.subject.owner] += count
+        for policy in one.policies:
+            using[policy, one.subject.owner] += count
     return admitting.held_back(waiting, using, caps, rooms)
 
 
@@ -74,7 +77,7 @@ def why_not(connection: sa.Connection, run: StoredRun, rooms: Rooms | None, free
 
 
 def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[CrewId]) -> bool:
-    """Return whether a run that is about to be placed would be over its policy's cap: others were placed before it.
+    """Return whether a run that is about to be placed would be over a policy's cap: others were placed before it.
 
     Args:
         connection: of the transaction that places it.
@@ -82,12 +85,15 @@ def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozen
         count: devices that it is to have.
         freed: crews that have given their devices back.
     """
-    policy = run.spec.policy
-    cap = None if policy is None else policies.caps(connection).get(policy)
-    if cap is None:
+    caps = policies.caps(connection)
+    capped = [policy for policy in candidate(run).policies if policy in caps]
+    if not capped:
         return False
-    used = sum(count for other, count in _having(connection, run.owner, freed) if other.spec.policy == policy)
-    return admitting.is_full(cap, used, count)
+    having = [(candidate(other).policies, held) for other, held in _having(connection, run.owner, freed)]
+    return any(
+        admitting.is_full(caps[policy], sum(held for names, held in having if policy in names), count)
+        for policy in capped
+    )
 
 
 def _having(connection: sa.Connection, owner: str, freed: frozenset[CrewId]) -> Iterable[tuple[StoredRun, int]]:

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
-from serverless_gpu.model.access import ROLES, SCOPES
+from serverless_gpu.model.access import ROLES, SCOPES, Resource
 from serverless_gpu.serialized import from_json
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.crews import WITHOUT_REPORT
@@ -30,6 +30,10 @@ from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.principals import PrincipalRequest, PrincipalView, TeamView, TokenMade, TokenView
 
 PREFIX = "sgpu_"
+TOKEN_EXPIRY_S = 90 * 86_400.0
+"""How long a token is good where nothing else was said."""
+RENEWED_BELOW_S = 60 * 86_400.0
+"""A node's token is renewed when it is used and has less left than that; a file's is replaced below half of it."""
 USED_EVERY_NS = 60_000_000_000
 """The last use of a token is written down at most so often."""
 _ID_CHARACTERS = 26
@@ -185,15 +189,23 @@ def team(connection: sa.Connection, name: str) -> TeamView:
     if connection.scalar(sa.select(teams.c.name).where(teams.c.name == name)) is None:
         raise NotFound(f"there is no team {name[:64]!r}")
     query = sa.select(members.c.principal).where(members.c.team == name).order_by(members.c.principal)
-    return TeamView(name=name, members=tuple(connection.scalars(query)))
+    zone = connection.scalar(sa.select(teams.c.time_zone).where(teams.c.name == name))
+    return TeamView(name=name, members=tuple(connection.scalars(query)), time_zone=zone or "UTC")
+
+
+def set_time_zone(connection: sa.Connection, name: str, time_zone: str) -> None:
+    """Set the time zone of a team's budgets; "" or "UTC" for UTC."""
+    zone = None if time_zone in ("", "UTC") else time_zone
+    connection.execute(sa.update(teams).where(teams.c.name == name).values(time_zone=zone))
 
 
 def all_teams(connection: sa.Connection) -> tuple[TeamView, ...]:
     """Return all teams, by name."""
-    found: dict[str, list[str]] = {name: [] for name in connection.scalars(sa.select(teams.c.name))}
+    zones = {row.name: row.time_zone or "UTC" for row in connection.execute(sa.select(teams.c.name, teams.c.time_zone))}
+    found: dict[str, list[str]] = {name: [] for name in zones}
     for row in connection.execute(sa.select(members).order_by(members.c.principal)):
         found[row.team].append(row.principal)
-    return tuple(TeamView(name=name, members=tuple(who)) for name, who in sorted(found.items()))
+    return tuple(TeamView(name=name, members=tuple(who), time_zone=zones[name]) for name, who in sorted(found.items()))
 
 
 def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
@@ -228,7 +240,7 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
         principal: whose it is.
         label: what for, in its owner's words.
         scopes: of `model.access.SCOPES`; none means everything its owner may do.
-        expires_ns: nanoseconds since 1970; None: never.
+        expires_ns: nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
     """
 
     principal: str
@@ -243,7 +255,7 @@ def new_secret() -> str:
 
 
 def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:
-    """Make a token.
+    """Make a token. One of an agent that names no end is renewed in place by its use, so that nodes stay.
 
     Args:
         connection: of the transaction.
@@ -264,7 +276,8 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
         raise InvalidValue("a label has a character in it that cannot be shown")
     if new.expires_ns is not None and new.expires_ns <= now_ns:
         raise InvalidValue("the token would have expired already")
-    if principal(connection, new.principal).disabled:
+    owner = principal(connection, new.principal)
+    if owner.disabled:
         raise InvalidValue(f"{new.principal!r} is disabled", hint="enable it first")
     values = {
         "id": token_id(secret),
@@ -273,7 +286,8 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
         "label": new.label,
         "scopes_json": msgspec.json.encode(new.scopes).decode(),
         "created_ns": now_ns,
-        "expires_ns": new.expires_ns,
+        "expires_ns": _default_end_ns(now_ns) if new.expires_ns is None else new.expires_ns,
+        "renews": new.expires_ns is None and owner.role == "agent" and Resource.JOINING not in new.scopes,
     }
     connection.execute(sa.insert(tokens).values(values))
     return TokenMade(token=token(connection, str(values["id"])), secret=secret)
@@ -310,11 +324,38 @@ def revoke_token(connection: sa.Connection, identifier: str, *, now_ns: int) -> 
     return token(connection, identifier)
 
 
+def revoke_all(connection: sa.Connection, *, now_ns: int) -> tuple[TokenView, ...]:
+    """Make every token good for nothing; return those that were good."""
+    good = tuple(each for each in tokens_of(connection) if each.revoked_ns is None)
+    connection.execute(sa.update(tokens).where(tokens.c.revoked_ns.is_(None)).values(revoked_ns=now_ns))
+    return good
+
+
 def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: int) -> None:
-    """Write down that tokens were used, those of which that is not known for the last minute."""
+    """Write down that tokens were used in the last minute, and put off the end of those that are renewed by that."""
     stale = sa.or_(tokens.c.used_ns.is_(None), tokens.c.used_ns < now_ns - USED_EVERY_NS)
+    renewed_below_ns = now_ns + int(RENEWED_BELOW_S * 1e9)
+    due = sa.and_(
+        tokens.c.renews, tokens.c.revoked_ns.is_(None), tokens.c.expires_ns.between(now_ns + 1, renewed_below_ns)
+    )
     for identifier in sorted(identifiers):
         connection.execute(sa.update(tokens).where(tokens.c.id == identifier, stale).values(used_ns=now_ns))
+        until = {"expires_ns": _default_end_ns(now_ns)}
+        connection.execute(sa.update(tokens).where(tokens.c.id == identifier, due).values(until))
+
+
+def bound_lifetimes(connection: sa.Connection, *, now_ns: int) -> int:
+    """Give an end to tokens that an older version made without one; return how many there were."""
+    agents = sa.select(principals.c.name).where(principals.c.role == "agent")
+    joining = tokens.c.scopes_json.contains(f'"{Resource.JOINING}"')
+    renews = sa.and_(tokens.c.principal.in_(agents), sa.not_(joining))
+    endless = sa.and_(tokens.c.expires_ns.is_(None), tokens.c.revoked_ns.is_(None))
+    values = {"expires_ns": _default_end_ns(now_ns), "renews": renews}
+    return connection.execute(sa.update(tokens).where(endless).values(values)).rowcount
+
+
+def _default_end_ns(now_ns: int) -> int:
+    return now_ns + int(TOKEN_EXPIRY_S * 1e9)
 
 
 def _token_view(row: sa.Row[tuple[object, ...]]) -> TokenView:
@@ -410,6 +451,20 @@ def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | N
 def is_known(connection: sa.Connection, secret: str) -> bool:
     """Return whether the database has a token, good or not."""
     known = connection.scalar(sa.select(tokens.c.sha256).where(tokens.c.id == token_id(secret)))
+    return known is not None and hmac.compare_digest(known, sha256(secret))
+
+
+def is_to_be_replaced(connection: sa.Connection, secret: str, *, now_ns: int) -> bool:
+    """Return whether a token of a server's file has ended, or ends soon: in less than half of `RENEWED_BELOW_S`."""
+    query = sa.select(tokens.c.expires_ns).where(tokens.c.id == token_id(secret), tokens.c.revoked_ns.is_(None))
+    expires_ns: int | None = connection.scalar(query)
+    return expires_ns is not None and expires_ns < now_ns + int(RENEWED_BELOW_S / 2 * 1e9)
+
+
+def is_unrevoked(connection: sa.Connection, secret: str) -> bool:
+    """Return whether the database has a token that nobody revoked."""
+    query = sa.select(tokens.c.sha256).where(tokens.c.id == token_id(secret), tokens.c.revoked_ns.is_(None))
+    known = connection.scalar(query)
     return known is not None and hmac.compare_digest(known, sha256(secret))
 
 

@@ -1,29 +1,33 @@
-"""Machines that join: what one gets for the token of the join file.
+"""Machines that join: what one gets for a join token.
 
-    join file (token of scope "joining") ─▶ an agent's token for this machine alone, and how it joins the Ray cluster
+    join token (scope "joining") ─▶ an agent's token for this home alone, and how it joins the Ray cluster
+    that agent's token, later    ─▶ how it joins the Ray cluster, after a crash or a boot
 
-Asked again by the same home of the same machine, there is another token, and the one of before is revoked: whoever
-asks has just lost it, or is about to write a new one over it. Which machines have a token, `sgpu token list` shows, and
-`sgpu token revoke` takes one away.
+Asked again with the same join token by the same home, the server makes another agent's token and revokes the one of
+before: its answer was lost. `sgpu token list` shows which machines have a token, and `sgpu token revoke` takes one
+away.
 
-Failure cases: the server makes no pool of several machines; the name belongs to another machine that is there (both
-said before Ray is started, and not by a node that is refused later in a log).
+Failure cases: the server makes no pool of several machines; the join token is used up; the name belongs to another
+machine that is there. All are reported before Ray is started.
 """
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
-from serverless_gpu.errors import InvalidValue, NotAllowed
-from serverless_gpu.server import audit, identity, nodes
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
+from serverless_gpu.model.access import Resource
+from serverless_gpu.model.node_admission import Identity
+from serverless_gpu.server import audit, identity, node_tokens, nodes
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
-from serverless_gpu.wire.joining import JoinAnswer, JoinRequest
+from serverless_gpu.wire.joining import JoinAnswer, JoinRequest, RayPool
 
 AGENT = "agent"
+_INVITE = "an administrator makes a join file, also for several machines: sgpu node invite --uses 10"
 NAME_MAX = 128
 
 
@@ -31,27 +35,29 @@ def join(services: Services, who: Caller, request: JoinRequest) -> JoinAnswer:
     """Let a machine join.
 
     Raises:
-        NotAllowed: this server makes no pool of several machines, or the name belongs to one that is there.
+        NotAllowed: this server makes no pool of several machines, the token is none for joining or is used up, or the
+            name belongs to a machine that is there.
         InvalidValue: a name that cannot be.
     """
-    pool = services.ray_pool()
-    if pool is None:
-        raise NotAllowed(
-            "this server has one machine: no other can join it",
-            hint="it is started so that others can: sgpu up --engine ray",
-        )
+    if Resource.JOINING not in who.scopes:
+        raise NotAllowed("a machine joins with a join token, not with a node's own", hint=_INVITE)
+    pool = _ray_pool(services) if request.ray else None
     _check(request)
+    node = Identity(name=request.name, machine=request.machine, instance=request.instance)
     secret, now_ns = identity.new_secret(), services.clock.wall_ns()
     label = f"joined: {request.name} ({request.machine[:16]}-{request.instance[:8]})"
     new = NewToken(principal=who.name, label=label[:LABEL_CHARACTERS_MAX], scopes=(AGENT,))
 
     def work(connection: sa.Connection) -> None:
         _refuse_taken(services, connection, request)
+        if not node_tokens.of_home(connection, node, by=who.token_id):
+            _use(connection, who, request)
         for before in identity.tokens_of(connection, who.name):
             if before.label == new.label and before.revoked_ns is None:
                 identity.revoke_token(connection, before.id, now_ns=now_ns)
                 audit.record(connection, who=who, action=Action.TOKEN_REVOKE, subject=before.id, now_ns=now_ns)
         made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
+        node_tokens.bind(connection, made.token.id, node, by=who.token_id, at_ns=now_ns)
         detail: dict[str, object] = {"principal": who.name, "scopes": new.scopes, "node": request.name}
         audit.record(
             connection, who=who, action=Action.TOKEN_CREATE, subject=made.token.id, now_ns=now_ns, detail=detail
@@ -59,6 +65,45 @@ def join(services: Services, who: Caller, request: JoinRequest) -> JoinAnswer:
 
     services.database.write(work)
     return JoinAnswer(token=secret, ray=pool)
+
+
+def ray_pool(services: Services, who: Caller) -> RayPool:
+    """Return how a node that has joined before joins the Ray cluster.
+
+    Raises:
+        NotFound: the token belongs to no node that was let in.
+        NotAllowed: this server makes no pool of several machines.
+    """
+    found = services.database.read(lambda connection: node_tokens.find(connection, who.token_id))
+    if found is None or found.approved_ns is None or not found.node.name:
+        raise NotFound("the token belongs to no node of this server", hint=_INVITE)
+    return _ray_pool(services)
+
+
+def _ray_pool(services: Services) -> RayPool:
+    pool = services.ray_pool()
+    if pool is None:
+        raise NotAllowed(
+            "this server has one machine: no other can join it",
+            hint="it is started so that others can: sgpu up --engine ray",
+        )
+    return pool
+
+
+def _use(connection: sa.Connection, who: Caller, request: JoinRequest) -> None:
+    """Use the join token once.
+
+    Raises:
+        NotAllowed: it is used up, or for another name.
+    """
+    invitation = node_tokens.invitation(connection, who.token_id)
+    if invitation is not None and invitation.node not in ("", request.name):
+        raise NotAllowed(
+            f"the join token is for a node named {invitation.node!r}, not {request.name[:64]!r}",
+            hint=f"--name {invitation.node}",
+        )
+    if not node_tokens.use(connection, who.token_id):
+        raise NotAllowed("the join token is used up", hint=_INVITE)
 
 
 def _refuse_taken(services: Services, connection: sa.Connection, request: JoinRequest) -> None:

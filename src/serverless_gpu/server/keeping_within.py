@@ -1,13 +1,13 @@
 """Budgets are kept: who has to stop is asked to, and marks that are reached are said; a loop, every five seconds.
 
-    look (`spending.py`) ─▶ 80 %, 95 %, 100 % reached ─▶ said: row, audit, notice (one transaction); event of its runs
+    look (`spending.py`) ─▶ 80 %, 95 %, 100 %, closed ─▶ said: row, audit, notice (one transaction); event of its runs
                         └─▶ a run holds nothing more ─▶ StopReason.BUDGET, by the server, with which budget ─▶ its node
             its ranks write a checkpoint ─▶ BUDGET_STOPPED
 
 A stop that is asked is a row of the run: whatever is raised, deleted or paid meanwhile, the run stops (no flapping),
 and may be submitted again. A mark that was said is a row, too, so that a server that is killed says it once; a run
-whose event was lost with it is told by the next mark, and `sgpu budget list` has it in any case. The 100 % of a hard
-budget is written before anybody is stopped, and closes it: what those who stop give back lets nobody in.
+whose event was lost with it is told by the next mark, and `sgpu budget list` has it in any case. That a hard budget is
+closed is written before anybody is stopped: what those who stop give back lets nobody in, until it is opened again.
 
 Failure cases: killed between judging and asking (judged anew five seconds later, within what every run holds ahead);
 the database is away (nothing is stopped; what goes on is heard of by nobody, either, and ends with its lease); a budget
@@ -25,14 +25,15 @@ import sqlalchemy as sa
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model import budget_words
 from serverless_gpu.model.attempt import ACTIVE, StopReason
-from serverless_gpu.model.budget import FULL, WARN_AT, Period, Standing, window
+from serverless_gpu.model.budget import CLOSED, FULL, Standing
+from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.server import audit, budgets, notices, runs, stopping, transitions
 from serverless_gpu.server.affording import as_of
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.hub import NOTICES, run_key
 from serverless_gpu.server.notices import Kind
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.spending import GoingOn, is_open_to
+from serverless_gpu.server.spending import GoingOn, first_day_of, is_open_to
 from serverless_gpu.server.transitions import Told
 
 EVERY_S = 5.0
@@ -41,6 +42,7 @@ TOGETHER = 8
 TOLD_TOGETHER = 64
 """Runs that are told of a mark in one transaction."""
 _log = logging.getLogger(__name__)
+_KINDS = {FULL: (Action.BUDGET_REACHED, Kind.REACHED), CLOSED: (Action.BUDGET_CLOSED, Kind.CLOSED)}
 _Due = tuple[GoingOn, str, Standing]
 _Mark = tuple[str, int, int]
 
@@ -63,7 +65,7 @@ class Keeper:
         """
         services = self._services
         now = as_of(services)
-        since_ns = min(window(period, now.wall_ns).start_ns for period in Period)
+        since_ns = first_day_of(now.wall_ns) * DAY_NS
 
         def read(connection: sa.Connection) -> tuple[dict[str, Standing], set[_Mark]]:
             return services.spending.look(connection, now, at_all=True), budgets.said(connection, since_ns=since_ns)
@@ -105,45 +107,50 @@ class Keeper:
         for name, standing in standings.items():
             marks = [mark for mark in standing.reached if (name, standing.window.start_ns, mark) not in said]
             if marks:
-                # Whoever was told that it is used up is not told later that it is nearly so.
-                self._say_one(name, standing, (*WARN_AT, FULL) if marks[-1] == FULL else marks, going)
+                self._say_some(name, standing, marks, going)
 
-    def _say_one(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[GoingOn]) -> None:
-        """Say the highest of the marks that are news; the others are noted."""
-        services, mark = self._services, marks[-1]
-        at_ns, currency = services.clock.wall_ns(), services.settings.currency
-        told = budget_words.warning(name, standing, currency, is_open=True)
-        document = _document(name, standing, mark, currency) | {"sentence": told}
+    def _say_some(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[GoingOn]) -> None:
+        """Say each of the marks that are news, the lowest first; runs are told of the last."""
+        services = self._services
+        at_ns, currency, start_ns = services.clock.wall_ns(), services.settings.currency, standing.window.start_ns
 
-        def work(connection: sa.Connection) -> bool:
-            start_ns = standing.window.start_ns
-            news = [budgets.say(connection, name, start_ns=start_ns, percent=each, at_ns=at_ns) for each in marks]
-            if not news[-1]:
-                return False
-            action, kind = Action.BUDGET_WARNING, Kind.WARNING
-            if mark == FULL:
-                action, kind = Action.BUDGET_REACHED, Kind.REACHED
-            audit.record(connection, who=audit.SERVER, action=action, subject=name, now_ns=at_ns, detail=document)
-            notices.add(connection, kind, document, at_ns=at_ns)
-            return True
+        def work(connection: sa.Connection) -> list[tuple[int, str]]:
+            news: list[tuple[int, str]] = []
+            for mark in marks:
+                if not budgets.say(connection, name, start_ns=start_ns, percent=mark, at_ns=at_ns):
+                    continue
+                sentence = budget_words.warning(name, standing, currency, is_open=True, mark=mark)
+                document = _document(name, standing, mark, currency) | {"sentence": sentence}
+                action, kind = _KINDS.get(mark, (Action.BUDGET_WARNING, Kind.WARNING))
+                audit.record(connection, who=audit.SERVER, action=action, subject=name, now_ns=at_ns, detail=document)
+                notices.add(connection, kind, document, at_ns=at_ns)
+                news.append((mark, sentence))
+            return news
 
-        if not services.database.write(work):
+        news = services.database.write(work)
+        if not news:
             return
-        _log.warning("%s", told)
-        services.measures.budget_warnings.labels(str(mark)).inc()
+        for mark, sentence in news:
+            _log.warning("%s", sentence)
+            services.measures.budget_warnings.labels("closed" if mark == CLOSED else str(mark)).inc()
         services.hub.touch(NOTICES)
+        # Those that are stopped hear of that, and why, from the stop itself.
         concerned = [one for one in going if name in one.names and not one.spender.is_over]
+        concerned = [one for one in concerned if one.spender.run_id not in standing.stop and not one.spender.stop_ns]
         for first in range(0, len(concerned), TOLD_TOGETHER):
-            self._tell(name, standing, concerned[first : first + TOLD_TOGETHER])
+            self._tell(name, standing, news[-1][0], concerned[first : first + TOLD_TOGETHER])
 
-    def _tell(self, name: str, standing: Standing, concerned: Sequence[GoingOn]) -> None:
+    def _tell(self, name: str, standing: Standing, mark: int, concerned: Sequence[GoingOn]) -> None:
         services = self._services
         at_ns, currency = services.clock.wall_ns(), services.settings.currency
 
         def work(connection: sa.Connection) -> None:
             for one in concerned:
                 is_open = is_open_to(standing.budget, one.subject)
-                said = budget_words.warning(name, standing, currency, is_open=is_open)
+                if mark == CLOSED:
+                    said = budget_words.goes_on(name, standing, currency, is_open=is_open)
+                else:
+                    said = budget_words.warning(name, standing, currency, is_open=is_open, mark=mark)
                 transitions.remark(connection, one.spender.run_id, one.spender.fence, said, at_ns=at_ns)
 
         services.database.write(work)
@@ -153,7 +160,7 @@ class Keeper:
 
 def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Told | None:
     one, name, standing = due
-    there = budgets.find(connection, name)
+    there = budgets.find_in_force(connection, name)
     run = runs.find(connection, one.spender.run_id)
     if there is None or there.budget != standing.budget:
         return None  # judged anew with what it is now
@@ -173,8 +180,9 @@ def _document(name: str, standing: Standing, mark: int, currency: str) -> dict[s
         "budget": name,
         "scope": f"{budget.scope.kind} {budget.scope.name}".strip(),
         "period": budget.period.value,
-        "percent": mark,
+        "percent": int(standing.percent) if mark == CLOSED else mark,
         "used": budget.counts(standing.used),
+        "held": budget.counts(standing.held),
         "limit": budget.limit,
         "unit": "micros" if budget.limit_micros is not None else "gpu_ms",
         "currency": currency,

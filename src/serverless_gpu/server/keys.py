@@ -35,7 +35,7 @@ _ATTEMPT = re.compile(
     PREFIX + r"(?P<run>[^_]{26})_(?P<fence>[0-9]{1,9})(?:-(?P<crew>[1-9][0-9]{0,3}))?"
     r"(?:_(?P<until>[1-9][0-9]{0,11}))?_(?P<secret>[A-Za-z0-9_-]{43})"
 )
-_UNNAMED = re.compile(r"\.(key|token|node\.token|join\.token)\.[0-9a-f]{16}")
+_UNNAMED = re.compile(r"\.(key|key\.next|rotation\.json|token|node\.token|join\.token|[^/]+\.mark)\.[0-9a-f]{16}")
 
 
 class Keys:

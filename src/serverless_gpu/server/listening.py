@@ -1,6 +1,7 @@
 """Where a server listens, and that a home has one server only.
 
-    lock     server/lock, held as long as the process lives: a second server of the home is told of the first
+    lock     server.lock and server/lock, held as long as the process lives: a second server of the home is told of the
+             first. Servers of one PostgreSQL may share server/: the database decides which of them works (`claim.py`)
     port     as asked for; else the one of last time (server/port), else 7878, else any free one, which is remembered
     beside   a second socket on loopback, without TLS, where the first is not one of loopback in the clear: this
              machine's own node and clients use that, so nothing of theirs depends on a name or a certificate
@@ -46,16 +47,30 @@ _HINT = "`sgpu status` shows it; another SERVERLESS_GPU_HOME gets a server of it
 
 
 @contextlib.contextmanager
-def only_one(directory: Path) -> Iterator[None]:
+def only_one(directory: Path, *, may_share: bool = False) -> Iterator[str]:
     """Hold the locks of a server: of its home, and of its directory, which somebody may have moved or copied.
+
+    Args:
+        directory: the server's.
+        may_share: whether a process of another home may hold the directory's lock: it stood still, and the database
+            decides whether this one replaces it.
+
+    Yields:
+        Who holds the directory's lock instead, or "".
 
     Raises:
         ServerProblem: another server has one.
     """
-    with alone_in_home(directory):
+    with alone_in_home(directory), contextlib.ExitStack() as stack:
         directory.mkdir(mode=0o700, exist_ok=True)
-        with _held(directory / "lock"):
-            yield
+        other = ""
+        try:
+            stack.enter_context(_held(directory / "lock"))
+        except ServerProblem as error:
+            if not may_share:
+                raise
+            other = error.message
+        yield other
 
 
 @contextlib.contextmanager

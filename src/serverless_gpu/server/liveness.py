@@ -5,6 +5,7 @@
     Looks         crews that are to report now                until they do
     Presence      nodes, renewed by hello and heartbeat       who is not there gets nothing new
                   and how far their clocks are off, which every heartbeat repeats
+                  and their open streams of orders            a second process is refused while the first has one
     Deliveries    orders that left this process               what never left can be taken back
                   and those that an engine's word holds back  what it has not reserved leaves to no node
 
@@ -15,8 +16,10 @@ has said something. All methods may be called from any thread, and take the time
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.server.crews import CrewId
@@ -24,6 +27,7 @@ from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0
 """A node that has not been heard of for so long gets nothing new; it says something every five seconds."""
+_REFUSED_MAX = 1_000
 
 
 class Leases:
@@ -117,6 +121,8 @@ class Presence:
         self._heard: dict[str, int] = {}
         self._lost: dict[str, str] = {}
         self._clocks: dict[str, ClockReading] = {}
+        self._streams: Counter[str] = Counter()
+        self._refused: set[tuple[str, ...]] = set()
 
     def heard(self, node_id: str, *, now_ns: int) -> bool:
         """Note that a node said something; return whether it was not there before."""
@@ -158,6 +164,34 @@ class Presence:
         """Return how far a node's clock is off, as it said last, or None."""
         with self._lock:
             return self._clocks.get(node_id)
+
+    @contextlib.contextmanager
+    def streaming(self, node_id: str) -> Iterator[None]:
+        """Note that a node has its stream of orders open, for as long as the context lasts."""
+        with self._lock:
+            self._streams[node_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams[node_id] -= 1
+                if not self._streams[node_id]:
+                    del self._streams[node_id]
+
+    def is_streaming(self, node_id: str) -> bool:
+        """Return whether a node has its stream of orders open."""
+        with self._lock:
+            return node_id in self._streams
+
+    def is_new_refusal(self, key: tuple[str, ...]) -> bool:
+        """Note that a node was refused; return whether that is news."""
+        with self._lock:
+            if key in self._refused:
+                return False
+            if len(self._refused) >= _REFUSED_MAX:
+                self._refused.clear()
+            self._refused.add(key)
+            return True
 
     def lose(self, node_id: str, sentence: str) -> None:
         """Note that an engine does not count on a node, until it is heard of again or `find` is called."""

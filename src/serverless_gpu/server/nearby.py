@@ -114,6 +114,10 @@ class Nearby:
         pieces = _pieces(copy, start, copy.size if length is None else min(copy.size, start + length))
         return itertools.chain((next(pieces),), pieces)
 
+    def keep(self, key: str, data: bytes | memoryview) -> None:
+        """Keep a copy of an object that was just put into the bucket, so that it need not be read back."""
+        self._kept(key, data)
+
     def forget(self, keys: Collection[str]) -> None:
         """Throw copies away, because what is in the bucket is removed, or another one."""
         with self._lock:
@@ -239,7 +243,7 @@ class Nearby:
             return None
         return document.digest
 
-    def _kept(self, key: str, data: bytes) -> _Copy:
+    def _kept(self, key: str, data: bytes | memoryview) -> _Copy:
         """Keep what came and return the copy, or the bytes themselves where there is no room."""
         place = self._place(key)
         fresh = place.with_name(f".new-{place.name}-{os.urandom(4).hex()}")
@@ -341,12 +345,12 @@ class _Copy:
 
 
 class _Bytes(_Copy):
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes | memoryview) -> None:
         self._data = data
         self.size = len(data)
 
     def at(self, start: int, length: int) -> bytes:
-        return self._data[start : start + length]
+        return bytes(self._data[start : start + length])
 
 
 class _File(_Copy):

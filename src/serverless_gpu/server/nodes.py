@@ -90,12 +90,6 @@ def named(connection: sa.Connection, name: str) -> StoredNode | None:
     return _first(connection, nodes.c.name == name)
 
 
-def of_token(connection: sa.Connection, token_id: str) -> list[StoredNode]:
-    """Return the nodes that said hello with a token last, and are not forgotten."""
-    same = sa.and_(nodes.c.token_id == token_id, nodes.c.forgotten_ns.is_(None))
-    return [_from_row(row._mapping) for row in connection.execute(sa.select(nodes).where(same))]
-
-
 def ruled(connection: sa.Connection) -> list[RuledNode]:
     """Return the nodes about which people decided something; seldom many, and what nodes say is not read for it."""
     query = sa.select(nodes.c.id, nodes.c.name, nodes.c.rules_json).where(nodes.c.forgotten_ns.is_(None))

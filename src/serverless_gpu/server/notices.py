@@ -21,6 +21,7 @@ class Kind(StrEnum):
 
     WARNING = "budget.warning"
     REACHED = "budget.reached"
+    CLOSED = "budget.closed"
     ALARM = "spend.alarm"
 
 

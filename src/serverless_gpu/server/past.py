@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.scheduling import learning
 from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
+from serverless_gpu.model.teams import share_team
 from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts, crews, runs
 
 HALF_LIVES = 8
 """Use that is older counts less than one part in 250, and is left out."""
+_decode_teams = msgspec.json.Decoder(tuple[str, ...]).decode
 _PARTS = 28  # of a half-life, which are summed up as one: what is in one part is off by 1.3 % at most
 # As the index has it, word for word: with a parameter in its place SQLite does not use that.
 _SUCCEEDED = runs.c.state == sa.literal_column("'SUCCEEDED'")
@@ -42,23 +45,29 @@ def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
     own = sa.and_(crews.c.run_id == attempts.c.run_id, crews.c.fence == attempts.c.fence)
     since_ns = now_ns - round(HALF_LIVES * half_life_s * 1e9)
     query = (
-        sa.select(runs.c.team, runs.c.owner, attempts.c.gpu_type, part, sa.func.sum(device_ms))
+        sa.select(runs.c.team, runs.c.member_of_json, runs.c.owner, attempts.c.gpu_type, part, sa.func.sum(device_ms))
         .select_from(attempts.join(runs, runs.c.id == attempts.c.run_id).join(crews, own))
         .where(crews.c.ended_ns > since_ns)
-        .group_by(runs.c.team, runs.c.owner, attempts.c.gpu_type, sa.text("part"))
+        .group_by(runs.c.team, runs.c.member_of_json, runs.c.owner, attempts.c.gpu_type, sa.text("part"))
     )
     teams: dict[str, float] = defaultdict(float)
     users: dict[tuple[str, str], float] = defaultdict(float)
-    for team, owner, gpu_type, number, sum_ms in connection.execute(query):
+    for named, member_of, owner, gpu_type, number, sum_ms in connection.execute(query):
+        team = share_team(named, _decode_teams(member_of or "[]")) or f"~{owner}"
         decayed = charged(gpu_type, 1) * max(0.0, float(sum_ms) / 1e3) * 0.5 ** (max(0.0, float(number) + 0.5) / _PARTS)
-        teams[team or f"~{owner}"] += decayed
-        users[team or f"~{owner}", owner] += decayed
+        teams[team] += decayed
+        users[team, owner] += decayed
     return Used(at_ns=now_ns, teams=dict(teams), users=dict(users))
 
 
 def expected_s(connection: sa.Connection, owner: str, name: str) -> float | None:
     """Return how long a run of an owner and a name is likely to have devices; None where nothing is known of it."""
     return learning.expected_s(durations_s(connection, owner, name)) if name else None
+
+
+def longest_s(connection: sa.Connection, owner: str, name: str) -> float | None:
+    """Return the longest that the last runs of an owner and a name had their devices; None where that is not known."""
+    return learning.longest_s(durations_s(connection, owner, name)) if name else None
 
 
 def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]:

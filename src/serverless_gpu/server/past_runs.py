@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from serverless_gpu.model.attempt import TERMINAL
+from serverless_gpu.server.audit import Action
 from serverless_gpu.server.portions import portions
-from serverless_gpu.server.tables import crews, runs
+from serverless_gpu.server.tables import audit, crews, runs
 
 _UNSETTLED = sa.exists().where(
     crews.c.run_id == runs.c.id,
@@ -41,6 +42,14 @@ def endings(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int 
     query = sa.select(runs.c.id, runs.c.ended_ns, _OVER)
     rows = (row for some in portions(run_ids) for row in connection.execute(query.where(runs.c.id.in_(some))))
     return {run_id: ended_ns if over else None for run_id, ended_ns, over in rows}
+
+
+def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
+    """Return which of those runs retention removed, as the audit says."""
+    query = sa.select(audit.c.subject).where(audit.c.action == Action.RUN_EXPIRE.value)
+    return {
+        run_id for some in portions(run_ids) for run_id in connection.scalars(query.where(audit.c.subject.in_(some)))
+    }
 
 
 def remove(connection: sa.Connection, run_id: str) -> bool:

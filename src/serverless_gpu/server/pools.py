@@ -11,6 +11,8 @@ from serverless_gpu.server.tables import RETURN_S, nodes, pools
 
 DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"
+NO_ISOLATION, UNSET = "none", "unset"
+"""What administrators said of a pool's isolation: several principals may share a uid there, or only one may use it."""
 
 
 class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +21,7 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lends: whether it is reserved and lends idle devices.
         return_s: seconds within which they are back.
+        isolation: `NO_ISOLATION`, `UNSET`, or None where nobody has decided, which counts as `UNSET`.
     """
 
     name: str
@@ -26,12 +29,24 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
     created_ns: int
     lends: bool = False
     return_s: float = RETURN_S
+    isolation: str | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether an administrator accepts that several principals share a uid on its nodes."""
+        return self.isolation == NO_ISOLATION
 
     @property
     def planned(self) -> Pool:
         """Return the pool as decisions take it."""
         is_reserved = self.kind == RESERVED
-        return Pool(name=self.name, reserved=is_reserved, lends=is_reserved and self.lends, return_s=self.return_s)
+        return Pool(
+            name=self.name,
+            reserved=is_reserved,
+            lends=is_reserved and self.lends,
+            return_s=self.return_s,
+            single_principal=not self.is_shared,
+        )
 
 
 def every(connection: sa.Connection) -> list[StoredPool]:
@@ -54,7 +69,9 @@ def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:
 
 def put(connection: sa.Connection, pool: StoredPool) -> None:
     """Make a pool, or change what is said of it; when it was made stays as it is."""
-    said = {"kind": pool.kind, "lends": pool.lends, "return_s": pool.return_s}
+    said: dict[str, object] = {"kind": pool.kind, "lends": pool.lends, "return_s": pool.return_s}
+    if pool.isolation is not None:
+        said["isolation"] = pool.isolation
     changed = connection.execute(pools.update().where(pools.c.name == pool.name).values(**said))
     if changed.rowcount == 0:
         connection.execute(pools.insert(), {"name": pool.name, "created_ns": pool.created_ns, **said})

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.access import Reach
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.scheduling.values import CLASSES, Reservation, WaitReason
+from serverless_gpu.model.scheduling.values import CLASSES, Reservation, TeamUse, WaitReason
 from serverless_gpu.server import runs, shares, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import StoredRun
@@ -23,6 +23,8 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import Kind, StoredShare
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
 from serverless_gpu.wire.waiting import wait_view
+
+_NOT_IN_LINE = (WaitReason.ISOLATION.value, WaitReason.UNSATISFIABLE.value)
 
 
 def view_queue(services: Services, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
@@ -59,8 +61,8 @@ def view_queue(services: Services, who: Caller, reach: str, *, limit: int, mine:
         )
         for run in there
     ]
-    # Some are found to be never possible only by the look at each: they are in nobody's way.
-    entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason == WaitReason.UNSATISFIABLE)
+    # Only the look at each entry finds those that no node may serve now. They delay no other run, so they come last.
+    entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason in _NOT_IN_LINE)
     return QueueView(entries=tuple(entries), waiting=waiting)
 
 
@@ -78,28 +80,30 @@ def view_shares(services: Services, who: Caller, reach: str) -> ShareList:
     return ShareList(shares=tuple(seen), half_life_s=services.settings.queue.half_life_s)
 
 
-def share_views(there: Sequence[StoredShare], usage: Mapping[str, float]) -> list[ShareView]:
+def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> list[ShareView]:
     """Return who has how much of all, and how much they have used, those with most to come by their share first.
 
     Args:
         there: what was set.
-        usage: GPU-seconds by team, and by ``"~name"`` of users without one.
+        usage: by team, and by ``"~name"`` of users without one.
     """
     weights = {(share.kind, share.name): share.weight for share in there}
-    used: dict[tuple[Kind, str], float] = {
-        ("user" if name.startswith("~") else "team", name.removeprefix("~")): amount for name, amount in usage.items()
+    used: dict[tuple[Kind, str], TeamUse] = {
+        ("user" if name.startswith("~") else "team", name.removeprefix("~")): use for name, use in usage.items()
     }
+    nothing = TeamUse(used_gpu_s=0.0, counted_gpu_s=0.0)
     among_all = {key for key in weights if key[0] == "team"} | set(used)
     total_weight = sum(weights.get(key, 1.0) for key in among_all)
-    total_used = sum(used.values())
+    total_used = sum(use.used_gpu_s for use in used.values())
     found = [
         ShareView(
             kind=kind,
             name=name,
             weight=weights.get((kind, name), 1.0),
             due=weights.get((kind, name), 1.0) / total_weight,
-            used_gpu_s=used.get((kind, name), 0.0),
-            part=used.get((kind, name), 0.0) / total_used if total_used else 0.0,
+            used_gpu_s=used.get((kind, name), nothing).used_gpu_s,
+            counted_gpu_s=used.get((kind, name), nothing).counted_gpu_s,
+            part=used.get((kind, name), nothing).used_gpu_s / total_used if total_used else 0.0,
         )
         for kind, name in sorted(among_all)
     ]

@@ -2,7 +2,7 @@
 
     refuse        before anything is started: no Ray, a wrong address, a token that others can read
     RayBeside     files, keeper (`engines/ray_keeping.py`), looked after in a loop; it outlives the server
-    join file     server/join.json: where this server is, for other machines, and a token that is good for joining
+    join file     server/join.json: where this server is, and a token with which one machine joins, within a day
 
     server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
 
@@ -203,14 +203,15 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
             return [*lines, f"other machines cannot join yet: {why}"]
         return [
             *lines,
-            f"other homes of this machine join: sgpu join {head} --token-file {path} "
+            f"another home of this machine joins: sgpu join {head} --token-file {path} "
             "--name NAME --node-address IP --ray-port PORT",
             f"other machines cannot: {why}",
         ]
     return [
         *lines,
-        f"other machines join with a copy of {path}, as secret as a password:",
+        f"another machine joins with a copy of {path}, as secret as a password:",
         f"  sgpu join {head} --token-file {NAME}",
+        "it is good for one machine within a day; for more: sgpu node invite --uses 10",
     ]
 
 

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from serverless_gpu.model.attempt import MEANINGS, State
+from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.gang_life import Halt
 from serverless_gpu.serialized import from_json
 from serverless_gpu.wire.attempts import Ending, Report
@@ -49,6 +49,21 @@ def halt(said: Report, ranks: range) -> Halt | None:
         return Halt(reason=ending.reason)
     rank = cause.rank if cause.rank in ranks else None
     return Halt(reason=ending.reason, rank=rank, peer_lost=cause.peer_lost, detail=_line(cause.detail))
+
+
+def with_billed_loss(said: Report) -> Report:
+    """Return a report that has `SUPERVISOR_LOST`, which costs nothing, only with evidence.
+
+    A node before that distinction sends none; then the run pays, as for `SUPERVISOR_KILLED`.
+    """
+    ending = said.ending
+    if ending is None or ending.reason is not Reason.SUPERVISOR_LOST:
+        return said
+    cause = cause_of(ending)
+    if cause is not None and cause.detail:
+        return said
+    ending = msgspec.structs.replace(ending, reason=Reason.SUPERVISOR_KILLED)
+    return msgspec.structs.replace(said, ending=ending)
 
 
 def text(json: Json) -> str | None:

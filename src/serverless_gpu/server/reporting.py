@@ -129,6 +129,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         TooLarge: it is over a limit.
     """
     arrived_ns = services.clock.boottime_ns()
+    said = report_words.with_billed_loss(said)
     crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
     found = services.database.read(lambda connection: _find(connection, crew))
     if found is None:
@@ -257,6 +258,8 @@ def _check(services: Services, found: _Found, said: Report) -> None:
         _check_fact(found.crew, fact)
     if said.halt is not None and said.halt.rank is not None and said.halt.rank not in ranks:
         raise InvalidValue(f"attempt {found.attempt.gang} has no rank {said.halt.rank} on node {found.crew.node}")
+    if not 0 <= said.saved <= found.attempt.fence:
+        raise InvalidValue(f"attempt {found.attempt.gang} is said to see checkpoints of attempt {said.saved}")
     if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
         raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
     if report_words.text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
@@ -333,7 +336,7 @@ def _is_news(services: Services, found: _Found, said: Report) -> bool:
         return True
     if not found.is_current:
         return False
-    if report_words.tracked(said) not in ("", found.run.tracked):
+    if report_words.tracked(said) not in ("", found.run.tracked) or said.saved > found.run.saved:
         return True
     if gangs.said(found.crew, returned=_returned(found, said), halt=_halt(found, said)) != found.crew:
         return True
@@ -398,6 +401,10 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
     # What was acknowledged with the ending stays as it was; the receipt and what comes with it is new then.
     if report_words.tracked(said) not in ("", found.run.tracked):
         runs.note_tracked(connection, run_id, report_words.tracked(said))
+    if found.is_current and said.saved > found.run.saved:
+        runs.note_saved(connection, run_id, said.saved)
+        saved = msgspec.structs.replace(found.run, saved=said.saved, unsaved=0)
+        found = msgspec.structs.replace(found, run=saved)
     written = files.put(connection, run_id, fence, stored, replace=found.crew.ended_ns is None)
     told = _tell(connection, found, said, at_ns=at_ns) if found.is_current else None
     settled = _settle(connection, found.crew, said, at_ns=at_ns)

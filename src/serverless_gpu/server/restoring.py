@@ -54,10 +54,12 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         made_ns: when the backup was made, nanoseconds since 1970.
         nothing_ran_since: whether the server did not run after it.
+        rolled_back: whether there was no backup: the database itself had lost its end, and the operator accepts that.
     """
 
     made_ns: int
     nothing_ran_since: bool
+    rolled_back: bool = False
 
 
 def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
@@ -101,7 +103,8 @@ def settle(database: Transactions, directory: Path, *, measures: Measures, now_n
         return
     except msgspec.MsgspecError as error:
         raise ServerProblem(f"{path} cannot be understood: {error}", hint="restore the backup again") from error
-    detail = f"the backup is of {name_of(mark.made_ns)}"
+    moment = name_of(mark.made_ns)
+    detail = f"the database was rolled back, found {moment}" if mark.rolled_back else f"the backup is of {moment}"
     counts = {"waited": 0, "went_on": 0}
     if not mark.nothing_ran_since:
         while lost := database.write(lambda connection: _lose_waiting(connection, detail, now_ns)):
@@ -110,7 +113,9 @@ def settle(database: Transactions, directory: Path, *, measures: Measures, now_n
                 told.count(measures)
         while held := database.write(lambda connection: _hold(connection, now_ns)):
             counts["went_on"] += held
-    said: dict[str, object] = {"backup": name_of(mark.made_ns), "nothing_ran_since": mark.nothing_ran_since, **counts}
+    said: dict[str, object] = {"backup": moment, "nothing_ran_since": mark.nothing_ran_since, **counts}
+    if mark.rolled_back:
+        said = {"rollback_accepted": moment, **counts}
     database.write(
         lambda connection: audit.record(
             connection, who=SERVER, action=Action.SERVER_RESTORE, subject="server", now_ns=now_ns, detail=said

@@ -3,7 +3,7 @@
     an hour after the start, then every ten minutes:
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
         output takes more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
-        output of runs that are not there  ─▶ removed
+        output of runs that were removed   ─▶ removed; of runs that the database lost: kept (`unknown_files.py`)
         secrets that were replaced, and that no attempt has any more  ─▶ removed
 
 A run goes whole, and only when nothing more will come of it: it is final, and all of its attempts are settled and
@@ -27,7 +27,18 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.model.days import HOUR_NS
 from serverless_gpu.model.retention import Entry, Policy, to_delete
-from serverless_gpu.server import attempts, audit, charges, events, facts, files, orders, past_runs, runs, uncharged
+from serverless_gpu.server import (
+    attempts,
+    audit,
+    charges,
+    events,
+    facts,
+    files,
+    orders,
+    past_runs,
+    runs,
+    uncharged,
+)
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.secret_keeping import remove_replaced
 from serverless_gpu.server.services import Services
@@ -105,7 +116,8 @@ class Retention:
         services = self._services
         sizes = services.logs.run_sizes()  # before the database is asked: a run is there before its output
         ended = services.database.read(lambda connection: past_runs.endings(connection, list(sizes)))
-        for run_id in sizes.keys() - ended.keys():
+        gone = sizes.keys() - ended.keys()
+        for run_id in services.database.read(lambda connection: past_runs.removed(connection, sorted(gone))):
             services.logs.remove(run_id)
         entries = [Entry(run_id=run_id, ended_ns=ended[run_id], size_bytes=sizes[run_id]) for run_id in ended]
         policy = Policy(age_ns=None, size_bytes_max=services.settings.logs_bytes_max, spared_ns=HOUR_NS)

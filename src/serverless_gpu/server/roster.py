@@ -21,7 +21,18 @@ import sqlalchemy as sa
 from serverless_gpu.model.admitting import Candidate
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share, Used, Wanted
-from serverless_gpu.server import affording, attempts, draining, floor, holding_back, owners, past, runs, shares
+from serverless_gpu.server import (
+    affording,
+    attempts,
+    draining,
+    floor,
+    holding_back,
+    isolation,
+    owners,
+    past,
+    runs,
+    shares,
+)
 from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.runs import StoredRun
@@ -85,6 +96,7 @@ class Roster:
         self._known: dict[str, _Entry] = {}
         self._expected: dict[_Name, float | None] = {}
         self._to_learn: dict[_Name, None] = {}
+        self._isolation = isolation.EVERYBODY
 
     def read(
         self,
@@ -106,6 +118,7 @@ class Roster:
         there = floor.load(connection, self._services.leases)
         queue = runs.queue(connection)
         policy = shares.policy(connection, self._services.settings.queue)
+        self._set_isolation(isolation.Isolation.of(there.pools, isolation.first_administrator(connection)))
         self._get_to_know(connection, queue, there.active, now_ns)
         self._learn(connection)
         waiting = self._waiting(connection, queue, there, underway, as_of)
@@ -124,6 +137,16 @@ class Roster:
             if 0 < entry.wanted.not_before_ns < FOREVER_NS:
                 until_ns = entry.wanted.not_before_ns + by_ns
                 entry.wanted = msgspec.structs.replace(entry.wanted, not_before_ns=until_ns)
+
+    def _set_isolation(self, now: isolation.Isolation) -> None:
+        """Note whom pools serve that run the code of one principal only."""
+        if now == self._isolation:
+            return
+        self._isolation = now
+        for entry in self._known.values():
+            second = now.is_second(entry.owner)
+            if entry.wanted.second_principal != second:
+                entry.wanted, entry.kept = msgspec.structs.replace(entry.wanted, second_principal=second), None
 
     def _get_to_know(
         self, connection: sa.Connection, queue: list[tuple[str, int]], active: Iterable[Active], now_ns: int
@@ -158,7 +181,9 @@ class Roster:
         name = (run.owner, run.name)
         if run.name and name not in self._expected:
             self._to_learn[name] = None
-        before = msgspec.structs.replace(before, expected_s=self._expected.get(name))
+        before = msgspec.structs.replace(
+            before, expected_s=self._expected.get(name), second_principal=self._isolation.is_second(run.owner)
+        )
         waits = run.state is State.QUEUED
         asked, candidate = wanted(run, before, now_ns=now_ns), holding_back.candidate(run)
         self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate)
@@ -196,7 +221,9 @@ class Roster:
         if drain is not None:
             return {run_id: _kept_back(entry, drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
-        line = (entry.candidate for run_id, entry in entries.items() if run_id not in out and run_id not in underway)
+        closed = {run_id for run_id, entry in entries.items() if self._isolation.is_closed(entry.wanted)}
+        beside = out | closed | underway.keys()  # these take no room of a cap or a budget
+        line = (entry.candidate for run_id, entry in entries.items() if run_id not in beside)
         self._services.spending.look(connection, as_of)
         rooms = affording.rooms(connection, self._services, there)
         if rooms is not None:

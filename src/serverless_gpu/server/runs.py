@@ -6,6 +6,7 @@ with `change`: compare and set.
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -21,11 +22,14 @@ from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server import attempts
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.portions import portions
+from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.tables import attempts as attempts_table
 from serverless_gpu.server.tables import crews as crews_table
 from serverless_gpu.server.tables import runs
 from serverless_gpu.wire.runs import Target
 
+_LEFT_S_MIN = 1.0
+"""The shortest limit of an attempt: one that is placed with nothing left would run without any."""
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
 _decode_promise = msgspec.json.Decoder(Reservation).decode
 _decode_target = msgspec.json.Decoder(Target).decode
@@ -40,6 +44,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
         request_sha256: `Keys.fingerprint` of the whole request: does the same identifier mean the same run?
         context_sealed: the caller's context, encrypted.
         call: the pickled call, when it came with the request.
+        member_of: teams of its owner now.
     """
 
     id: str
@@ -52,6 +57,7 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str = ""
     client_version: str = ""
     pool: str = ""
+    member_of: tuple[str, ...] = ()
 
 
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +71,11 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
         events: number of the last event.
         tracked: link to it in MLflow, where all attempts write to one run; "" while no node has said it.
         restored_ns: when the server was restored from a backup in which the run went on: it gets no other attempt.
+        saved: number of the newest attempt that is known to have saved a checkpoint; 0 for none.
+        unsaved: attempts in a row, up to the last that is over, that saved none.
+        ran: attempts that are over and count for the most that its policy allows.
+        ran_ms: how long user code of the attempts before the current one ran.
+        member_of: teams of its owner when it was submitted, where it names none (`model/teams.py`).
         attempt: the current attempt, or the last.
     """
 
@@ -94,7 +105,31 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: str
     tracked: str
     restored_ns: int | None
+    saved: int
+    unsaved: int
+    ran: int
+    ran_ms: int
     attempt: StoredAttempt | None
+    member_of: tuple[str, ...] = ()
+
+    @property
+    def spec_now(self) -> RunSpec:
+        """Return the spec of the next attempt: it runs no longer than what its policy leaves of the run's time."""
+        left_s = self.left_s
+        if left_s is None:
+            return self.spec
+        return msgspec.structs.replace(self.spec, max_run_s=min(left_s, self.spec.max_run_s or left_s))
+
+    @property
+    def left_s(self) -> float | None:
+        """Return for how long user code may still run in all further attempts together; None for no limit."""
+        total_s = self.spec.total_run_s
+        return None if total_s is None else max(_LEFT_S_MIN, total_s - self.ran_ms / 1e3)
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether an attempt that reaches its limit has used up the time that the policy gives the run."""
+        return self.left_s is not None and self.left_s <= (self.spec.max_run_s or math.inf)
 
     @property
     def finished(self) -> bool:
@@ -117,7 +152,15 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
             infra_left=max(0, INFRA_RETRIES_MAX - self.infra_retries_used) if self.restored_ns is None else 0,
             before=attempt.before if attempt is not None else None,
             faults_left=self._faults_left,
-            goes_on_at_limit=self.spec.is_capped and self.spec.resume and self.restored_ns is None,
+            goes_on_at_limit=self.spec_now.is_capped
+            and self.spec.resume
+            and self.restored_ns is None
+            and not self.is_last,
+            saved=self.saved,
+            unsaved=self.unsaved,
+            unsaved_max=self.spec.unsaved_max,
+            ran=self.ran,
+            attempts_max=self.spec.attempts_max,
         )
 
     @property
@@ -153,7 +196,8 @@ class Wished(msgspec.Struct, frozen=True, kw_only=True):
     teams: tuple[str, ...] = ()
 
 
-_JSON = ("spec", "target")
+_JSON = ("spec", "target", "member_of")
+_decode_member_of = msgspec.json.Decoder(tuple[str, ...]).decode
 _NAMES = [name for name in StoredRun.__struct_fields__ if name != "attempt"]
 _COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     runs.c[f"{name}_json" if name in _JSON else name] for name in _NAMES
@@ -188,6 +232,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
             "context_sealed": new.context_sealed,
             "call": new.call,
             "client_version": new.client_version,
+            "member_of_json": msgspec.json.encode(_member_of(new)).decode(),
         },
     )
     return described(new, at_ns=at_ns)
@@ -223,8 +268,17 @@ def described(new: NewRun, *, at_ns: int) -> StoredRun:
         snapshot=new.snapshot,
         tracked="",
         restored_ns=None,
+        saved=0,
+        unsaved=0,
+        ran=0,
+        ran_ms=0,
         attempt=None,
+        member_of=_member_of(new),
     )
+
+
+def _member_of(new: NewRun) -> tuple[str, ...]:
+    return () if new.spec.team else new.member_of
 
 
 def exists(connection: sa.Connection, run_id: str) -> bool:
@@ -249,6 +303,31 @@ def sealed_unfinished(connection: sa.Connection, *, limit: int = 100) -> list[by
     """Return the sealed contexts of the latest runs that have not ended: those that will be opened again."""
     query = sa.select(runs.c.context_sealed).where(runs.c.state.not_in([state.value for state in TERMINAL]))
     return list(connection.scalars(query.order_by(runs.c.id.desc()).limit(limit)))
+
+
+def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_most: int) -> tuple[str, int]:
+    """Seal contexts of runs that have not ended under a new key, some at a time.
+
+    Args:
+        connection: of the transaction.
+        old: the key of before.
+        new: the key from now on.
+        after: identifier of the last run of the call before, "" for the first.
+        at_most: how many runs are looked at.
+
+    Returns:
+        Identifier of the last run that was looked at, "" where there are no more; and how many were sealed.
+    """
+    going_on = sa.and_(runs.c.state.not_in([state.value for state in TERMINAL]), runs.c.id > after)
+    query = sa.select(runs.c.id, runs.c.context_sealed).where(going_on).order_by(runs.c.id).limit(at_most)
+    rows = connection.execute(query).all()
+    count = 0
+    for row in rows:
+        if old.is_mine(row.context_sealed):
+            again = new.seal(old.unseal(row.context_sealed, about=row.id), about=row.id)
+            connection.execute(runs.update().where(runs.c.id == row.id).values(context_sealed=again))
+            count += 1
+    return (rows[-1].id if len(rows) == at_most else ""), count
 
 
 def page(connection: sa.Connection, wished: Wished, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
@@ -385,6 +464,11 @@ def note_tracked(connection: sa.Connection, run_id: str, url: str) -> None:
     connection.execute(runs.update().where(runs.c.id == run_id).values(tracked=url))
 
 
+def note_saved(connection: sa.Connection, run_id: str, fence: int) -> None:
+    """Write that an attempt is the newest that saved something; those before it that saved nothing count no more."""
+    connection.execute(runs.update().where(runs.c.id == run_id).values(saved=fence, unsaved=0))
+
+
 def hold(connection: sa.Connection, run_ids: Sequence[str], *, at_ns: int) -> None:
     """Note that the server was restored from a backup in which these runs went on: they get no other attempt."""
     connection.execute(runs.update().where(runs.c.id.in_(run_ids)).values(restored_ns=at_ns))
@@ -418,6 +502,7 @@ def _from_row(row: Sequence[typing.Any]) -> StoredRun:
                 "stop": StopReason(fields["stop"]) if fields["stop"] else None,
                 "spec": _decode_spec(fields["spec"]),
                 "target": _decode_target(fields["target"]),
+                "member_of": _decode_member_of(fields["member_of"] or "[]"),
                 "attempt": attempts.from_row(row[len(_NAMES) :]),
             }
         )

@@ -32,6 +32,7 @@ from serverless_gpu.server import (
     accounts,
     draining,
     holding_back,
+    isolation,
     keys,
     log_context,
     nodes,
@@ -175,6 +176,8 @@ class Scheduler:
             return None
         if not all(nodes.is_still(connection, node) for node in on):
             return None  # one restarted, or was forgotten; its next hello rings
+        if not isolation.admits(connection, run.owner, on[0].pool):
+            return None  # an administrator decided otherwise meanwhile
         if len(on) > 1 and not _may_be_one(on):
             return None  # one was moved, or is of another version, since that was decided
         new = NewAttempt(
@@ -233,7 +236,7 @@ class Scheduler:
         currency = self._services.settings.currency
         tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)
         account = accounts.of_run(connection, run, gpu_type=new.gpu_type, pool=pool, currency=currency)
-        if self._services.spending.enter(run, account, tariff, gpus=new.world_size, now_ns=at_ns):
+        if self._services.spending.enter(connection, run, account, tariff, gpus=new.world_size, now_ns=at_ns):
             return None
         said = {"tariff_json": msgspec.json.encode(tariff).decode(), "account_id": accounts.ensure(connection, account)}
         return msgspec.structs.replace(new, **said)

@@ -19,7 +19,7 @@ from serverless_gpu.server import floor
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.services import Services
 
-_NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.UNSATISFIABLE})
+_NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
 
 
 class SecondLook:

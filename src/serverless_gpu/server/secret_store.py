@@ -198,6 +198,20 @@ def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> li
     return sorted({name for _whose, name, _version in lost})
 
 
+def reseal(connection: sa.Connection, old: Sealer, new: Sealer) -> int:
+    """Seal every value that the old key opens under the new one; return how many that were."""
+    count = 0
+    for whose, name, version in sealed_by_another(connection, new):
+        one = sa.and_(_is(whose, name), secrets.c.version == version)
+        sealed = connection.execute(sa.select(secrets.c.sealed).where(one)).scalar_one()
+        if old.is_mine(sealed):
+            about = _about(whose, name, version)
+            again = new.seal(old.unseal(sealed, about=about), about=about)
+            connection.execute(secrets.update().where(one).values(sealed=again))
+            count += 1
+    return count
+
+
 def tidy(connection: sa.Connection, whose: Whose, name: str) -> None:
     """Remove the versions before the last that no attempt has any more."""
     last = _last(connection, whose, name)

@@ -23,7 +23,7 @@ import msgspec
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.values import Estimate, Reservation, Wait, Wanted
+from serverless_gpu.model.scheduling.values import Estimate, Reservation, TeamUse, Wait, Wanted
 
 ASKED_S = 30.0
 """Who was asked about is watched for so long: a stream asks every nine seconds."""
@@ -41,10 +41,12 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sentence: in words.
         wait: the same, part by part.
+        trouble: why the server can write nothing about any run, or "".
     """
 
     sentence: str = ""
     wait: Wait | None = None
+    trouble: str = ""
 
 
 NOTHING = Told()
@@ -141,7 +143,7 @@ class Sentences:
         with self._lock:
             return () if self._planner is None else self._planner.reservations()
 
-    def usage(self) -> dict[str, float]:
+    def usage(self) -> dict[str, TeamUse]:
         """Return the decayed use of each team, GPU-seconds; users without a team under ``"~name"``."""
         with self._lock:
             return {} if self._planner is None else self._planner.usage(self._now())

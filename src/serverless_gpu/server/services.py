@@ -73,6 +73,7 @@ class Services:
         health: whether the server can do its work.
         spending: how every budget stands.
         ray_pool: returns how other machines join, or None where none can.
+        unwritable: returns why the database takes no writes now, in words that name no one, or "".
         low: returns why the database takes no new runs, in words that name no one, or "".
     """
 
@@ -99,3 +100,4 @@ class Services:
     spending: Spending = dataclasses.field(default_factory=Spending)
     ray_pool: Callable[[], RayPool | None] = lambda: None
     low: Callable[[], str] = lambda: ""
+    unwritable: Callable[[], str] = lambda: ""

@@ -8,8 +8,9 @@ Nothing is in memory that is not somewhere else, too, so a server that was kille
 clients and nodes come again, and the loops look at what is written down. A second signal does not wait for requests.
 
 Failure cases: another server of this home runs (it is named); the port is taken (it is named, when it was asked for);
-the database does not answer or is of a newer version (said, and nothing was started); it is
-another server's (`claim.py`), at the start or later; requests that do not finish when it is to stop (cut off).
+the database does not answer (waited for, `database_start.py`) or is of a newer version (said, and nothing was
+started); it is another server's (`claim.py`), at the start or later; requests that do not finish when it is to stop
+(cut off).
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.server import logfile, systemd, tls
 from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.app import guarded
-from serverless_gpu.server.assembly import assembled
+from serverless_gpu.server.assembly import Operator, assembled
 from serverless_gpu.server.claim import TakenOver
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import LOOPBACK
+from serverless_gpu.server.isolation import Exposure
 from serverless_gpu.server.listening import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.steady import SteadyClock
@@ -62,6 +64,9 @@ class Running(uvicorn.Server):
         stopping_s: how long requests may go on then.
         certificate: with which others are answered; None for plain HTTP.
         ready: called once it answers.
+
+    Attributes:
+        warnings: sentences for the operator who starts it.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Running(uvicorn.Server):
         self._renew = threading.Event()
         self._renewed = threading.Event()
         self._systemd = systemd.taken_from(os.environ)
+        self.warnings: tuple[str, ...] = ()
 
     def stop(self) -> None:
         """End in order: at once, when no request goes on; a second call does not wait for those that do."""
@@ -188,6 +194,9 @@ def serve(
     settings: Settings,
     *,
     ready: Callable[[str, Running], None] = lambda _url, _running: None,
+    announce: Callable[[str], None] = lambda _line: None,
+    decide: Callable[[Exposure], bool | None] = lambda _exposure: None,
+    renewed: Callable[[str, Running], None] = lambda _url, _running: None,
     clock: Clock | None = None,
 ) -> None:
     """Be the server until it is told to stop; blocks.
@@ -195,6 +204,9 @@ def serve(
     Args:
         settings: what the server was told.
         ready: called once it answers, with its address on this machine and the handle that stops it.
+        announce: gets a line when the start has to wait for its database; the log has it, too.
+        decide: asked before that whether several principals may share a uid, as `isolation.settle` does.
+        renewed: called as `ready` when a token in a file was replaced; by another thread.
         clock: for tests.
 
     Raises:
@@ -204,13 +216,26 @@ def serve(
         ServerUnavailable: the database does not answer.
     """
     clock = clock or SteadyClock(SystemClock())
-    with only_one(settings.directory), _logged(settings), contextlib.closing(bound(settings)) as listening:
+    may_share = not settings.database.startswith("sqlite")
+    with (
+        only_one(settings.directory, may_share=may_share) as other,
+        _logged(settings),
+        contextlib.closing(bound(settings)) as listening,
+    ):
         url = url_of(settings, listening)
         _logger.info("process %d starts on %s", os.getpid(), url)
         if faults.named():
             _logger.warning("%s", faults.warning())
+        if other:
+            _logger.warning("%s; the database decides which of both works", other)
         certificate = _certificate(settings, clock)
-        with assembled(settings, url=url, clock=clock) as assembly:
+
+        def waiting(line: str) -> None:
+            _logger.warning("%s", line)
+            announce(line)
+
+        operator = Operator(announce=waiting, decide=decide, renewed=lambda: renewed(url, running))
+        with assembled(settings, url=url, clock=clock, other=other, operator=operator) as assembly:
             app = guarded(
                 assembly.services,
                 hosts=(*LOOPBACK, *names(settings, certificate.in_use.names if certificate else ())),
@@ -226,6 +251,7 @@ def serve(
                 certificate=certificate,
                 ready=lambda: ready(url, running),
             )
+            running.warnings = assembly.warnings
             assembly.claim.on_gone = running.stop
             running.serve_until_stopped()
             if assembly.claim.is_gone:

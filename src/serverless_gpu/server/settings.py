@@ -112,6 +112,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ray_token_file: str = ""
     tls_ca: str = ""
     key_lost: bool = False
+    accept_rollback: bool = False
     mlflow: bool = False
     mlflow_store: str = ""
     mlflow_url: str = ""
@@ -158,6 +159,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         currency: of prices, and of what is charged.
         ray: how Ray makes one pool of several machines; None for this machine alone.
         key_lost: whether to start although the key of secrets, or of runs that have not ended, is another one.
+        accept_rollback: whether to start although the database lacks what this server had acknowledged.
         mlflow: whether an MLflow server runs beside this one.
         mlflow_store: url or path of its store; "" for the home's own.
         mlflow_url: where clients and nodes find it; "" for its address on loopback.
@@ -193,6 +195,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     currency: str = CURRENCY
     ray: RaySettings | None = None
     key_lost: bool = False
+    accept_rollback: bool = False
     mlflow: bool = False
     mlflow_store: str = ""
     mlflow_url: str = ""
@@ -265,6 +268,7 @@ def read_settings(
         currency=merged.currency,
         ray=checked.ray(merged),
         key_lost=merged.key_lost,
+        accept_rollback=merged.accept_rollback,
         mlflow=merged.mlflow,
         mlflow_store=_store(merged.mlflow_store),
         mlflow_url=checked.mlflow_url(merged),

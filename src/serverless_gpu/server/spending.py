@@ -62,8 +62,9 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import budgets, pools, runs, uncharged
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.budget_index import BudgetIndex, Rooms, subject_of_run, with_hold
-from serverless_gpu.server.budget_sums import Sums
+from serverless_gpu.server.budget_sums import Sums, use_until
 from serverless_gpu.server.crews import CrewId, Gang
+from serverless_gpu.server.learned_durations import LearnedDurations
 from serverless_gpu.server.lifetimes import Lifetime, Moment
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.runs import StoredRun
@@ -109,6 +110,7 @@ class _Known(msgspec.Struct):
     micros_per_hour: int | None
     grace_s: float
     name: str
+    longest_s: float | None
 
 
 class Spending:
@@ -129,6 +131,7 @@ class Spending:
         self._standings: dict[str, Standing] = {}
         self._closed: frozenset[tuple[str, int]] = frozenset()
         self._as_of_ns = 0
+        self._learned = LearnedDurations()
 
     def moment(self) -> int:
         """Return the number of the last thing that happened here."""
@@ -163,8 +166,9 @@ class Spending:
                 return {}
             self._closed = budgets.closed(connection)
             there = uncharged.unposted(connection)
-            self._ledger.read(connection, there, as_of.wall_ns)
-            self._get_to_know(connection, there)
+            cuts = {self._window(one, as_of.wall_ns).start_ns for one in self._index.budgets.values()}
+            self._ledger.read(connection, there, as_of.wall_ns, {at_ns for at_ns in cuts if at_ns % DAY_NS})
+            self._get_to_know(connection, there, as_of.wall_ns)
             freed = as_of.leases.freed()
             self._lives = {gang: self._lives.get(gang) or Lifetime() for gang in there}
             going = {gang: self._going_on(one, as_of, freed) for gang, one in there.items()}
@@ -200,8 +204,8 @@ class Spending:
             for gang, one in self._going.items():
                 if name not in one.names:
                     continue
-                for day, use in self._ledger.posted_of(gang):
-                    found[day] = found.get(day, 0) - self._index.budgets[name].counts(use)
+                for line, use in self._ledger.posted_of(gang):
+                    found[line.day] = found.get(line.day, 0) - self._index.budgets[name].counts(use)
                 for day, amount in _days_of(self._index.budgets[name], one.spender, self._ledger.first_day).items():
                     found[day] = found.get(day, 0) + amount
             return found
@@ -225,7 +229,7 @@ class Spending:
                 if standing is not None and is_refused(standing, hold):
                     raise BudgetExhausted(
                         budget_words.refused(name, standing, currency, is_open=is_open_to(standing.budget, subject)),
-                        hint=f"{budget_words.anew(standing.window)}; an operator can raise it: sgpu budget set {name}",
+                        hint=f"{budget_words.anew(standing)}; an operator can raise it: sgpu budget set {name}",
                     )
 
     def left(self, subject: Subject, *, currency: str, sees_all: bool = False) -> tuple[str, ...]:
@@ -264,12 +268,27 @@ class Spending:
                 return None
             return Rooms(self._index, dict(self._standings), holds)
 
-    def enter(self, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int) -> str:
+    def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
+        """Return the longest that the last runs of an owner and a name had their devices; None: that is not known.
+
+        Args:
+            connection: reading is enough.
+            owner: of the runs.
+            name: of the runs.
+            now_ns: nanoseconds since 1970.
+        """
+        with self._lock:
+            return self._learned.longest_s(connection, owner, name, now_ns)
+
+    def enter(
+        self, connection: sa.Connection, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int
+    ) -> str:
         """Count an attempt that is about to be placed; return why it cannot be: others were placed before it.
 
         Called again for the same attempt, it is counted once. Call `entered` once the transaction is over.
 
         Args:
+            connection: of the transaction that places it.
             run: as it waits.
             account: as what it will be counted.
             tariff: what it will pay.
@@ -282,7 +301,8 @@ class Spending:
             if not names or gang in self._going:
                 return ""
             micros_per_hour = rate_of(tariff, account.gpu_type, gpus, run.spec)
-            hold = first_hold(run.spec.grace_s, gpus=gpus, micros_per_hour=micros_per_hour)
+            longest_s = self._learned.longest_s(connection, run.owner, run.name, now_ns)
+            hold = first_hold(run.spec.grace_s, gpus=gpus, micros_per_hour=micros_per_hour, longest_s=longest_s)
             for name in names:
                 if not may_start(self._standings[name], hold):
                     return budget_words.no_room(name, self._standings[name])
@@ -296,6 +316,7 @@ class Spending:
                 seen_ns=now_ns,
                 grace_s=run.spec.grace_s,
                 alone_s=0.0,
+                longest_s=longest_s,
             )
             self._going[gang] = GoingOn(spender=spender, subject=account.subject, names=names)
             self._entered[gang] = None
@@ -315,7 +336,7 @@ class Spending:
         self._moment += 1
         return self._moment
 
-    def _get_to_know(self, connection: sa.Connection, there: Mapping[Gang, Unposted]) -> None:
+    def _get_to_know(self, connection: sa.Connection, there: Mapping[Gang, Unposted], now_ns: int) -> None:
         for gang in self._known.keys() - there.keys():
             del self._known[gang]
         new = [one.attempt for gang, one in there.items() if gang not in self._known]
@@ -335,6 +356,9 @@ class Spending:
                 micros_per_hour=None if is_foreign else micros_per_hour,
                 grace_s=0.0 if spec is None else spec.grace_s,
                 name="" if run is None else run.name,
+                longest_s=None
+                if run is None or not names
+                else self._learned.longest_s(connection, run.owner, run.name, now_ns),
             )
 
     def _going_on(self, unposted: Unposted, as_of: AsOf, freed: frozenset[CrewId]) -> GoingOn:
@@ -356,8 +380,13 @@ class Spending:
             alone_s=max(crew.grace_s for crew in one.crews),
             stop_ns=None if life.stop_ns is None else now.wall(life.stop_ns),
             is_over=one.ended_ns is not None or is_free,
+            longest_s=known.longest_s,
         )
         return GoingOn(spender=spender, subject=known.subject, names=known.names, name=known.name)
+
+    @staticmethod
+    def _window(budget: Budget, at_ns: int) -> Window:
+        return window(budget.period, at_ns, budget.zone)
 
     def _judge(self) -> dict[str, Standing]:
         """Return how each budget stands with what goes on now."""
@@ -368,26 +397,28 @@ class Spending:
                 of[name].append(one.spender)
             own = self._ledger.posted_of(gang)
             for name in one.names if own else ():
-                days = window(self._index.budgets[name].period, self._as_of_ns).days
-                for day, use in own:
-                    if day in days:
-                        posted[name] -= use
-        weighed: dict[Period, dict[Gang, Weighed]] = {}
+                within = self._window(self._index.budgets[name], self._as_of_ns)
+                for line, use in own:
+                    if line.day in within.days:
+                        posted[name] -= use - use_until(line, use, within.start_ns)
+        weighed: dict[tuple[Period, str], dict[Gang, Weighed]] = {}
         self._standings = {}
         for name, budget in self._index.budgets.items():
-            within = window(budget.period, self._as_of_ns)
+            within = self._window(budget, self._as_of_ns)
             by_day = self._ledger.days(name)
             total = sum((by_day[day] for day in within.days if day in by_day), start=posted[name])
-            standing = judge(budget, total, of[name], self._as_of_ns, weighed.setdefault(budget.period, {}))
+            total -= self._ledger.before(name, within.start_ns)
+            same = weighed.setdefault((budget.period, budget.time_zone), {})
+            standing = judge(budget, total, of[name], self._as_of_ns, same)
             is_closed = budget.hard and (name, within.start_ns) in self._closed
             self._standings[name] = msgspec.structs.replace(standing, is_closed=is_closed)
         return self._standings
 
 
 def first_day_of(now_ns: int) -> int:
-    """Return the first day that any period, or a forecast, looks at: since 1970-01-01."""
-    month = window(Period.MONTH, now_ns)
-    return min(month.days[0], now_ns // DAY_NS - FORECAST_DAYS)
+    """Return the first day of UTC that a period of any time zone, or a forecast, looks at: since 1970-01-01."""
+    month = window(Period.MONTH, now_ns - DAY_NS)  # no zone is a day behind
+    return min(month.days[0] - 1, now_ns // DAY_NS - FORECAST_DAYS)
 
 
 def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
@@ -407,7 +438,8 @@ def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> i
 
 def is_open_to(budget: Budget, subject: Subject) -> bool:
     """Return whether a budget is of a run's owner or team: who sees the run may see its amounts."""
-    return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), ("team", subject.team))
+    teams = [("team", team) for team in subject.teams]
+    return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), *teams)
 
 
 def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:

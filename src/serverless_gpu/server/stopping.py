@@ -52,7 +52,7 @@ def stop(services: Services, who: Caller, reach: str, *, run_id: str, why: StopR
     if told is not None:
         told.announce(services)
     run = services.database.read(lambda connection: views.visible(connection, run_id, who=who, reach=reach))
-    return views.run_view(run, told=services.sentences.told(run_id))
+    return views.run_view(run, told=services.sentences.told(run_id), reader=who.name)
 
 
 def ask(

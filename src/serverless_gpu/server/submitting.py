@@ -96,6 +96,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
         call=request.call,
         snapshot=request.snapshot,
         client_version=request.version,
+        member_of=who.teams,
     )
     at_ns = services.clock.wall_ns()
     run, is_new = _written(services, new, who, at_ns)
@@ -106,7 +107,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
     faults.reach("after_submit_before_answer")
     services.hub.touch(SCHEDULER)
     services.hub.touch(run_key(run.id))
-    return views.run_view(run)
+    return views.run_view(run, reader=who.name)
 
 
 def check(request: RunRequest, who: Caller) -> None:
@@ -129,7 +130,7 @@ def _same(services: Services, run: StoredRun, who: Caller, digest: str) -> RunVi
             f"there is a run {run.id} already, and it was asked for differently",
             hint="every run needs an identifier of its own",
         )
-    return views.run_view(run, told=services.sentences.told(run.id), deduplicated=True)
+    return views.run_view(run, told=services.sentences.told(run.id), deduplicated=True, reader=who.name)
 
 
 def _written(services: Services, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:

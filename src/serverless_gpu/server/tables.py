@@ -36,6 +36,7 @@ teams = sa.Table(
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("time_zone", sa.String(64)),  # of the periods of its budgets; NULL for UTC
 )
 
 members = sa.Table(
@@ -57,6 +58,7 @@ tokens = sa.Table(
     sa.Column("expires_ns", sa.BigInteger),
     sa.Column("revoked_ns", sa.BigInteger),
     sa.Column("used_ns", sa.BigInteger),  # coalesced: at most once a minute
+    sa.Column("renews", sa.Boolean),  # a node's: each use puts its end off
 )
 
 pools = sa.Table(
@@ -67,6 +69,7 @@ pools = sa.Table(
     sa.Column("lends", sa.Boolean, nullable=False, default=False),  # a reserved one's idle devices, to BEST_EFFORT
     sa.Column("return_s", sa.Float, nullable=False, default=RETURN_S),  # within which they are back
     sa.Column("created_ns", sa.BigInteger, nullable=False),
+    sa.Column("isolation", sa.String(16)),  # none: several principals may share a uid; unset: not; NULL: undecided
 )
 
 shares = sa.Table(  # of the fair share; whoever is not in it has 1
@@ -161,6 +164,29 @@ nodes = sa.Table(
     sa.Column("rules_json", sa.Text, nullable=False, default="{}"),  # wire.nodes.NodeRules
 )
 
+node_bindings = sa.Table(  # which node a token is for; one that is not approved waits for an administrator
+    "node_bindings",
+    metadata,
+    sa.Column("token", sa.ForeignKey("tokens.id"), primary_key=True),
+    sa.Column("node", sa.String(256), nullable=False, default=""),  # its name; "": the first that says hello
+    sa.Column("machine", sa.String(64), nullable=False, default=""),
+    sa.Column("instance", sa.String(64), nullable=False, default=""),
+    sa.Column("asked_ns", sa.BigInteger, nullable=False),
+    sa.Column("approved_ns", sa.BigInteger),
+    sa.Column(
+        "approved_by", sa.String(64), nullable=False, default=""
+    ),  # a principal, a join token, "server", "upgrade"
+    sa.Index("ix_node_bindings_node", "node"),
+)
+
+invitations = sa.Table(  # join tokens
+    "invitations",
+    metadata,
+    sa.Column("token", sa.ForeignKey("tokens.id"), primary_key=True),
+    sa.Column("node", sa.String(256), nullable=False, default=""),  # the only name it lets in, or ""
+    sa.Column("uses_left", sa.Integer, nullable=False),
+)
+
 runs = sa.Table(
     "runs",
     metadata,
@@ -195,6 +221,11 @@ runs = sa.Table(
     sa.Column("tracked", sa.Text, nullable=False, default=""),  # link to it in MLflow
     sa.Column("promised_json", sa.Text),  # model.scheduling.values.Reservation: the latest time it was told to start
     sa.Column("restored_ns", sa.BigInteger),  # when the server was restored from a backup in which it went on
+    sa.Column("member_of_json", sa.Text),  # of one without a team: the teams of its owner when it was submitted
+    sa.Column("saved", sa.Integer, nullable=False, default=0, server_default="0"),  # newest attempt with a checkpoint
+    sa.Column("unsaved", sa.Integer, nullable=False, default=0, server_default="0"),  # attempts in a row without one
+    sa.Column("ran", sa.Integer, nullable=False, default=0, server_default="0"),  # attempts that count for its policy
+    sa.Column("ran_ms", sa.BigInteger, nullable=False, default=0, server_default="0"),  # user code of those before
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
     sa.Index("ix_runs_owner", "owner", "id"),
     sa.Index(  # `past.durations_s`
@@ -353,6 +384,9 @@ accounts = sa.Table(  # who used something, and as what: charges that are alike 
     sa.Column("environment", sa.String(64), nullable=False),  # the snapshot, or ""
     sa.Column("currency", sa.String(8), nullable=False),
     sa.Column("tags_json", sa.Text, nullable=False),
+    sa.Column("member_of_json", sa.Text),  # of a run without a team: the teams that it counts for
+    # The account with the same values, but no tags and no environment; itself for such a one.
+    sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),
 )
 
 charges = sa.Table(  # the ledger: model.ledger.Entry; only ever added to, and kept when its run is removed
@@ -401,30 +435,49 @@ utilisations = sa.Table(  # what telemetry saw of a crew's devices, by its recei
     sa.Column("observed_ms", sa.BigInteger, nullable=False),  # GPU-milliseconds that telemetry saw
     sa.Column("busy_ms", sa.BigInteger, nullable=False),  # and those in which a device worked
     sa.Column("peak_memory_bytes", sa.BigInteger),  # the most of one device
+    sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),  # of its account
     sa.Index("ix_utilisations_day", "day", "account_id", "observed_ms", "busy_ms"),  # all that a report reads
+    sa.Index("ix_utilisations_plain", "day", "plain_id", "observed_ms", "busy_ms"),  # likewise
 )
+
+
+def _sums() -> list[sa.Column[int]]:
+    """Return the columns of a table of sums of `charges`."""
+    names = (
+        "runs",  # whose first entry is among them
+        "queued_ms",
+        "environment_ms",
+        "start_ms",
+        "run_ms",
+        "stop_ms",
+        "gate_ms",
+        "idle_ms",
+        "gpu_ms",
+        "billed_ms",
+        "unpriced_ms",
+        "provisional_ms",
+        "core_ms",
+        "memory_mib_ms",
+        "micros",
+        "dbu_micros",
+    )
+    return [sa.Column(name, sa.BigInteger, nullable=name == "micros") for name in names]
+
 
 used_days = sa.Table(  # sums of `charges` up to a number, for reports: `usage_folding.py`; may be made anew from them
     "used_days",
     metadata,
     sa.Column("day", sa.Integer, primary_key=True),
     sa.Column("account_id", sa.ForeignKey("accounts.id"), primary_key=True),
-    sa.Column("runs", sa.BigInteger, nullable=False),  # whose first entry is among them
-    sa.Column("queued_ms", sa.BigInteger, nullable=False),
-    sa.Column("environment_ms", sa.BigInteger, nullable=False),
-    sa.Column("start_ms", sa.BigInteger, nullable=False),
-    sa.Column("run_ms", sa.BigInteger, nullable=False),
-    sa.Column("stop_ms", sa.BigInteger, nullable=False),
-    sa.Column("gate_ms", sa.BigInteger, nullable=False),
-    sa.Column("idle_ms", sa.BigInteger, nullable=False),
-    sa.Column("gpu_ms", sa.BigInteger, nullable=False),
-    sa.Column("billed_ms", sa.BigInteger, nullable=False),
-    sa.Column("unpriced_ms", sa.BigInteger, nullable=False),
-    sa.Column("provisional_ms", sa.BigInteger, nullable=False),
-    sa.Column("core_ms", sa.BigInteger, nullable=False),
-    sa.Column("memory_mib_ms", sa.BigInteger, nullable=False),
-    sa.Column("micros", sa.BigInteger),
-    sa.Column("dbu_micros", sa.BigInteger, nullable=False),
+    *_sums(),
+)
+
+used_plain_days = sa.Table(  # sums of `used_days` by `accounts.plain_id`: few, however many tags there are
+    "used_plain_days",
+    metadata,
+    sa.Column("day", sa.Integer, primary_key=True),
+    sa.Column("account_id", sa.ForeignKey("accounts.id"), primary_key=True),
+    *_sums(),
 )
 
 folded = sa.Table(  # up to which entry of `charges` those sums go: a row
@@ -453,4 +506,16 @@ audit_links = sa.Table(  # the chain through the audit: its order, and a digest 
     sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=False),
     sa.Column("seq", sa.ForeignKey("audit.seq"), nullable=False, unique=True),
     sa.Column("sha256", sa.String(64), nullable=False),
+)
+
+server_identity = sa.Table(  # one row: which database this is, and which server has it (`generations.py`)
+    "server_identity",
+    metadata,
+    sa.Column("name", sa.String(16), primary_key=True),
+    sa.Column("database_id", sa.String(32), nullable=False),  # random, given once
+    sa.Column("generation", sa.BigInteger, nullable=False),  # one higher with each server that claims the database
+    sa.Column("holder", sa.String(64), nullable=False),  # `Claim.name` of that server: different in each process
+    sa.Column("claimed_ns", sa.BigInteger, nullable=False),
+    sa.Column("commits", sa.BigInteger, nullable=False, default=0),  # of SQLite; PostgreSQL's writers share no row
+    sa.Column("probed_ns", sa.BigInteger, nullable=False, default=0),  # when `/health` wrote last
 )

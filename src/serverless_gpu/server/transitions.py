@@ -38,6 +38,7 @@ from serverless_gpu.model.run_lifecycle import (
     StopAsked,
     Stopping,
     advance,
+    has_used_attempts,
     over_because,
 )
 from serverless_gpu.server import attempts, crews, events, gangs, log_context, orders, runs
@@ -303,6 +304,8 @@ def _tell(
         if isinstance(event, Ended | GivenUp | Forgotten):
             over = event
             note = _with_limit(run, over, note)
+            if why := _given_up_because(run, life, over):
+                note = msgspec.structs.replace(note, detail=why)
         written = told.events
         if life.state is not told.life.state or issued:
             because = gang.because if gang is not None and isinstance(event, Stopping | Heard) else ""
@@ -382,6 +385,7 @@ def _write_run(connection: sa.Connection, told: Told, gang: _Gang | None, *, ove
         values |= {
             "reason": life.reason.value if life.reason else None,
             "detail": _asked_because(run, life.reason) or note.detail,
+            "unsaved": life.unsaved,
             "ended_ns": note.at_ns,
             "settled_ns": note.at_ns if nothing_to_come else None,
         }
@@ -391,6 +395,9 @@ def _write_run(connection: sa.Connection, told: Told, gang: _Gang | None, *, ove
             "infra_retries_used": INFRA_RETRIES_MAX - life.infra_left,
             "fault_retries_used": run.fault_retries_used + run.life.faults_left - life.faults_left,
             "detail": "",
+            "unsaved": life.unsaved,
+            "ran": life.ran,
+            "ran_ms": run.ran_ms + _ran_ms(gang, note),
         }
         if over is not None and over_because(over) is Reason.TIMEOUT:
             values["queued_ns"] = note.at_ns  # it had its time, and others come first
@@ -400,12 +407,35 @@ def _write_run(connection: sa.Connection, told: Told, gang: _Gang | None, *, ove
 
 def _with_limit(run: StoredRun, over: _Over, note: Note) -> Note:
     """Return a note that says which limit an attempt has reached, where that is not the one that its user set."""
-    spec = run.spec
+    spec = run.spec_now
     if over_because(over) is not Reason.TIMEOUT or not spec.is_capped or spec.max_run_s is None or note.detail:
         return note
-    by = f"usage policy {spec.policy!r}" if spec.policy else "this server"
+    by = spec.limited_by
     detail = f"{by} lets an attempt run for {format_span(spec.max_run_s)}"
+    if run.is_last and spec.total_run_s is not None:
+        detail = f"{by} lets a run have {format_span(spec.total_run_s)} in all of its attempts"
     return msgspec.structs.replace(note, detail=detail)
+
+
+def _ran_ms(gang: _Gang | None, note: Note) -> int:
+    """Return how long user code of the attempt ran that is over."""
+    started_ns = None if gang is None else gang.started_ns
+    return 0 if started_ns is None else max(0, note.at_ns - started_ns) // 1_000_000
+
+
+def _given_up_because(run: StoredRun, life: Run, over: _Over) -> str:
+    """Return why no attempt follows the one that is over, where another would have; "" where none would."""
+    if life.reason is None or run.stop is not None:
+        return ""
+    last = MEANINGS[over_because(over)].sentence
+    if life.reason is Reason.NO_PROGRESS:
+        return (
+            f"{life.unsaved} in a row, and the last one ended so: {last}. "
+            "Only what lies in runtime.checkpoint_dir() counts as saved"
+        )
+    if life.began and MEANINGS[over_because(over)].state is not State.SUCCEEDED and has_used_attempts(life):
+        return f"{run.spec.limited_by}: {run.spec.attempts_max} attempts at most"
+    return ""
 
 
 def _asked_because(run: StoredRun, reason: Reason | None) -> str:

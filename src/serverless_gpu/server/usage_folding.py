@@ -1,6 +1,7 @@
 """The loop that adds charges up by account and day, so that a report does not read each of them.
 
     charges ── some thousands after the last that was added ─▶ by account and day ─▶ added to `used_days`
+                                                               by plain account   ─▶ added to `used_plain_days`
                                      `folded` says how far that is, in the same transaction ┘
 
 Entries are only added, and become visible in the order of their numbers, so each is added once. A report takes the
@@ -11,14 +12,16 @@ anywhere, it goes on where it was.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
 
 from serverless_gpu.model.usage import Amounts, added
+from serverless_gpu.server.accounts import plain_ids
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.tables import charges, folded, used_days
+from serverless_gpu.server.tables import charges, folded, used_days, used_plain_days
 from serverless_gpu.server.usage_sums import FOLDED, SUMS, folded_seq, sums_of_rows
 
 EVERY_S = 60.0
@@ -65,14 +68,12 @@ def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
         .group_by(charges.c.day, charges.c.account_id)
     )
     new = {(row[0], row[1]): _amounts(row) for row in connection.execute(query)}
-    there = _there(connection, sorted(new))
-    made = [{"day": day, "account_id": of} | _row(one) for (day, of), one in new.items() if (day, of) not in there]
-    if made:
-        connection.execute(used_days.insert(), made)
-    changed = [{"on": day, "of": of} | _row(added(one, new[day, of])) for (day, of), one in there.items()]
-    if changed:
-        own = sa.and_(used_days.c.day == sa.bindparam("on"), used_days.c.account_id == sa.bindparam("of"))
-        connection.execute(used_days.update().where(own), changed)
+    plain_of = plain_ids(connection, {account_id for _, account_id in new})
+    plain: dict[tuple[int, int], Amounts] = defaultdict(Amounts)
+    for (day, account_id), amounts in new.items():
+        plain[day, plain_of[account_id]] = added(plain[day, plain_of[account_id]], amounts)
+    _add(connection, used_days, new)
+    _add(connection, used_plain_days, plain)
     if connection.execute(folded.update().where(folded.c.name == FOLDED).values(seq=seqs[-1])).rowcount == 0:
         connection.execute(folded.insert(), {"name": FOLDED, "seq": seqs[-1]})
     return len(seqs) == limit
@@ -83,17 +84,29 @@ def _is_done(connection: sa.Connection) -> bool:
     return connection.scalar(sa.select(charges.c.seq).where(charges.c.seq > after).limit(1)) is None
 
 
-def _there(connection: sa.Connection, keys: list[tuple[int, int]]) -> dict[tuple[int, int], Amounts]:
+def _add(connection: sa.Connection, table: sa.Table, new: Mapping[tuple[int, int], Amounts]) -> None:
+    """Add amounts to the sums by day and account that a table has."""
+    there = _there(connection, table, sorted(new))
+    made = [{"day": day, "account_id": of} | _row(one) for (day, of), one in new.items() if (day, of) not in there]
+    if made:
+        connection.execute(table.insert(), made)
+    changed = [{"on": day, "of": of} | _row(added(one, new[day, of])) for (day, of), one in there.items()]
+    if changed:
+        own = sa.and_(table.c.day == sa.bindparam("on"), table.c.account_id == sa.bindparam("of"))
+        connection.execute(table.update().where(own), changed)
+
+
+def _there(connection: sa.Connection, table: sa.Table, keys: list[tuple[int, int]]) -> dict[tuple[int, int], Amounts]:
     """Return the sums that are there; day by day, so that both databases look them up in the index."""
     found: dict[tuple[int, int], Amounts] = {}
-    columns = [used_days.c[name] for name in SUMS]
+    columns = [table.c[name] for name in SUMS]
     by_day: dict[int, list[int]] = defaultdict(list)
     for day, account_id in keys:
         by_day[day].append(account_id)
     for day, account_ids in by_day.items():
         for some in portions(account_ids):
-            here = sa.and_(used_days.c.day == day, used_days.c.account_id.in_(some))
-            query = sa.select(used_days.c.day, used_days.c.account_id, *columns).where(here)
+            here = sa.and_(table.c.day == day, table.c.account_id.in_(some))
+            query = sa.select(table.c.day, table.c.account_id, *columns).where(here)
             found |= {(row[0], row[1]): _amounts(row) for row in connection.execute(query)}
     return found
 

@@ -1,11 +1,13 @@
 """Sums of the ledger by whatever a report is grouped by: SQL that takes a second for a million charges.
 
-    used_days, by account and day ─┐
-    charges after those            ─┴─ join accounts ─▶ by user, team, tag, month … ─▶ those that cost most
+    used_plain_days, by plain account and day   no tag, no environment, no run is asked for
+    used_days, by account and day               a tag or an environment, and there are few accounts
+    charges                                     a run; or a tag, and nearly each run is an account of its own
+      └── and charges after those sums ── join accounts ─▶ by user, team, tag, month … ─▶ those that cost most
 
-Where runs are asked for, one by one, charges are read: two narrow sums say which cost most, and the others are made of
-those alone. A run is counted where it was first charged, so that it is in one group of any report. What telemetry saw
-is a table of its own, with the same groups.
+From charges, two narrow sums find the groups that cost most, and all other sums are made of those alone. A run is
+counted where it was first charged, so that it is in one group of any report. What telemetry saw is a table of its own,
+with the same groups.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from serverless_gpu.model import usage
 from serverless_gpu.model.days import SINCE_MONDAY
 from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.usage import ACCOUNT_FIELDS, TAG, Amounts, Group, Window
-from serverless_gpu.server.tables import accounts, charges, folded, used_days, utilisations
+from serverless_gpu.server.tables import accounts, charges, folded, used_days, used_plain_days, utilisations
 from serverless_gpu.server.usage_rows import visible
 
 ACCOUNTS_FEW = 20_000
@@ -96,36 +98,30 @@ class _Report:
 
     def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[Group]:
         """Return groups of charges, those that cost most; all of them without a limit."""
-        only_runs = self._dearest_runs(limit) if "run" in by and limit is not None else None
-        if "run" in by or not self._is_few:
-            source: sa.FromClause = charges
-            conditions, sums = self._conditions(charges), sums_of_rows()
-            if only_runs is not None:
-                conditions.append(charges.c.run_id.in_(only_runs))
-        else:
-            source, conditions = self._daily(), []
-            sums = [sa.func.sum(source.c[f"s_{name}"]).label(f"s_{name}") for name in SUMS]
+        source, conditions, sums = self._source(by)
+        if source is charges and limit is not None and (field := self._finest(by)):
+            conditions.append(self._key(field, charges).in_(self._dearest(by, field, limit)))
         query = self._grouped(by, source, sums).where(*conditions)
         if limit is not None:
-            cost, used = (sums[SUMS.index(name)] for name in ("micros", "gpu_ms"))
-            keys = [sa.text(f"k{place}") for place in range(len(by) + self._has_currencies)]
-            query = query.order_by(sa.desc(cost).nulls_last(), sa.desc(used), *keys).limit(limit)
+            query = self._dearest_first(query, by, *(sums[SUMS.index(name)] for name in ("micros", "gpu_ms")))
+            query = query.limit(limit)
         return [self._group(by, row, SUMS) for row in self._rows(query)]
 
     def seen(self, by: tuple[str, ...], groups: list[Group], *, only: bool = False) -> list[Group]:
         """Return groups with what telemetry saw; `only`: what it saw of others is not even read."""
         source: sa.FromClause = utilisations
         conditions = self._conditions(utilisations)
-        if "run" not in by and self._is_few:
+        if "run" not in by and (self._is_plain(by) or self._is_few):
+            whose = utilisations.c.plain_id if self._is_plain(by) else utilisations.c.account_id
             named = [sa.func.sum(utilisations.c[name]).label(name) for name in _SEEN]
-            daily = sa.select(utilisations.c.day, utilisations.c.account_id, *named).where(*conditions)
-            source = daily.group_by(utilisations.c.day, utilisations.c.account_id).subquery("seen")
+            daily = sa.select(utilisations.c.day, whose.label("account_id"), *named).where(*conditions)
+            source = daily.group_by(utilisations.c.day, whose).subquery("seen")
             conditions = []
         sums = [sa.func.sum(source.c[name]).label(f"s_{name}") for name in _SEEN]
         query = self._grouped(by, source, sums).where(*conditions)
-        if only and by and by[0] not in usage.PERIODS:
-            values = list(dict.fromkeys(group.key[0] for group in groups))
-            query = query.where(self._key(by[0], source).in_(values))
+        if only and (field := self._finest(by)):
+            at = by.index(field)
+            query = query.where(self._key(field, source).in_(list(dict.fromkeys(group.key[at] for group in groups))))
         found = {
             (each.key, each.currency): each.amounts for each in (self._group(by, r, _SEEN) for r in self._rows(query))
         }
@@ -142,14 +138,30 @@ class _Report:
         )
         return shown + rest
 
-    def _daily(self) -> sa.FromClause:
-        """Return sums by account and day: those that are there, and of the entries after them."""
+    def _source(self, by: tuple[str, ...]) -> tuple[sa.FromClause, list[Column], list[sa.Label[Any]]]:
+        """Return what is added up, which rows of it, and the sums."""
+        if "run" in by or not (self._is_plain(by) or self._is_few):
+            return charges, self._conditions(charges), sums_of_rows()
+        daily = self._daily(used_plain_days if self._is_plain(by) else used_days)
+        return daily, [], [sa.func.sum(daily.c[f"s_{name}"]).label(f"s_{name}") for name in SUMS]
+
+    def _is_plain(self, by: tuple[str, ...]) -> bool:
+        """Return whether nothing is asked for that plain accounts lack."""
+        return not any(field == "environment" or field.startswith(TAG) for field in (*by, *self._wanted.where))
+
+    @staticmethod
+    def _finest(by: tuple[str, ...]) -> str:
+        """Return the field of which there are most values: a run's, else a tag's; "" where neither is asked for."""
+        return next((field for field in by if field == "run"), next((f for f in by if f.startswith(TAG)), ""))
+
+    def _daily(self, table: sa.Table) -> sa.FromClause:
+        """Return sums by account and day: those that a table has, and of the entries after them."""
         if "run" in self._wanted.where:
             return self._of_entries(self._conditions(charges)).subquery("daily")
         after = folded_seq(self._connection)
-        there = sa.select(
-            used_days.c.day, used_days.c.account_id, *(used_days.c[name].label(f"s_{name}") for name in SUMS)
-        ).where(*self._conditions(used_days))
+        there = sa.select(table.c.day, table.c.account_id, *(table.c[name].label(f"s_{name}") for name in SUMS)).where(
+            *self._conditions(table)
+        )
         # Not by the index of days: of those of the window, nearly all are in the sums.
         last = self._of_entries([charges.c.seq > after, *self._conditions(charges, day=charges.c.day + 0)])
         return sa.union_all(there, last).subquery("daily")
@@ -158,17 +170,18 @@ class _Report:
         query = sa.select(charges.c.day, charges.c.account_id, *sums_of_rows()).where(*conditions)
         return query.group_by(charges.c.day, charges.c.account_id)
 
-    def _dearest_runs(self, limit: int) -> list[str]:
-        """Return runs, those that cost most: two narrow sums, and the others are made of those alone."""
+    def _dearest(self, by: tuple[str, ...], field: str, limit: int) -> list[Any]:
+        """Return the values that a field has in the groups that cost most, by two narrow sums of charges."""
         cost, used = sa.func.sum(charges.c.micros).label("cost"), sa.func.sum(charges.c.gpu_ms).label("used")
-        query = (
-            sa.select(charges.c.run_id, cost, used)
-            .where(*self._conditions(charges))
-            .group_by(charges.c.run_id)
-            .order_by(sa.desc(cost).nulls_last(), sa.desc(used), charges.c.run_id)
-            .limit(limit)
-        )
-        return [row.run_id for row in self._connection.execute(query)]
+        query = self._grouped(by, charges, [cost, used]).where(*self._conditions(charges))
+        rows = self._connection.execute(self._dearest_first(query, by, cost, used).limit(limit))
+        return list(dict.fromkeys(row[by.index(field)] for row in rows))
+
+    def _dearest_first(
+        self, query: sa.Select[Any], by: tuple[str, ...], cost: sa.Label[Any], used: sa.Label[Any]
+    ) -> sa.Select[Any]:
+        keys = [sa.text(f"k{place}") for place in range(len(by) + self._has_currencies)]
+        return query.order_by(sa.desc(cost).nulls_last(), sa.desc(used), *keys)
 
     def _grouped(self, by: tuple[str, ...], source: sa.FromClause, sums: Sequence[sa.Label[Any]]) -> sa.Select[Any]:
         keys = [self._key(field, source) for field in by]

@@ -71,13 +71,15 @@ def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
     return access.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
 
 
-def run_view(run: StoredRun, *, told: Told = NOTHING, deduplicated: bool = False) -> RunView:
+def run_view(run: StoredRun, *, told: Told = NOTHING, deduplicated: bool = False, reader: str = "") -> RunView:
     """Return a run as everybody who may see it sees it.
 
     Args:
         run: as it is stored.
         told: what the scheduler says about it while it waits.
         deduplicated: whether this answers a request that had come before.
+        reader: name of the principal who reads it. Only the owner is shown the snapshot's address, by which the code
+            in it can be read.
     """
     attempt = run.attempt
     return RunView(
@@ -85,7 +87,7 @@ def run_view(run: StoredRun, *, told: Told = NOTHING, deduplicated: bool = False
         name=run.name,
         state=run.state,
         reason=run.reason,
-        sentence=sentence(run, waits_for=told.sentence),
+        sentence=_with_trouble(sentence(run, waits_for=told.sentence), told.trouble if run.reason is None else ""),
         fence=run.fence,
         owner=run.owner,
         team=run.team,
@@ -98,13 +100,18 @@ def run_view(run: StoredRun, *, told: Told = NOTHING, deduplicated: bool = False
         ended_ns=run.ended_ns,
         stop=run.stop,
         spec=_shown(run.spec),
-        snapshot=run.snapshot,
+        snapshot=run.snapshot if reader == run.owner else "",
         deduplicated=deduplicated,
         finished=run.finished,
         tracked=run.tracked,
         waiting=wait_view(told.wait) if told.wait is not None and run.state is State.QUEUED else None,
         crews=crew_views(attempt) if attempt is not None and run.state is not State.QUEUED else (),
     )
+
+
+def _with_trouble(said: str, trouble: str) -> str:
+    """Return what a run is told, led by why nothing newer can be known of it."""
+    return "; ".join(filter(None, (trouble, said)))
 
 
 def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:

@@ -10,6 +10,7 @@ from serverless_gpu.model.run_lifecycle import pause_s
 from serverless_gpu.model.scheduling.learning import LEAVING_S, START_S, limit_s
 from serverless_gpu.model.scheduling.values import Wanted
 from serverless_gpu.model.spec import Function, Kernel
+from serverless_gpu.model.teams import share_team
 from serverless_gpu.server import floor
 from serverless_gpu.server.runs import StoredRun
 
@@ -22,12 +23,14 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
         preemptions: how often it had to make room.
         expected_s: how long it is likely to have devices, by earlier runs of its name.
         apart: pairs of nodes whose crews did not reach each other.
+        second_principal: whether its owner is another principal than the one that pools without isolation serve.
     """
 
     failed: frozenset[str] = frozenset()
     apart: frozenset[tuple[str, str]] = frozenset()
     preemptions: int = 0
     expected_s: float | None = None
+    second_principal: bool = False
 
 
 NOTHING = Past()
@@ -48,7 +51,7 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
         run_id=run.id,
         title=floor.title(run),
         owner=run.owner,
-        team=run.team,
+        team=share_team(run.team, run.member_of),
         priority=run.priority,
         queued_ns=run.queued_ns,
         gpus=resources.gpus,
@@ -64,12 +67,13 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
         apart=past.apart,
         not_before_ns=not_before_ns,
         held=held,
-        limit_s=limit_s(spec.limit_s, spec.grace_s),
+        limit_s=limit_s(run.spec_now.limit_s, spec.grace_s),
         beyond_s=START_S + spec.grace_s + LEAVING_S,
         expected_s=past.expected_s,
         preemptible=run.life.may_resume,
         preemptions=past.preemptions,
         grace_s=spec.grace_s,
+        second_principal=past.second_principal,
     )
 
 

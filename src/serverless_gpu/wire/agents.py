@@ -3,8 +3,11 @@ crew's supervisor while its gang meets (`node/meeting.py`).
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
-    GET  /agents/{node}/orders?instance  → stream of `Order`, those not acknowledged first
+    GET  /agents/{node}/orders?instance&process  → stream of `Order`, those not acknowledged first
     POST /agents/{node}/orders/ack          OrdersTaken
+
+A token is good for one node, which has one name and one home. A node whose token was not made for it by a join
+(`wire/joining.py`) waits for an administrator: its hello is refused (NotAllowed) until then.
 
 An order may come again until it is acknowledged; it is taken once, by its gang. `Start` is acknowledged when the
 attempt's directory says durably that it is being started.
@@ -54,6 +57,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
         takes: what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets", devices to do
             "without", a spec's "max_run", "crews": a part of a gang that has others on other nodes.
         protocol: of `wire.base`; the server refuses what it does not speak by name.
+        process: random, made by the uplink at its start: of two processes of a home, one is admitted.
     """
 
     name: str
@@ -75,6 +79,7 @@ class AgentHello(Request, frozen=True, kw_only=True):
     takes: tuple[str, ...] = ()
     degraded: str = ""
     findings: tuple[str, ...] = ()
+    process: str = ""
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
@@ -123,6 +128,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     Attributes:
         renew: gangs whose tokens were refused, for which it wants others.
         clock: how far its clock is off; None while that is not known.
+        process: as in `AgentHello`.
     """
 
     devices: tuple[Device, ...]
@@ -136,6 +142,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     clock: ClockReading | None = None
     degraded: str = ""
     findings: tuple[str, ...] = ()
+    process: str = ""
 
 
 class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
@@ -235,7 +242,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
 
     Attributes:
         state: UP, or DRAINING or DEGRADED (`sentence`: why nothing is placed there), or SILENT with `sentence` since
-            when, or GONE.
+            when, or GONE; or PENDING while an administrator has to approve it: then `id` is that of its token.
         busy: devices that runs of the server have now.
         clock: how far its clock is from the server's, as it said last; None where it has not.
         rules: what people decided about it.
@@ -280,6 +287,7 @@ class PoolView(Answer, frozen=True, kw_only=True):
     Attributes:
         lends: whether it is reserved and lends idle devices to runs of `BEST_EFFORT` that name no pool.
         return_s: seconds within which they are back.
+        isolation: "none" where an administrator accepts that runs of several principals share a uid, else "unset".
     """
 
     name: str
@@ -290,6 +298,7 @@ class PoolView(Answer, frozen=True, kw_only=True):
     queued: int
     lends: bool = False
     return_s: float = 300.0
+    isolation: str = "unset"
 
 
 class PoolList(Answer, frozen=True, kw_only=True):
@@ -306,9 +315,11 @@ class PoolRequest(Request, frozen=True, kw_only=True):
         nodes: are moved into it.
         lends: as in `PoolView`.
         return_s: likewise.
+        isolation: "none" or "unset", as in `PoolView`.
     """
 
     kind: str | None = None
     lends: bool | None = None
     return_s: float | None = None
+    isolation: str | None = None
     nodes: tuple[str, ...] = ()

@@ -85,6 +85,7 @@ class Report(Request, frozen=True, kw_only=True):
         silence: of its ranks, of a gang on several nodes; None while they say something.
         seen: what it saw of its ranks when it was asked last.
         idle: how far its devices are from being idle for too long, of a gang on several nodes.
+        saved: number of the newest attempt of the run whose checkpoints this node sees; 0 for none, or not known.
     """
 
     state: State
@@ -106,6 +107,7 @@ class Report(Request, frozen=True, kw_only=True):
     silence: Silence | None = None
     seen: Seen | None = None
     idle: Verdict = Verdict.GO_ON
+    saved: int = 0
 
 
 class ReportAnswer(Answer, frozen=True, kw_only=True):

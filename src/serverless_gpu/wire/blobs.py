@@ -10,11 +10,14 @@ their run. But a run that names parts as its payload gets their bytes, so the se
     GET    /environments/objects/{key}?start&length          → bytes
     PUT    /environments/objects/{key}                       bytes → 204
     POST   /environments/present         KeyList → KeyList   which of these are there
-    GET    /environments/list/{prefix}                       → StoredList      (operators; gc: all)
+    POST   /environments/repair          KeyList → KeyList   check these; what no restore can use is removed, and named
+    POST   /environments/condemned       KeyList → CondemnedAnswer             which of these are condemned
+    GET    /environments/list/{prefix}                       → StoredList      (operators)
     POST   /environments/delete          KeyList → 204                         (operators)
     GET    /environments/free                                → Free
 
-Keys are those of `environment.stores.base`.
+Keys are those of `environment.stores.base`. A key is all it takes to read an object, so no route lists keys to members:
+what garbage collection noted (`gc/…`) is read by operators, too.
 """
 
 from __future__ import annotations
@@ -35,6 +38,18 @@ class KeyList(Request, frozen=True, kw_only=True):
     """Keys of a store."""
 
     keys: tuple[str, ...]
+
+
+class CondemnedAnswer(Answer, frozen=True, kw_only=True):
+    """What garbage collection is about to do with the keys that were asked about.
+
+    Attributes:
+        keys: those that are condemned.
+        collecting: whether a collection may be deleting at this moment.
+    """
+
+    keys: tuple[str, ...]
+    collecting: bool
 
 
 class StoredView(Answer, frozen=True, kw_only=True):

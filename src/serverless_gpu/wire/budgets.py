@@ -3,6 +3,7 @@
 GET    /budgets                          → BudgetList    as far as whoever asks may see it
 GET    /budgets/{name}                   → BudgetView
 PUT    /budgets/{name}   BudgetRequest   → BudgetView    made, or put in the place of another
+POST   /budgets/{name}/reopen            → BudgetView    one that has stopped runs lets others start again
 DELETE /budgets/{name}                   → BudgetView    as it was
 """
 
@@ -30,6 +31,7 @@ class BudgetView(Answer, frozen=True, kw_only=True):
         reached_ns: when it is used up at that rate; None: not in this period.
         basis: what the forecast rests on, in words.
         sentence: how it stands, in words.
+        time_zone: of its periods.
     """
 
     name: str
@@ -52,6 +54,7 @@ class BudgetView(Answer, frozen=True, kw_only=True):
     reached_ns: int | None
     basis: str
     sentence: str
+    time_zone: str = "UTC"
 
 
 class AlarmView(Answer, frozen=True, kw_only=True):
@@ -84,3 +87,4 @@ class BudgetRequest(Request, frozen=True, kw_only=True):
     limit_micros: int | None = None
     limit_gpu_ms: int | None = None
     hard: bool = False
+    time_zone: str = ""

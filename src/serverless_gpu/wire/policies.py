@@ -37,7 +37,14 @@ class PolicyView(Answer, frozen=True, kw_only=True):
     idle_s: float | None = None
     priorities: tuple[Priority, ...] = ()
     environments: tuple[str, ...] = ()
+    timeout_s: float | None = None
+    team: str = ""
+    team_required: bool = False
     holders: tuple[Holder, ...] = ()
+    attempts_max: int | None = None
+    total_run_s: float | None = None
+    unsaved_max: int | None = None
+    mandatory: bool = False
 
 
 class PolicyList(Answer, frozen=True, kw_only=True):
@@ -60,6 +67,13 @@ class PolicyRequest(Request, frozen=True, kw_only=True):
     idle_s: float | None = None
     priorities: tuple[Priority, ...] = ()
     environments: tuple[str, ...] = ()
+    timeout_s: float | None = None
+    team: str = ""
+    team_required: bool = False
+    attempts_max: int | None = None
+    total_run_s: float | None = None
+    unsaved_max: int | None = None
+    mandatory: bool = False
 
 
 def policy_of(said: PolicyRequest | PolicyView) -> UsagePolicy:

@@ -6,6 +6,7 @@
     PATCH  /users/{name}            PrincipalChange   → PrincipalView
     GET    /teams                                     → TeamList
     POST   /teams                   TeamRequest       → TeamView
+    PATCH  /teams/{team}            TeamChange        → TeamView
     PUT    /teams/{team}/members/{user}               → TeamView      (DELETE the same)
     GET    /tokens                                    → TokenList
     POST   /tokens                  TokenRequest      → TokenMade
@@ -70,11 +71,18 @@ class TeamRequest(Request, frozen=True, kw_only=True):
     name: str
 
 
+class TeamChange(Request, frozen=True, kw_only=True):
+    """Change a team: the time zone of its budgets, as "Europe/Berlin"; "" for UTC."""
+
+    time_zone: str
+
+
 class TeamView(Answer, frozen=True, kw_only=True):
-    """A team and who is in it."""
+    """A team, who is in it, and the time zone of its budgets."""
 
     name: str
     members: tuple[str, ...]
+    time_zone: str = "UTC"
 
 
 class TeamList(Answer, frozen=True, kw_only=True):

@@ -70,7 +70,9 @@ class ShareView(Answer, frozen=True, kw_only=True):
         weight: against those of the others; who was not named has 1.
         due: part of all devices that is theirs while everybody in this list wants some; None for a user in a team.
         used_gpu_s: GPU-seconds they have used, older use counting less; None for a user in a team.
-        part: part of all use; likewise.
+        counted_gpu_s: what the scheduler counts against them: `used_gpu_s`, and a minute in advance
+            (`queue_entry_penalty`) of the devices of each run that has any now; None for a user in a team.
+        part: part of all use; None for a user in a team.
     """
 
     kind: ShareKind
@@ -79,6 +81,7 @@ class ShareView(Answer, frozen=True, kw_only=True):
     due: float | None = None
     used_gpu_s: float | None = None
     part: float | None = None
+    counted_gpu_s: float | None = None
 
 
 class ShareList(Answer, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ class HolderView(Answer, frozen=True, kw_only=True):
         is_leaving: whether it was asked to stop.
         asked_ns: when it is asked to make room, if it is still there; None for never, and where it is asked already.
         node: where, of what is waited for on several nodes; else "".
+        likely_ns: when they likely do, where earlier runs of that name say so and it is before `until_ns`.
     """
 
     title: str
@@ -36,6 +37,7 @@ class HolderView(Answer, frozen=True, kw_only=True):
     is_leaving: bool = False
     asked_ns: int | None = None
     node: str = ""
+    likely_ns: int | None = None
 
 
 class PartView(Answer, frozen=True, kw_only=True):
@@ -69,6 +71,7 @@ class WaitView(Answer, frozen=True, kw_only=True):
         owner: whose `node` it is, where a calendar is the reason.
         turns_ns: when that node changes hands by its calendar.
         words: what is to be said beyond that, or in place of it.
+        likely_ns: when it likely starts, where earlier runs of those names say so and it is before `at_ns`.
     """
 
     reason: str
@@ -91,6 +94,7 @@ class WaitView(Answer, frozen=True, kw_only=True):
     owner: str = ""
     turns_ns: int | None = None
     words: str = ""
+    likely_ns: int | None = None
 
 
 def wait_view(wait: Wait) -> WaitView:

@@ -62,7 +62,7 @@ def test_asking_changes_nothing() -> None:
         planner.apply([Gone("r0")])
     for second in range(1, 50):
         at_ns = second * 1_234_567_891
-        assert asked.usage(at_ns)["~a"] > 0
+        assert asked.usage(at_ns)["~a"].used_gpu_s > 0
         assert asked.why("r1", at_ns) is not None and asked.queue(at_ns, 9) == ("r1",)
         asked.estimate(later, at_ns)
     assert asked.decide(100 * 10**9) == silent.decide(100 * 10**9)

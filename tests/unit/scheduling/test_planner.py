@@ -232,3 +232,33 @@ def test_F82_who_is_not_let_into_a_reserved_pool_reads_who_is_and_who_is_lent_so
     made.apply([PoolSeen(Pool(name="gold", reserved=True, lends=True))])
     lent = f"{closed}; runs of BEST_EFFORT with resume=True or a short timeout= are lent devices of gold"
     assert [Decided(made).said(run_id) for run_id in ("r1", "r2")] == [lent, lent]
+
+
+_WEEK_S = 7 * 86_400.0
+
+
+def test_D5_beside_a_bound_of_seven_days_it_is_told_when_it_likely_starts() -> None:
+    known = busy(node("n3", H100=8), 3, limit_s=_WEEK_S, expected_s=600.0)
+    gangs = [wanted("r1", 8, limit_s=_WEEK_S), wanted("r2", 8, limit_s=_WEEK_S, expected_s=60.0)]
+    decided = decide(gangs, [known])
+    wait = decided.wait("r1")
+    assert (wait.at_ns, wait.is_bound, wait.likely_ns) == (round(_WEEK_S * 1e9), True, 600 * 10**9)
+    (one,) = wait.holders
+    assert (one.until_ns, one.is_bound, one.likely_ns) == (round(_WEEK_S * 1e9), True, 600 * 10**9)
+    (kept,) = decided.planner.promises().values()
+    assert kept.likely_ns is None  # what is kept over passes is the latest time
+    # Of the gang ahead nothing is known, so that nobody can say more of the second.
+    assert decided.wait("r2").likely_ns is None
+    estimate = decided.planner.estimate(wanted("r9", 1, limit_s=60.0), 1000)
+    assert estimate.at_ns == 1000
+    plain = decide(gangs[:1], [busy(node("n3", H100=8), 3, limit_s=_WEEK_S)]).wait("r1")
+    assert (plain.is_bound, plain.likely_ns) == (True, None)
+
+
+def test_D5_who_has_no_promise_is_told_the_likely_time_and_not_seven_days() -> None:
+    known = busy(node("n3", H100=1), 1, limit_s=_WEEK_S, expected_s=600.0)
+    wait = decide([wanted("r1", 1)], [known]).wait("r1")
+    assert (wait.at_ns, wait.is_bound, wait.likely_ns) == (600 * 10**9, False, None)
+    estimate = decide([], [known]).planner.estimate(wanted("r1", 1), 1000)
+    assert (estimate.at_ns, estimate.is_bound) == (600 * 10**9, False)
+    assert estimate.basis == "by the declared and learned ends of those who have the devices"

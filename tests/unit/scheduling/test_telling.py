@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.scheduling.telling import estimate_text, ordinal, sentence
+from serverless_gpu.model.scheduling.telling import estimate_text, latest, ordinal, sentence
 from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
 
 _HOUR, _MINUTE = 3_600_000_000_000, 60_000_000_000
@@ -226,5 +226,41 @@ def test_whatever_is_waited_for_the_sentence_is_short_and_whole(waits: Wait) -> 
     assert told == told.strip("; ")
     if waits.words:
         assert waits.words in told
-    if waits.place and waits.reason not in (WaitReason.HELD, WaitReason.UNSATISFIABLE):
+    if waits.place and waits.reason not in (WaitReason.HELD, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE):
         assert told.endswith(f"you are {ordinal(waits.place)}")
+
+
+# --- latest times, and likely ones ------------------------------------------------------------------------------------
+
+
+def test_D5_a_latest_time_is_rounded_up_to_the_minute_and_others_are_not() -> None:
+    until = at("17:06") + 52_000_000_000
+    bound = msgspec.structs.replace(_BERT, until_ns=until)
+    told = sentence(wait(holders=(bound,), at_ns=until, is_bound=True), clock)
+    assert "alice/bert-ft holds 3 until 17:07 at the latest; it starts at 17:07 at the latest" in told
+    likely = msgspec.structs.replace(bound, is_bound=False)
+    assert "until about 17:06; it starts at about 17:06" in sentence(wait(holders=(likely,), at_ns=until), clock)
+    leaving = msgspec.structs.replace(bound, is_leaving=True)
+    assert "was asked to give back its 3 by 17:07" in sentence(wait(holders=(leaving,)), clock)
+    assert estimate_text(Estimate(at_ns=until, is_bound=True, basis="", place=1), clock).startswith("at 17:07 at the")
+
+
+@given(st.integers(0, 24 * _HOUR - _MINUTE))
+def test_D5_no_latest_time_is_before_the_one_that_was_promised(at_ns: int) -> None:
+    told = at(latest(at_ns, clock))
+    assert 0 <= told - at_ns < _MINUTE
+
+
+def test_D5_what_was_learned_is_told_beside_a_latest_time() -> None:
+    week = {"until_ns": at("17:06"), "is_bound": True}
+    known = holder("alice/bert-ft", 3, "17:06", **week, likely_ns=at("12:10"))
+    told = sentence(wait(holders=(known,), at_ns=at("17:06"), is_bound=True, likely_ns=at("12:10")), clock)
+    assert told == (
+        _NEEDS + "5 free on n3; "
+        "alice/bert-ft holds 3 until 17:06 at the latest, about 12:10 by earlier runs of that name; "
+        "it starts at 17:06 at the latest, about 12:10 by earlier runs of those names; you are 2nd"
+    )
+    # Of several runs of one name the last counts; of one of them nothing is known.
+    unknown = holder("alice/bert-ft", 1, "13:00", is_bound=True)
+    told = sentence(wait(holders=(known, unknown)), clock)
+    assert "holds 4 until 17:06 at the latest, about 13:00 by earlier runs of that name" in told

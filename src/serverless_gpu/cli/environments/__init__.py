@@ -86,16 +86,17 @@ def fingerprint(python: str | None, as_json: bool) -> None:
 
 
 @env.command()
+@click.option("--repair", is_flag=True, help="Check what the store has of it first, and send again what is damaged.")
 @_python
 @_store
 @_json
-def capture(python: str | None, store: str | None, as_json: bool) -> None:
+def capture(repair: bool, python: str | None, store: str | None, as_json: bool) -> None:
     """Capture the environment as it is now: send what the store lacks, and print the address.
 
     What was sent stays when it is interrupted: the next capture goes on from there.
     """
     with _interruptible("what was sent stays, and the next capture goes on from there; no snapshot was made"):
-        _room("moving").capture(python, store, as_json=as_json)
+        _room("moving").capture(python, store, repair=repair, as_json=as_json)
 
 
 @env.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,11 +19,12 @@ from serverless_gpu.environment.documents import Member, Snapshot
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.exporting import Exported, Order, export
+from serverless_gpu.environment.stores import mending
 from serverless_gpu.environment.stores.opening import is_remote
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 
-def capture(python: str | None, store: str | None, *, as_json: bool) -> None:
+def capture(python: str | None, store: str | None, *, repair: bool, as_json: bool) -> None:
     """Capture an environment and say what was new."""
     directory = places.environments()
     described = places.describe(python)
@@ -30,14 +32,24 @@ def capture(python: str | None, store: str | None, *, as_json: bool) -> None:
     level = LEVEL_REMOTE if store is not None and is_remote(store) else LEVEL_LOCAL
     clock = SystemClock()
     began_ns = clock.boottime_ns()
+    recogniser = places.recogniser(directory)
+    removed: tuple[str, ...] = ()
     with Meters() as meters:
-        captured = take(described, places.recogniser(directory), blobs, level=level, report=meters.report)
+        if repair:
+            removed = mending.repair(blobs, recogniser.scan(described, meters.report).snapshot.addresses())
+        captured = take(described, recogniser, blobs, level=level, report=meters.report)
     took_ms = (clock.boottime_ns() - began_ns) // 1_000_000
     if as_json:
-        print_json(_captured_json(captured, blobs.store.url, took_ms))
+        print_json(_captured_json(captured, blobs.store.url, took_ms) | ({"repaired": removed} if repair else {}))
         return
+    if repair:
+        say(f"damaged in the store, and sent again: {_short(removed) or 'nothing'}")
     for line in captured_text(captured, blobs.store.url, took_ms):
         say(line)
+
+
+def _short(keys: Sequence[str]) -> str:
+    return ", ".join(key[: key.index("/") + 1 + SHORT] for key in keys)
 
 
 def captured_text(captured: Captured, url: str, took_ms: int) -> list[str]:

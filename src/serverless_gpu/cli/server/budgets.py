@@ -73,7 +73,7 @@ def show_budget(name: str, as_json: bool) -> None:
         ["forecast", f"{_amount(found, found.forecast)} at the end of the period: {found.basis}"],
         ["rate", f"{_amount(found, found.per_day)} per day"],
         ["used up", reached],
-        ["period", f"{format_soon(found.start_ns)} to {format_soon(found.end_ns)}"],
+        ["period", f"{format_soon(found.start_ns)} to {format_soon(found.end_ns)}, of {found.time_zone}"],
     ]
     for line in columns(rows):
         say(line)
@@ -90,16 +90,20 @@ def show_budget(name: str, as_json: bool) -> None:
 @click.option("--money", metavar="AMOUNT", help="How much, in the server's currency.")
 @click.option("--gpu-hours", metavar="HOURS", help="How much time of devices.")
 @click.option("--per", type=click.Choice([each.value for each in Period]), help="The usual is month.")
+@click.option("--time-zone", metavar="ZONE", help="Of its days, weeks and months, as Europe/Berlin; the usual is UTC.")
 @click.option("--hard/--soft", default=None, help="Whether runs are stopped at 100 %; else nothing new starts.")
-def set_budget(name: str, per: str | None, hard: bool | None, everything: bool, **said: str | None) -> None:
+def set_budget(
+    name: str, per: str | None, time_zone: str | None, hard: bool | None, everything: bool, **said: str | None
+) -> None:
     """Make a budget, or change one: what is not said stays as it is.
 
-    What was used in the period counts from its beginning, in UTC. Runs that a hard budget stops get SIGTERM and their
+    What was used in the period counts from its beginning. Runs that a hard budget stops get SIGTERM and their
     grace for a checkpoint; raising it takes back no stop that was asked.
     """
     changes = _scope(everything, said) | _limit(said)
     changes |= {} if per is None else {"period": Period(per)}
     changes |= {} if hard is None else {"hard": hard}
+    changes |= {} if time_zone is None else {"time_zone": time_zone}
     with server() as connection:
         try:
             before = _request_of(connection.ask("GET", _path(name), answer=BudgetView))
@@ -109,6 +113,18 @@ def set_budget(name: str, per: str | None, hard: bool | None, everything: bool, 
         asked = msgspec.structs.replace(before, **changes)
         found = connection.ask("PUT", _path(name), asked, answer=BudgetView)
     say(f"budget {found.name} for {_whose(found)}: {found.sentence}; at 100 % {_at_the_end(found)}")
+
+
+@budget.command("reopen")
+@click.argument("name")
+def reopen_budget(name: str) -> None:
+    """Open a hard budget again that has stopped runs: new ones start while what is left pays for them.
+
+    A budget that is used up has to be raised instead (sgpu budget set). Runs that were stopped stay stopped.
+    """
+    with server() as connection:
+        found = connection.ask("POST", f"{_path(name)}/reopen", answer=BudgetView)
+    say(f"budget {found.name} is open again: {found.sentence}")
 
 
 @budget.command("delete")
@@ -128,6 +144,7 @@ def _request_of(view: BudgetView) -> BudgetRequest:
         limit_micros=view.limit_micros,
         limit_gpu_ms=view.limit_gpu_ms,
         hard=view.hard,
+        time_zone=view.time_zone,
     )
 
 

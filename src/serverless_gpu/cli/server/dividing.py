@@ -15,6 +15,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling import telling
+from serverless_gpu.model.scheduling.uid_sharing import REVOKE
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
 from serverless_gpu.wire.agents import PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.queue import (
@@ -79,7 +80,7 @@ def list_pools(as_json: bool) -> None:
 
 
 @pool.command("set")
-@click.argument("name")
+@click.argument("name", default="default")
 @click.option(
     "--reserved/--on-demand", "reserved", default=None, help="Whether only runs that name it, with pool=, may use it."
 )
@@ -91,19 +92,43 @@ def list_pools(as_json: bool) -> None:
 )
 @click.option("--return", "returned", metavar="DURATION", help="Within which the pool's own runs have them back; 5m.")
 @click.option("--node", "members", multiple=True, metavar="NAME", help="A machine that is moved into it. Repeatable.")
+@click.option(
+    "--isolation",
+    type=click.Choice(["none", "unset"]),
+    help="none: accept that runs of several principals share one operating-system user. unset: take that back.",
+)
 def set_pool(
-    name: str, reserved: bool | None, lends: bool | None, returned: str | None, members: tuple[str, ...]
+    name: str,
+    reserved: bool | None,
+    lends: bool | None,
+    returned: str | None,
+    members: tuple[str, ...],
+    isolation: str | None,
 ) -> None:
-    """Make a pool, or change one; what is not said stays as it is. A new pool is on-demand: everybody uses it."""
+    """Make a pool, or change one; what is not said stays as it is. Without NAME it is the pool `default`.
+
+    A new pool is on-demand: every run that names no pool may use it. Its nodes run the code of the server's first
+    administrator only; runs of other principals wait with the reason `isolation` until --isolation none accepts that
+    all of them share one operating-system user.
+    """
     asked = PoolRequest(
         kind=None if reserved is None else "reserved" if reserved else "on-demand",
         lends=lends,
         return_s=None if returned is None else duration_s("--return", returned),
         nodes=members,
+        isolation=isolation,
     )
     with server() as connection:
         view = connection.ask("PUT", f"/pools/{_part(name)}", asked, answer=PoolView)
     say(f"{view.name} ({_kind(view)}): {', '.join(view.nodes) or 'no nodes'}")
+    if isolation == "none":
+        say(
+            f"warning: in pool {view.name} the code of every run can now read secrets and results of other users; "
+            f"`{REVOKE.format(pool=view.name)}` takes that back",
+            err=True,
+        )
+    elif isolation == "unset":
+        say("runs of other principals than the first administrator wait now; those that run go on")
 
 
 @click.group()
@@ -116,8 +141,9 @@ def share() -> None:
 def list_shares(as_json: bool) -> None:
     """List teams, and users without one: their weight, what is theirs by it, and what they have used.
 
-    Use counts less as it gets older, so that everybody gets their share over time. A user in a team is there where
-    their weight among its users was set.
+    USED is what their runs had of the devices. COUNTED decides whose turn it is: USED, and a minute in advance for the
+    devices of each run that goes on. Both count less as they get older, so that everybody gets their share over time.
+    A user in a team is there where their weight among its users was set.
     """
     with server() as connection:
         found = connection.ask("GET", "/shares", answer=ShareList)
@@ -127,11 +153,8 @@ def list_shares(as_json: bool) -> None:
     if not found.shares:
         say("nobody has a share that was set, and nobody has used anything: all are equal")
         return
-    rows = [
-        [each.kind, each.name, f"{each.weight:g}", _percent(each.due), _used(each), _percent(each.part)]
-        for each in found.shares
-    ]
-    for line in columns([["KIND", "NAME", "WEIGHT", "DUE", "USED", "OF ALL USE"], *rows]):
+    rows = [_weighed(each) for each in found.shares]
+    for line in columns([["KIND", "NAME", "WEIGHT", "DUE", "USED", "OF ALL USE", "COUNTED"], *rows]):
         say(line)
     say(f"use counts half after {format_days_ms(round(found.half_life_s * 1000))}")
 
@@ -167,9 +190,10 @@ def _say_pools(*, as_json: bool) -> None:
         print_json(found)
         return
     rows = [
-        [each.name, _kind(each), _free(each), f"{each.queued} waiting", " ".join(each.nodes) or "-"] for each in found
+        [each.name, _kind(each), each.isolation, _free(each), f"{each.queued} waiting", " ".join(each.nodes) or "-"]
+        for each in found
     ]
-    for line in columns([["POOL", "KIND", "FREE", "QUEUE", "NODES"], *rows]):
+    for line in columns([["POOL", "KIND", "ISOLATION", "FREE", "QUEUE", "NODES"], *rows]):
         say(line)
 
 
@@ -191,7 +215,9 @@ def _why(entry: QueueEntry) -> str:
 def _reserved(entry: QueueEntry) -> str:
     if entry.reserved_ns is None:
         return "-"
-    return f"{'by' if entry.is_bound else 'about'} {format_soon(entry.reserved_ns)}"
+    if entry.is_bound:
+        return f"by {telling.latest(entry.reserved_ns, format_soon)}"
+    return f"about {format_soon(entry.reserved_ns)}"
 
 
 def _kind(view: PoolView) -> str:
@@ -216,5 +242,10 @@ def _percent(part: float | None) -> str:
     return "-" if part is None else f"{part:.1%}"
 
 
-def _used(view: ShareView) -> str:
-    return "-" if view.used_gpu_s is None else format_gpu_ms(round(view.used_gpu_s * 1000))
+def _weighed(view: ShareView) -> list[str]:
+    used = [_gpu_time(view.used_gpu_s), _percent(view.part), _gpu_time(view.counted_gpu_s)]
+    return [view.kind, view.name, f"{view.weight:g}", _percent(view.due), *used]
+
+
+def _gpu_time(gpu_s: float | None) -> str:
+    return "-" if gpu_s is None else format_gpu_ms(round(gpu_s * 1000))

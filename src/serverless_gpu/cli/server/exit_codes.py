@@ -1,8 +1,8 @@
-"""What commands that wait for a run exit with: shells and schedulers decide by it.
+"""Exit codes of commands: shells and schedulers decide by them.
 
 0     it succeeded
 N     the program's own exit code, 1 to 255, where that ended the run
-75    the run or its node was lost: trying again may help (EX_TEMPFAIL)
+75    the run or its node was lost, or the server is away: trying again may help (EX_TEMPFAIL)
 124   its time was up (as timeout(1))
 130   it was cancelled (as after Ctrl-C)
 137   a signal or memory ended a rank (128 + SIGKILL, whatever the signal was)
@@ -12,16 +12,25 @@ N     the program's own exit code, 1 to 255, where that ended the run
 
 from __future__ import annotations
 
-from serverless_gpu.errors import CommandFailed, NodeLost, OutOfMemory, RankCrashed, RunCancelled, RunTimedOut
+from serverless_gpu.errors import (
+    CommandFailed,
+    NodeLost,
+    OutOfMemory,
+    RankCrashed,
+    RunCancelled,
+    RunTimedOut,
+    ServerUnavailable,
+)
 
-LOST, TIMED_OUT, CANCELLED, KILLED, FAILED = 75, 124, 130, 137, 1
+TEMPORARY, TIMED_OUT, CANCELLED, KILLED, FAILED = 75, 124, 130, 137, 1
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (RunTimedOut, TIMED_OUT),
     (RunCancelled, CANCELLED),
     (KeyboardInterrupt, CANCELLED),
     (RankCrashed, KILLED),
     (OutOfMemory, KILLED),
-    (NodeLost, LOST),
+    (NodeLost, TEMPORARY),
+    (ServerUnavailable, TEMPORARY),
 )
 
 

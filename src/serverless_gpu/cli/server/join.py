@@ -15,7 +15,7 @@ from typing import Any
 import click
 import msgspec
 
-from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.choosing import durable_home
 from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.client.remote.profile import check_address
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
@@ -47,7 +47,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
     HOST is where `sgpu up --engine ray` runs, as this machine reaches it. Ctrl-C takes the machine out of the pool: it
     is given nothing new, and runs that go on here go on.
     """
-    home = this_home()
+    home = durable_home("a node keeps there what its server still has to hear of")
     if options["unit"]:
         say_lines(_unit(home).rstrip("\n"))
         return

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.choosing import durable_home
 from serverless_gpu.cli.output import say
 from serverless_gpu.errors import NotFound
 from serverless_gpu.server.logfile import KEPT
@@ -39,7 +39,7 @@ _HEAD = ("ts", "level", "logger", "msg", "traceback")
 @click.option("--json", "as_json", is_flag=True, help="Print the lines as they are in the file.")
 def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool) -> None:
     """Print the log of this home's server: what its loops did, its requests, and what went wrong."""
-    path = this_home().root / "server" / "server.log"
+    path = durable_home("the log of its server is there").root / "server" / "server.log"
     if not path.exists():
         raise NotFound(f"there is no log of a server at {path}", hint="`sgpu up` starts one; it writes there")
 

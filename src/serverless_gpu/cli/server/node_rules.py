@@ -14,7 +14,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.output import print_json, say
-from serverless_gpu.cli.server.machines import find_node
+from serverless_gpu.cli.server.machines import find_node, node
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.model.hardware import CPU, Device
@@ -119,7 +119,8 @@ def release(name: str, gpu: str) -> None:
     _leave_out(name, gpu, on=False, note="")
 
 
-node_commands = (drain, resume, calendar, quarantine, release)
+for _command in (drain, resume, calendar, quarantine, release):
+    node.add_command(_command)
 
 
 def calendar_lines(view: NodeView) -> list[str]:

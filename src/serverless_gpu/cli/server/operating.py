@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import click
+import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.choosing import durable_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.server.logbook import server_logs
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.cli.server.up import refuse_incomplete
 from serverless_gpu.errors import ServerProblem
@@ -24,11 +26,15 @@ from serverless_gpu.units import format_bytes
 from serverless_gpu.wire.state import DrainRequest, DrainView
 
 _LOOK_S = 0.5
+_KEPT = "the server of this home is there"
 
 
 @click.group("server")
 def server_group() -> None:
     """Look after a server: its settings, its unit, its backups."""
+
+
+server_group.add_command(server_logs)
 
 
 @server_group.command()
@@ -39,7 +45,7 @@ def config(as_json: bool) -> None:
     An option wins over a variable (SGPU_PORT), that over server.toml in the home. Passwords in addresses are not shown.
     """
     refuse_incomplete()
-    home = this_home()
+    home = durable_home(_KEPT)
     settings = load("serverless_gpu.server.settings")
     settings.read_settings(home.root, environ=os.environ)
     said = settings.effective(home.root, environ=os.environ)
@@ -55,7 +61,7 @@ def config(as_json: bool) -> None:
 def unit() -> None:
     """Print a unit with which systemd runs this home's server: restarting it leaves runs alone."""
     refuse_incomplete()
-    home = this_home()
+    home = durable_home(_KEPT)
     systemd = load("serverless_gpu.server.systemd")
     settings = load("serverless_gpu.server.settings").read_settings(home.root, environ=os.environ)
     there = systemd.Installation(
@@ -110,7 +116,8 @@ def backup(directory: Path) -> None:
     is as it was in the backup before is a link to that. A database of PostgreSQL is not in it: dump it before.
     """
     refuse_incomplete()
-    settings = load("serverless_gpu.server.settings").read_settings(this_home().root, environ=os.environ)
+    settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    load("serverless_gpu.server.rotation").refuse_unfinished(settings.directory)
     made = load("serverless_gpu.server.backing_up").back_up(settings, directory.absolute(), clock=SystemClock())
     files = made.manifest.files
     size = format_bytes(sum(entry.size for entry in files.values()))
@@ -126,25 +133,30 @@ def backup(directory: Path) -> None:
 def check(as_json: bool) -> None:
     """Look at every run in this home's database: is everything true that always is?
 
-    It reads only, also while the server works. Exits with 1 when something is wrong, and says what.
+    It reads only, also while the server works. Exits with 1 when something is wrong, and says what: also a database
+    that was rolled back, and files of runs that the database does not know.
     """
     refuse_incomplete()
-    settings = load("serverless_gpu.server.settings").read_settings(this_home().root, environ=os.environ)
+    settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
     database_room = load("serverless_gpu.server.database")
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
         raise ServerProblem(f"there is no server in this home: {path} is not there", hint="`sgpu up` starts one")
+    rollback = load("serverless_gpu.server.rollback")
     with contextlib.closing(database_room.Database(settings.database, clock=SystemClock())) as database:
+        lost = rollback.evidence(settings, database.read)
         checked = load("serverless_gpu.server.self_check").check(database.read)
     if as_json:
-        print_json(checked)
+        print_json(msgspec.structs.replace(checked, lost=lost))
     else:
+        for sentence in lost:
+            click.echo(sentence)
         for violation in checked.violations:
             click.echo(f"{violation}")
         for what in checked.skipped:
             click.echo(f"too much to be looked at: {what}")
         click.echo(f"{len(checked.violations)} violations in {checked.runs} runs")
-    if checked.violations:
+    if checked.violations or lost:
         sys.exit(1)
 
 
@@ -170,13 +182,48 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
     secrets that were deleted are back: do both again.
     """
     refuse_incomplete()
-    home = this_home()
+    home = durable_home(_KEPT)
     manifest = load("serverless_gpu.server.restoring").restore(home, backup, nothing_ran_since=nothing_ran_since)
     say(f"{home.root / 'server'}: {len(manifest.files)} files, each as it was")
     if manifest.database != "sqlite":
         say("without the database, which is to be there before `sgpu up`: pg_restore --dbname=DATABASE …")
     if not nothing_ran_since:
         say("at its start, runs that wait in it become LOST: they may have run since; `sgpu audit list` counts them")
+
+
+@server_group.command()
+@click.option("--yes", "certain", is_flag=True, help="Do not ask.")
+def rotate(certain: bool) -> None:
+    """Replace this home's server key and every token; the server is stopped meanwhile.
+
+    For a server on which code of several principals shared one operating-system user, or whose directory others could
+    read. Secrets and the variables of unended runs are sealed again under the new key. The values of secrets stay:
+    change them where they come from. Every token is revoked; this machine's administrator and node get new ones.
+    Killed in the middle, it goes on when it is started again; `sgpu up` refuses to start until then.
+    """
+    refuse_incomplete()
+    settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    if not certain:
+        click.confirm("Revoke every token of this server, and replace its key?", abort=True, err=True)
+    login = load("serverless_gpu.server.assembly").login()
+    rotated = load("serverless_gpu.server.rotation").rotate(settings, clock=SystemClock(), login=login)
+    sealed = f"{_number(len(rotated.secrets), 'secret')} and variables of unended runs are sealed with it"
+    say(f"the server's key is new; {sealed}")
+    say(f"new tokens of this machine are in {settings.directory}; `sgpu up` gives them to this home and its node")
+    for name, count in rotated.revoked:
+        say(f"{name}: {_number(count, 'token')} revoked; a new one: sgpu token create --for {name}")
+    for node in rotated.nodes:
+        say(f"node {node}: its token is revoked; join again with a new one, within the partition grace of its runs")
+    for secret in rotated.secrets:
+        of = f"team {secret.team}" if secret.team else secret.owner
+        say(f"secret {secret.name} of {of}: change it at its source, then: sgpu secret set {secret.name}")
+    if rotated.is_ray_given:
+        say("Ray's token is that of --ray-token-file: change it where that cluster is started")
+    say("change at their source: passwords and keys in server.toml, SGPU_* variables and the file of --tls-key")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _counted(view: DrainView) -> str:

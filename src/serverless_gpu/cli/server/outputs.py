@@ -7,14 +7,12 @@ is tried again (what the former attempt wrote is shown to its end, then the next
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from serverless_gpu.cli.output import say
-from serverless_gpu.cli.outputs import Output, Source
-from serverless_gpu.cli.server.reaching import connect
-from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.cli.outputs import Output, Source, refuse_missing_attempt
+from serverless_gpu.cli.server.reaching import patient_server
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import TERMINAL
 from serverless_gpu.node.home import Home
@@ -29,20 +27,19 @@ _READ_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def served_output(home: Home, view: RunView, *, patiently: bool) -> Iterator[Output]:
+def served_output(home: Home, view: RunView, attempt: int | None = None) -> Iterator[Output]:
     """Yield what a run of the server wrote.
 
     Args:
         home: says which server.
         view: the run.
-        patiently: whether to wait for a server that goes away, as a call does.
+        attempt: only this one; None for the last, and those that come after it.
+
+    Raises:
+        InvalidValue: the run had no such attempt.
     """
-    patience_s = load("serverless_gpu.client.remote.server").patience_s(os.environ) if patiently else 0.0
-    connection = connect(find_profile(home.root, os.environ), patience_s=patience_s)
-    try:
-        yield ServedOutput(connection, view)
-    finally:
-        connection.close()
+    with patient_server(home.root) as connection:
+        yield ServedOutput(connection, view, attempt)
 
 
 class ServedOutput(Output):
@@ -51,15 +48,22 @@ class ServedOutput(Output):
     Args:
         connection: to the server.
         view: the run as the server described it last.
+        attempt: only this one; None for the last, and those that come after it.
+
+    Raises:
+        InvalidValue: the run had no such attempt.
     """
 
     look_s_max = _LOOK_S_MAX
 
-    def __init__(self, connection: Connection, view: RunView) -> None:
+    def __init__(self, connection: Connection, view: RunView, attempt: int | None = None) -> None:
+        if attempt is not None:
+            refuse_missing_attempt(view.id, attempt, view.fence)
         self.run_id = view.id
         self._connection = connection
         self._view = view
-        self._fence = view.fence
+        self._fence = view.fence if attempt is None else attempt
+        self._is_last = attempt is None
         self._sources: list[_Log] = []
         self._next = 0
 
@@ -89,8 +93,8 @@ class ServedOutput(Output):
         run_view = load("serverless_gpu.wire.runs").RunView
         self._view = self._connection.ask("GET", f"/runs/{self.run_id}", answer=run_view)
         if self._view.fence > self._fence:
-            self._next = self._view.fence
-            return True
+            self._next = self._view.fence if self._is_last else 0
+            return self._is_last
         return self._view.state not in TERMINAL
 
     def _size(self, rank: int, stream: str) -> int:

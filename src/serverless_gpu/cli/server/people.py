@@ -10,20 +10,23 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.choosing import durable_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import connect, server
 from serverless_gpu.cli.server.tokens import say_secret
 from serverless_gpu.client.remote.profile import Profile, check_address, write_profile
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.access import Role
+from serverless_gpu.model.access import Reach, Role, reach
+from serverless_gpu.model.scheduling.uid_sharing import sharing_warnings
+from serverless_gpu.wire.agents import PoolList
 from serverless_gpu.wire.principals import (
     OnDisabled,
     PrincipalChange,
     PrincipalList,
     PrincipalRequest,
     PrincipalView,
+    TeamChange,
     TeamList,
     TeamRequest,
     TeamView,
@@ -60,7 +63,10 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
         me = connection.ask("GET", "/whoami", answer=PrincipalView)
     finally:
         connection.close()
-    write_profile(this_home().root, msgspec.structs.replace(profile, principal=me.name, machine=version.machine))
+    write_profile(
+        durable_home("the token is kept there").root,
+        msgspec.structs.replace(profile, principal=me.name, machine=version.machine),
+    )
     here = ", on this machine" if version.machine == machine() else ""
     say(f"you are {me.name} ({me.role}) at {profile.url}{here}, serverless-gpu {version.version}")
 
@@ -105,7 +111,15 @@ def add_user(name: str, role: Role, service: bool, teams: tuple[str, ...]) -> No
     """Add a user or service; prints their first token once, for `sgpu login`."""
     body = PrincipalRequest(name=name, kind="service" if service else "user", role=role, teams=teams)
     with server() as connection:
-        say_secret(connection.ask("POST", "/users", body, answer=TokenMade))
+        made = connection.ask("POST", "/users", body, answer=TokenMade)
+        pools = connection.ask("GET", "/pools", answer=PoolList).pools
+    say_secret(made)
+    if reach(role, "runs", write=True) is Reach.NONE:
+        return
+    closed = [pool.name for pool in pools if pool.isolation != "none"]
+    shared = [pool.name for pool in pools if pool.isolation == "none"]
+    for warning in sharing_warnings(principals=[name], closed=closed, shared=shared):
+        say(f"warning: {warning}", err=True)
 
 
 @user.command("change")
@@ -156,6 +170,18 @@ def add_team(name: str) -> None:
     """Make a team."""
     with server() as connection:
         say(f"team {connection.ask('POST', '/teams', TeamRequest(name=name), answer=TeamView).name} is there")
+
+
+@team.command("set")
+@click.argument("name")
+@click.option(
+    "--time-zone", metavar="ZONE", required=True, help="Of the periods of its budgets, as Europe/Berlin or UTC."
+)
+def set_team(name: str, time_zone: str) -> None:
+    """Set the time zone of a team: days, weeks and months of its budgets that have none of their own."""
+    with server() as connection:
+        changed = connection.ask("PATCH", f"/teams/{name}", TeamChange(time_zone=time_zone), answer=TeamView)
+    say(f"team {changed.name}: budgets have periods of {changed.time_zone}")
 
 
 @team.command("join")

@@ -22,6 +22,15 @@ ANY = "any"
 """What an option says that takes a limit away."""
 
 
+_COUNTS = {
+    "gpus_per_run": "gpus_per_run",
+    "gpus_at_once": "gpus_at_once",
+    "attempts": "attempts_max",
+    "unsaved_attempts": "unsaved_max",
+}
+"""Options of `set` that take a number, and the field of a policy that each is."""
+
+
 @click.group()
 def policy() -> None:
     """List, make and attach usage policies: what runs have to have, and may ask for."""
@@ -42,9 +51,13 @@ def my_policies(as_json: bool) -> None:
     _say_policies(found, as_json=as_json)
     if as_json:
         return
-    attached = [each.name for each in found if each.holders]
+    mandatory = [each.name for each in found if each.holders and each.mandatory]
+    if mandatory:
+        say(f"{', '.join(mandatory)} {'applies' if len(mandatory) == 1 else 'apply'} to every run, beside the others")
+    attached = [each.name for each in found if each.holders and not each.mandatory]
     if not attached:
-        say("no policy is attached to you: runs are under none, or under one of these that they name with policy=")
+        other = "other " if mandatory else ""
+        say(f"no {other}policy is attached to you: runs are under none, or one of these that they name with policy=")
     elif len(attached) == 1:
         say(f"{attached[0]} applies by itself")
     else:
@@ -77,8 +90,17 @@ def show_policy(name: str, as_json: bool) -> None:
 @click.option("--gpus-per-run", metavar="N", help="The most GPUs of one run.")
 @click.option("--gpus-at-once", metavar="N", help="The most GPUs that the runs of one user have at the same time.")
 @click.option("--max-run", metavar="DURATION", help="The longest an attempt runs; with resume=True another follows.")
+@click.option("--attempts", metavar="N", help="The most attempts of a run whose code begins.")
+@click.option("--total-run", metavar="DURATION", help="For how long a run's code runs in all attempts together.")
+@click.option("--unsaved-attempts", metavar="N", help="Attempts in a row without a checkpoint that end resume=True; 3.")
+@click.option("--mandatory/--optional", default=None, help="Apply beside any other policy; or only where it is chosen.")
 @click.option("--idle", metavar="DURATION", help="Idle devices stop a run after this; users may say less.")
-@click.option("--priorities", metavar="A,B", help="Classes that runs may ask for.")
+@click.option("--timeout", metavar="DURATION", help="The time limit of a run that names none.")
+@click.option("--team", metavar="NAME", help="The team of a run that names none, if its owner is in it.")
+@click.option(
+    "--require-team/--no-require-team", "team_required", default=None, help="Whether runs have to be for a team."
+)
+@click.option("--priorities", metavar="A,B", help="Classes that runs may ask for; grants CRITICAL.")
 @click.option("--environment", "environments", multiple=True, metavar="ADDRESS", help="Packages that may be installed.")
 def set_policy(name: str, **said: Any) -> None:
     """Make a usage policy, or change one: what is not said stays as it is, and `any` takes a limit away.
@@ -164,15 +186,22 @@ def _changes(said: Mapping[str, Any]) -> dict[str, object]:
     changes: dict[str, object] = {}
     if said["pool"] is not None:
         changes["pool"] = "" if said["pool"] == ANY else said["pool"]
+    if said["team"] is not None:
+        changes["team"] = "" if said["team"] == ANY else said["team"]
+    if said["team_required"] is not None:
+        changes["team_required"] = said["team_required"]
     for option in ("pools", "gpu_types", "priorities"):
         if said[option] is not None:
             changes[option] = _names(said[option])
     if "priorities" in changes:
         changes["priorities"] = tuple(_priority(name) for name in _names(said["priorities"]))
-    for option in ("gpus_per_run", "gpus_at_once"):
+    for option, field in _COUNTS.items():
         if said[option] is not None:
-            changes[option] = _count(option, said[option])
-    for option, field in (("max_run", "max_run_s"), ("idle", "idle_s")):
+            changes[field] = _count(option, said[option])
+    if said["mandatory"] is not None:
+        changes["mandatory"] = said["mandatory"]
+    times = (("max_run", "max_run_s"), ("total_run", "total_run_s"), ("idle", "idle_s"), ("timeout", "timeout_s"))
+    for option, field in times:
         if said[option] is not None:
             changes[field] = None if said[option] == ANY else duration_s(_option(option), said[option])
     if said["required"]:
@@ -195,7 +224,8 @@ def _texts(texts: Iterable[str]) -> list[str]:
 def _count(option: str, text: str) -> int | None:
     if text == ANY:
         return None
-    return int(text) if text.isascii() and text.isdecimal() else _bad(option, f"{text!r} is no number of GPUs")
+    what = "GPUs" if option.startswith("gpus") else "attempts"
+    return int(text) if text.isascii() and text.isdecimal() else _bad(option, f"{text!r} is no number of {what}")
 
 
 def _priority(name: str) -> Priority:

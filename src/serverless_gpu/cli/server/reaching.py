@@ -1,34 +1,84 @@
-"""The server that commands speak with."""
+"""The server that commands speak with, and how long they wait for one that is away.
+
+    about one run (attach, cancel, show, logs, result, metrics, run preempt)   wait as `sgpu submit` does
+    everything else                                                            ends at once
+
+Both end with exit code 75 (`exit_codes.py`): a server that cannot be reached says nothing about what it has.
+`SERVERLESS_GPU_PATIENCE` says how long the first kind waits. While a command waits, it reads the server's address and
+token again: a server that was started again may have others.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.output import say
-from serverless_gpu.client.remote.profile import SERVER, Profile, find_profile
+from serverless_gpu.client.remote.profile import Profile, find_profile, is_configured, remote_home, reread
+from serverless_gpu.client.remote.profile import patience_s as configured_patience_s
 from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.loading import load
 
 if TYPE_CHECKING:
+    from serverless_gpu.wire.brief import BriefConnection
     from serverless_gpu.wire.connection import Connection
 
 
-def connect(profile: Profile, *, patience_s: float = 0.0) -> Connection:
+def connect(profile: Profile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
     """Return a connection; HTTP is loaded here, 60 ms that other commands need not wait for.
 
     Args:
         profile: which server, and as whom.
         patience_s: how long a server that is away is waited for, in seconds; that is said on stderr.
+        home: the home whose file may have another address and another token by now; None: they stay as they are.
     """
+    latest = _latest(profile, home)
     connection: Connection = load("serverless_gpu.wire.connection").Connection(
-        profile.url, profile.token, ca=profile.ca, patience_s=patience_s, announce=_say
+        lambda: latest().url, lambda: latest().token, ca=profile.ca, patience_s=patience_s, announce=_say
     )
     return connection
+
+
+def connect_briefly(profile: Profile) -> BriefConnection:
+    """Return a connection for a question or two of a command that is to be quick; it waits for nothing."""
+    connection: BriefConnection = load("serverless_gpu.wire.brief").BriefConnection(
+        profile.url, profile.token, ca=profile.ca
+    )
+    return connection
+
+
+def _latest(profile: Profile, home: Path | None) -> Callable[[], Profile]:
+    """Return what says how the server is reached by now."""
+    known = profile
+
+    def latest() -> Profile:
+        nonlocal known
+        if home is not None:
+            known = reread(home, known, os.environ)
+        return known
+
+    return latest
+
+
+@contextlib.contextmanager
+def patient_server(home: Path) -> Iterator[Connection]:
+    """Yield a connection for a command about one run: it waits for a server that is away, as `sgpu submit` does.
+
+    Args:
+        home: says which server.
+
+    Raises:
+        ServerNotConfigured: no server is configured.
+        InvalidValue: what is configured cannot be used.
+    """
+    connection = connect(find_profile(home, os.environ), patience_s=configured_patience_s(os.environ), home=home)
+    try:
+        yield connection
+    finally:
+        connection.close()
 
 
 @contextlib.contextmanager
@@ -42,7 +92,8 @@ def server(*, patience_s: float = 0.0) -> Iterator[Connection]:
         ServerNotConfigured: there is none.
         InvalidValue: what is configured cannot be used.
     """
-    connection = connect(_profile(this_home().root), patience_s=patience_s)
+    home = remote_home(os.environ).root
+    connection = connect(_profile(home), patience_s=patience_s, home=home)
     try:
         yield connection
     finally:
@@ -53,7 +104,7 @@ def _profile(home: Path) -> Profile:
     try:
         return find_profile(home, os.environ)
     except ServerNotConfigured:
-        if (home / "server.json").exists() or os.environ.get(SERVER):
+        if is_configured(home, os.environ):
             raise
     raise ServerNotConfigured(
         "this asks a server, and none is configured",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from serverless_gpu.cli.server.reaching import connect
-from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.cli.server.reaching import patient_server
 from serverless_gpu.loading import load
 from serverless_gpu.node.home import Home
 
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.runs import FileView, RunView
 
 _PIECE_BYTES = 16 << 20
-_PATIENCE_S = 60.0  # a server that is started again does not cost what was copied so far
 _NAME = re.compile(r"results/(\d{1,9})\.pkl", re.ASCII)
 
 
@@ -59,8 +56,7 @@ def served_results(home: Home, view: RunView) -> Iterator[dict[int, ServedResult
         home: says which server.
         view: the run.
     """
-    connection = connect(find_profile(home.root, os.environ), patience_s=_PATIENCE_S)
-    try:
+    with patient_server(home.root) as connection:
         answer = load("serverless_gpu.wire.runs").FileList
         found = connection.ask("GET", f"/runs/{view.id}/results", answer=answer)
         by_rank = {
@@ -69,5 +65,3 @@ def served_results(home: Home, view: RunView) -> Iterator[dict[int, ServedResult
             if (match := _NAME.fullmatch(file.name)) is not None
         }
         yield dict(sorted(by_rank.items()))
-    finally:
-        connection.close()

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import click
 
 from serverless_gpu.ambient import format_moment
-from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.choosing import durable_home, this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.server.reaching import server
@@ -44,7 +44,7 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
     _refuse_both(team, local)
     value = check_value(check_name(name), _read(name, path))
     if local:
-        own_secrets.write(this_home(), name, value)
+        own_secrets.write(durable_home("secrets are kept there"), name, value)
         say(f"{name} is set for runs of this machine")
         return
     with server() as connection:
@@ -83,7 +83,7 @@ def delete_secret(name: str, team: str, local: bool) -> None:
     """Delete a secret with all of its versions; an attempt that has its copy goes on."""
     _refuse_both(team, local)
     if local:
-        own_secrets.delete(this_home(), name)
+        own_secrets.delete(durable_home("secrets are kept there"), name)
         say(f"{name} is gone")
         return
     with server() as connection:

@@ -17,7 +17,7 @@ from serverless_gpu.client.decorator import parse_options
 from serverless_gpu.client.launch import launch_command
 from serverless_gpu.model.spec import Command, Priority, RunSpec
 
-_OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "env")
+_OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "idle_timeout", "env")
 _RANKS_ALL = "all"
 
 
@@ -31,6 +31,7 @@ _RANKS_ALL = "all"
 @click.option("--name", help="What the run is called; the program's name without it.")
 @click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Time limit from the first line on.")
+@click.option("--idle-timeout", type=float, metavar="SECONDS", help="Stop it when its devices were idle for so long.")
 @click.option("--grace", type=float, metavar="SECONDS", help="Between SIGTERM and SIGKILL when it is stopped.")
 @click.option("--retries", type=click.IntRange(min=0), help="New attempts after a failure.")
 @click.option("--retry-on-infra", is_flag=True, help="New attempts, up to 3, after a GPU or a node failed.")
@@ -53,7 +54,7 @@ def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **
 
     Everything after PROGRAM goes to it, a first -- aside. Exit codes: 0 it succeeded; the program's own where that
     ended the run; 124 its time was up, 130 it was cancelled, 137 a signal or memory ended a rank, 75 the run or its
-    node was lost, 1 all else.
+    node was lost or the server is away, 1 all else.
     """
     dry_run, as_json = options.pop("dry_run"), options.pop("as_json")
     if as_json and not dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
@@ -12,16 +13,19 @@ import click
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import machine
-from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.choosing import durable_home
 from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.loading import load
-from serverless_gpu.node.home import Home
+from serverless_gpu.model.scheduling.telling import some
+from serverless_gpu.model.scheduling.uid_sharing import sharing_warnings
+from serverless_gpu.node.home import Home, storage_error
 from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.version import __version__
 
 if TYPE_CHECKING:
+    from serverless_gpu.server.isolation import Exposure
     from serverless_gpu.server.serving import Running
     from serverless_gpu.server.settings import Settings
 
@@ -72,6 +76,9 @@ _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httpt
 @click.option("--ray-token-file", metavar="FILE", help="With that one's token; only you may read it.")
 @click.option("--tls-ca", metavar="FILE", help="Who issued the certificate, for machines that join and do not know it.")
 @click.option("--key-lost", is_flag=True, default=None, help="Start without the key of unended runs and secrets.")
+@click.option(
+    "--accept-rollback", is_flag=True, default=None, help="Go on with a database that lost what was acknowledged."
+)
 def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> None:
     """Start a server: a queue in front of this machine's GPUs, or a team's.
 
@@ -82,7 +89,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     refuse_incomplete()
     if faults.named():
         say(f"warning: {faults.warning()}", err=True)
-    home = this_home()
+    home = durable_home("a server keeps its database, keys and tokens there")
     settings_room = load("serverless_gpu.server.settings")
     settings = settings_room.read_settings(
         home.root,
@@ -95,25 +102,58 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     ray_beside = load("serverless_gpu.server.ray_beside")
     ray_beside.refuse(settings)
 
-    def ready(url: str, running: Running, mlflow: str) -> None:
+    def write_files(url: str, running: Running) -> list[str]:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
         write_profile(home.root, Profile(url=url, token=token, embedded=True, machine=machine()))
-        joining = ray_beside.offer_joining(settings, url=url, port=running.port, certified=running.certified)
+        said: list[str] = ray_beside.offer_joining(settings, url=url, port=running.port, certified=running.certified)
+        return said
+
+    def ready(url: str, running: Running, mlflow: str) -> None:
+        joining = write_files(url, running)
         for line in (*_told(url, home, mlflow), *_outside(settings, running), *joining):
             say(line)
+        for warning in running.warnings:
+            say(f"warning: {warning}", err=True)
 
     try:
         with load("serverless_gpu.server.mlflow_beside").mlflow_beside(settings) as complete:
             load("serverless_gpu.server.serving").serve(
-                complete, ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else "")
+                complete,
+                ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else ""),
+                announce=lambda line: say(f"sgpu: {line}", err=True),
+                decide=_decide,
+                renewed=write_files,
             )
     except load("serverless_gpu.server.claim").TakenOver as error:
         say_lines(f"sgpu: {error}", err=True)
         sys.exit(load("serverless_gpu.server.systemd").TAKEN_OVER)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise storage_error(error, settings.directory) from error
     grace = format_duration_ms(round(settings.partition_grace_s * 1000))
     if settings.ray is not None:
         say("Ray goes on for ten minutes, for a server that is started again; `sgpu stop` ends it")
     say(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
+
+
+def _decide(found: Exposure) -> bool | None:
+    """Warn of principals that share a uid; on a terminal, have the operator decide what nobody has decided yet."""
+    warnings = sharing_warnings(principals=found.principals, closed=found.closed, shared=found.shared)
+    for warning in warnings:
+        say(f"warning: {warning}", err=True)
+    if not found.undecided:
+        return None
+    if found.had_runs:
+        say(
+            f"warning: {', '.join(some(found.had_runs))} ran code here already: it could read the server's key, tokens "
+            "and secrets; to replace them: Ctrl-C, `sgpu server rotate`, then change the secrets at their source",
+            err=True,
+        )
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    named = ", ".join(some(found.undecided))
+    return click.confirm(f"May runs of several principals share one operating-system user in {named}?", err=True)
 
 
 def _told(url: str, home: Home, mlflow: str) -> list[str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
+from serverless_gpu.client.remote.profile import is_configured
 from serverless_gpu.client.remote.server import server_of
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
-from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.node.home import Home
 
 
@@ -28,10 +28,9 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
         NotFound: it has no such run, or none that one may see.
         ServerlessGpuError: the server refuses, or is away.
     """
-    try:
-        server = server_of(home.root, os.environ)
-    except ServerNotConfigured:
+    if not is_configured(home.root, os.environ):
         return None
+    server = server_of(home.root, os.environ)
     view = server.run(run_id)
     is_trusted = view.owner in trusted or view.owner == server.principal()
     untrusted = "" if is_trusted else view.owner

@@ -13,11 +13,11 @@ import msgspec
 
 from serverless_gpu.client.estimating import Estimate, made, unknown
 from serverless_gpu.client.remote.pool_choice import choose
+from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.server import Server, server_of
 from serverless_gpu.client.remote.submitting import environment_of, target
 from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
 from serverless_gpu.model.spec import Command, Function, RunSpec
-from serverless_gpu.node.home import find_home
 from serverless_gpu.wire.estimates import EstimateRequest, estimate_of
 
 
@@ -30,7 +30,7 @@ def estimate(spec: RunSpec) -> Estimate:
     Raises:
         ServerlessGpuError: it would be refused; the message says why and what to do.
     """
-    home = find_home(os.environ)
+    home = remote_home(os.environ)
     server = server_of(home.root, os.environ)
     try:
         return _asked(server, spec)

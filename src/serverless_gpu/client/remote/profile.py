@@ -10,8 +10,9 @@ not ours, plain HTTP to another machine (the token would be readable on its way)
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
+import socket
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,12 +20,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerNotConfigured
-from serverless_gpu.node.home import storage_error
+from serverless_gpu.node.home import Home, find_durable_home, find_home, storage_error
 from serverless_gpu.serialized import from_json
 
 SERVER = "SERVERLESS_GPU_SERVER"
 TOKEN = "SERVERLESS_GPU_TOKEN"
-_FILE = "server.json"
+FILE = "server.json"
+PATIENCE = "SERVERLESS_GPU_PATIENCE"
+PATIENCE_S = 600.0
+_notes_said: set[str] = set()
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +47,26 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     embedded: bool = False
     machine: str = ""
     ca: str = ""
+
+
+def remote_home(environ: Mapping[str, str]) -> Home:
+    """Return the home for remote calls: it says which server, and keeps copies of what their runs return.
+
+    A replacement in the temporary directory will do where variables name the server, which keeps everything itself.
+
+    Args:
+        environ: the environment variables to look at.
+
+    Raises:
+        StorageError: the home cannot be written to, and only its file could name the server.
+    """
+    if not environ.get(SERVER):
+        return find_durable_home(environ, f"its {FILE} says which server there is")
+    home = find_home(environ)
+    if home.note and home.note not in _notes_said:
+        _notes_said.add(home.note)
+        warnings.warn(home.note, stacklevel=4)
+    return home
 
 
 def find_profile(home: Path, environ: Mapping[str, str]) -> Profile:
@@ -64,33 +88,24 @@ def find_profile(home: Path, environ: Mapping[str, str]) -> Profile:
             )
         profile = Profile(url=url, token=token)
     else:
-        profile = _read(home / _FILE)
+        profile = _read(home / FILE)
         if token:
             profile = msgspec.structs.replace(profile, token=token, principal="")
     check_address(profile.url)
     return profile
 
 
-def moved(home: Path, known: Profile) -> Profile:
-    """Return a server of this home's file as it is by now: one that was started again may have another port.
-
-    It is the same server if it has the same token; another one that somebody has logged in to meanwhile is not asked.
-
-    Args:
-        home: the home directory.
-        known: the server as it was.
-    """
-    try:
-        there = find_profile(home, {})
-    except ServerlessGpuError:  # gone, or somebody is at it
-        return known
-    return msgspec.structs.replace(known, url=there.url) if there.token == known.token else known
+def is_configured(home: Path, environ: Mapping[str, str]) -> bool:
+    """Return whether a server is named, by a variable or the home's file, well or not."""
+    return bool(environ.get(SERVER)) or (home / FILE).exists()
 
 
-def renewed(home: Path, known: Profile, environ: Mapping[str, str]) -> Profile:
-    """Return a server with the token that there is for it by now: somebody has logged in again, as the same principal.
+def reread(home: Path, known: Profile, environ: Mapping[str, str]) -> Profile:
+    """Return a server with the address and the token that it has by now; as it was known where nothing says otherwise.
 
-    Another server, or another principal of it, is not taken for that: what waits was asked for by who one was.
+    Both may change at once: the server was started again on another port, and its tokens were replaced. Address and
+    token come from the same place, so a token only goes to the address that was stored with it. A different server, or
+    a different principal, is not taken over: whatever waits was asked of this server as this principal.
 
     Args:
         home: the home directory.
@@ -99,11 +114,45 @@ def renewed(home: Path, known: Profile, environ: Mapping[str, str]) -> Profile:
     """
     try:
         there = find_profile(home, environ)
-    except ServerlessGpuError:  # gone, or somebody is at it
+    except ServerlessGpuError:  # gone, or another process is writing it
         return known
-    same_server = there.url.rstrip("/") == known.url.rstrip("/") or (there.embedded and known.embedded)
-    same_one = there.principal == known.principal or not (there.principal and known.principal)
-    return there if same_server and same_one else known
+    same_token = there.token == known.token and not environ.get(TOKEN)  # the variable's says nothing about the server
+    same_principal = there.principal == known.principal or not (there.principal and known.principal)
+    return there if same_token or (same_principal and _is_same_server(there, known)) else known
+
+
+def _is_same_server(there: Profile, known: Profile) -> bool:
+    """Return whether two profiles are of one server: one address, `sgpu up` of this home, or one host and principal."""
+    if there.url.rstrip("/") == known.url.rstrip("/"):
+        return True
+    if there.embedded and known.embedded:
+        return there.machine == known.machine or not (there.machine and known.machine)
+    if there.embedded or known.embedded or not there.principal:
+        return False
+    return _host(there) == _host(known) and there.principal == known.principal
+
+
+def _host(profile: Profile) -> tuple[str, str | None]:
+    parts = urlsplit(profile.url)
+    return parts.scheme, parts.hostname
+
+
+def patience_s(environ: Mapping[str, str]) -> float:
+    """Return how long a server that is away is waited for, in seconds.
+
+    Raises:
+        InvalidValue: the variable does not hold a number of seconds.
+    """
+    text = environ.get(PATIENCE)
+    if not text:
+        return PATIENCE_S
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86_400:  # NaN is neither
+        raise InvalidValue(f"{PATIENCE}={text!r} is not a number of seconds up to a day", hint="the default is 600")
+    return value
 
 
 def write_profile(home: Path, profile: Profile) -> None:
@@ -112,8 +161,8 @@ def write_profile(home: Path, profile: Profile) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    path = home / _FILE
-    temporary = path.with_name(f".{_FILE}-{os.getpid()}")
+    path = home / FILE
+    temporary = path.with_name(f".{FILE}-{os.getpid()}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:
@@ -164,7 +213,7 @@ def check_address(url: str) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    for family, packed in ((socket.AF_INET, b"\x7f"), (socket.AF_INET6, bytes(15) + b"\x01")):
+        with contextlib.suppress(OSError, ValueError):
+            return socket.inet_pton(family, host).startswith(packed)
+    return host == "localhost"

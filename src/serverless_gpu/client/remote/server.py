@@ -7,9 +7,9 @@ many and long, and closing one must not touch the others.
 A token may end while somebody waits: what is waited for goes on, so the wait does, too, as long as for a server that is
 away, until there is another token (`wait_for_token`). Whoever asks for something new is refused at once.
 
-Failure cases: the process forks (the child makes connections of its own); the server was started again on another port
-(its file in the home is read again when it does not answer); the token has ended (its file, or the variable, is read
-again when it is refused).
+Failure cases: the process forks (the child makes connections of its own); the server was started again on another port,
+with other tokens, or both (its file in the home, or the variables, are read again when it does not answer or refuses
+the token).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import TypeVar
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display import TerminalDisplay
-from serverless_gpu.client.remote.profile import SERVER, TOKEN, Profile, find_profile, moved, renewed
+from serverless_gpu.client.remote.profile import TOKEN, Profile, find_profile, patience_s, reread
 from serverless_gpu.environment.questions import Where
-from serverless_gpu.errors import InvalidValue, NotAuthenticated
+from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.receipt import Receipt
@@ -39,8 +39,6 @@ from serverless_gpu.wire.runs import AttemptList, AttemptView, RunRequest, RunVi
 from serverless_gpu.wire.state import Version
 
 T = TypeVar("T")
-PATIENCE = "SERVERLESS_GPU_PATIENCE"
-PATIENCE_S = 600.0
 _LOG_PIECE_BYTES = 4 << 20
 _TOKEN_LOOK_S = 0.5  # between two looks for another token
 
@@ -81,15 +79,17 @@ class Server:
 
     def look_again(self) -> str:
         """Return the server's address as it is by now."""
-        if self._home is not None and not self._environ.get(SERVER):
-            self.profile = moved(self._home, self.profile)
+        self._reread()
         return self.profile.url
 
     def token(self) -> str:
         """Return the token as it is by now."""
-        if self._home is not None:
-            self.profile = renewed(self._home, self.profile, self._environ)
+        self._reread()
         return self.profile.token
+
+    def _reread(self) -> None:
+        if self._home is not None:
+            self.profile = reread(self._home, self.profile, self._environ)
 
     def wait_for_token(
         self, ended: NotAuthenticated, used: str, *, say: Callable[[str], None], closed: threading.Event
@@ -279,24 +279,6 @@ def server_of(home: Path, environ: Mapping[str, str]) -> Server:
         if known is None:
             known = _servers[profile, seconds] = Server(profile, seconds, home, environ)
         return known
-
-
-def patience_s(environ: Mapping[str, str]) -> float:
-    """Return how long a server that is away is waited for, in seconds.
-
-    Raises:
-        InvalidValue: what the variable says is no number of seconds.
-    """
-    text = environ.get(PATIENCE)
-    if not text:
-        return PATIENCE_S
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 86_400:  # NaN is neither
-        raise InvalidValue(f"{PATIENCE}={text!r} is not a number of seconds up to a day", hint="the default is 600")
-    return value
 
 
 def _say(sentence: str) -> None:

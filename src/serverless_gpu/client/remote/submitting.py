@@ -35,6 +35,7 @@ from serverless_gpu.client.ray_preflight import refusal
 from serverless_gpu.client.remote import variables
 from serverless_gpu.client.remote.copies import clean_now_and_then, write_whole
 from serverless_gpu.client.remote.pool_choice import choose
+from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.server import Server, server_of
 from serverless_gpu.client.remote.stream import Away, EventStream
 from serverless_gpu.client.remote.uploading import upload
@@ -51,7 +52,7 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
-from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.home import Home
 from serverless_gpu.node.submission import Submission
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
@@ -90,7 +91,7 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
             that out.
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
-    home = find_home(os.environ)
+    home = remote_home(os.environ)
     server = server_of(home.root, os.environ)
     choice = choose(spec, os.environ, server.pools)
     spec = msgspec.structs.replace(choice.applied(spec), environment=environment_of(spec, server))
@@ -119,7 +120,7 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
 
 def _accepted_as(accepted: RunSpec, asked: RunSpec) -> RunSpec:
     """Return a run with the limits that its policy and its server have for it."""
-    limits = {name: getattr(accepted, name) for name in ("policy", "max_run_s", "idle_timeout_s")}
+    limits = {name: getattr(accepted, name) for name in ("policy", "team", "timeout_s", "max_run_s", "idle_timeout_s")}
     return msgspec.structs.replace(asked, **limits)
 
 

@@ -109,24 +109,37 @@ class Watched(Source):
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | Note | None:
         """Return the next message, or None after the last."""
         deadline_ns = None if timeout_s is None else SystemClock().boottime_ns() + round(timeout_s * 1e9)
-        while not self._pending:
-            if self._over:
-                return None
-            if self._stream is None and timeout_s == 0:
-                self._is_over_there = self._is_over_there or self._look()
-                if not self._is_over_there:
-                    break
-            # Its first words are not to be missed by whoever only looks, nor the ending of a run that has one.
-            fresh = self._stream is None or (self._is_over_there and self._stopped is None)
-            left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
-            heard = self._opened().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
-            if heard is None:
-                self._over = True
-            else:
-                self._take(heard)
+        try:
+            while not self._pending:
+                if self._over:
+                    return None
+                if self._stream is None and timeout_s == 0:
+                    self._is_over_there = self._is_over_there or self._look()
+                    if not self._is_over_there:
+                        break
+                # Its first words are not to be missed by whoever only looks, nor the ending of a run that has one.
+                fresh = self._stream is None or (self._is_over_there and self._stopped is None)
+                left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
+                heard = self._opened().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
+                if heard is None:
+                    self._over = True
+                else:
+                    self._take(heard)
+        except NotFound:
+            return self._forgotten()
         if not self._pending:
             raise TimeoutError
         return self._pending.popleft()
+
+    def _forgotten(self) -> protocol.Refused:
+        """Return what ends a run that the server had accepted and does not know any more."""
+        self.close()
+        return protocol.Refused(
+            code=NotFound.code,
+            message=f"the server at {self._server.profile.url} had accepted run {self.run_id} and does not know it any "
+            "more: its database was restored or rolled back, or you may not see the run now",
+            hint="nobody knows whether it ran: look for what it wrote, and submit it again if it did not",
+        )
 
     def _look(self) -> bool:
         """Ask how the run is, without listening from now on; return whether it has ended, which its stream tells."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from serverless_gpu.client.agent_control import agent_status
+from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.doctor.facts import AgentFacts, CgroupFacts, Unknown
 from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.node.flocks import held_note

@@ -23,6 +23,7 @@ from serverless_gpu.client.remote.profile import SERVER, Profile, find_profile
 from serverless_gpu.doctor.facts import ServerFacts, ServerNode
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.loading import load
+from serverless_gpu.model.access import reach
 from serverless_gpu.node.home import find_home
 from serverless_gpu.serialized import from_json
 
@@ -91,6 +92,14 @@ def _asked(facts: ServerFacts, profile: Profile) -> ServerFacts:
         with contextlib.suppress(NotAllowed):
             found = connection.ask("GET", "/nodes", answer=agents.NodeList).nodes
             facts = replace(facts, nodes=tuple(_node(each, facts.clock_ahead_s) for each in found))
+        with contextlib.suppress(NotAllowed):
+            pools = connection.ask("GET", "/pools", answer=agents.PoolList).pools
+            shared = tuple(pool.name for pool in pools if pool.isolation == "none")
+            closed = tuple(pool.name for pool in pools if pool.isolation != "none")
+            facts = replace(facts, shared_pools=shared, closed_pools=closed)
+            users = connection.ask("GET", "/users", answer=principals.PrincipalList).principals
+            starting = [each for each in users if not each.disabled and reach(each.role, "runs", write=True) != "none"]
+            facts = replace(facts, principals=len(starting))
         return facts
     finally:
         connection.close()

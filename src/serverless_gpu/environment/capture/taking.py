@@ -27,7 +27,7 @@ from serverless_gpu.environment.capture.packing import Job, Packed, Packer, Sett
 from serverless_gpu.environment.capture.reading import unreadable
 from serverless_gpu.environment.capture.sending import Counts
 from serverless_gpu.environment.compression import LEVEL_LOCAL
-from serverless_gpu.environment.documents import Member, Root, Row, Snapshot, Unit, make_snapshot
+from serverless_gpu.environment.documents import Member, Root, Row, Snapshot, Unit, in_order, make_snapshot
 from serverless_gpu.environment.progress import Progress, Report, nobody
 from serverless_gpu.environment.rules import check_rows
 from serverless_gpu.environment.rules.limits import CONTENT_BYTES_MAX
@@ -323,8 +323,7 @@ def _corrected(scan: Scan, rows: Mapping[str, Sequence[Row]], moved: Mapping[str
     for root in scan.snapshot.roots:
         # Two units may turn out to be one.
         members = {member.address: member for member in map(corrected, root.members)}
-        ordered = sorted(members.values(), key=lambda member: (member.kind, member.name, member.address))
-        roots.append(msgspec.structs.replace(root, members=tuple(ordered)))
+        roots.append(msgspec.structs.replace(root, members=in_order(members.values())))
     sources = {
         moved.get(address, address): (
             msgspec.structs.replace(source, rows=tuple(rows[address])) if address in moved else source

@@ -1,8 +1,9 @@
 """The units of a node: each unpacked once, verified before its first use, shared read-only by all environments.
 
-    ensure ─ there, and looked at in this boot of the machine? nothing to do
+    ensure ─ there, and looked at in this boot of the machine, not long ago? nothing to do
            ├ its lock is free: fetch it   (many processes at once: each takes what nobody fetches yet)
            └ somebody fetches it: wait until it is there, or until they died and it is ours to fetch
+    look   ─ one sweep over its files: has anybody written to them? (`sealing.py`) then every byte is read
     verify ─ what is on the disk against its rows; a damaged unit is replaced by a rename, whoever looks at the old one
              keeps seeing it
     evict  ─ what was not used for longest goes; never what somebody uses
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,14 +31,17 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit, unit_address
 from serverless_gpu.environment.progress import Report, nobody
 from serverless_gpu.environment.restore import evicting
+from serverless_gpu.environment.restore.bytecode import Job, compile_all
 from serverless_gpu.environment.restore.disks import full, total_bytes
 from serverless_gpu.environment.restore.evicting import LOCK_WAIT_S, evicting_lock
-from serverless_gpu.environment.restore.exposure import expose
+from serverless_gpu.environment.restore.exposure import expose, exposed_since
 from serverless_gpu.environment.restore.fetching import WAIT_S, Fetch, moved_bytes, room
 from serverless_gpu.environment.restore.inspection import damage, drop_bytecode
-from serverless_gpu.environment.restore.locking import lock, locked
+from serverless_gpu.environment.restore.locking import lock, locked, try_lock
 from serverless_gpu.environment.restore.outlines import Outline
 from serverless_gpu.environment.restore.places import (
+    Looked,
+    Note,
     Places,
     exchange,
     make_public,
@@ -46,6 +50,7 @@ from serverless_gpu.environment.restore.places import (
     write_document,
     write_to_disk,
 )
+from serverless_gpu.environment.restore.sealing import LOOK_S, Sweep, known_bytecode, note_bytecode, sweep_unit
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentCorrupt
 
@@ -269,28 +274,127 @@ class Cache(Places):
             )
         return value
 
+    def look(self, snapshot: Snapshot) -> tuple[str, ...]:
+        """Look at the units of an environment, and put those aside that somebody has written to.
+
+        Each is looked at once in a boot of this machine, and again after `LOOK_S`; units that links lead to are looked
+        at by `mending.py`, before each use.
+
+        Args:
+            snapshot: of which; the caller holds it.
+
+        Returns:
+            What was changed, a path of each unit and a few words.
+        """
+        stamp = self.looked(snapshot.address)
+        last = read_document(stamp, Looked)
+        if last is not None and last.boot == self.boot and self._is_fresh(last.at_ns):
+            return ()
+        found = []
+        for address in snapshot.addresses():
+            note = self.note(address)
+            if note is not None and not self._is_known(note):
+                with locked(self.unit_lock(address), wait_s=WAIT_S):
+                    found.append(self._look(address))
+        if stamp.parent.is_dir():
+            write_document(stamp, Looked(boot=self.boot, at_ns=self.clock.boottime_ns()))
+        return tuple(filter(None, found))
+
+    def compile(self, work: Mapping[str, Sequence[Job]], python: str, report: Report = nobody) -> int:
+        """Compile files of units, write down what came of it, and return how many have bytecode now.
+
+        Args:
+            work: by unit.
+            python: the interpreter without an environment.
+            report: how far it is.
+        """
+        with locked(self.compiling_lock(), shared=True, wait_s=LOCK_WAIT_S):
+            made = compile_all([job for jobs in work.values() for job in jobs], python, report=report)
+            for address, jobs in work.items():
+                with locked(self.unit_lock(address), wait_s=WAIT_S), contextlib.suppress(FileNotFoundError):
+                    note_bytecode(self.unit(address), [job.target for job in jobs])
+        return made
+
     def _is_good(self, address: str) -> bool:
         note = self.note(address)
         if note is None:
             return False
-        if note.boot == self.boot:
+        if self._is_known(note):
             return True
         with locked(self.unit_lock(address), wait_s=WAIT_S):
             return self._survived(address)
 
+    def _is_fresh(self, looked_ns: int) -> bool:
+        return 0 <= self.clock.boottime_ns() - looked_ns < LOOK_S * 10**9
+
+    def _is_known(self, note: Note) -> bool:
+        """Return whether a unit was looked at in this boot, and not long ago."""
+        return note.boot == self.boot and self._is_fresh(note.looked_ns)
+
     def _survived(self, address: str) -> bool:
-        """Look at a unit of an earlier boot: what was not written to the disk then may be empty now."""
-        note = self.note(address)
-        if note is None:
-            return False
-        if note.boot != self.boot:
-            if not note.settled:
-                drop_bytecode(self.unit(address))
-            if self._damage(address, read=not note.settled):
-                put_aside(self.unit(address))
-                return False
-            self.write_note(address, msgspec.structs.replace(note, boot=self.boot))
-        return True
+        """Return whether a unit, whose lock is held, is there and right."""
+        return self.note(address) is not None and not self._look(address)
+
+    def _look(self, address: str) -> str:
+        """Look at a unit whose lock is held; put it aside when it is wrong, and return what is."""
+        note, unit = self.note(address), self.unit(address)
+        if note is None or self._is_known(note):
+            return ""
+        if note.boot != self.boot and not note.settled:
+            drop_bytecode(unit)  # what was not written to the disk then may be empty now
+        try:
+            seal = sweep_unit(unit)
+        except FileNotFoundError:
+            wrong = "what describes it is missing"
+        else:
+            wrong = self._changed(address, note, seal)
+        if wrong:
+            self.forget_made_of(address)
+            put_aside(unit)
+            return wrong
+        changed = "" if exposed_since(unit) else self._mend_bytecode(address, seal)
+        self.write_note(
+            address,
+            msgspec.structs.replace(
+                note,
+                boot=self.boot,
+                looked_ns=self.clock.boottime_ns(),
+                files=seal.files,
+                documents=seal.documents,
+            ),
+        )
+        return changed
+
+    def _changed(self, address: str, note: Note, seal: Sweep) -> str:
+        """Return what is wrong with a unit; all of it is read when its seal is another one, or proves nothing."""
+        is_new_boot = note.boot != self.boot
+        if exposed_since(self.unit(address)):  # links move times, too
+            return self._damage(address, read=not note.settled) if is_new_boot else ""
+        if (seal.files, seal.documents) == (note.files, note.documents) and not (is_new_boot and not note.settled):
+            return ""
+        wrong = self._damage(address, read=True)
+        if not wrong and note.documents and seal.documents != note.documents:
+            wrong = "what describes it was written to"
+        return wrong
+
+    def _mend_bytecode(self, address: str, seal: Sweep) -> str:
+        """Remove bytecode that was not noted when it was compiled, or was written to since; name the first of these.
+
+        Bytecode is not noted where an earlier version compiled it, or a process was killed meanwhile.
+        """
+        unit = self.unit(address)
+        known = known_bytecode(unit)
+        wrong = sorted(path for path, is_now in seal.bytecode.items() if known.get(path) != is_now)
+        lock = try_lock(self.compiling_lock()) if wrong else None
+        if lock is None:
+            return ""  # it is right; or somebody compiles at this moment, and the next look tells
+        try:
+            for path in wrong:
+                (unit / path).unlink(missing_ok=True)
+            self.forget_made_of(address)  # so that what is needed is compiled again
+        finally:
+            os.close(lock)
+        return next((f"{path} was written to" for path in wrong if path in known), "")
 
     def _damage(self, address: str, *, read: bool) -> str:
         unit = read_document(self.unit(address) / "unit", Unit)

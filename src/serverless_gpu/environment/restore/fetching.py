@@ -27,6 +27,7 @@ from serverless_gpu.environment.restore.disks import free_bytes, full, is_full, 
 from serverless_gpu.environment.restore.locking import try_lock
 from serverless_gpu.environment.restore.outlines import outline
 from serverless_gpu.environment.restore.places import Note, Places, delete, make_public, put_aside, write_document
+from serverless_gpu.environment.restore.sealing import sweep_unit
 from serverless_gpu.environment.restore.unpacking import unpack_each
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentCorrupt, StorageError
@@ -181,7 +182,15 @@ class Fetch:
     def _describe(self, fresh: Path, unit: Unit) -> None:
         write_document(fresh / "unit", unit)
         write_document(fresh / "outline", outline(unit, lambda path: _read_small(fresh / path)))
-        write_document(fresh / "note", Note(size=size_of(unit), boot=self._clock.boot_id()))
+        seal = sweep_unit(fresh)
+        note = Note(
+            size=size_of(unit),
+            boot=self._clock.boot_id(),
+            looked_ns=self._clock.boottime_ns(),
+            files=seal.files,
+            documents=seal.documents,
+        )
+        write_document(fresh / "note", note)
         now_ns = self._clock.wall_ns()
         os.utime(fresh / "note", ns=(now_ns, now_ns))
 

@@ -1,6 +1,7 @@
 """Before a start: what ranks have changed in a restored environment is found, thrown away and made again.
 
     units that were ever linked ─ every file looked at ─ suspicious? read; wrong: fetched again, trees made again
+    units that are mounted      ─ the same, once in a boot and then every ten minutes (`cache.look`)
     a tree of links             ─ every directory's time, every generated file ─ changed? the tree is made again
 
 Lives here: the order, and the words for what was found. `exposure.py` and `watching.py` look.
@@ -40,6 +41,19 @@ def mend_units(snapshot: Snapshot, blobs: Blobs, cache: Cache, report: Report) -
     with linking(cache):
         found = [_mend(address, blobs, cache, report) for address in snapshot.addresses()]
     return tuple(filter(None, found))
+
+
+def changed_units(snapshot: Snapshot, cache: Cache) -> tuple[str, ...]:
+    """Look at the units of an environment that are only mounted, and put aside what was written to.
+
+    Args:
+        snapshot: of which; the caller holds it.
+        cache: of this node.
+
+    Returns:
+        What was changed, a few words for each unit.
+    """
+    return tuple(what.partition("/")[2] or what for what in cache.look(snapshot))
 
 
 def said(changes: tuple[str, ...]) -> str:

@@ -1,8 +1,10 @@
 """Where everything lies below `<home>/environments`, the small files that lie there, and how directories come and go.
 
-    units/<aa>/<address>/   site/ prefix/  the unit, read-only · unit, outline: its documents · note: how it came
+    units/<aa>/<address>/   site/ prefix/  the unit, read-only · unit, outline: its documents · note: how it came, and
+                            its seal · bytecode: identities of what was compiled
     units/<aa>/.new-*       being unpacked, by whoever holds the unit's lock
-    trees/<address>/        members: its units · used: when last · snapshot · overlay/ or tree/: what restore made
+    trees/<address>/        members: its units · used, looked: when last · snapshot · overlay/ or tree/: what restore
+                            made
     */.old-*                replaced or evicted, not deleted yet because somebody may look at it
     locks/<address>         shared by all who use the environment · <address>.making · units/<address> · evicting
     interpreters            what those of this machine have said they are
@@ -42,11 +44,24 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
         size: bytes it takes.
         boot: the boot of this machine in which it was last looked at.
         settled: whether it was written to the disk since.
+        looked_ns: when it was last looked at, since that boot.
+        files: its seal (`sealing.py`), when its bytes were last known to be right; b"" before it had one.
+        documents: the same of what describes it.
     """
 
     size: int
     boot: str
     settled: bool = False
+    looked_ns: int = 0
+    files: bytes = b""
+    documents: bytes = b""
+
+
+class Looked(msgspec.Struct, frozen=True, kw_only=True):
+    """When all units of an environment were last looked at: in which boot, and when since then."""
+
+    boot: str
+    at_ns: int
 
 
 class Places:
@@ -92,6 +107,14 @@ class Places:
     def note(self, address: str) -> Note | None:
         """Return how a unit came here; None when it is not here."""
         return read_document(self.unit(address) / "note", Note)
+
+    def looked(self, address: str) -> Path:
+        """Return the file that says when the units of an environment were last looked at."""
+        return self.environment(address) / "looked"
+
+    def compiling_lock(self) -> Path:
+        """Return the lock that all who compile share, so that nobody takes their files for somebody else's."""
+        return self.locks / "compiling"
 
     def write_note(self, address: str, note: Note) -> None:
         """Write how a unit came here, and keep when that was."""

@@ -10,7 +10,8 @@ import msgspec
 
 from serverless_gpu.environment.documents import Root, Snapshot, Unit
 from serverless_gpu.environment.progress import Report
-from serverless_gpu.environment.restore.bytecode import Job, compile_all, jobs
+from serverless_gpu.environment.restore import bytecode
+from serverless_gpu.environment.restore.bytecode import Job
 from serverless_gpu.environment.restore.cache import Cache, Ensured
 from serverless_gpu.environment.restore.places import make_public, read_document
 from serverless_gpu.environment.restore.pythons import Python, find_python, keep, recall, trusted
@@ -92,10 +93,12 @@ def compile_loaded(prepared: Prepared, cache: Cache, report: Report) -> int:
 
     A few short files are left to whoever imports them, and to `compile_rest`: a process takes longer to start.
     """
-    work = list(_loaded(prepared.snapshot, cache, prepared.base.tag))
-    if sum(job.size for job in work) <= FEW_BYTES:
+    work: dict[str, list[Job]] = {}
+    for address, jobs in _loaded(prepared.snapshot, cache, prepared.base.tag):
+        work.setdefault(address, []).extend(jobs)
+    if sum(job.size for jobs in work.values() for job in jobs) <= FEW_BYTES:
         return 0
-    return compile_all(work, prepared.base.path, report=report)
+    return cache.compile(work, prepared.base.path, report)
 
 
 def _hints(snapshot: Snapshot, python: str) -> Iterator[str]:
@@ -126,14 +129,14 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[Job]:
-    """Yield what the caller had loaded and has no bytecode for this interpreter yet."""
+def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[tuple[str, list[Job]]]:
+    """Yield, for each unit, what the caller had loaded and has no bytecode for this interpreter yet."""
     for root, paths in zip(snapshot.roots, snapshot.facts.loaded, strict=False):
         for address, here in _by_unit(root, cache, paths).items():
             unit = str(cache.unit(address))
             missing = {path for path in here if not os.path.lexists(_bytecode(unit, path, tag))}
             if missing:
-                yield from jobs(cache.unit(address), cache.document(address).rows, tag, missing)
+                yield address, bytecode.jobs(cache.unit(address), cache.document(address).rows, tag, missing)
 
 
 def _by_unit(root: Root, cache: Cache, paths: Iterable[str]) -> dict[str, list[str]]:

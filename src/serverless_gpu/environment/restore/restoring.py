@@ -27,12 +27,12 @@ import msgspec
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress, Report, nobody
 from serverless_gpu.environment.restore.assembly import library_name, moved, paths_before
-from serverless_gpu.environment.restore.bytecode import compile_all, jobs
+from serverless_gpu.environment.restore.bytecode import jobs
 from serverless_gpu.environment.restore.cache import Cache, Ensured
 from serverless_gpu.environment.restore.disks import full, is_full, occupied_bytes
 from serverless_gpu.environment.restore.exporting import Exported, Order, export
 from serverless_gpu.environment.restore.locking import locked
-from serverless_gpu.environment.restore.mending import mend_units, said
+from serverless_gpu.environment.restore.mending import changed_units, mend_units, said
 from serverless_gpu.environment.restore.preparing import Prepared, compile_loaded, known_snapshot, prepare
 from serverless_gpu.environment.restore.pythons import ask, find_python
 from serverless_gpu.environment.restore.trees import (
@@ -146,7 +146,7 @@ def restore(
     try:
         ensured = Ensured(directories={})
         snapshot = known_snapshot(cache, address) or read_snapshot(blobs, address)
-        changes = mend_units(snapshot, blobs, cache, report)
+        changes = mend_units(snapshot, blobs, cache, report) + changed_units(snapshot, cache)
         ready = read_ready(cache, snapshot, _way_for(snapshot, way).mode)
         if ready is not None and not ready.mounts and (what := tree_change(snapshot, cache, ready)):
             changes += (what,)
@@ -188,7 +188,7 @@ def compile_rest(address: str, cache: Cache, *, report: Report = nobody) -> int:
         made = 0
         for unit in snapshot.addresses():
             work = jobs(cache.unit(unit), cache.document(unit).rows, python.tag)
-            made += compile_all(work, python.path, report=report) if work else 0
+            made += cache.compile({unit: work}, python.path, report) if work else 0
         link_bytecode(snapshot, cache)
         cache.settle(snapshot.addresses())
         return made

@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterable, Mapping
 
 from serverless_gpu.environment.documents import (
-    VERSION,
+    SNAPSHOT_VERSION,
     Facts,
     Generated,
     Interpreter,
     Member,
     Root,
     Snapshot,
+    in_order,
     snapshot_address,
 )
 from serverless_gpu.environment.rules.limits import (
@@ -60,8 +61,8 @@ def check_snapshot(snapshot: Snapshot) -> None:
     if not is_digest(snapshot.address):
         refuse("a snapshot", snapshot.address, "an address is 64 hexadecimal digits")
     what = f"snapshot {snapshot.address[:12]}"
-    if snapshot.version != VERSION:
-        refuse(what, "", f"its format is {snapshot.version!r}, and this program reads {VERSION}")
+    if snapshot.version not in (1, SNAPSHOT_VERSION):
+        refuse(what, "", f"its format is {snapshot.version!r}, and this program reads 1 and {SNAPSHOT_VERSION}")
     _check_interpreter(snapshot.interpreter, what)
     roots = snapshot.roots
     if not 1 <= len(roots) <= ROOTS_MAX:
@@ -74,9 +75,12 @@ def check_snapshot(snapshot: Snapshot) -> None:
         refuse(what, "", f"it holds {snapshot.size} bytes, and at most {CONTENT_BYTES_MAX} are allowed")
     if snapshot.files > ROWS_MAX:
         refuse(what, "", f"it has {snapshot.files} files, and at most {ROWS_MAX} are allowed")
-    if snapshot_address(snapshot.interpreter, roots) != snapshot.address:
-        refuse(what, "", "its address is not that of what it lists")
     _check_facts(snapshot.facts, len(roots), what)
+    if snapshot_address(snapshot) != snapshot.address:
+        refuse(what, "", "its address is not that of what it lists")
+    for index, root in enumerate(roots):
+        if root.members != in_order(root.members):
+            refuse(what, f"root {index}", "units are in order of kind, name and address")
 
 
 def _check_interpreter(python: Interpreter, what: str) -> None:

@@ -79,9 +79,21 @@ def compare(a: Snapshot, b: Snapshot) -> tuple[Change, ...]:
     changes += _compare_distributions(_distributions(a), _distributions(b))
     changes += _compare_others(_others(a), _others(b))
     changes += _compare_generated(_generated(a), _generated(b))
-    if not changes:
-        changes.append(Change(kind="root", name="sys.path", what="changed", detail="the same units in another order"))
-    return tuple(changes)
+    return tuple(changes or [_compare_rest(a, b)])
+
+
+def _compare_rest(a: Snapshot, b: Snapshot) -> Change:
+    """Return what else an address covers, of two snapshots whose units and generated files are the same."""
+    name = "environment"
+    if [root.members for root in a.roots] != [root.members for root in b.roots]:
+        name, detail = "sys.path", "the same units in another order"
+    elif a.version != b.version:
+        detail = f"nothing but its address, which is of version {b.version} now"
+    elif (a.facts.originals, a.facts.prefix) != (b.facts.originals, b.facts.prefix):
+        detail = "the same units in another directory"
+    else:
+        detail = "the same units, with another interpreter or other notes of installers"
+    return Change(kind="root", name=name, what="changed", detail=detail)
 
 
 def compare_rows(a: Iterable[Row], b: Iterable[Row]) -> tuple[FileChange, ...]:

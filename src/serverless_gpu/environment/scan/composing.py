@@ -20,6 +20,7 @@ from serverless_gpu.environment.documents import (
     Row,
     RowKind,
     Snapshot,
+    in_order,
     make_snapshot,
     unit_address,
 )
@@ -227,9 +228,8 @@ def _row_kind(draft: Draft, path: str, file: File) -> RowKind:
 
 
 def _in_order(members: Sequence[Member]) -> tuple[Member, ...]:
-    """Return members in order of kind, name and address; of two that are the same unit, one."""
-    once = {member.address: member for member in members}
-    return tuple(sorted(once.values(), key=lambda member: (member.kind, member.name, member.address)))
+    """Return members in their order; of two that are the same unit, one."""
+    return in_order({member.address: member for member in members}.values())
 
 
 def _make_facts(parts: Sequence[Part], description: Description, captured_ns: int, left_out: Sequence[str]) -> Facts:

@@ -86,6 +86,31 @@ class Store(abc.ABC):
     def free_bytes(self) -> int | None:
         """Return how much more it can hold, or None where that is not known."""
 
+    def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
+        """Check snapshots and units, content included, and remove what no restore can use.
+
+        Only a store that has somebody of its own to do this does it: a server, for clients that may remove nothing.
+
+        Returns:
+            The keys that were removed; None where the caller has to look for itself.
+        """
+        return None
+
+
+class CollectionGuard(abc.ABC):
+    """A store that answers what garbage collection is doing, for keys that the caller names, and lists nothing.
+
+    The list of condemned objects has keys of other users' objects, and a key is all it takes to read one.
+    """
+
+    @abc.abstractmethod
+    def condemned(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects garbage collection has condemned."""
+
+    @abc.abstractmethod
+    def is_collecting(self) -> bool:
+        """Return whether a collection may be deleting at this moment."""
+
 
 def check_key(key: str) -> str:
     """Return a key that a store may be asked for.

@@ -6,8 +6,8 @@
               lists them, so whatever is there is whole, whoever was killed and when
     missing_* what a capture has to send: what is not there, and what garbage collection has condemned
 
-One object serves one capture or one restore: the list of the condemned is read once, at its first question. Safe to use
-from several threads.
+One object serves one capture or one restore: it asks once about each key whether it is condemned. Safe to use from
+several threads.
 
 Failure cases: not there (EnvironmentMissing), altered in the store (EnvironmentCorrupt), breaks the rules or is of a
 newer version (EnvironmentRejected), no answer (StoreUnavailable), no space (StorageError).
@@ -27,7 +27,7 @@ from blake3 import blake3
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.rules import check_snapshot, check_unit
-from serverless_gpu.environment.stores.base import Store, check_key
+from serverless_gpu.environment.stores.base import CollectionGuard, Store, check_key
 from serverless_gpu.environment.stores.checked import Altered, pack_of, snapshot_of, unit_of
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.condemned import LEASE_S, LIST_NAME, Sentence, collectors, read_condemned
@@ -64,7 +64,10 @@ class Blobs:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._condemned: frozenset[str] | None = None
-        self._began_ns = 0
+        """The whole list, of a store that is read directly."""
+        self._answers: dict[str, bool] = {}
+        """Whether a key is condemned, of a store that answers about single keys."""
+        self._began_ns: int | None = None
         self._there: set[str] = set()
         """Keys that were there and not condemned, or put by this object."""
         self._written: dict[str, tuple[str, ...]] = {}
@@ -172,7 +175,7 @@ class Blobs:
         units = [f"units/{address}" for address in snapshot.addresses()]
         self._need(units, f"snapshot {snapshot.address[:12]}")
         self._settle(units)
-        if self.clock.boottime_ns() - self._began_ns > CAPTURE_S_MAX * 10**9:
+        if self.clock.boottime_ns() - self._began() > CAPTURE_S_MAX * 10**9:
             raise self._interrupted(f"this capture took longer than {CAPTURE_S_MAX // 3600} hours")
         self._make_sure(units)
         key = f"snapshots/{snapshot.address}"
@@ -187,6 +190,31 @@ class Blobs:
         """Return which of these packs a capture has to write, in the order asked."""
         return self._missing("packs", digests)
 
+    def condemned(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these keys garbage collection has condemned.
+
+        Raises:
+            EnvironmentCorrupt: the list is altered, twice.
+            EnvironmentRejected: the list was written by a newer version.
+        """
+        asked = [check_key(key) for key in keys]
+        with self._lock:
+            self._began()
+            if isinstance(self.store, CollectionGuard):
+                new = [key for key in asked if key not in self._answers]
+                there = self.store.condemned(new) if new else frozenset()
+                self._answers |= {key: key in there for key in new}
+                return frozenset(key for key in asked if self._answers[key])
+            if self._condemned is None:
+                self._condemned = frozenset(entry.key for entry in self._twice(self._entries, LIST_NAME))
+            return self._condemned.intersection(asked)
+
+    def is_collecting(self) -> bool:
+        """Return whether a collection may be deleting at this moment."""
+        if isinstance(self.store, CollectionGuard):
+            return self.store.is_collecting()
+        return bool(collectors(self.store, self.clock.wall_ns())[0])
+
     def remove(self, keys: Collection[str]) -> None:
         """Remove objects that are not what their names say; from now on they count as missing.
 
@@ -194,6 +222,10 @@ class Blobs:
             StoreUnavailable: the store does not let them be removed.
         """
         self.store.delete([check_key(key) for key in keys])
+        self.forget(keys)
+
+    def forget(self, keys: Collection[str]) -> None:
+        """Take objects for missing that the store has removed by itself."""
         self._there -= set(keys)
 
     def find_snapshot(self, prefix: str) -> str:
@@ -227,9 +259,9 @@ class Blobs:
             raise _missing_error(what, self.store.url) from None
 
     def _put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        condemned = self._condemned_keys()
+        condemned = self.condemned(objects.keys())
         self.store.put(objects)
-        self._rescued |= objects.keys() & condemned
+        self._rescued |= condemned
         self._there |= objects.keys()
 
     def _twice(self, read: Callable[[], _Value], what: str) -> _Value:
@@ -247,7 +279,7 @@ class Blobs:
 
     def _missing(self, kind: str, names: Iterable[str]) -> tuple[str, ...]:
         asked = {check_key(f"{kind}/{name}"): name for name in names}
-        condemned = self._condemned_keys()
+        condemned = self.condemned([key for key in asked if key not in self._there])
         look = [key for key in asked if key not in self._there and key not in condemned]
         self._there |= self.store.present(look) if look else frozenset()
         return tuple(name for key, name in asked.items() if key not in self._there)
@@ -273,12 +305,11 @@ class Blobs:
             self.remove([unit for unit, packs in self._written.items() if lost.intersection(packs)])
             raise self._interrupted(f"{len(lost)} objects were deleted from the store while this was captured")
 
-    def _condemned_keys(self) -> frozenset[str]:
-        with self._lock:
-            if self._condemned is None:
-                self._began_ns = self.clock.boottime_ns()
-                self._condemned = frozenset(entry.key for entry in self._twice(self._entries, LIST_NAME))
-            return self._condemned
+    def _began(self) -> int:
+        """Return when this object asked its first question, boottime in nanoseconds."""
+        if self._began_ns is None:
+            self._began_ns = self.clock.boottime_ns()
+        return self._began_ns
 
     def _entries(self) -> tuple[Sentence, ...]:
         try:
@@ -294,7 +325,7 @@ class Blobs:
         # A collection that began before something was put again may not have seen that: wait for its end, then look.
         # One that begins later sees that it is young.
         deadline_ns = self.clock.boottime_ns() + 2 * LEASE_S * 10**9
-        while collectors(self.store, self.clock.wall_ns())[0]:
+        while self.is_collecting():
             if self.clock.boottime_ns() > deadline_ns:
                 raise self._interrupted("garbage collection does not end")
             self._sleep(_PAUSE_S)

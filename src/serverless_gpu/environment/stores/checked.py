@@ -38,7 +38,7 @@ def snapshot_of(data: bytes, address: str) -> Snapshot:
         EnvironmentRejected: it breaks the rules of what a snapshot may be.
     """
     snapshot = document_of(data, Snapshot, f"snapshot {address[:12]}")
-    _obey(lambda: check_snapshot(snapshot), lambda: snapshot_address(snapshot.interpreter, snapshot.roots) == address)
+    _obey(lambda: check_snapshot(snapshot), lambda: snapshot_address(snapshot) == address)
     if snapshot.address != address:
         raise Altered(_ANOTHER)
     return snapshot

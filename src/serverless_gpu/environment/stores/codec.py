@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.environment.compression import LEVEL_REMOTE, compress, decompress
-from serverless_gpu.environment.documents import VERSION, Snapshot
+from serverless_gpu.environment.documents import SNAPSHOT_VERSION, VERSION, Snapshot
 from serverless_gpu.errors import EnvironmentRejected
 from serverless_gpu.serialized import from_msgpack
 
@@ -72,7 +72,7 @@ def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
     try:
         if kind is Snapshot:
             _check_values(content, what)
-        _check_shape(from_msgpack(content, _Shape), what)
+        _check_shape(from_msgpack(content, _Shape), what, SNAPSHOT_VERSION if kind is Snapshot else VERSION)
         document = from_msgpack(content, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EnvironmentRejected(f"{what} cannot be read: {error}") from None
@@ -81,10 +81,10 @@ def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
     return document
 
 
-def _check_shape(shape: _Shape, what: str) -> None:
-    if shape.version != VERSION:
+def _check_shape(shape: _Shape, what: str, newest: int) -> None:
+    if not 1 <= shape.version <= newest:
         raise EnvironmentRejected(
-            f"{what} is in version {shape.version} of the format, and this program reads version {VERSION}",
+            f"{what} is in version {shape.version} of the format, and this program reads version {newest}",
             hint="it was written by another version of serverless-gpu: `pip install --upgrade serverless-gpu`",
         )
     for name in ("rows", "packs", "blocks", "places", "roots", "entries"):

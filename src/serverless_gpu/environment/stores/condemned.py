@@ -3,10 +3,13 @@
     gc/condemned           objects that nobody needed when they were looked at, and that may be deleted some time later
     gc/collector-<digits>  a collection is at work; put again every minute, void a while after the last time
 
-A capture reads the list once, at its beginning, and takes what is on it for absent: it puts it again. A capture that
-began before an object came on the list ends before the object may be deleted (the grace), so its snapshot is seen. One
-that began after puts the object again, and a collection sees that it was put since. Only when the two happen at the
-same moment does a capture have to wait for the collection and look again (`Blobs.write_snapshot`).
+A capture asks once about each object, and takes a condemned one for absent: it puts it again. A capture that asked
+before an object came on the list ends before the object may be deleted (the grace), so its snapshot is seen. One that
+asked after puts the object again, and a collection sees that it was put since. Only when the two happen at the same
+moment does a capture have to wait for the collection and look again (`Blobs.write_snapshot`).
+
+The list has keys of objects of every user, and a key is all it takes to read an object. So a server shows it to
+operators only, and answers captures about the keys that they name (`base.CollectionGuard`).
 """
 
 from __future__ import annotations

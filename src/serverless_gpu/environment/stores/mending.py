@@ -2,6 +2,9 @@
 
     a snapshot, unit or pack is not what its name says, also when it was read again: deleted
     a unit points at a pack that is not there, or not right: the unit is deleted, before the pack
+    a unit points at packs that hold something else than its rows say: the unit is deleted
+
+A server does all of this itself (`Store.repair`): its clients may remove nothing, and it believes only what it finds.
 
 Only what no restore could ever use is deleted: the name of an object is the digest of its content, so whoever has the
 content can put it there again. The snapshot that lists such a unit stays: it is whole again once the unit is.
@@ -11,10 +14,11 @@ Failure case: the store does not let itself be changed (said in the hint, the ob
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
-from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.content import ReadPack, Unequal, check_content
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentProblem, ServerlessGpuError
 
 NAMED_MAX = 3
@@ -31,7 +35,8 @@ def read_snapshot(blobs: Blobs, address: str) -> Snapshot:
     try:
         return blobs.read_snapshot(address)
     except EnvironmentCorrupt as error:
-        raise _explained(error, blobs, [f"snapshots/{address}"]) from None
+        key = f"snapshots/{address}"
+        raise _explained(error, _repaired(blobs, [key]), blobs, [key]) from None
 
 
 def mended(error: EnvironmentProblem, blobs: Blobs, addresses: Iterable[str]) -> EnvironmentProblem:
@@ -42,15 +47,45 @@ def mended(error: EnvironmentProblem, blobs: Blobs, addresses: Iterable[str]) ->
         blobs: the store.
         addresses: of the units.
     """
+    wanted = tuple(addresses)
     try:
-        bad = damaged(blobs, addresses)
+        removed = _repaired(blobs, [f"units/{address}" for address in wanted])
+        bad = damaged(blobs, wanted) if removed is None else ()
     except EnvironmentProblem:
         return error  # it stopped to answer
-    return _explained(error, blobs, bad) if bad else error
+    return _explained(error, removed, blobs, bad) if removed or bad else error
 
 
-def damaged(blobs: Blobs, addresses: Iterable[str]) -> list[str]:
+def repair(blobs: Blobs, addresses: Iterable[str]) -> tuple[str, ...]:
+    """Check all that units need in a store, and remove what no restore can use.
+
+    Args:
+        blobs: the store.
+        addresses: of the units.
+
+    Returns:
+        The keys that were removed.
+
+    Raises:
+        StoreUnavailable: the store does not answer, or does not let itself be changed.
+    """
+    wanted = tuple(addresses)
+    removed = _repaired(blobs, [f"units/{address}" for address in wanted])
+    if removed is None:
+        removed = damaged(blobs, wanted)
+        blobs.remove(removed)
+    return removed
+
+
+def damaged(
+    blobs: Blobs, addresses: Iterable[str], check: Callable[[Unit, ReadPack], None] = check_content
+) -> tuple[str, ...]:
     """Return the keys of what no restore can use, in the order in which it may be deleted: units, then packs.
+
+    Args:
+        blobs: the store.
+        addresses: of the units.
+        check: compares the content of a unit whose packs are whole with its rows; raises `Unequal`.
 
     Raises:
         StoreUnavailable: the store does not answer.
@@ -68,9 +103,26 @@ def damaged(blobs: Blobs, addresses: Iterable[str]) -> list[str]:
         for digest in unit.packs:
             if digest not in packs:
                 packs[digest] = _state(blobs, digest)
-        if any(packs[digest] for digest in unit.packs):
+        if any(packs[digest] for digest in unit.packs) or not _holds(blobs, unit, check):
             units.append(f"units/{address}")
-    return [*units, *(f"packs/{digest}" for digest, state in packs.items() if state == "altered")]
+    return (*units, *(f"packs/{digest}" for digest, state in packs.items() if state == "altered"))
+
+
+def _holds(blobs: Blobs, unit: Unit, check: Callable[[Unit, ReadPack], None]) -> bool:
+    """Return whether packs that are what their names say hold what a unit's rows say."""
+    try:
+        check(unit, lambda digest, length: blobs.read_range(digest, 0, length))
+    except (Unequal, EnvironmentCorrupt):
+        return False
+    return True
+
+
+def _repaired(blobs: Blobs, keys: Collection[str]) -> tuple[str, ...] | None:
+    """Return what a store has removed by itself; None where that is left to us."""
+    removed = blobs.store.repair(keys)
+    if removed:
+        blobs.forget(removed)
+    return removed
 
 
 def _state(blobs: Blobs, digest: str) -> str:
@@ -83,11 +135,18 @@ def _state(blobs: Blobs, digest: str) -> str:
     return ""
 
 
-def _explained(error: EnvironmentProblem, blobs: Blobs, bad: list[str]) -> EnvironmentProblem:
+def _explained(
+    error: EnvironmentProblem, removed: Collection[str] | None, blobs: Blobs, found: Collection[str]
+) -> EnvironmentProblem:
+    """Return the error to raise, with what the store has removed by itself, or what was found and is removed now."""
+    bad = list(found if removed is None else removed)
+    if not bad:
+        return error
     few = ", ".join(key[: key.index("/") + 13] for key in bad[:NAMED_MAX])
     more = f" and {len(bad) - NAMED_MAX} more" if len(bad) > NAMED_MAX else ""
     try:
-        blobs.remove(bad)
+        if removed is None:
+            blobs.remove(bad)
     except ServerlessGpuError as problem:
         hint = f"remove {few}{more} from the store, which this user cannot ({problem.message}); {_AGAIN}"
     else:

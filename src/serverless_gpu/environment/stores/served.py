@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from serverless_gpu.environment.stores.base import (
     OBJECT_BYTES_MAX,
+    CollectionGuard,
     Store,
     Stored,
     check_key,
@@ -41,7 +42,7 @@ from serverless_gpu.errors import (
     StoreUnavailable,
     TooLarge,
 )
-from serverless_gpu.wire.blobs import NAMES_MAX, Free, KeyList, StoredList
+from serverless_gpu.wire.blobs import NAMES_MAX, CondemnedAnswer, Free, KeyList, StoredList
 from serverless_gpu.wire.connection import Connection
 
 SCHEME = "sgpu+"
@@ -54,7 +55,7 @@ _OBJECTS = "/environments/objects/"
 _Value = TypeVar("_Value")
 
 
-class ServedStore(Store):
+class ServedStore(Store, CollectionGuard):
     """The store of a server.
 
     Args:
@@ -110,6 +111,17 @@ class ServedStore(Store):
         listed = self._ask(lambda server: server.ask("GET", path, answer=StoredList))
         return (Stored(one.key, one.size, one.put_ns) for one in listed.objects)
 
+    def condemned(self, keys: Collection[str]) -> frozenset[str]:
+        """Return which of these objects garbage collection has condemned."""
+        found: set[str] = set()
+        for some in _batches(keys):
+            found.update(self._ask_condemned(some).keys)
+        return frozenset(found)
+
+    def is_collecting(self) -> bool:
+        """Return whether a collection may be deleting at this moment."""
+        return self._ask_condemned(()).collecting
+
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; those that are not there are no error."""
         for some in _batches(keys):
@@ -118,6 +130,19 @@ class ServedStore(Store):
     def free_bytes(self) -> int | None:
         """Return how much more it can hold, or None where the server does not know."""
         return self._ask(lambda server: server.ask("GET", "/environments/free", answer=Free)).bytes
+
+    def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
+        """Have the server check objects and remove what no restore can use; return what it removed.
+
+        One at a time: reading all of a large unit takes the server seconds.
+        """
+        removed: list[str] = []
+        for key in keys:
+            try:
+                removed += self._ask(partial(_repair, KeyList(keys=(check_key(key),)))).keys
+            except NotFound:
+                return None  # a server of an earlier version
+        return tuple(dict.fromkeys(removed))
 
     def _put_one(self, key: str, data: bytes | memoryview) -> None:
         for last in (*([False] * (SENT_MAX - 1)), True):
@@ -129,6 +154,20 @@ class ServedStore(Store):
                     raise StoreUnavailable(
                         f"{key} arrived altered at {self.url}, {SENT_MAX} times", hint=error.hint
                     ) from None
+
+    def _ask_condemned(self, keys: tuple[str, ...]) -> CondemnedAnswer:
+        """Ask about keys.
+
+        Raises:
+            StoreUnavailable: the server is too old to answer; it would show the whole list instead.
+        """
+        try:
+            return self._ask(partial(_condemned, KeyList(keys=keys)))
+        except NotFound:
+            raise StoreUnavailable(
+                f"the server at {self.url} is older than this client and does not say what is condemned",
+                hint="upgrade serverless-gpu on the server",
+            ) from None
 
     def _ask(self, request: Callable[[Connection], _Value]) -> _Value:
         """Send a request; what the server refuses is said as every store says it.
@@ -169,6 +208,14 @@ class ServedStore(Store):
 
 def _present(keys: KeyList, server: Connection) -> KeyList:
     return server.ask("POST", "/environments/present", keys, answer=KeyList)
+
+
+def _repair(keys: KeyList, server: Connection) -> KeyList:
+    return server.ask("POST", "/environments/repair", keys, answer=KeyList)
+
+
+def _condemned(keys: KeyList, server: Connection) -> CondemnedAnswer:
+    return server.ask("POST", "/environments/condemned", keys, answer=CondemnedAnswer)
 
 
 def _delete(keys: KeyList, server: Connection) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.floor import Floor
-from serverless_gpu.model.scheduling.impossible import impossible
+from serverless_gpu.model.scheduling.isolation import isolation_problem, never_served
 from serverless_gpu.model.scheduling.places import Place
 from serverless_gpu.model.scheduling.preempting import may_ask, standing
 from serverless_gpu.model.scheduling.promising import Chosen, Seeker
@@ -29,6 +29,7 @@ from serverless_gpu.units import format_duration_ms
 
 AHEAD_MAX = 64
 """So many runs ahead of one are followed when it is estimated when it starts."""
+_SOON_NS = 60e9
 HOLDERS_MAX = 32
 """So many who have devices are named in a wait."""
 Rank = tuple[int, bool, float, float, float, int, str]
@@ -49,9 +50,12 @@ def why(state: State, run_id: str, now_ns: int) -> Wait | None:
     wanted, line = found
     if line is None:
         return Wait(run_id=run_id, reason=WaitReason.HELD, words=wanted.held)
-    never = impossible(state.floor, wanted, line.ask)
+    never = never_served(state, wanted, line.ask)
     if never:
         return Wait(run_id=run_id, reason=WaitReason.UNSATISFIABLE, words=never)
+    closed = isolation_problem(state, wanted, line.ask)
+    if closed:
+        return Wait(run_id=run_id, reason=WaitReason.ISOLATION, words=closed)
     place = 1 + sum(count for _, count in _ahead(state, wanted, line.ask, now_ns))
     return _Explained(state, wanted, line.ask, now_ns).wait(place)
 
@@ -92,9 +96,13 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
         now_ns: the time.
     """
     ask = state.queue.ask(wanted)
-    never = impossible(state.floor, wanted, ask)
+    never = never_served(state, wanted, ask)
     if never:
         return Estimate(at_ns=None, basis=never, impossible=True)
+    closed = isolation_problem(state, wanted, ask)
+    if closed:
+        wait = Wait(run_id=wanted.run_id, reason=WaitReason.ISOLATION, words=closed)
+        return Estimate(at_ns=None, basis=closed, wait=wait)
     shares = placing.place(state.floor, wanted, ask, now_ns)
     if shares is not None:
         return Estimate(at_ns=now_ns, node=_node(state, shares), nodes=_nodes(state, shares), basis="enough is free")
@@ -117,9 +125,9 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     if found is None or found.at_ns is None:
         wait = _Explained(state, wanted, ask, now_ns).wait(place)
         return Estimate(at_ns=None, basis=_unknown(state, wanted, ask, ahead), place=place, wait=wait)
-    known = "declared" if found.is_bound else "declared and learned"
+    known = "declared" if found.is_bound and found.likely_ns is None else "declared and learned"
     return Estimate(
-        at_ns=found.at_ns,
+        at_ns=found.at_ns if found.likely_ns is None else found.likely_ns,
         node=_node(state, found.shares),
         nodes=_nodes(state, found.shares),
         basis=f"by the {known} ends of those who have the devices" + (f" and of {place - 1} ahead" if ahead else ""),
@@ -222,7 +230,7 @@ class _Explained:
         needed = self._ask.shape.needs(where.node, name)
         free = where.free[name]
         ahead = self._keeper(where, name) if free else ""
-        at_ns, is_bound = self._start(where, name, needed, place)
+        at_ns, is_bound, likely_ns = self._start(where, name, needed, place)
         kept_ns, spare_s = self._spare([(where, name, needed)])
         return msgspec.structs.replace(
             self._there(where, name, self._reason(ahead, enough=free >= needed), free),
@@ -235,6 +243,7 @@ class _Explained:
             at_ns=at_ns,
             is_bound=is_bound,
             words=where.node.left_out if free < needed else "",
+            likely_ns=likely_ns,
         )
 
     def _there(self, where: Place, gpu_type: str, reason: WaitReason, free: int) -> Wait:
@@ -310,26 +319,27 @@ class _Explained:
                 return other.title
         return ""
 
-    def _start(self, where: Place, gpu_type: str, count: int, place: int) -> tuple[int | None, bool]:
-        """Return when it starts, and whether that is the latest; None where nobody can say."""
+    def _start(self, where: Place, gpu_type: str, count: int, place: int) -> tuple[int | None, bool, int | None]:
+        """Return when it starts, whether that is the latest, and when it likely does; None where nobody can say."""
         if self._reservation is not None:
             return self._promised()
         if place != 1 or where.free[gpu_type] >= count:
-            return None, False
-        likely, bound = Seeker(self._floor, self._wanted, self._ask, self._now_ns).when(where, gpu_type, count)
-        if math.isinf(likely):
-            return None, False
-        return int(likely if math.isinf(bound) else bound), False  # nothing is kept for it: it may be later
+            return None, False, None
+        likely, _ = Seeker(self._floor, self._wanted, self._ask, self._now_ns).when(where, gpu_type, count)
+        return None if math.isinf(likely) else int(likely), False, None  # nothing is kept for it: it may be later
 
-    def _promised(self) -> tuple[int | None, bool]:
-        """Return the time of its reservation, and whether that is the latest.
+    def _promised(self) -> tuple[int | None, bool, int | None]:
+        """Return the time of its reservation, whether that is the latest, and the time by what was learned.
 
         One that has come and gone says nothing: somebody is late, or the devices were lost.
         """
         kept = self._reservation
         if kept is None or kept.at_ns is None or kept.at_ns <= self._now_ns:
-            return None, False
-        return kept.at_ns, kept.is_bound
+            return None, False, None
+        likely_ns = kept.likely_ns if kept.likely_ns is not None and kept.likely_ns > self._now_ns else None
+        if likely_ns is not None and not kept.is_bound:
+            return likely_ns, False, None
+        return kept.at_ns, kept.is_bound, likely_ns
 
     def _holders(self, rows: list[tuple[Place, str]], *, lacking: int = 0) -> tuple[Holder, ...]:
         """Return who has devices, those who leave first first.
@@ -357,6 +367,7 @@ class _Explained:
                     is_bound=is_bound,
                     is_leaving=running.is_leaving,
                     asked_ns=asked.get(running.wanted.run_id),
+                    likely_ns=math.ceil(likely) if is_bound and self._now_ns < likely < until - _SOON_NS else None,
                     node=where.node.name if self._is_several else "",
                 )
                 found.append(((until, -held.count, title), holder))
@@ -436,7 +447,7 @@ class _Explained:
         lacks = [(where, name) for where, name, count in chosen if where.free[name] < count]
         kept = (self._keeper(where, name) for where, name, _ in chosen if where.free[name])
         ahead = next((title for title in kept if title), "")
-        at_ns, is_bound = self._promised()
+        at_ns, is_bound, likely_ns = self._promised()
         kept_ns, spare_s = self._spare(chosen)
         return Wait(
             run_id=self._wanted.run_id,
@@ -457,6 +468,7 @@ class _Explained:
             at_ns=at_ns,
             is_bound=is_bound,
             words="; ".join(some([where.node.left_out for where, _ in lacks if where.node.left_out])),
+            likely_ns=likely_ns,
         )
 
     def _chosen(self) -> Chosen:

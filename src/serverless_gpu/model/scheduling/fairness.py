@@ -1,8 +1,11 @@
 """Who had how much: the decayed use of teams and users, and whose turn it is.
 
-    use(now) = what was used, counted half after each half-life     charged while devices are held, second by second
-             + an advance for each placement (`entry_penalty_s`)    settled at the end: a run costs at least that
-    turn     = the team with the least use / weight, then the user of that team with the least use / weight
+    counted(now) = used: GPU-seconds, counted half after each half-life    while devices are held, second by second
+                 + an advance for each placement (`entry_penalty_s`)       until the run ends, then given back whole
+    turn         = the team with the least counted / weight, then the user of that team with the least counted / weight
+
+The advance spreads a burst over those who wait. It is no price: over time everybody is charged what they really used,
+however short their runs are.
 
 A user without a team is a team of their own, ``"~name"``. A CPU slot counts as a small part of a GPU: it has to count
 something, or who asks for a thousand of them has no end of turns.
@@ -14,11 +17,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TypeVar
 
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.scheduling.values import QueuePolicy, Share, Used, Wanted
+from serverless_gpu.model.scheduling.values import QueuePolicy, Share, TeamUse, Used, Wanted
 
 CPU_WEIGHT = 1 / 32
 """GPUs that a CPU slot counts for."""
@@ -68,7 +72,7 @@ class Fairness:
         self._now_ns = self._swept_ns = 0
         self._held: dict[str, tuple[Key, float, int, float]] = {}  # whose, GPUs, since when, the advance
         self._begun: dict[str, tuple[Key, float, int]] = {}
-        self._ended: list[tuple[str, bool]] = []
+        self._ended: list[str] = []
         self._is_look = False
         self.set_policy(policy)
 
@@ -83,7 +87,8 @@ class Fairness:
         self._replace(self._teams, used.teams, used.at_ns)
         self._replace(self._users, used.users, used.at_ns)
         for key, gpus, since_ns, advance in self._held.values():
-            had = gpus * self._grown(max(0, used.at_ns - since_ns) / _S) + advance
+            past_s = max(0, used.at_ns - since_ns) / _S
+            had = gpus * self._grown(past_s) + advance * self._decay(past_s)
             for account in (self._teams[key[0]], self._users[key]):
                 account.value += had
         self._now_ns = max(self._now_ns, used.at_ns)
@@ -98,7 +103,7 @@ class Fairness:
         self._begun[run_id] = ((team_of(wanted), wanted.owner), gpus, since_ns)
 
     def place(self, run_id: str, wanted: Wanted, gpus: float) -> None:
-        """Count devices that somebody gets now, and charge the advance."""
+        """Count devices that somebody gets now, and charge the advance until they give them back."""
         key = (team_of(wanted), wanted.owner)
         advance = gpus * self._policy.entry_penalty_s
         self._held[run_id] = (key, gpus, self._now_ns, advance)
@@ -106,25 +111,20 @@ class Fairness:
             account.value += advance
             account.rate += gpus
 
-    def end(self, run_id: str, *, began: bool = True) -> None:
-        """Count devices no longer; `settle` does it.
-
-        Args:
-            run_id: who had them.
-            began: False where nothing came of it: then nothing is charged in advance, either.
-        """
+    def end(self, run_id: str) -> None:
+        """Count devices no longer, and give the advance back; `settle` does it."""
         if self._begun.pop(run_id, None) is None and run_id in self._held:
-            self._ended.append((run_id, began))
+            self._ended.append(run_id)
 
     def settle(self, now_ns: int) -> None:
         """Bring the accounts up to date: what ended, ends now; what began is counted."""
         self._now_ns = now_ns = max(now_ns, self._now_ns)
-        for run_id, began in self._ended:
+        for run_id in self._ended:
             key, gpus, since_ns, advance = self._held.pop(run_id)
-            paid = min(advance, gpus * max(0, now_ns - since_ns) / _S) if began else advance
+            left = advance * self._decay(max(0, now_ns - since_ns) / _S)
             for account in self._accounts(key):
                 account.rate = max(0.0, account.rate - gpus)
-                account.value = max(0.0, account.value - paid)
+                account.value = max(0.0, account.value - left)
         self._ended.clear()
         for run_id, (key, gpus, since_ns) in self._begun.items():
             self._held[run_id] = (key, gpus, since_ns, 0.0)
@@ -150,7 +150,7 @@ class Fairness:
     def at(self, now_ns: int) -> Fairness:
         """Return the accounts as they are at a time; these stay as they are, so that asking changes no decision."""
         other = copy.copy(self)
-        changed = {self._held[run_id][0] for run_id, _ in self._ended} | {key for key, *_ in self._begun.values()}
+        changed = {self._held[run_id][0] for run_id in self._ended} | {key for key, *_ in self._begun.values()}
         teams = {team: copy.copy(self._teams[team]) for team, _ in changed if team in self._teams}
         users = {key: copy.copy(self._users[key]) for key in changed if key in self._users}
         other._teams, other._users = self._teams | teams, self._users | users
@@ -189,10 +189,17 @@ class Fairness:
         ahead = max((use for use, other in most if other != name), default=0.0)
         return (ahead - mine) * weights.get(name.removeprefix("~"), 1.0) >= due
 
-    def usage(self, now_ns: int) -> dict[str, float]:
-        """Return the use of each team at a time, GPU-seconds."""
+    def usage(self, now_ns: int) -> dict[str, TeamUse]:
+        """Return the use of each team at a time."""
         look = self.at(now_ns)
-        return {name: look._current(account) for name, account in sorted(look._teams.items())}
+        advances: dict[str, float] = defaultdict(float)
+        for (team, _), _, since_ns, advance in look._held.values():
+            advances[team] += advance * look._decay(max(0, look._now_ns - since_ns) / _S)
+        found: dict[str, TeamUse] = {}
+        for name, account in sorted(look._teams.items()):
+            counted = look._current(account)
+            found[name] = TeamUse(used_gpu_s=max(0.0, counted - advances[name]), counted_gpu_s=counted)
+        return found
 
     def _accounts(self, key: Key) -> tuple[_Account, _Account]:
         team, user = self._teams.get(key[0]), self._users.get(key)
@@ -210,10 +217,14 @@ class Fairness:
         if passed_ns <= 0:
             return account.value
         passed_s = passed_ns / _S
-        value = account.value * math.exp(-self._rate * passed_s) + account.rate * self._grown(passed_s)
+        value = account.value * self._decay(passed_s) + account.rate * self._grown(passed_s)
         if not self._is_look:
             account.value, account.at_ns = value, self._now_ns
         return value
+
+    def _decay(self, passed_s: float) -> float:
+        """Return the part that is left of what was counted so long ago."""
+        return math.exp(-self._rate * passed_s)
 
     def _grown(self, passed_s: float) -> float:
         """Return what one GPU used until now adds up to, decayed on the way."""

@@ -284,6 +284,8 @@ class Floor:
 def admits(node: Node, shape: Shape, pools: Mapping[str, Pool]) -> tuple[bool, Pool | None]:
     """Return whether a shape may use a node, whatever it has, and the pool that would have to lend it."""
     pool = pools.get(node.pool)
+    if pool is not None and pool.single_principal and shape.second_principal:
+        return False, None
     if shape.pool:
         fits, lender = node.pool == shape.pool, None
     else:

@@ -55,6 +55,12 @@ def expected_s(durations_s: Iterable[float]) -> float | None:
     return samples[math.ceil(QUANTILE * len(samples)) - 1]
 
 
+def longest_s(durations_s: Iterable[float]) -> float | None:
+    """Return the longest of the last durations, or None while too little is known; the argument is `expected_s`'s."""
+    samples = list(islice(durations_s, SAMPLES_MAX))
+    return max(samples) if len(samples) >= SAMPLES_MIN else None
+
+
 def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float | None) -> tuple[float | None, bool]:
     """Return after how many seconds from its start a run gives its devices back, and whether that is the latest.
 

@@ -260,7 +260,7 @@ class Pass:
         whose = (line.team, line.owner, self._kind(line.ask))
         if reservation.is_bound and whose not in self._firm:
             self._firm.add(whose)
-            self._state.promises[reservation.run_id] = reservation
+            self._state.promises[reservation.run_id] = _as_told(reservation)
             self.is_new = True
         elif reservation.is_bound:
             reservation = msgspec.structs.replace(reservation, is_bound=False)
@@ -288,7 +288,7 @@ class Pass:
             if not seeker.is_away(promised.shares):  # of one that comes back in time it holds
                 del state.promises[wanted.run_id]
             return
-        state.promises[wanted.run_id] = again
+        state.promises[wanted.run_id] = _as_told(again)
         self._firm.add((line.team, line.owner, self._kind(ask)))
         self._promised += 1
         self._note(again)
@@ -312,6 +312,11 @@ class Pass:
         if reservation is not None:
             self._state.reservations[reservation.run_id] = reservation
         return reservation is not None
+
+
+def _as_told(reservation: Reservation) -> Reservation:
+    """Return what is kept over passes: the latest time. What is likely is worked out anew in each."""
+    return msgspec.structs.replace(reservation, likely_ns=None)
 
 
 class _Team:

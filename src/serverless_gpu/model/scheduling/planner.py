@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from serverless_gpu.model.scheduling import explaining
 from serverless_gpu.model.scheduling.fairness import charged_all
-from serverless_gpu.model.scheduling.impossible import impossible
+from serverless_gpu.model.scheduling.isolation import never_served
 from serverless_gpu.model.scheduling.passing import Pass
 from serverless_gpu.model.scheduling.state import State
 from serverless_gpu.model.scheduling.values import (
@@ -38,6 +38,7 @@ from serverless_gpu.model.scheduling.values import (
     Reservation,
     Running,
     Started,
+    TeamUse,
     Used,
     Wait,
     Wanted,
@@ -111,7 +112,7 @@ class Planner:
         running = self._state.running.pop(run_id, None)
         if running is not None:
             self._state.floor.give(running)
-            self._state.fairness.end(run_id, began=began)
+            self._state.fairness.end(run_id)
             if began:
                 self._state.ended.append(running)
 
@@ -170,7 +171,7 @@ class Planner:
 
     def impossible(self, wanted: Wanted) -> str:
         """Return why nothing that has joined can ever serve a run, or "" when something can."""
-        return impossible(self._state.floor, wanted, self._state.queue.ask(wanted))
+        return never_served(self._state, wanted, self._state.queue.ask(wanted))
 
     def queue(self, now_ns: int, limit: int) -> tuple[str, ...]:
         """Return who waits, in the order in which they are served; those that are left alone until later come last.
@@ -189,6 +190,6 @@ class Planner:
         """Return what is kept for whom, as of the last decision."""
         return tuple(self._state.reservations.values())
 
-    def usage(self, now_ns: int) -> dict[str, float]:
-        """Return the decayed use of each team, GPU-seconds; users without a team under ``"~name"``."""
+    def usage(self, now_ns: int) -> dict[str, TeamUse]:
+        """Return the decayed use of each team; users without a team are under ``"~name"``."""
         return self._state.fairness.usage(now_ns)

@@ -102,9 +102,11 @@ def could_use(wanted: Wanted, node: Node, terms: Terms) -> bool:
         node: where.
         terms: what the operator decided.
     """
+    pool = terms.pools.get(node.pool)
+    if pool is not None and pool.single_principal and wanted.second_principal:
+        return False
     if wanted.pool:
         return wanted.pool == node.pool
-    pool = terms.pools.get(node.pool)
     if pool is None or not pool.reserved:
         return True
     in_time = wanted.preemptible and wanted.grace_s <= pool.return_s

@@ -80,7 +80,13 @@ class Seeker:
         self._enter(needs, likely, bound)
         is_bound = not self._by_guess and not math.isinf(bound)
         at_ns = None if self._by_guess else math.ceil(bound if is_bound else likely)
-        return Reservation(run_id=self._wanted.run_id, shares=_shares(needs), at_ns=at_ns, is_bound=is_bound)
+        return Reservation(
+            run_id=self._wanted.run_id,
+            shares=_shares(needs),
+            at_ns=at_ns,
+            is_bound=is_bound,
+            likely_ns=_learned(likely, at_ns) if is_bound else None,
+        )
 
     def _closes(self, needs: list[Need], at: float) -> set[int]:
         """Return groups of nodes that the gang may use now, and no longer when it would start there."""
@@ -118,7 +124,8 @@ class Seeker:
         if bound > max(told, self._now_ns + OVERDUE_NS) + _SLACK_NS:
             return None  # somebody of a higher class took some of it
         self._enter(needs, min(likely, bound), bound)
-        return msgspec.structs.replace(promised, at_ns=math.ceil(min(told, bound)))
+        at_ns = math.ceil(min(told, bound))
+        return msgspec.structs.replace(promised, at_ns=at_ns, likely_ns=_learned(likely, at_ns))
 
     def _enter(self, needs: list[Need], likely: float, bound: float) -> None:
         run_id = self._wanted.run_id
@@ -394,3 +401,8 @@ def _sooner(
         return best
     found = (max(need[3] for need in needs), len(needs)), needs
     return found if best is None or found[0] < best[0] else best
+
+
+def _learned(likely: float, at_ns: int | None) -> int | None:
+    """Return when devices are likely free, where that is clearly before the latest time."""
+    return math.ceil(likely) if at_ns is not None and likely < at_ns - _SLACK_NS else None

@@ -35,6 +35,7 @@ class Shape:
         "platform",
         "pool",
         "python",
+        "second_principal",
         "several",
         "tries",
         "unreserved",
@@ -47,6 +48,7 @@ class Shape:
         self.gpus, self.gpu_type, self.several = wanted.gpus, wanted.gpu_type, wanted.several_nodes
         self.pool, self.machine, self.platform = wanted.pool, wanted.machine, wanted.platform
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""
+        self.second_principal = wanted.second_principal
         self.blocked = self.unreserved = self.walls_of = self.tries = 0
         self.walls: list[tuple[float, float]] = []
 
@@ -79,7 +81,7 @@ class Shape:
     def key(wanted: Wanted) -> tuple[object, ...]:
         """Return what two runs of one shape have in common."""
         where = (wanted.pool, wanted.machine, wanted.platform, wanted.python, wanted.caller if wanted.python else "")
-        return (wanted.gpus, wanted.gpu_type, wanted.several_nodes, where)
+        return (wanted.gpus, wanted.gpu_type, wanted.several_nodes, where, wanted.second_principal)
 
 
 class Ask:

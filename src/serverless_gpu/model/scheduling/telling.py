@@ -4,7 +4,8 @@
     └─ what ───────────────┘  └─ where ──┘  └─ for whom ──────── until when ──────────────┘  └─ place ─┘
 
 "until 14:20 at the latest" is declared (`timeout`), "until about 14:20" is learned from earlier runs; where nobody can
-say, nothing is said. A sentence has a bound: no more than three are named of anything.
+say, nothing is said. A latest time is rounded up to the minute, so that it holds as it is read. A sentence has a bound:
+no more than three are named of anything.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ Clock = Callable[[int], str]
 """How a time is written for whoever reads it: ``"14:20"``, ``"Mon 14:20"``."""
 
 NAMED_MAX = 3
+_MINUTE_NS = 60_000_000_000
 _SPARE_MIN_S = 60.0
 _UNSEEN = "it was not looked at yet"
-_INSTEAD = (WaitReason.HELD, WaitReason.UNSATISFIABLE)  # what is told in place of everything else
+_INSTEAD = (WaitReason.HELD, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE)  # what is told in place of everything else
 
 
 def sentence(wait: Wait, clock: Clock) -> str:
@@ -133,10 +135,15 @@ def _holding(holders: Sequence[Holder], clock: Clock) -> list[str]:
 def _holder(holder: Holder, clock: Clock) -> str:
     where = f" on {holder.node}" if holder.node else ""
     if holder.is_leaving:
-        by = "by" if holder.is_bound else "by about"
-        until = f" {by} {clock(holder.until_ns)}" if holder.until_ns is not None else ""
+        until = ""
+        if holder.until_ns is not None:
+            until = (
+                f" by {latest(holder.until_ns, clock)}" if holder.is_bound else f" by about {clock(holder.until_ns)}"
+            )
         return f"{holder.title} was asked to give back its {holder.count}{where}{until}"
     until = f" until {_about(holder.until_ns, clock, is_bound=holder.is_bound)}" if holder.until_ns is not None else ""
+    if holder.likely_ns is not None:
+        until += f", about {clock(holder.likely_ns)} by earlier runs of that name"
     if holder.asked_ns is not None and (holder.until_ns is None or holder.asked_ns < holder.until_ns):
         until = f"{until}{', and' if until else ' and'} is asked to make room at {clock(holder.asked_ns)}"
     return f"{holder.title} holds {holder.count}{where}{until}"
@@ -157,10 +164,18 @@ def _together(one: Holder, other: Holder) -> Holder:
         one,
         count=one.count + other.count,
         until_ns=max(one.until_ns or 0, other.until_ns or 0) if known else None,
+        likely_ns=_last_likely(one, other) if known else None,
         asked_ns=None if one.asked_ns is None or other.asked_ns is None else max(one.asked_ns, other.asked_ns),
         is_bound=one.is_bound and other.is_bound,
         node=_joined(one.node, other.node),
     )
+
+
+def _last_likely(one: Holder, other: Holder) -> int | None:
+    """Return when the last of two holders likely leaves, where something was learned of either."""
+    if one.likely_ns is None and other.likely_ns is None:
+        return None
+    return max(one.likely_ns or one.until_ns or 0, other.likely_ns or other.until_ns or 0)
 
 
 def _joined(nodes: str, node: str) -> str:
@@ -173,7 +188,10 @@ def _joined(nodes: str, node: str) -> str:
 
 def _start(wait: Wait, clock: Clock) -> list[str]:
     """Return when it starts, and what would let it start now."""
-    parts = [] if wait.at_ns is None else [f"it starts {_at(wait.at_ns, clock, is_bound=wait.is_bound)}"]
+    parts = []
+    if wait.at_ns is not None:
+        learned = "" if wait.likely_ns is None else f", about {clock(wait.likely_ns)} by earlier runs of those names"
+        parts.append(f"it starts {_at(wait.at_ns, clock, is_bound=wait.is_bound)}{learned}")
     if wait.spare_s >= _SPARE_MIN_S:
         spare = format_duration_ms(round(wait.spare_s) * 1000)
         parts.append(f"with timeout= of at most {spare} it would start now")
@@ -185,7 +203,12 @@ def _at(at_ns: int, clock: Clock, *, is_bound: bool) -> str:
 
 
 def _about(at_ns: int, clock: Clock, *, is_bound: bool) -> str:
-    return f"{clock(at_ns)} at the latest" if is_bound else f"about {clock(at_ns)}"
+    return f"{latest(at_ns, clock)} at the latest" if is_bound else f"about {clock(at_ns)}"
+
+
+def latest(at_ns: int, clock: Clock) -> str:
+    """Return a latest time as people read it: the first full minute that is not before it."""
+    return clock(-(-at_ns // _MINUTE_NS) * _MINUTE_NS)
 
 
 def _place(wait: Wait) -> str:

@@ -27,8 +27,8 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         half_life_s: after so long, use counts half.
-        entry_penalty_s: seconds of its devices that a run is charged when it is placed, before it has used any: of two
-            who ask for a thousand runs at once, each gets its turn.
+        entry_penalty_s: seconds of its devices that a run is charged in advance while it has them: of two who ask for a
+            thousand runs at once, each gets its turn. Given back when the run ends: what it really used is charged.
         team_weights: shares of teams, by name; one that is not named has 1.
         user_weights: shares of users within their team, by name; one that is not named has 1.
         reservations: so many blocked gangs of the queue have devices reserved ahead.
@@ -41,7 +41,8 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
             they are; until then its node is reserved by a guess.
         guard_s: a run that has waited for so long is next of all: who comes later starts only what is over, by what is
             known or guessed, before there is room for it. After twice as long devices are kept for it as they get free.
-        preempt_after_s: an attempt runs for so long before it may be preempted.
+        preempt_after_s: an attempt has its devices for so long, counted from its placement, before a run of a higher
+            class may preempt it. Who has a right to the devices (a pool that lends, a node's owner) does not wait.
         preemptions_max: a run is preempted no more often than that.
     """
 
@@ -68,12 +69,14 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
         lends: whether a reserved pool's idle devices are lent to runs of `BEST_EFFORT` that name no pool and can give
             them back: they may be preempted, or declared a time limit that is no longer than that.
         return_s: seconds within which who can be preempted has left when the pool's own runs want the devices.
+        single_principal: whether its nodes run the code of one principal only, since they cannot keep several apart.
     """
 
     name: str
     reserved: bool = False
     lends: bool = False
     return_s: float = 300.0
+    single_principal: bool = False
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +143,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         preemptions: how often that was done to it.
         beyond_s: what `limit_s` has, or would have, beyond what its owner declares: to start, and to leave.
         grace_s: how long it may take to leave once it is asked to.
+        second_principal: whether its owner is another principal than the one that a `single_principal` pool serves.
     """
 
     run_id: str
@@ -167,6 +171,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     preemptions: int = 0
     grace_s: float = 30.0
     beyond_s: float = 0.0
+    second_principal: bool = False
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -202,12 +207,14 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
         shares: which, as far as it is known.
         at_ns: when they are free; None where nobody can say.
         is_bound: whether that is the latest time: everybody who has them has declared how long they run at most.
+        likely_ns: when they are likely free, where earlier runs of those names say so and it is before `at_ns`.
     """
 
     run_id: str
     shares: tuple[Share, ...]
     at_ns: int | None
     is_bound: bool
+    likely_ns: int | None = None
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------
@@ -264,6 +271,18 @@ class Used(msgspec.Struct, frozen=True):
     at_ns: int
     teams: Mapping[str, float]
     users: Mapping[tuple[str, str], float]
+
+
+class TeamUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The decayed use of a team.
+
+    Attributes:
+        used_gpu_s: GPU-seconds that its runs had devices, those that go on among them.
+        counted_gpu_s: what decides whose turn it is: the same, and the advance of each run that has devices now.
+    """
+
+    used_gpu_s: float
+    counted_gpu_s: float
 
 
 class Promised(msgspec.Struct, frozen=True):
@@ -323,6 +342,7 @@ class WaitReason(StrEnum):
     CALENDAR = "calendar"  # the node is its owner's now
     AWAY = "away"  # nodes that would do are silent, drained or have a problem
     HELD = "held"  # it may not start yet: it failed to start, its owner or the server starts nothing
+    ISOLATION = "isolation"  # the nodes that would do cannot keep its owner's code apart from that of others
     UNSATISFIABLE = "unsatisfiable"  # nothing that has joined can ever serve it
 
 
@@ -335,6 +355,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         is_leaving: whether it was asked to stop.
         asked_ns: when it is asked to make room, if it is still there; None for never, and where it is asked already.
         node: where, of what is waited for on several nodes; else "".
+        likely_ns: when they likely give them back, where earlier runs of that name say so and it is before `until_ns`.
     """
 
     title: str
@@ -344,6 +365,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     is_leaving: bool = False
     asked_ns: int | None = None
     node: str = ""
+    likely_ns: int | None = None
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -382,6 +404,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
         turns_ns: when that node changes hands by its calendar: it is shared from then on where nothing counts as free
             now, and its owner's from then on where something does.
         words: what is to be said beyond that, or in place of it.
+        likely_ns: when it likely starts, where earlier runs of those names say so and it is before `at_ns`.
     """
 
     run_id: str
@@ -404,6 +427,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     turns_ns: int | None = None
     words: str = ""
+    likely_ns: int | None = None
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ nothing to continue from.
 from __future__ import annotations
 
 import os
+import sys
 
 AGREED = "SGPU_RESUME_FENCE"
 
@@ -44,6 +45,17 @@ def saved_before(directory: str) -> list[int]:
     ]
 
 
+def newest_up_to(directory: str) -> int:
+    """Return the number of the newest attempt that saved something, this one or an earlier one; 0 for none.
+
+    Args:
+        directory: that of this attempt.
+    """
+    if any(map(_is_whole, _names(directory))):
+        return _number(os.path.basename(os.path.normpath(directory)))
+    return max(saved_before(directory), default=0)
+
+
 def _attempts(run: str) -> list[int]:
     return [int(name) for name in _names(run) if _number(name)]
 
@@ -61,3 +73,7 @@ def _names(directory: str) -> list[str]:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+if __name__ == "__main__":  # asked by the node's uplink, in a process that may hang with the file system
+    sys.stdout.write(str(newest_up_to(sys.argv[1])))

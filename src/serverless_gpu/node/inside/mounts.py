@@ -71,7 +71,7 @@ def enter(mounts: Sequence[Mount]) -> None:
         os.fchdir(here)
         os.close(here)
     if with_user_namespace:
-        _drop_capabilities(libc)
+        drop_capabilities()
 
 
 def unshare(flags: int) -> None:
@@ -102,7 +102,7 @@ def mount_proc() -> None:
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     _check(libc.mount(b"proc", b"/proc", b"proc", flags, None), "cannot be mounted", "/proc")
     if os.geteuid() != 0:
-        _drop_capabilities(libc)
+        drop_capabilities()
 
 
 def probe(directory: str = "") -> str:
@@ -192,7 +192,13 @@ def _write(path: str, text: str) -> None:
         os.close(fd)
 
 
-def _drop_capabilities(libc: ctypes.CDLL) -> None:
+def drop_capabilities() -> None:
+    """Give up every capability of this process in its user namespace.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
     _check(libc.capset(header, none), "capabilities cannot be given up")

@@ -1,8 +1,9 @@
 """The words zygote, stem and rank speak, and the version of their language.
 
-    agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan}
+    agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan, "apart": bool}
                                                    fork one stem, n ranks standing by; with a plan
-                                                   (`mounts.py`) and a descriptor, in another environment
+                                                   (`mounts.py`) and a descriptor, in another environment;
+                                                   "apart": in a user namespace of its own
                        {"op": "hold"} + descriptors                    kept open until the zygote and its stems end
     zygote ─▶ agent    {"event": "ready", "modules": [path, …], "packages": {name: path},
                         "names": [name, …], "libraries": [path, …]}
@@ -38,7 +39,7 @@ import json
 import time
 from collections.abc import Callable
 
-VERSION = 7
+VERSION = 8
 
 # A rank answers both by writing its Python stack to its memfd of that name: the first, SIGRTMAX-7, in C, wherever it
 # is; the second once its main thread runs Python, with PASSED at the end. Not SIGUSR1 or SIGUSR2, which user code and
@@ -52,6 +53,9 @@ STACK_FILE = "sgpu-stacks"
 UNSTORED = ("pkl", "json")
 """What a rank that failed could not write, in the order in which it is to be: endings of its files."""
 UNSTORED_BYTES_MAX = 48 << 10
+
+UNSHARED = "runs get no user namespace of their own here, so none shares an interpreter with another"
+"""Why runs of a server's principals start cold on a node; what the kernel said follows in parentheses."""
 
 _INTEGER_MAX = 2**63 - 1
 _SHOWN_MAX = 100

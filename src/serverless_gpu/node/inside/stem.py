@@ -26,11 +26,13 @@ import importlib
 import os
 import select
 import signal
+import socket
 import sys
 from typing import NamedTuple, NoReturn
 
-from . import linux, mounts, protocol, rank
+from . import linux, mounts, protocol, rank, user_namespace
 from .channel import Channel, pair
+from .launcher import enter_cgroups
 from .raycluster import directory
 
 _EMPTYING_TRIES_MAX = 500
@@ -51,17 +53,21 @@ class _Work(NamedTuple):
     fds: tuple[int, ...]
 
 
-def main(channel: Channel, request: protocol.Message) -> NoReturn:
+def main(channel: Channel, request: protocol.Message, zygote: socket.socket | None = None) -> NoReturn:
     """Stand by, run one attempt, end with it; never returns into the zygote's code.
 
     Args:
         channel: to whoever holds the stem: the agent, then a supervisor.
         request: which cgroups to move into, how many ranks to fork ahead, and what to mount before that.
+        zygote: where it maps the ids of this process's own user namespace; None where it gets none.
     """
     code = 1
     try:
         os.setsid()
-        own = _Stem(channel, _enter(protocol.strings(request, "cgroups")))
+        if zygote is not None:
+            with zygote:
+                user_namespace.become_member(zygote)
+        own = _Stem(channel, enter_cgroups(protocol.strings(request, "cgroups")))
         if own.mount(request.get("mounts")):
             own.serve(protocol.integer(request, "ranks"))
         code = 0
@@ -69,17 +75,6 @@ def main(channel: Channel, request: protocol.Message) -> NoReturn:
         if code and sys.exc_info()[0] is not None:
             sys.excepthook(*sys.exc_info())
         os._exit(code)
-
-
-def _enter(cgroups: list[str]) -> list[str]:
-    """Move into cgroups and return those that let us in."""
-    entered: list[str] = []
-    for path in cgroups:
-        with contextlib.suppress(OSError), open(f"{path}/cgroup.procs", "w", encoding="ascii") as file:
-            file.write("0")
-            file.flush()
-            entered.append(path)
-    return entered
 
 
 def _closed_if(child: _Child, pid: int) -> bool:

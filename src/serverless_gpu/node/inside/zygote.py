@@ -12,12 +12,18 @@ kept here:
 - **Exactly one thread when a stem is forked.** Another thread could hold a lock (malloc's, the importer's) at that
   moment, and the child would wait for it for ever. numpy's OpenBLAS starts threads on import but ends them in its own
   fork handler: hence one trial fork, then the count.
+- **No other process is left by what it imported**: start-up code of the user's (`.pth` files, `sitecustomize`) runs
+  here, and what that starts would be no run's.
 - **Random generators are reseeded in every rank** (`rank.py`): a copied generator would give all ranks the same
   numbers.
 
+Where a server has several principals, each stem has a user namespace of its own: a rank cannot write the memory of the
+process that the next run's ranks are forked from.
+
 Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
-us. Failure cases: a module cannot be imported, or threads are left after the trial fork (both said to the agent, which
-then starts runs cold); the agent is of another protocol version (exit code 4).
+us. Everything else that is left of it is ended by the agent (`node/containment.py`). Failure cases: a module cannot be
+imported, threads or processes are left after the trial fork, or a stem gets no user namespace (each said to the agent,
+which then starts runs cold); the agent is of another protocol version (exit code 4).
 """
 
 from __future__ import annotations
@@ -29,10 +35,11 @@ import importlib.util
 import os
 import select
 import signal
+import socket
 import sys
 import weakref
 
-from . import blas, linux, protocol, stem
+from . import blas, linux, protocol, stem, user_namespace
 from .channel import Channel, pair
 
 
@@ -59,12 +66,18 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     blas.find()
     _trial_fork()
     _disarm_finalizers()
+    sys.path_importer_cache.clear()  # each rank does: here it copies no page, and there a thousand
     gc.enable()
     gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1 and preload:  # without preload this is the cold start itself: nothing better is to be had
         names = ", ".join(_thread_name(thread) for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({names})"}))
+        return
+    left = _children() if preload else []
+    if left:
+        names = ", ".join(map(_process_name, left))
+        channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({names})"}))
         return
     ready = {"modules": _module_files(), "packages": _packages(), "names": _names(), "libraries": _libraries()}
     channel.send(protocol.encode({"event": "ready", **ready}))
@@ -117,6 +130,7 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
 
 def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, ...]) -> None:
     ours, theirs = pair()
+    admission = socket.socketpair() if request.get("apart") is True else None
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
@@ -124,10 +138,26 @@ def _fork_stem(channel: Channel, request: protocol.Message, own_fds: tuple[int, 
             os.close(fd)
         channel.close()
         ours.close()
-        stem.main(theirs, request)
+        if admission is not None:
+            admission[0].close()
+        stem.main(theirs, request, None if admission is None else admission[1])
     theirs.close()
+    if admission is not None:
+        problem = _admit(admission, pid)
+        if problem:
+            ours.close()
+            channel.send(protocol.encode({"event": "cold", "reason": f"{protocol.UNSHARED} ({problem})"}))
+            return
     channel.send(protocol.encode({"event": "stem", "pid": pid}), (ours.fileno(),))
     ours.close()
+
+
+def _admit(admission: tuple[socket.socket, socket.socket], pid: int) -> str:
+    """Give a stem a user namespace of its own; return why that is not possible, or ""."""
+    ours, theirs = admission
+    theirs.close()
+    with ours:
+        return user_namespace.admit(ours, pid)
 
 
 def _disarm_finalizers() -> None:
@@ -152,6 +182,18 @@ def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def _children() -> list[int]:
+    """Return the processes that are left of what was imported; orphans have become children of this process."""
+    _reap()
+    return linux.children(os.getpid())
+
+
+def _process_name(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+        return file.read().strip()
+    return "?"
 
 
 def _thread_name(thread: str) -> str:

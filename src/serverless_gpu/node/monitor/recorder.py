@@ -147,7 +147,7 @@ class Recorder:
         elif self._clock.boottime_ns() - self._lost_ns < _LOST_NS:
             return  # the agent is about to write it
         else:
-            reason = Reason.SUPERVISOR_LOST
+            reason = Reason.SUPERVISOR_KILLED
             self._end(MEANINGS[reason].state, reason, MEANINGS[reason].sentence)
         self._settle()
 

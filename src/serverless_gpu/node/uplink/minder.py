@@ -11,7 +11,8 @@ Where no supervisor is to be found, the attempt's lock says whether one lives; i
 
 Failure cases: the node cannot start the attempt (an ending `refused`, nothing of the user's ran); the agent dies with
 the launch in its queue (launched again, three times at most: no facts, so nothing has run); the supervisor is killed
-(`supervisor_lost` as soon as none of its processes holds a device; one that cannot be ended keeps it STOPPING).
+(`supervisor_killed`, or `supervisor_lost` where the kernel says that the machine failed, as soon as none of its
+processes holds a device; one that cannot be ended keeps it STOPPING).
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Minder:
         self._launch: protocol.Launch | None = None
         self._launches = 0
         self._connections = 0
+        self._seen_ns: int | None = None  # boottime at which a process of it was seen last
         self._agent_pid = 0
         self._detail = _RESTARTED
         self._of_itself = ""  # what the run says of itself
@@ -280,6 +282,7 @@ class Minder:
             for fd in received[1]:
                 os.close(fd)
             self._understand(received[0])
+        self._seen_ns = self._clock.boottime_ns()
         with self._lock:
             self._channel = None
             channel.close()
@@ -383,12 +386,13 @@ class Minder:
         """
         pause_s = _LOOK_S
         while still_held(self._home, self.directory):
+            self._seen_ns = self._clock.boottime_ns()
             sentence = "its supervisor is gone; a process of it still has a device"
             self._news.learn(SOME_TIME_S, state=State.STOPPING, sentence=sentence)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, _LOOK_S_MAX)
         begun = bool(first_facts(self.directory))
-        stopped = settle(self.directory, self.remote, self._detail, self._clock)
+        stopped = settle(self.directory, self.remote, self._detail, self._clock, seen_ns=self._seen_ns)
         self._news.learn(AT_ONCE_S, begun=self._news.known.begun or begun, ending=stopped, finished=True)
 
     def _supervisor(self) -> Channel | None:

@@ -10,7 +10,6 @@ not count on them; what this uplink's own attempts hold is the server's own know
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import platform
@@ -34,6 +33,7 @@ from serverless_gpu.node.gpus import NvmlProvider
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inventory import Inventory, offered
 from serverless_gpu.node.locks import DeviceLocks, Holder, Quarantine, lock_directory
+from serverless_gpu.node.private_files import write_private
 from serverless_gpu.node.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.node.usages import Usage, unknown_usage
@@ -78,6 +78,7 @@ class Presence:
 
     Attributes:
         instance: what tells this home from another one under the same name.
+        process: what tells this uplink from another one of the same home.
 
     Raises:
         StorageError: the home cannot be written.
@@ -85,6 +86,7 @@ class Presence:
 
     def __init__(self, home: Home) -> None:
         self.instance = instance_of(home)
+        self.process = new_run_id()
         self._home = home
         self._inventory = Inventory(home)
         self._machine = NvmlProvider()
@@ -121,6 +123,7 @@ class Presence:
             attempts=attempts,
             problem=offer.problem,
             takes=TAKES,
+            process=self.process,
         )
 
     def heartbeat(
@@ -150,6 +153,7 @@ class Presence:
             problem=offer.problem,
             renew=renew,
             clock=clock,
+            process=self.process,
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> Offer:
@@ -217,19 +221,17 @@ class Presence:
 
 
 def instance_of(home: Home) -> str:
-    """Return what tells a home from others, made when it is asked for first.
+    """Return what tells a home from others, made when it is asked for first, or where a disk that failed emptied it.
 
     Raises:
         StorageError: the home cannot be written.
     """
     path = home.root / "instance"
-    temporary = path.with_name(f"instance.{os.getpid()}.tmp")
     try:
-        if not path.exists():
-            temporary.write_text(new_run_id(), encoding="ascii")
-            with contextlib.suppress(FileExistsError):  # another uplink of this home was faster
-                os.link(temporary, path)
-            temporary.unlink()
+        is_empty = path.exists() and not path.read_bytes().strip()
+        if is_empty or not path.exists():
+            # Where another uplink of this home was faster, its file stays.
+            write_private(path, new_run_id().encode(), replace=is_empty)
         return path.read_text(encoding="ascii").strip()
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}") from error

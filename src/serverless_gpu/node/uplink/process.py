@@ -14,6 +14,8 @@ Failure cases:
 - the server came back with another port or token: the profile is read again;
 - an attempt's token has ended while the server was out of reach: the next heartbeat brings another (`credentials.py`);
 - two started at once: the lock decides, the loser ends;
+- an administrator has not approved the node yet, or another process speaks as it: the log says what to do, and the
+  hello is sent again;
 - an order that was refused comes again before the server has heard of that: it is refused again, not started;
 - nobody needs it: it ends when it looks after nothing and the server has not answered for ten minutes.
 """
@@ -32,7 +34,7 @@ from urllib.parse import quote
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
-from serverless_gpu.errors import NotFound, ServerlessGpuError
+from serverless_gpu.errors import NotAllowed, NotFound, ServerlessGpuError
 from serverless_gpu.model.attempt import MEANINGS, Reason, State
 from serverless_gpu.node.flocks import hold
 from serverless_gpu.node.home import Home
@@ -189,6 +191,8 @@ class Uplink:
         if isinstance(error, NotFound):
             self._joined.clear()
         text = f"{type(error).__name__}: {error.message}"
+        if isinstance(error, NotAllowed):  # it waits to be approved, or its token is another node's: a person acts
+            text += f" ({error.hint})" if error.hint else ""
         if text != self._error:  # the first of a row
             say(text)
         self._error = text
@@ -204,7 +208,7 @@ class Uplink:
         """Take orders as they come, for ever; after a break those not acknowledged come again."""
         backoff = Backoff()
         line = self._server.line()
-        query = {"instance": self._presence.instance}
+        query = {"instance": self._presence.instance, "process": self._presence.process}
         while True:
             self._joined.wait()
             node = self._node

@@ -31,12 +31,13 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, ServerStorageFull, StaleAttempt
-from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.attempt import SUPERVISOR_GONE, State, StopReason
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.gang_hangs import Silence
 from serverless_gpu.node.history import read_receipt
 from serverless_gpu.node.protocol import CrewNews, GangNews, Stopped
 from serverless_gpu.node.remote import Remote
+from serverless_gpu.node.uplink.checkpoint_probe import CheckpointProbe
 from serverless_gpu.node.uplink.delivery import Delivery
 from serverless_gpu.node.uplink.news import AT_ONCE_S, SOON_S, Known, News
 from serverless_gpu.node.uplink.server import Backoff, Server
@@ -127,6 +128,8 @@ class Reporter:
         self._over = False
         self._refused = False
         self._left = _LEFT_MAX
+        self._probe = CheckpointProbe(directory, remote)
+        self._saved, self._looks = 0, set[str]()
 
     def run(self, minder: Attended, *, fresh: bool) -> None:
         """Report until the attempt is settled, or over for the server.
@@ -233,6 +236,8 @@ class Reporter:
         state = State.STOPPING if known.stop is not None or crew.halt is not None else known.state
         files = self._delivery.before_the_end(None if crew.halt is None else crew.halt.rank)
         facts = self._learn_from(self._facts.unsent())
+        if known.begun and self._remote.fence > 1:  # the attempt before may have been lost, and not said what it saved
+            self._look_at_checkpoints("start")
         return Report(
             state=state,
             sentence=known.sentence or (_NO_ROOM if self._has_no_room() else ""),
@@ -250,6 +255,7 @@ class Reporter:
             silence=self._silence(crew),
             seen=crew.seen,
             idle=crew.idle,
+            saved=self._saved,
         )
 
     def _silence(self, crew: CrewNews) -> Silence | None:
@@ -274,6 +280,8 @@ class Reporter:
         if is_last and not self._ending_sent:
             ending = _ending(delivered.stopped, began=known.begun, log_ends=self._logs.ends_missing(logs))
             logs += self._logs.closing(logs)
+            if delivered.stopped.state is not State.SUCCEEDED:  # another attempt may continue from what it saved
+                self._look_at_checkpoints("end")
         receipt = (
             self._receipt(delivered.stopped)
             if is_last and known.finished and self._facts.is_complete()
@@ -294,7 +302,13 @@ class Reporter:
             tracked=known.tracked or self._tracked,
             returned=known.crew is not None and known.crew.returned,
             halt=None if known.crew is None else known.crew.halt,
+            saved=self._saved,
         )
+
+    def _look_at_checkpoints(self, when: str) -> None:
+        if when not in self._looks:
+            self._looks.add(when)
+            self._saved = max(self._saved, self._probe.newest())
 
     def _late(self, known: Known) -> Report:
         """Return the report of an attempt that is over for the server: what is true of it, and no results."""
@@ -388,7 +402,7 @@ def _of_the_gang(answer: ReportAnswer) -> GangNews:
 
 
 def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Ending:
-    lost = stopped.reason is Reason.SUPERVISOR_LOST
+    lost = stopped.reason in SUPERVISOR_GONE and stopped.cause is None  # it has nothing to say; evidence is told
     word: Json = msgspec.UNSET if lost else msgspec.Raw(msgspec.json.encode(stopped))
     return Ending(
         state=stopped.state,

@@ -26,6 +26,7 @@ from serverless_gpu.node.home import Home, storage_error
 from serverless_gpu.node.inventory import offered
 from serverless_gpu.node.remote import Remote, has_remote, write_remote
 from serverless_gpu.node.submission import write_submission
+from serverless_gpu.node.uplink.interpreters import check_flags, check_python
 from serverless_gpu.serialized import from_json
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import Start
@@ -119,6 +120,7 @@ def make_launch(
         crews=order.crews,
         crew=order.crew,
         nonce=order.nonce,
+        owner=f"{order.owner} of {store.url}" if order.owner else protocol.UNKNOWN_OWNER,
     )
 
 
@@ -206,6 +208,9 @@ def _context(order: Start) -> protocol.Context:
         context = from_json(order.context, protocol.Context)
     except msgspec.MsgspecError as error:
         raise InvalidValue(f"the caller's context cannot be understood: {error}") from None
+    check_flags(context.flags)
+    if not order.snapshot:
+        check_python(context.python)
     environ = {name: value for name, value in context.environ.items() if name != _FAKE}
     own = (_FAKE, *(_OF_THE_NODE if order.snapshot else ()))
     environ = {**{name: os.environ[name] for name in own if name in os.environ}, **environ}

@@ -12,7 +12,7 @@ from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.api.routing import Call, Query, Routes, Stream, writing
 from serverless_gpu.server.orders import OPEN_MAX
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
-from serverless_gpu.wire.joining import JoinAnswer, JoinRequest
+from serverless_gpu.wire.joining import JoinAnswer, JoinRequest, RayPool
 
 routes = Routes("agents")
 
@@ -22,9 +22,11 @@ class OrdersQuery(Query, frozen=True, kw_only=True):
 
     Attributes:
         instance: of the node's home.
+        process: of the node's uplink, as it said in its hello.
     """
 
     instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    process: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 @routes.post("/agents", needs=writing("agents"))
@@ -39,6 +41,12 @@ def join(call: Call, body: JoinRequest) -> JoinAnswer:
     return joining.join(call.services, call.who, body)
 
 
+@routes.get("/agents/ray", needs=writing("agents"))
+def ray_pool(call: Call) -> RayPool:
+    """Return how a node that has joined before joins the Ray cluster again."""
+    return joining.ray_pool(call.services, call.who)
+
+
 @routes.post("/agents/{node}/heartbeat", needs=writing("agents"))
 def heartbeat(call: Call, node: str, body: Heartbeat) -> HeartbeatAnswer:
     """Say that the node is there, and what it has."""
@@ -49,8 +57,10 @@ def heartbeat(call: Call, node: str, body: Heartbeat) -> HeartbeatAnswer:
 async def orders(call: Call, node: str, query: OrdersQuery) -> Stream[Order]:
     """Stream what the node is to do; what it has not taken comes again."""
     agents = Agents(call.services)
-    await call.in_thread(lambda: agents.check(call.who, node, query.instance))  # now, not in the middle of a stream
-    return Stream(stream(call.services, call.who, node, query.instance))
+    await call.in_thread(
+        lambda: agents.check(call.who, node, query.instance, query.process)
+    )  # now, not in the middle of a stream
+    return Stream(stream(call.services, call.who, node, query.instance, query.process))
 
 
 @routes.post("/agents/{node}/orders/ack", needs=writing("orders"))

@@ -27,6 +27,12 @@ def put_budget(call: Call, name: str, body: BudgetRequest) -> BudgetView:
     return budgeting.put_budget(call.services, call.who, name, body)
 
 
+@routes.post("/budgets/{name}/reopen", needs=writing("budgets"))
+def reopen_budget(call: Call, name: str) -> BudgetView:
+    """Open a hard budget again that has stopped runs and of which something is left."""
+    return budgeting.reopen_budget(call.services, call.who, name)
+
+
 @routes.delete("/budgets/{name}", needs=writing("budgets"))
 def delete_budget(call: Call, name: str) -> BudgetView:
     """Delete a budget; a run that was asked to stop stops all the same."""

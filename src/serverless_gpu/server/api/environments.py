@@ -1,4 +1,7 @@
-"""Routes of `wire/blobs.py` about the objects of captured environments: `own` reaches them by key, `all` lists them."""
+"""Routes of `wire/blobs.py` about the objects of captured environments: `own` reaches them by key, `all` lists them.
+
+A key is a capability. Only operators are shown keys: the lists, and what garbage collection noted.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from serverless_gpu.errors import NotAllowed, TooLarge
 from serverless_gpu.server.api.routing import BYTES, Bytes, Call, Incoming, Query, Routes, reading, writing
 from serverless_gpu.server.environments import PIECE_BYTES
 from serverless_gpu.server.receiving import Spool
-from serverless_gpu.wire.blobs import NAMES_MAX, Free, KeyList, StoredList, StoredView
+from serverless_gpu.wire.blobs import NAMES_MAX, CondemnedAnswer, Free, KeyList, StoredList, StoredView
 
 routes = Routes("environments")
 
-_COLLECTING = "gc"
+_COLLECTING = "gc/"
 _ALL = "all"
 
 
@@ -31,6 +34,8 @@ class RangeQuery(Query, frozen=True, kw_only=True):
 @routes.get("/environments/objects/{key:path}", needs=reading("environments"))
 async def read_object(call: Call, key: str, query: RangeQuery) -> Response:
     """Return an object, or a range of it: fewer bytes where it ends before."""
+    if key.startswith(_COLLECTING):
+        _check_reach(call)
     services = call.services
     pieces = await services.spool.in_thread(lambda: services.environments.read(key, query.start, query.length))
     first = next(pieces)
@@ -57,11 +62,28 @@ async def present_objects(call: Call, body: KeyList) -> KeyList:
     return KeyList(keys=tuple(key for key in body.keys if key in there))
 
 
+@routes.post("/environments/repair", needs=reading("environments"))
+async def repair_objects(call: Call, body: KeyList) -> KeyList:
+    """Check snapshots and units, content included; remove what no restore can use, and say what that was."""
+    _check_count(body)
+    services = call.services
+    removed = await services.spool.in_thread(lambda: services.environments.repair(body.keys))
+    return KeyList(keys=removed)
+
+
+@routes.post("/environments/condemned", needs=reading("environments"))
+async def condemned_objects(call: Call, body: KeyList) -> CondemnedAnswer:
+    """Say which objects garbage collection has condemned, and whether a collection is at work."""
+    _check_count(body)
+    services = call.services
+    keys, collecting = await services.spool.in_thread(lambda: services.environments.condemned(body.keys))
+    return CondemnedAnswer(keys=tuple(key for key in body.keys if key in keys), collecting=collecting)
+
+
 @routes.get("/environments/list/{prefix}", needs=reading("environments"))
 async def list_objects(call: Call, prefix: str) -> StoredList:
-    """Return all objects of a kind; what garbage collection noted may be seen by whoever captures."""
-    if prefix != _COLLECTING:
-        _check_reach(call)
+    """Return all objects of a kind."""
+    _check_reach(call)
     services = call.services
     stored = await services.spool.in_thread(lambda: tuple(services.environments.list(prefix)))
     return StoredList(objects=tuple(StoredView(key=one.key, size=one.size, put_ns=one.put_ns) for one in stored))
@@ -92,7 +114,10 @@ async def _following(first: bytes, pieces: Iterator[bytes], spool: Spool) -> Asy
 
 def _check_reach(call: Call) -> None:
     if call.reach != _ALL:
-        raise NotAllowed("environments are listed and removed by operators", hint="ask one, or an administrator")
+        raise NotAllowed(
+            "environments are listed and removed by operators",
+            hint="ask one, or an administrator; if this is a capture, upgrade serverless-gpu on this machine",
+        )
 
 
 def _check_count(body: KeyList) -> None:

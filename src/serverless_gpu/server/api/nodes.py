@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server import dividing, operating, ruling
+from serverless_gpu.errors import NotAllowed
+from serverless_gpu.model.access import Reach
+from serverless_gpu.server import dividing, node_admission, operating, ruling
 from serverless_gpu.server.api.routing import Call, Routes, reading, writing
 from serverless_gpu.server.ruling import Asked
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
+from serverless_gpu.wire.joining import ApproveRequest, InviteAnswer, InviteRequest
 from serverless_gpu.wire.nodes import CalendarRequest, NodeDrainRequest, QuarantineRequest
 
 routes = Routes("nodes")
@@ -14,7 +17,22 @@ routes = Routes("nodes")
 @routes.get("/nodes", needs=reading("nodes"))
 def list_nodes(call: Call) -> NodeList:
     """Return all nodes."""
-    return NodeList(nodes=tuple(operating.view_nodes(call.services)))
+    services = call.services
+    return NodeList(nodes=(*operating.view_nodes(services), *node_admission.view_pending(services)))
+
+
+@routes.post("/nodes/invite", needs=writing("tokens"))
+def invite(call: Call, body: InviteRequest) -> InviteAnswer:
+    """Make a join token, good for some machines and a short time."""
+    _check_administrator(call)
+    return node_admission.invite(call.services, call.who, body)
+
+
+@routes.post("/nodes/approve", needs=writing("tokens"))
+def approve(call: Call, body: ApproveRequest) -> NodeView:
+    """Let in a node that waits for an administrator."""
+    _check_administrator(call)
+    return node_admission.approve(call.services, call.who, body)
 
 
 @routes.post("/nodes/{node}/forget", needs=writing("nodes"))
@@ -51,6 +69,11 @@ def list_pools(call: Call) -> PoolList:
 def put_pool(call: Call, name: str, body: PoolRequest) -> PoolView:
     """Make or change a pool, and move nodes into it."""
     return dividing.put_pool(call.services, call.who, name, body)
+
+
+def _check_administrator(call: Call) -> None:
+    if call.reach != Reach.ALL:
+        raise NotAllowed("nodes are invited and approved by administrators", hint="ask one")
 
 
 def _asked(call: Call, node: str) -> Asked:

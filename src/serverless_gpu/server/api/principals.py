@@ -10,6 +10,7 @@ from serverless_gpu.wire.principals import (
     PrincipalList,
     PrincipalRequest,
     PrincipalView,
+    TeamChange,
     TeamList,
     TeamRequest,
     TeamView,
@@ -59,6 +60,12 @@ def list_teams(call: Call) -> TeamList:
 def make_team(call: Call, body: TeamRequest) -> TeamView:
     """Make a team."""
     return granting.make_team(call.services, call.who, body.name)
+
+
+@routes.patch("/teams/{team}", needs=writing("teams"))
+def change_team(call: Call, team: str, body: TeamChange) -> TeamView:
+    """Change the time zone of a team's budgets."""
+    return granting.change_team(call.services, call.who, team, body)
 
 
 @routes.put("/teams/{team}/members/{user}", needs=writing("teams"))

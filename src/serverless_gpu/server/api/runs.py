@@ -237,7 +237,7 @@ async def _messages(call: Call, view: RunView, position: Position) -> AsyncItera
     yield AcceptedMessage(run=view)
 
     def look(after: int) -> Look:
-        told = services.sentences.told(run_id)
+        told = msgspec.structs.replace(services.sentences.told(run_id), trouble=services.unwritable())
         quiet = partial(reporting.quiet_s, services)
         return services.database.read(lambda db: views.look(db, run_id, after, told=told, quiet=quiet))
 
@@ -262,7 +262,9 @@ def _visible(call: Call, db: sa.Connection, run: str) -> StoredRun:
 
 def _view(call: Call, run: StoredRun) -> RunView:
     waits = run.state is State.QUEUED
-    return views.run_view(run, told=call.services.sentences.told(run.id) if waits else NOTHING)
+    told = call.services.sentences.told(run.id) if waits else NOTHING
+    told = msgspec.structs.replace(told, trouble=call.services.unwritable())
+    return views.run_view(run, told=told, reader=call.who.name)
 
 
 def _read(call: Call, work: Callable[[sa.Connection], T]) -> T:

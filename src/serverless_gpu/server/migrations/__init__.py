@@ -18,7 +18,7 @@ from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server import tables
 
-HEAD = "0001"
+HEAD = "0008"
 LOCK = 7_310_227_001  # any number that nobody else of the same database takes
 _PLACE = Path(__file__).parent
 
@@ -66,8 +66,8 @@ def _make(connection: sa.Connection) -> None:
     connection.execute(sa.insert(_version).values(version_num=HEAD))
 
 
-def upgrade(connection: sa.Connection) -> None:
-    """Run every revision that a database lacks.
+def upgrade(connection: sa.Connection, to: str = "head") -> None:
+    """Run every revision that a database lacks, up to one.
 
     Raises:
         ServerProblem: its revision is not known here.
@@ -80,7 +80,7 @@ def upgrade(connection: sa.Connection) -> None:
     config.set_main_option("script_location", str(_PLACE).replace("%", "%%"))
     config.attributes["connection"] = connection
     try:
-        alembic.command.upgrade(config, "head")
+        alembic.command.upgrade(config, to)
     except alembic.util.CommandError as error:
         message = f"the database was made by a newer version of serverless-gpu (revision {revision(connection)})"
         raise ServerProblem(message, hint="start the version that made it, or a newer one") from error

@@ -1,0 +1,105 @@
+"""Runs of this home, as commands show them; those of a server are in `server/runs.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from serverless_gpu.ambient import SystemClock, format_moment, format_utc
+from serverless_gpu.loading import load
+from serverless_gpu.node.history import FUNCTION, Record, size_on_disk
+from serverless_gpu.node.home import Home
+from serverless_gpu.units import format_bytes, format_duration_ms
+
+if TYPE_CHECKING:
+    from serverless_gpu.model.cost import Cost
+    from serverless_gpu.model.receipt import Receipt
+
+_NAME_CHARACTERS_MAX = 32
+
+
+def row(record: Record, home: Home, *, size: bool = False) -> list[str]:
+    """Return the cells of one line: run, name, state, started, took, devices, where, size if wanted, used."""
+    name = name_of(record) or "-"
+    if len(name) > _NAME_CHARACTERS_MAX:
+        name = name[: _NAME_CHARACTERS_MAX - 1] + "…"
+    return [
+        record.run_id,
+        name,
+        record.state,
+        format_moment(record.began_ns or record.created_ns),
+        took_text(record),
+        _devices_text(record),
+        "here",
+        *([format_bytes(size_on_disk(home.runs / record.run_id))] if size else []),
+        record.receipt.used_text() if record.receipt is not None else used_text(cost_so_far(home, record)),
+    ]
+
+
+def as_json(home: Home, record: Record, *, size: bool) -> dict[str, object]:
+    """Return a run for machines, with the names that runs of a server have."""
+    receipt, cost = record.receipt, cost_so_far(home, record) if record.receipt is None else None
+    cells: dict[str, object] = {
+        "id": record.run_id,
+        "kind": record.kind,
+        "name": record.spec.name if record.spec is not None else "",
+        "state": record.state,
+        "reason": record.stopped.reason.value if record.stopped is not None else None,
+        "live": record.live,
+        "created": format_utc(record.created_ns),
+        "started": format_utc(record.began_ns) if record.began_ns is not None else None,
+        "ended": format_utc(record.ended_ns) if record.ended_ns is not None else None,
+        "took_ms": took_ms(record),
+        "ranks": record.world_size,
+        "gpu_type": receipt.gpu_type if receipt is not None else None,
+        "devices": list(receipt.gpus) if receipt is not None else None,
+        **_spent(receipt or cost),
+        "directory": str(record.directory),
+        "problem": record.problem,
+    }
+    return cells | ({"size_bytes": size_on_disk(home.runs / record.run_id)} if size else {})
+
+
+def name_of(record: Record) -> str:
+    """Return what a run is called: its function, or what else it is."""
+    if record.kind != FUNCTION:
+        return f"({record.kind})"
+    return record.spec.name if record.spec is not None else ""
+
+
+def took_ms(record: Record) -> int | None:
+    """Return how long user code ran, or has run by now; None where that is not known."""
+    if record.receipt is not None and record.receipt.segments.run_ms is not None:
+        return record.receipt.segments.run_ms
+    if record.began_ns is None:
+        return None
+    return max(0, (record.ended_ns or SystemClock().wall_ns()) - record.began_ns) // 1_000_000
+
+
+def took_text(record: Record) -> str:
+    """Return how long user code ran, or has run by now, for reading."""
+    elapsed_ms = took_ms(record)
+    return "-" if elapsed_ms is None else format_duration_ms(elapsed_ms)
+
+
+def cost_so_far(home: Home, record: Record) -> Cost | None:
+    """Return what a run that goes on has used by now; None for any other."""
+    if not record.live:
+        return None
+    found: Cost | None = load("serverless_gpu.client.costs").cost_here(home.runs / record.run_id, SystemClock())
+    return found
+
+
+def used_text(cost: Cost | None) -> str:
+    """Return what a run used, for one cell of a line."""
+    return "-" if cost is None or not cost.gpu_ms else cost.used_text()
+
+
+def _devices_text(record: Record) -> str:
+    receipt = record.receipt
+    if receipt is None:
+        return f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"
+    return receipt.devices_text()
+
+
+def _spent(said: Receipt | Cost | None) -> dict[str, object]:
+    return {name: getattr(said, name, None) for name in ("gpu_ms", "micros", "currency")}

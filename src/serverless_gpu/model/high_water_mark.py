@@ -1,0 +1,63 @@
+"""How far a database had come when the server last looked, and whether a database that is found has come as far.
+
+A database that stands behind its mark was rolled back: its log was lost, an old copy was put in its place, or a standby
+took over that lacked the last transactions. What the server had acknowledged since is gone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a database has come; each number only grows.
+
+    Attributes:
+        database_id: which database; random, given once.
+        generation: how many servers have claimed it.
+        commits: transactions that changed something (SQLite); 0 where they are not counted.
+        audit: number of the last row of the audit.
+    """
+
+    database_id: str
+    generation: int
+    commits: int
+    audit: int
+
+    def __str__(self) -> str:
+        commits = f"commit {self.commits:,}, " if self.commits else ""
+        return f"{commits}audit row {self.audit:,}, generation {self.generation:,}"
+
+
+class HighWaterMark(msgspec.Struct, frozen=True, kw_only=True):
+    """What a high-water mark holds.
+
+    Attributes:
+        position: how far the database had come at least.
+        at_ns: when that was written, nanoseconds since 1970.
+        place: where the database was, where the mark does not lie beside it; without a password.
+    """
+
+    position: Position
+    at_ns: int
+    place: str = ""
+
+
+def rollback(mark: HighWaterMark | None, found: Position | None, *, place: str = "") -> str:
+    """Return how a database has less than its mark says, or "" when it has not.
+
+    Args:
+        mark: what was written down, None where nothing was.
+        found: how far the database has come, None where no server has claimed it.
+        place: where the database is, as in `HighWaterMark.place`.
+    """
+    if mark is None:
+        return ""
+    there = mark.position
+    if found is None or found.database_id != there.database_id:
+        if mark.place != place:
+            return ""  # the server was told to use another database
+        what = "it is empty or from before it had an identity" if found is None else f"it is {found.database_id[:8]}"
+        return f"this server used database {there.database_id[:8]} here, up to {there}, and {what}"
+    behind = found.generation < there.generation or found.commits < there.commits or found.audit < there.audit
+    return f"it ends at {found}, and this server had acknowledged {there}" if behind else ""

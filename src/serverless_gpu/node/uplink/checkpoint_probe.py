@@ -1,0 +1,84 @@
+"""Finds the newest attempt of a run that saved a checkpoint: the evidence that a run with `resume` makes progress.
+
+The look is made by a short-lived process of its own. Checkpoints often lie on a shared file system, and a call into one
+that hangs blocks the thread that made it for good.
+
+Failure cases, each answered with 0, "not known": the file system does not answer within a few seconds, the directory
+cannot be read, or too many earlier looks still hang. The server then counts the attempt as one that saved nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.node.configuration import read_configuration
+from serverless_gpu.node.entrypoint import INSIDE
+from serverless_gpu.node.history import spec_of
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.remote import Remote
+
+_KILL_S = 0.2
+_STUCK_MAX = 3
+_BYTES_MAX = 32
+_stuck: list[subprocess.Popen[bytes]] = []
+
+
+class CheckpointProbe:
+    """Looks at the checkpoints of one attempt and of those before it.
+
+    Args:
+        directory: of the attempt, in a home whose configuration names where checkpoints lie.
+        remote: whose it is.
+        program: looks, and prints what it found.
+        limit_s: seconds to wait for it.
+    """
+
+    def __init__(
+        self, directory: Path, remote: Remote, *, program: Path = INSIDE / "checkpoints.py", limit_s: float = 5.0
+    ) -> None:
+        self._home, self._directory, self._remote = Home(directory.parents[2]), directory, remote
+        self._program, self._limit_s = program, limit_s
+
+    def newest(self) -> int:
+        """Return the number of the newest attempt that saved something, up to this one; 0 for none, or not known."""
+        spec = spec_of(self._directory)
+        if spec is None or not spec.resume:
+            return 0
+        found = self._ask(self._checkpoints() / self._remote.run_id / str(self._remote.fence))
+        return found if 0 < found <= self._remote.fence else 0
+
+    def _checkpoints(self) -> Path:
+        configured = ""
+        with contextlib.suppress(InvalidValue):
+            configured = read_configuration(self._home).checkpoints
+        return Path(configured) if configured else self._home.checkpoints
+
+    def _ask(self, directory: Path) -> int:
+        _stuck[:] = [process for process in _stuck if process.poll() is None]
+        if len(_stuck) >= _STUCK_MAX:
+            return 0
+        argv = [sys.executable, "-I", "-S", str(self._program), str(directory)]
+        try:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError:
+            return 0
+        try:
+            process.wait(self._limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_S)
+            _stuck.append(process)  # it may be in the kernel until the file system answers
+            if process.stdout is not None:
+                process.stdout.close()
+            return 0
+        assert process.stdout is not None
+        with process.stdout as pipe:
+            text = pipe.read(_BYTES_MAX).strip()
+        return int(text) if text.isdigit() else 0

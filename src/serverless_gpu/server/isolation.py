@@ -1,0 +1,138 @@
+"""Which principals may run code on nodes that cannot keep principals apart, and what administrators decided about it.
+
+Every run of a node shares the uid of its agent. The code of one run can read what another leaves there, and on the
+server's machine the server's key and tokens. A pool therefore serves one principal, the server's first administrator,
+until an administrator accepts the risk with `sgpu pool set --isolation none`.
+
+The first administrator is the oldest user of the database, as long as they are an enabled administrator. That is the
+person who started the server, so a personal server needs no decision; a member who submits first cannot take their
+place; and it is read from rows, so it survives restarts. Where that user is demoted or disabled, every principal waits
+for the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model.scheduling.values import Wanted
+from serverless_gpu.server import audit, owners, pools
+from serverless_gpu.server.audit import SERVER, Action
+from serverless_gpu.server.pools import NO_ISOLATION, UNSET, StoredPool
+from serverless_gpu.server.services import Transactions
+from serverless_gpu.server.tables import pools as pools_table
+from serverless_gpu.server.tables import principals, runs
+
+
+class Isolation(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom pools serve, as decisions take it.
+
+    Attributes:
+        first: the first administrator, or "" where there is none any more.
+        closed: pools that serve only that one.
+        opened: pools that serve everybody.
+    """
+
+    first: str
+    closed: frozenset[str]
+    opened: frozenset[str]
+
+    @classmethod
+    def of(cls, there: Iterable[StoredPool], first: str) -> Isolation:
+        """Return it for some pools."""
+        names = {pool.name: pool.is_shared for pool in there}
+        opened = frozenset(name for name, is_shared in names.items() if is_shared)
+        return cls(first=first, closed=frozenset(names) - opened, opened=opened)
+
+    def is_second(self, owner: str) -> bool:
+        """Return whether some pool is closed to the runs of a principal."""
+        return bool(self.closed) and owner != self.first
+
+    def is_closed(self, wanted: Wanted) -> bool:
+        """Return whether every pool that a run may use is closed to it."""
+        return wanted.second_principal and (wanted.pool in self.closed if wanted.pool else not self.opened)
+
+
+EVERYBODY = Isolation(first="", closed=frozenset(), opened=frozenset())
+
+
+class Exposure(msgspec.Struct, frozen=True, kw_only=True):
+    """Who shares, or would share, a uid with the first administrator.
+
+    Attributes:
+        principals: second principals that may start runs or own some, by name.
+        had_runs: those of them that own runs: their code may have run here.
+        undecided: pools about which nobody has decided.
+        closed: pools in which their runs wait, the undecided ones among them.
+        shared: pools in which their runs share a uid with everybody's.
+    """
+
+    principals: tuple[str, ...]
+    had_runs: tuple[str, ...]
+    undecided: tuple[str, ...]
+    closed: tuple[str, ...]
+    shared: tuple[str, ...]
+
+
+def first_administrator(connection: sa.Connection) -> str:
+    """Return the name of the first administrator, or "" where the oldest user is an administrator no longer."""
+    row = connection.execute(_OLDEST).first()
+    return row.name if row is not None and row.role == "admin" and row.disabled_ns is None else ""
+
+
+def admits(connection: sa.Connection, owner: str, pool: str) -> bool:
+    """Return whether runs of a principal may start in a pool now."""
+    found = pools.find(connection, pool)
+    return (found is not None and found.is_shared) or owner == first_administrator(connection)
+
+
+def exposure(connection: sa.Connection) -> Exposure:
+    """Return who shares a uid with whom, and what was decided about it."""
+    first, there = first_administrator(connection), pools.every(connection)
+    has_runs = sa.exists().where(runs.c.owner == principals.c.name)
+    query = sa.select(principals.c.name, has_runs.label("has_runs")).order_by(principals.c.name)
+    rows = [row for row in connection.execute(query) if row.name != first]
+    out = owners.shut_out(connection)
+    return Exposure(
+        principals=tuple(row.name for row in rows if row.has_runs or row.name not in out),
+        had_runs=tuple(row.name for row in rows if row.has_runs),
+        undecided=tuple(pool.name for pool in there if pool.isolation is None),
+        closed=tuple(pool.name for pool in there if not pool.is_shared),
+        shared=tuple(pool.name for pool in there if pool.is_shared),
+    )
+
+
+def settle(database: Transactions, ask: Callable[[Exposure], bool | None], *, now_ns: int) -> None:
+    """Show the operator which principals share a uid; they decide once about pools that are undecided.
+
+    Args:
+        database: migrated.
+        ask: returns whether several principals may share a uid in undecided pools, or None to leave that open; called
+            where there are several principals, outside of any transaction.
+        now_ns: nanoseconds since 1970.
+    """
+    found = database.read(exposure)
+    if not found.principals:
+        return
+    answer = ask(found)
+    if answer is not None and found.undecided:
+        database.write(lambda connection: _decide(connection, found.undecided, is_shared=answer, now_ns=now_ns))
+
+
+def _decide(connection: sa.Connection, names: tuple[str, ...], *, is_shared: bool, now_ns: int) -> None:
+    level = NO_ISOLATION if is_shared else UNSET
+    for name in names:
+        undecided = sa.and_(pools_table.c.name == name, pools_table.c.isolation.is_(None))
+        if connection.execute(pools_table.update().where(undecided).values(isolation=level)).rowcount:
+            detail = {"isolation": level, "asked_by": "sgpu up"}
+            audit.record(connection, who=SERVER, action=Action.POOL_PUT, subject=name, now_ns=now_ns, detail=detail)
+
+
+_OLDEST = (
+    sa.select(principals.c.name, principals.c.role, principals.c.disabled_ns)
+    .where(principals.c.kind == "user")
+    .order_by(principals.c.created_ns, sa.case((principals.c.role == "admin", 0), else_=1), principals.c.name)
+    .limit(1)
+)

@@ -1,0 +1,211 @@
+"""Lets nodes in: checks whose a token is, keeps names waiting for an administrator, approves them, makes join tokens.
+
+    hello ─▶ check (model/node_admission.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
+    invite ─▶ a join token for so many machines, for so long ─▶ server/joining.py
+
+Everything but a hello that is admitted is written into the audit: also refusals, each once while this server runs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
+from serverless_gpu.model import node_admission
+from serverless_gpu.model.access import Resource
+from serverless_gpu.model.node_admission import Answer, Identity, Refused
+from serverless_gpu.server import audit, first_start, identity, node_tokens, nodes
+from serverless_gpu.server.audit import Action
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.identity import NewToken
+from serverless_gpu.server.node_tokens import Invitation, StoredBinding
+from serverless_gpu.server.services import Services
+from serverless_gpu.wire.agents import AgentHello, NodeView
+from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
+from serverless_gpu.wire.joining import ApproveRequest, InviteAnswer, InviteRequest
+
+PENDING = "PENDING"
+"""State of a node that waits for an administrator."""
+APPROVED = "APPROVED"
+"""State of one that was just let in and has not come back yet."""
+USES_MAX = 1_000
+INVITED_S_MAX = 30 * 86_400.0
+_NS = 1_000_000_000
+
+
+def identity_of(said: AgentHello) -> Identity:
+    """Return what a node says it is."""
+    return Identity(name=said.name, machine=said.machine, instance=said.instance)
+
+
+def check(connection: sa.Connection, who: Caller, said: AgentHello) -> Answer:
+    """Return what becomes of a hello.
+
+    Raises:
+        NotAllowed: its token is another node's.
+    """
+    if not who.token_id:
+        return Answer.ADMITTED
+    found = node_tokens.find(connection, who.token_id)
+    answer = node_admission.judge(None if found is None else found.binding, identity_of(said))
+    if isinstance(answer, Refused):
+        raise NotAllowed(answer.why, hint=answer.hint)
+    return answer
+
+
+def ask(services: Services, who: Caller, said: AgentHello) -> NotAllowed:
+    """Have a node wait for an administrator; return what it is told."""
+    at_ns, node = services.clock.wall_ns(), identity_of(said)
+    waits = f"the node {said.name!r} waits for an administrator to approve it"
+    hint = f"an administrator of the server: sgpu node approve {said.name}"
+
+    def work(connection: sa.Connection) -> NotAllowed:
+        if node_tokens.find(connection, who.token_id) is not None:
+            return NotAllowed(waits, hint=hint)
+        if not node_tokens.ask(connection, who.token_id, node, at_ns=at_ns):
+            limit = f"{node_tokens.PENDING_MAX} nodes wait for an administrator already"
+            return NotAllowed(f"the node {said.name!r} cannot join: {limit}", hint="`sgpu nodes` lists them")
+        _record(connection, who, Action.NODE_PENDING, node, who.token_id, at_ns)
+        return NotAllowed(waits, hint=hint)
+
+    return services.database.write(work)
+
+
+def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: Answer, *, at_ns: int) -> None:
+    """Write down what a hello that is let in changes about its token.
+
+    Raises:
+        NotAllowed: another hello was faster.
+    """
+    if answer is Answer.ADMITTED:
+        return
+    found, node = node_tokens.find(connection, who.token_id), identity_of(said)
+    if found is None or answer is Answer.PENDING:
+        raise NotAllowed(f"the node {said.name!r} waits for an administrator to approve it")
+    node_tokens.rebind(connection, found, node)
+    action = Action.NODE_MOVE if answer is Answer.MOVED else Action.NODE_BIND
+    _record(connection, who, action, node, who.token_id, at_ns)
+
+
+def note_refusal(services: Services, who: Caller, said: AgentHello, error: NotAllowed) -> None:
+    """Write into the audit that a node was refused, once for each that says the same."""
+    node = identity_of(said)
+    if not services.presence.is_new_refusal((who.token_id, node.name, node.machine, node.instance)):
+        return
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> None:
+        detail: dict[str, object] = {"name": node.name[:64], "machine": node.machine[:16], "why": error.message[:200]}
+        audit.record(connection, who=who, action=Action.NODE_REFUSE, subject=who.token_id, now_ns=at_ns, detail=detail)
+
+    services.database.write(work)
+
+
+def view_pending(services: Services) -> list[NodeView]:
+    """Return the nodes that wait for an administrator."""
+    now_ns = services.clock.wall_ns()
+    found = services.database.read(lambda connection: node_tokens.pending(connection, now_ns=now_ns))
+    return [_view(one) for one in found]
+
+
+def approve(services: Services, who: Caller, request: ApproveRequest) -> NodeView:
+    """Let in a node that waits.
+
+    Raises:
+        NotFound: none of that name waits.
+        InvalidValue: several do.
+    """
+    at_ns = services.clock.wall_ns()
+
+    def work(connection: sa.Connection) -> StoredBinding:
+        waiting = node_tokens.pending(connection, now_ns=at_ns)
+        named = [one for one in waiting if request.name in (one.node.name, one.token)]
+        if not named:
+            names = ", ".join(one.node.name for one in waiting[:8]) or "none"
+            raise NotFound(f"no node {request.name[:64]!r} waits to be approved", hint=f"nodes that wait: {names}")
+        if len(named) > 1:
+            tokens = ", ".join(one.token for one in named[:8])
+            raise InvalidValue(
+                f"{len(named)} nodes named {request.name[:64]!r} wait to be approved",
+                hint=f"name the token of the one: {tokens}; revoke the others: sgpu token revoke ID",
+            )
+        one = named[0]
+        node_tokens.bind(connection, one.token, one.node, by=who.name, at_ns=at_ns)
+        _record(connection, who, Action.NODE_APPROVE, one.node, one.token, at_ns)
+        return one
+
+    view = _view(services.database.write(work))
+    return msgspec.structs.replace(view, state=APPROVED, sentence="is approved, and joins within some seconds")
+
+
+def invite(services: Services, who: Caller, request: InviteRequest) -> InviteAnswer:
+    """Make a join token.
+
+    Raises:
+        InvalidValue: a number of uses or a duration that cannot be.
+        NotAllowed: the caller's token has scopes.
+    """
+    if who.scopes:
+        raise NotAllowed("a token with scopes cannot invite machines", hint="use one without scopes")
+    if not 1 <= request.uses <= USES_MAX:
+        raise InvalidValue(f"a join token is good for 1 to {USES_MAX} machines, not {request.uses}")
+    if not 0 < request.expires_s <= INVITED_S_MAX:  # also refuses what is no number
+        raise InvalidValue("a join token is good for 30 days at most")
+    if request.name and request.uses != 1:
+        raise InvalidValue("a join token for one name is good for one machine", hint="leave out the name, or the uses")
+    secret, now_ns = identity.new_secret(), services.clock.wall_ns()
+    label = f"invitation: {request.name or f'{request.uses} machines'}"[:LABEL_CHARACTERS_MAX]
+    expires_ns = now_ns + int(request.expires_s * _NS)
+
+    def work(connection: sa.Connection) -> str:
+        first_start.ensure_node_service(connection, now_ns=now_ns)
+        new = NewToken(principal=first_start.NODE, label=label, scopes=(Resource.JOINING,), expires_ns=expires_ns)
+        made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
+        node_tokens.invite(connection, Invitation(token=made.token.id, node=request.name, uses_left=request.uses))
+        detail: dict[str, object] = {"name": request.name, "uses": request.uses, "expires_ns": expires_ns}
+        audit.record(
+            connection, who=who, action=Action.NODE_INVITE, subject=made.token.id, now_ns=now_ns, detail=detail
+        )
+        return made.token.id
+
+    return InviteAnswer(id=services.database.write(work), token=secret, uses=request.uses, expires_ns=expires_ns)
+
+
+def refuse_second_process(services: Services, before: nodes.StoredNode, said: AgentHello) -> None:
+    """Refuse a second process of a home while the first is connected.
+
+    Raises:
+        NotAllowed: so it is.
+    """
+    presence, now_ns = services.presence, services.clock.boottime_ns()
+    connected = presence.is_there(before.id, now_ns=now_ns) and presence.is_streaming(before.id)
+    same_boot = before.boot_id == said.boot_id
+    if same_boot and node_admission.second_process(before.hello.process, said.process, connected=connected):
+        raise NotAllowed(
+            f"another process is connected as the node {said.name!r}",
+            hint="end that process; its successor is let in at once",
+        )
+
+
+def _record(connection: sa.Connection, who: Caller, action: Action, node: Identity, token: str, at_ns: int) -> None:
+    detail: dict[str, object] = {"name": node.name, "machine": node.machine[:16], "token": token}
+    audit.record(connection, who=who, action=action, subject=node.name[:64], now_ns=at_ns, detail=detail)
+
+
+def _view(waits: StoredBinding) -> NodeView:
+    node = waits.node
+    home = f", home {node.instance[-8:]}" if node.instance else ""
+    return NodeView(
+        id=waits.token,
+        name=node.name,
+        state=PENDING,
+        sentence=f"on machine {node.machine[:12]}{home}: waits for an administrator: sgpu node approve {node.name}",
+        pool="",
+        devices=(),
+        unavailable=(),
+        busy=0,
+        runs=(),
+        version="",
+        seen_ns=waits.asked_ns,
+    )

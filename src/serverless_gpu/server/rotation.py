@@ -1,0 +1,242 @@
+"""Replaces what code of other principals may have read of a server: its key, every token, Ray's token.
+
+    mark ─▶ key.next ─▶ sealed rows, under the new key ─▶ key.next becomes key ─▶ hashes of attempts' tokens
+         ─▶ every principal's token is revoked ─▶ files of first tokens ─▶ Ray's token ─▶ no mark
+
+The server is stopped meanwhile. The mark is a file that holds the digest of the old key. As long as it is there, the
+server does not start. Every step may be done again: a rotation that was killed goes on with the next `rotate`.
+
+The values of secrets stay as they are: only the service that issued one can replace it. Contexts of ended runs are not
+sealed again: nothing opens them any more.
+
+Failure cases: another server of this home or database runs, or Ray does (refused before anything is changed); a row
+that neither key opens stays as it is, and the next start names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu import faults
+from serverless_gpu.ambient import Clock, machine
+from serverless_gpu.engines import ray_keeping
+from serverless_gpu.engines.ray_machine import TOKEN as RAY_TOKEN
+from serverless_gpu.errors import ServerProblem
+from serverless_gpu.node.private_files import write_private
+from serverless_gpu.serialized import from_json
+from serverless_gpu.server import audit, crews, first_start, identity, nodes, runs, secret_store
+from serverless_gpu.server.audit import SERVER, Action
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.keys import KEY_BYTES, Keys, read_keys
+from serverless_gpu.server.listening import only_one
+from serverless_gpu.server.sealing import Sealer
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.wire.secrets import SecretView
+
+MARK, NEXT_KEY = "rotation.json", "key.next"
+_AT_ONCE = 200
+_TOKEN_FILES = ("token", "node.token", "join.token")
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """A rotation that was begun.
+
+    Attributes:
+        old_key: digest of the key that is replaced.
+        are_revoked: whether every token of before is revoked; those that are good now are new.
+    """
+
+    old_key: str
+    are_revoked: bool = False
+
+
+class Rotated(msgspec.Struct, frozen=True, kw_only=True):
+    """What was replaced, and what remains to be done by people.
+
+    Attributes:
+        contexts: unended runs whose variables were sealed again.
+        revoked: principals that need a token, and how many of theirs were revoked.
+        nodes: other machines, which have to join again.
+        secrets: whose values are to be changed at their source.
+        is_ray_given: whether Ray's token is not this server's to replace.
+    """
+
+    contexts: int
+    revoked: tuple[tuple[str, int], ...]
+    nodes: tuple[str, ...]
+    secrets: tuple[SecretView, ...]
+    is_ray_given: bool
+
+
+def refuse_unfinished(directory: Path) -> None:
+    """Refuse to use a server of which only a part was rotated.
+
+    Raises:
+        ServerProblem: so it is.
+    """
+    if (directory / MARK).exists():
+        raise ServerProblem(
+            "a rotation of this server's key and tokens was interrupted", hint="finish it: sgpu server rotate"
+        )
+
+
+def rotate(settings: Settings, *, clock: Clock, login: str) -> Rotated:
+    """Replace key and tokens of a server that does not run, or finish a rotation that was interrupted.
+
+    Args:
+        settings: the server's.
+        clock: what time it is.
+        login: what the operating system calls the administrator, as for `first_tokens`.
+
+    Raises:
+        ServerProblem: the home has no server; it, another server of its database, or its Ray runs.
+        ServerUnavailable: the database does not answer.
+    """
+    directory = settings.directory
+    if not (directory / "key").exists():
+        raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")
+    with only_one(directory), contextlib.closing(Database(settings.database, clock=clock)) as database:
+        if ray_keeping.running(directory / "ray") is not None:
+            raise ServerProblem("Ray of this server runs, with its token of now", hint="`sgpu stop` ends it")
+        database.be_sole()
+        database.migrate()
+        mark = _begun(directory)
+        contexts = _replace_key(database, directory, mark, now=clock.wall_ns)
+        _replace_attempt_tokens(database, read_keys(directory), now=clock.wall_ns)
+        if not mark.are_revoked:
+            _revoke_all(database, now_ns=clock.wall_ns())
+            write_private(directory / MARK, msgspec.json.encode(msgspec.structs.replace(mark, are_revoked=True)))
+            faults.reach("between_rotation_steps")
+        _replace_files(database, settings, login=login, now_ns=clock.wall_ns())
+        rotated = database.read(lambda connection: _told(connection, settings, contexts))
+        _audit(database, "done", clock.wall_ns())
+        (directory / MARK).unlink()
+    return rotated
+
+
+def _begun(directory: Path) -> Mark:
+    with contextlib.suppress(FileNotFoundError):
+        return from_json((directory / MARK).read_bytes(), Mark)
+    mark = Mark(old_key=_digest((directory / "key").read_bytes()))
+    write_private(directory / MARK, msgspec.json.encode(mark))
+    faults.reach("between_rotation_steps")
+    return mark
+
+
+def _replace_key(database: Database, directory: Path, mark: Mark, *, now: Callable[[], int]) -> int:
+    """Seal everything again under a new key, and make that the server's; return of how many runs."""
+    if _digest((directory / "key").read_bytes()) != mark.old_key:
+        return 0  # it was replaced before
+    write_private(directory / NEXT_KEY, secrets.token_bytes(KEY_BYTES), replace=False)
+    faults.reach("between_rotation_steps")
+    old, new = (Sealer(Keys((directory / name).read_bytes()).sealing) for name in ("key", NEXT_KEY))
+    names = database.write(lambda connection: secret_store.reseal(connection, old, new))
+    _audit(database, "secrets", now(), sealed_again=names)
+    faults.reach("between_rotation_steps")
+    count, last = 0, ""
+    while True:
+        last, some = database.write(functools.partial(runs.reseal, old=old, new=new, after=last, at_most=_AT_ONCE))
+        count += some
+        faults.reach("between_rotation_steps")
+        if not last:
+            break
+    _audit(database, "key", now(), contexts=count)
+    (directory / NEXT_KEY).replace(directory / "key")
+    _sync(directory)
+    faults.reach("between_rotation_steps")
+    return count
+
+
+def _replace_attempt_tokens(database: Database, keys: Keys, *, now: Callable[[], int]) -> None:
+    """Write the hashes of attempts' tokens by the new key: whoever has the old one could compute those of before."""
+    last: tuple[str, int, int] | None = ("", 0, 0)
+    while last is not None:
+        last = database.write(functools.partial(crews.retoken, keys=keys, after=last, at_most=_AT_ONCE))
+        faults.reach("between_rotation_steps")
+    _audit(database, "attempts", now())
+
+
+def _revoke_all(database: Database, *, now_ns: int) -> None:
+    def work(connection: sa.Connection) -> None:
+        revoked = identity.revoke_all(connection, now_ns=now_ns)
+        for each in revoked:
+            detail = {"principal": each.principal, "rotation": True}
+            audit.record(
+                connection, who=SERVER, action=Action.TOKEN_REVOKE, subject=each.id, now_ns=now_ns, detail=detail
+            )
+        _record(connection, "tokens", now_ns, revoked=len(revoked))
+
+    database.write(work)
+    faults.reach("between_rotation_steps")
+
+
+def _replace_files(database: Database, settings: Settings, *, login: str, now_ns: int) -> None:
+    """Write new tokens of the administrator, of this machine, and for machines that join; forget Ray's own."""
+    directory = settings.directory
+    for name in _TOKEN_FILES:
+        if not _is_good(database, directory / name):
+            (directory / name).unlink(missing_ok=True)
+    faults.reach("between_rotation_steps")
+    first_start.first_tokens(database, directory, login=login, now_ns=now_ns)
+    if settings.ray is not None:
+        first_start.join_token(database, directory, now_ns=now_ns)
+        if not settings.ray.address:
+            (directory / "ray" / RAY_TOKEN).unlink(missing_ok=True)
+    _audit(database, "files", now_ns)
+    faults.reach("between_rotation_steps")
+
+
+def _told(connection: sa.Connection, settings: Settings, contexts: int) -> Rotated:
+    every = identity.all_principals(connection)
+    without = {one.name: 0 for one in every if not one.disabled and one.name != first_start.NODE}
+    good = set()
+    for token in identity.tokens_of(connection):
+        if token.revoked_ns is None:
+            good.add(token.principal)
+        elif token.principal in without:
+            without[token.principal] += 1
+    return Rotated(
+        contexts=contexts,
+        revoked=tuple((name, count) for name, count in without.items() if name not in good),
+        nodes=tuple(node.name for node in nodes.every(connection) if node.machine != machine()),
+        secrets=tuple(secret_store.listed(connection, "", (), everybodys=True)),
+        is_ray_given=settings.ray is not None and bool(settings.ray.address),
+    )
+
+
+def _is_good(database: Database, path: Path) -> bool:
+    try:
+        secret = path.read_text(encoding="ascii", errors="replace").strip()
+    except FileNotFoundError:
+        return False
+    return database.read(lambda connection: identity.is_unrevoked(connection, secret))
+
+
+def _audit(database: Database, step: str, now_ns: int, **detail: object) -> None:
+    database.write(lambda connection: _record(connection, step, now_ns, **detail))
+
+
+def _record(connection: sa.Connection, step: str, now_ns: int, **detail: object) -> None:
+    said = {"step": step, **detail}
+    audit.record(connection, who=SERVER, action=Action.SERVER_ROTATE, subject="server", now_ns=now_ns, detail=said)
+
+
+def _digest(key: bytes) -> str:
+    return hashlib.sha256(b"serverless-gpu rotation" + key).hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

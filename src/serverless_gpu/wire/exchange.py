@@ -1,0 +1,290 @@
+"""Requests and answers of a server, tried again while it is away; who carries the bytes is a subclass's.
+
+    Connection        `connection.py`: many requests, threads, streams; by httpx2
+    BriefConnection   `brief.py`: a few requests of a command; by the standard library, loaded quickly
+
+Everything that is tried again must mean the same twice; that is so for every route of `wire` (identifiers are made by
+the client, reports and parts are idempotent). Plain `http://` is for loopback: a token goes with every request.
+
+Failure cases: nobody listens, the connection breaks, 502 to 504, or a problem whose class is retryable →
+`ServerUnavailable` once patience is over, and one line when the wait begins and ends (a server that was started again
+on another port, or with another token, is found there, where whoever made the connection can tell); an answer that is
+no JSON of ours (a proxy's page) → `ServerProblem` with its status.
+"""
+
+from __future__ import annotations
+
+import abc
+import random
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.errors import (
+    NotAuthenticated,
+    ServerlessGpuError,
+    ServerProblem,
+    ServerUnavailable,
+    error_class,
+)
+from serverless_gpu.serialized import from_json
+from serverless_gpu.units import format_duration_ms
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.base import PROTOCOL, Problem, Request
+from serverless_gpu.wire.state import Health
+
+T = TypeVar("T")
+
+CONNECT_S = 5.0
+ANSWER_S = 60.0
+_PAUSE_S = 0.1
+_PAUSE_S_MAX = 5.0
+_UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+_AWAY = frozenset({502, 503, 504})
+_TEXT_CHARACTERS_MAX = 200
+
+
+class Reply(NamedTuple):
+    """An answer of a server, whole.
+
+    Attributes:
+        url: what was asked for, without parameters.
+    """
+
+    status: int
+    content: bytes
+    headers: Mapping[str, str]
+    url: str
+
+
+class Exchange(abc.ABC):
+    """One server and one token.
+
+    Args:
+        url: for example ``http://127.0.0.1:7878``; or a function that returns it, which is asked again, also in other
+            threads, when the server does not answer there.
+        token: sent with every request; or a function that returns it, which is asked again when it is not good any
+            more.
+        patience_s: how long a server that is away is waited for, in seconds.
+        announce: given one line when that wait begins and one when it is over.
+
+    Attributes:
+        url: where it is now, without a slash at its end.
+    """
+
+    def __init__(
+        self,
+        url: str | Callable[[], str],
+        token: str | Callable[[], str],
+        *,
+        patience_s: float = 0.0,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        self._address = _always(url) if isinstance(url, str) else url
+        self.url = self._address().rstrip("/")
+        self._whose = _always(token) if isinstance(token, str) else token
+        self._token = self._whose()
+        self._patience_s = patience_s
+        self._announce = announce or (lambda _line: None)
+        self._clock = SystemClock()
+        self._closed = threading.Event()
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Request | None = None,
+        *,
+        answer: type[T],
+        query: Mapping[str, str] | None = None,
+    ) -> T:
+        """Send a request and return the answer's body.
+
+        Args:
+            method: for example ``"GET"``.
+            path: below ``/api/v1``, with a slash in front.
+            body: what is sent, or None.
+            answer: what comes back; None for nothing.
+            query: parameters of the address.
+
+        Raises:
+            ServerUnavailable: the server is away, and patience is over.
+            ServerlessGpuError: the server refused; the class is that of its code.
+        """
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} if content is not None else {}
+        reply = self._patiently(method, path, content=content, headers=headers, params=dict(query or {}))
+        if answer is type(None):
+            return None
+        return _decoded(reply, answer)
+
+    def health(self) -> Health:
+        """Return how the server is, also when it is not well; as `ask` otherwise."""
+        reply = self._patiently("GET", "/health", fine=(503,))
+        try:
+            return from_json(reply.content, Health)
+        except msgspec.MsgspecError:  # something in front of the server says that it is away
+            raise problem_of(reply) from None
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        """Send bytes; as `ask` otherwise."""
+        self._patiently("PUT", path, content=bytes(data), headers={"Content-Type": "application/octet-stream"})
+
+    def get(
+        self, path: str, *, query: Mapping[str, str] | None = None, start: int = 0, length: int | None = None
+    ) -> bytes:
+        """Return bytes, or a range of them: fewer where they end before; as `ask` otherwise."""
+        return self.fetch(path, query=query, start=start, length=length)[0]
+
+    def fetch(
+        self, path: str, *, query: Mapping[str, str] | None = None, start: int = 0, length: int | None = None
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """Return bytes, and the headers they came with; as `get`."""
+        headers = {}
+        if start or length is not None:
+            headers["Range"] = f"bytes={start}-" + ("" if length is None else str(start + length - 1))
+        reply = self._patiently("GET", path, headers=headers, params=dict(query or {}), fine=(416,))
+        return (b"" if reply.status == 416 else reply.content), reply.headers
+
+    def renew(self) -> bool:
+        """Take the token that there is by now; return whether it is another one."""
+        token = self._whose()
+        if token == self._token:
+            return False
+        self._token = token
+        return True
+
+    def close(self) -> None:
+        """Send nothing more; whoever waits for the server in another thread gives up."""
+        self._closed.set()
+
+    # --- below ---------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _send(
+        self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
+    ) -> Reply:
+        """Send a request to `self.url` with `self._headers()` and return the answer.
+
+        Raises:
+            ServerUnavailable: the server does not answer; made by `_away`.
+        """
+
+    def _headers(self) -> dict[str, str]:
+        """Return what goes with every request."""
+        return {
+            "Authorization": f"Bearer {self._token}",
+            "User-Agent": f"serverless-gpu/{__version__}",
+            "SGPU-Protocol": str(PROTOCOL),
+        }
+
+    def _patiently(self, method: str, path: str, *, fine: tuple[int, ...] = (), **request: Any) -> Reply:
+        """Send a request, again and again while the server is away."""
+        began_ns, pause_s, waiting = self._clock.boottime_ns(), _PAUSE_S, False
+        while True:
+            try:
+                reply = self._once(method, path, fine, **request)
+            except ServerlessGpuError as error:
+                waited_s = (self._clock.boottime_ns() - began_ns) / 1e9
+                if (error.retryable or isinstance(error, NotAuthenticated)) and self._has_moved():
+                    continue  # another server may listen by now where ours was
+                if isinstance(error, NotAuthenticated) and self.renew():
+                    continue
+                if not error.retryable or waited_s + pause_s > self._patience_s:
+                    raise
+                if not waiting and waited_s > 1.0:
+                    waiting = True
+                    self._announce(f"the server at {self.url} does not answer; waiting for it")
+                if self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
+                    raise
+                pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+                continue
+            if waiting:
+                waited_ms = (self._clock.boottime_ns() - began_ns) // 1_000_000
+                self._announce(f"the server is back, after {format_duration_ms(waited_ms)}")
+            return reply
+
+    def _has_moved(self) -> bool:
+        """Turn to where the server is by now; return whether that is somewhere else."""
+        url = self._address().rstrip("/")
+        if url == self.url or url.partition(":")[0] != self.url.partition(":")[0]:
+            return False
+        self.url = url
+        self.renew()  # a token belongs to an address: both may have changed
+        return True
+
+    def _once(
+        self,
+        method: str,
+        path: str,
+        fine: tuple[int, ...],
+        *,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str] | None = None,
+    ) -> Reply:
+        reply = self._send(method, path, content=content, headers=headers or {}, params=params or {})
+        if reply.status >= 400 and reply.status not in fine:
+            raise problem_of(reply)
+        return reply
+
+    def _away(self, error: Exception, *, is_no_http: bool = False) -> ServerUnavailable:
+        """Return the exception for a server that does not answer.
+
+        Args:
+            error: what the transport says.
+            is_no_http: whether something answers that does not speak HTTP.
+        """
+        said = str(error)
+        if _UNTRUSTED in said:
+            return ServerUnavailable(
+                f"the certificate of the server at {self.url} is not trusted here ({_UNTRUSTED}: {_untrusted(said)})",
+                hint=_trusted_by(said),
+            )
+        hint = "is `sgpu up` running there? `sgpu doctor` looks"
+        if self.url.startswith("http://") and is_no_http:
+            hint = "it may speak TLS: then its address begins with https://"
+        return ServerUnavailable(
+            f"the server at {self.url} does not answer ({type(error).__name__}: {error})", hint=hint
+        )
+
+
+def _always(text: str) -> Callable[[], str]:
+    return lambda: text
+
+
+def _decoded(reply: Reply, answer: type[T]) -> T:
+    try:
+        return from_json(reply.content, answer)
+    except msgspec.MsgspecError as error:
+        raise ServerProblem(f"the answer of {reply.url} cannot be understood: {error}") from None
+
+
+def problem_of(reply: Reply) -> ServerlessGpuError:
+    """Return the exception for an answer of 400 or more."""
+    try:
+        problem = from_json(reply.content, Problem)
+    except msgspec.MsgspecError:
+        cls = ServerUnavailable if reply.status in _AWAY else ServerProblem
+        text = reply.content.decode(errors="replace")[:_TEXT_CHARACTERS_MAX].strip()
+        return cls(f"{reply.url} answered {reply.status}: {text}")
+    error = error_class(problem.code)(problem.message, hint=problem.hint)
+    if problem.run_id and hasattr(error, "run_id"):
+        error.run_id = problem.run_id
+    return error
+
+
+def _untrusted(said: str) -> str:
+    return said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or said
+
+
+def _trusted_by(said: str) -> str:
+    """Return what mends that a certificate is not trusted."""
+    if "mismatch" in said:
+        return "use a name that it has; whoever runs the server sees them where `sgpu up` says `others:`"
+    if "expired" in said or "not yet valid" in said:
+        return "is the clock of this machine right? whoever runs the server renews the certificate"
+    return "of an authority of your own? `sgpu login URL --ca FILE`, with the authority's certificate"
