@@ -26,6 +26,7 @@ from serverless_gpu.errors import (
     StorageError,
     UsageError,
 )
+from serverless_gpu.node.home import Home
 from serverless_gpu.testing import agent_status, stop_agent
 from tests.local.observe import (
     held_locks,
@@ -335,3 +336,17 @@ def test_an_error_in_a_script_is_one_message_without_a_run(own: Path, tmp_path: 
     assert done.returncode == 1 and done.stdout == ""
     assert "ArgumentMismatch: the arguments do not fit train(lr): missing lr" in done.stderr
     assert processes_of(own) == []
+
+
+def test_ctrl_c_as_soon_as_the_directory_of_a_run_exists_leaves_nothing(
+    clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_attempt = Home.make_attempt
+
+    def interrupted(home: Home, run_id: str, fence: int) -> Path:
+        make_attempt(home, run_id, fence)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Home, "make_attempt", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        distributed(gpus=1, quiet=True)(train).distributed(0.1)

@@ -196,6 +196,7 @@ def _try_place(
         message = _message(order, home, greeting)
         directory = Path(message.directory)
         try:
+            home.make_attempt(message.run_id, message.fence)
             write_submission(message, greeting.version)
             fill(directory)
             message = with_secrets(home, message)
@@ -247,6 +248,7 @@ def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Supervised
         fresh = msgspec.structs.replace(_message(order, home, greeting), environment=wanted, confirmed=True)
         directory = Path(fresh.directory)
         try:
+            home.make_attempt(fresh.run_id, fresh.fence)
             write_submission(fresh, greeting.version)
             if isinstance(order.spec.payload, Function):
                 shutil.copyfile(Path(message.directory) / "call.pkl", directory / "call.pkl")
@@ -345,7 +347,7 @@ def noted_home() -> Home:
 
 
 def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
-    """Return the launch for an order, its attempt's directory made."""
+    """Return the launch for an order; its attempt's directory does not exist yet."""
     context = caller_context()
     devices = offered(greeting, context.environ)
     chosen = _choose(greeting, order, devices, context.environ)
@@ -359,7 +361,7 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
     return protocol.Launch(
         run_id=run_id,
         fence=_FENCE,
-        directory=str(home.make_attempt(run_id, _FENCE)),
+        directory=str(home.attempt(run_id, _FENCE)),
         spec=order.spec,
         candidates=chosen.devices,
         world_size=chosen.count,
