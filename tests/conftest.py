@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import ipaddress
+import os
 import shutil
 import signal
 import socket
@@ -18,10 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.homes import use_home
+from tests.homes import PRELOAD, use_home
 
 # Socket methods that reach out (or let in); the address is the last positional argument of each.
 _GUARDED = ("bind", "connect", "connect_ex", "sendto")
+
+# Also for fixtures of a module or a session, which start servers and nodes before a test has its home.
+os.environ["SERVERLESS_GPU_PRELOAD"] = PRELOAD
 
 # `nohup make test &` ignores SIGINT, and children would inherit that: tests press Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -35,7 +35,7 @@ def session_home() -> Iterator[Path]:
 @pytest.fixture
 def warm(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield the shared home, and require that no run outlives the test."""
-    use_home(monkeypatch, session_home, FAKES)
+    use_home(monkeypatch, session_home, FAKES, preload="")
     yield session_home
     try:
         wait_for(lambda: nothing_of_a_run(session_home), "every run of the test has ended")

@@ -14,7 +14,7 @@ from serverless_gpu.environment.restore.pythons import candidates
 from serverless_gpu.environment.scan import interpreter
 from serverless_gpu.environment.scan.ignoring import outer_ignoring
 from serverless_gpu.node import spawning
-from serverless_gpu.node.spawning import clean_variables
+from serverless_gpu.node.spawning import PRELOAD, clean_variables, preload
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
 
@@ -63,3 +63,17 @@ def test_a_clean_process_finds_packages_and_single_modules_wherever_they_lie(
 
     monkeypatch.setattr("importlib.util.find_spec", found)
     assert spawning.search_path()[1:] == [str(tmp_path / place) for place in ("one", "two", "three")]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (None, PRELOAD),
+        ("", PRELOAD),
+        ("numpy", ("numpy",)),
+        ("torch, numpy", ("numpy", "torch")),
+        ("antigravity", PRELOAD),
+    ],
+)
+def test_zygotes_import_what_the_agent_was_told(wanted: str | None, found: tuple[str, ...]) -> None:
+    assert preload({} if wanted is None else {"SERVERLESS_GPU_PRELOAD": wanted}) == found

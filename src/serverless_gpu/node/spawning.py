@@ -39,6 +39,7 @@ _CLEAN_VARIABLES = (
     "SERVERLESS_GPU_SOCKETS",
     "LD_LIBRARY_PATH",
     "SERVERLESS_GPU_CGROUPS",
+    "SERVERLESS_GPU_PRELOAD",
     "SERVERLESS_GPU_TASKS_MAX",
     "XDG_CONFIG_HOME",
     "XDG_DATA_HOME",
@@ -98,6 +99,16 @@ def clean_process(
         pass_fds=tuple(fds),
         start_new_session=True,
     )
+
+
+def preload(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what zygotes import before they are forked, of what is installed.
+
+    Args:
+        environ: `SERVERLESS_GPU_PRELOAD` names the modules, separated by commas; others than `PRELOAD` do not count.
+    """
+    wanted = environ.get("SERVERLESS_GPU_PRELOAD", "").replace(" ", "").split(",")
+    return tuple(name for name in PRELOAD if name in wanted) or PRELOAD
 
 
 def search_path() -> list[str]:

@@ -26,7 +26,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import UNKNOWN_OWNER, Stem
 from serverless_gpu.node.restored import RestoredEnvironment
-from serverless_gpu.node.spawning import PRELOAD
+from serverless_gpu.node.spawning import preload
 from serverless_gpu.node.statuses import ZygoteStatus
 from serverless_gpu.node.zygotes import Key, ProblemTaker, Zygote, ZygoteRequest, first_run
 
@@ -65,6 +65,7 @@ class ZygotePool:
         self._cold: dict[Key, tuple[str, int]] = {}  # keys that cannot be kept warm: why, and since when
         self._gone: dict[Key, str] = {}  # why the last zygote of a key is no more
         self._kept: frozenset[Key] = frozenset()  # keys of open sessions
+        self._preload = preload(os.environ)
         self._ending: list[Containment] = []  # of zygotes that are gone, with something left in it
         self.became_ready = False
 
@@ -239,7 +240,7 @@ class ZygotePool:
         if len(others) >= ZYGOTES_MAX:
             oldest = min(others, key=lambda other: self._zygotes[other].used_ns)
             self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
-        zygote = self._zygotes[key] = self._spawn(request, PRELOAD)
+        zygote = self._zygotes[key] = self._spawn(request, self._preload)
         zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
         zygote.why = self._gone.pop(key, "") or first_run(key, [other for other in self._zygotes if other != key])
         return zygote
