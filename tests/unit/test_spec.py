@@ -12,7 +12,7 @@ from serverless_gpu.errors import InvalidOption, InvalidValue, UnknownGpuType, U
 from serverless_gpu.model.attempt import Limits
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.raycluster import RayCluster
-from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, hang_warning_s, make_spec
+from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, hang_warning_s, make_spec, parse_bytes
 
 VALID = (
     "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, idle_timeout, ignore_busy, memory, num_gpus, "
@@ -118,8 +118,24 @@ def test_own_types_are_known() -> None:
         ("10B", 10),
     ],
 )
-def test_memory_in_bytes_or_words(memory: object, expected: int) -> None:
-    assert spec(memory=memory) == resources(memory_bytes=expected)
+def test_bytes_in_numbers_or_words(memory: object, expected: int) -> None:
+    assert parse_bytes("memory", memory) == expected
+
+
+def test_memory_is_a_number_of_bytes() -> None:
+    assert spec(memory="64Gi") == resources(memory_bytes=64 * 2**30)
+
+
+@pytest.mark.parametrize("memory", [1, 8, "8", "63MiB"])
+def test_23B6_memory_that_holds_no_interpreter_is_refused_and_a_unit_asked_for(memory: object) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        spec(memory=memory)
+    assert "unit" in caught.value.hint
+
+
+@pytest.mark.parametrize("timeout", ["5m", " 300s", 300])
+def test_23B6_durations_have_units(timeout: object) -> None:
+    assert spec(timeout=timeout, idle_timeout=timeout, grace=timeout) == spec(timeout=300, idle_timeout=300, grace=300)
 
 
 WRONG_TYPE: dict[str, tuple[Mapping[str, object], str]] = {
@@ -130,11 +146,11 @@ WRONG_TYPE: dict[str, tuple[Mapping[str, object], str]] = {
     "gpu_type number": ({"gpu_type": 100}, "gpu_type must be a string such as 'H100', not 100"),
     "remote text": ({"remote": "yes"}, "remote must be True or False, not 'yes'"),
     "remote number": ({"remote": 1}, "remote must be True or False, not 1"),
-    "timeout text": ({"timeout": "1h"}, "timeout must be a number of seconds, not '1h'"),
-    "timeout bool": ({"timeout": True}, "timeout must be a number of seconds, not True"),
-    "hang_timeout": ({"hang_timeout": "1h"}, "hang_timeout must be a number of seconds, not '1h'"),
-    "idle_timeout": ({"idle_timeout": "1h"}, "idle_timeout must be a number of seconds, not '1h'"),
-    "grace none": ({"grace": None}, "grace must be a number of seconds, not None"),
+    "timeout text": ({"timeout": "1 hour"}, "timeout must be seconds, or text such as '5m', not '1 hour'"),
+    "timeout bool": ({"timeout": True}, "timeout must be seconds, or text such as '5m', not True"),
+    "hang_timeout": ({"hang_timeout": "1 hour"}, "hang_timeout must be seconds, or text such as '5m', not '1 hour'"),
+    "idle_timeout": ({"idle_timeout": "1 hour"}, "idle_timeout must be seconds, or text such as '5m', not '1 hour'"),
+    "grace none": ({"grace": None}, "grace must be seconds, or text such as '5m', not None"),
     "cpus text": ({"cpus": "4"}, "cpus must be a whole number, not '4'"),
     "memory float": (
         {"memory": 1.5},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from decimal import Decimal
+from typing import Any
 
 import click
 
@@ -40,6 +41,21 @@ def duration_s(option: str, text: str) -> float:
         return float(parse_duration_s(text))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=option) from None
+
+
+class Seconds(click.ParamType[float]):
+    """A duration in seconds, as a number of them or with a unit: 90, 90s, 5m, 2h."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds; what they may be is decided where the option is read."""
+        with contextlib.suppress(ValueError):
+            return float(value)
+        try:
+            return float(parse_duration_s(value))
+        except ValueError:
+            self.fail(f"{value!r} is not a duration: 90, 90s, 5m, 2h", param, ctx)
 
 
 def size_bytes(option: str, text: str) -> int:

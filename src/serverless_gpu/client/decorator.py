@@ -155,7 +155,7 @@ def distributed(
     gpus: int | None = None,
     gpu_type: str | None = None,
     remote: bool = False,
-    timeout: float | None = None,
+    timeout: float | str | None = None,
     **options: Unpack[Options],
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
     """Make a function run on GPUs of this machine, or of the team's pool.
@@ -164,7 +164,7 @@ def distributed(
         gpus: number of GPUs, one rank each; None means every GPU of the node.
         gpu_type: ``"H100"``, ``"A10"`` …, any case; ``"CPU"`` for CPU slots; None for the type that is there.
         remote: run through a server instead of on this machine.
-        timeout: seconds from the first user byte, or None.
+        timeout: seconds from the first user byte, or text such as ``"5m"``, or None.
         options: see the reference of options.
 
     Returns:

@@ -26,6 +26,7 @@ from serverless_gpu.client.launch import prewarm, should_prewarm
 from serverless_gpu.errors import InvalidOption, NotPicklable
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.call import distributed_cell
+from serverless_gpu.units import parse_duration_s
 
 
 class Compiler(Protocol):
@@ -93,6 +94,15 @@ def _names(text: str) -> object:
     return text.split(",")
 
 
+def _seconds(text: str) -> object:
+    """Return a number of seconds; text with a unit is read where all options are."""
+    try:
+        return float(text)
+    except ValueError:
+        parse_duration_s(text)
+        return text
+
+
 def _tags(text: str) -> object:
     return dict(pair.split("=", 1) for pair in text.split(","))
 
@@ -101,10 +111,10 @@ def _tags(text: str) -> object:
 VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "gpus": (int, "a whole number"),
     "gpu_type": (str, "a name"),
-    "timeout": (float, "a number of seconds"),
-    "grace": (float, "a number of seconds"),
-    "hang_timeout": (float, "a number of seconds"),
-    "idle_timeout": (float, "a number of seconds"),
+    "timeout": (_seconds, "a duration such as 90, 5m or 2h"),
+    "grace": (_seconds, "a duration such as 90, 5m or 2h"),
+    "hang_timeout": (_seconds, "a duration such as 90, 5m or 2h"),
+    "idle_timeout": (_seconds, "a duration such as 90, 5m or 2h"),
     "cpus": (int, "a whole number"),
     "memory": (str, "bytes, such as 64GiB"),
     "ranks_log": (_ranks, "all, or ranks such as 0,3"),

@@ -22,6 +22,7 @@ from serverless_gpu.model.attempt import UNSAVED_MAX, Limits
 from serverless_gpu.model.hardware import GpuType, find_type
 from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.units import parse_duration_s
 
 SPEC_VERSION = 2
 BLOB_PART_BYTES = 16 << 20
@@ -33,6 +34,7 @@ DEFAULT_GRACE_S = 30.0
 DEFAULT_HANG_WARNING_S = 600.0
 HANG_WARNING = "SERVERLESS_GPU_HANG_WARNING"
 SECONDS_MAX = 10 * 366 * 86_400
+MEMORY_BYTES_MIN = 64 << 20  # an interpreter with NumPy takes 40 MiB
 
 OnInterrupt = Literal["cancel", "detach"]
 Environment = Literal["live", "snapshot"]
@@ -66,8 +68,8 @@ class SessionOptions(TypedDict, total=False):
     ranks_log: Literal["all"] | Sequence[int]
     tracking: bool
     quiet: bool
-    grace: float
-    hang_timeout: float
+    grace: float | str
+    hang_timeout: float | str
     on_interrupt: OnInterrupt
     same_node: bool
     ignore_busy: bool
@@ -76,7 +78,7 @@ class SessionOptions(TypedDict, total=False):
 class Options(SessionOptions, total=False):
     """Everything `distributed` accepts beside `gpus`, `gpu_type`, `remote` and `timeout`."""
 
-    idle_timeout: float
+    idle_timeout: float | str
 
 
 class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,7 +279,7 @@ def make_spec(
         gpus=None if gpus is None else _whole("gpus", gpus, 1, RANKS_MAX),
         gpu_type=None if gpu_type is None else find_type(gpu_type, own).name,
         cpus=None if asked.get("cpus") is None else _whole("cpus", asked["cpus"], 1, RANKS_MAX),
-        memory_bytes=None if asked.get("memory") is None else parse_bytes("memory", asked["memory"]),
+        memory_bytes=None if asked.get("memory") is None else _memory(asked["memory"]),
         same_node=flag("same_node", asked.get("same_node", False)),
         ignore_busy=flag("ignore_busy", asked.get("ignore_busy", False)),
     )
@@ -399,14 +401,17 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 
 
 def seconds(name: str, value: object) -> float:
-    """Return a duration a user gave, in seconds.
+    """Return a duration a user gave, in seconds: a number of them, or text with a unit, ``"5m"``.
 
     Raises:
-        InvalidOption: it is not a number.
+        InvalidOption: it is neither.
         InvalidValue: it is not positive, or absurdly long.
     """
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = parse_duration_s(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidOption(f"{name} must be a number of seconds, not {value!r}")
+        raise InvalidOption(f"{name} must be seconds, or text such as '5m', not {value!r}")
     if not 0 < value < float("inf"):  # NaN is neither
         raise InvalidValue(f"{name} must be a positive number of seconds, not {value}")
     if value > SECONDS_MAX:
@@ -468,6 +473,17 @@ def parse_bytes(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidOption(f"{name} must be a number of bytes or a string such as '64GiB', not {value!r}")
     return _whole(name, value, 1, 2**60)
+
+
+def _memory(value: object) -> int:
+    """Return a limit of host memory in bytes; refuse one that no interpreter fits into."""
+    found = parse_bytes("memory", value)
+    if found < MEMORY_BYTES_MIN:
+        raise InvalidValue(
+            f"memory={value!r} is less than the {MEMORY_BYTES_MIN // 2**20} MiB that an interpreter needs",
+            hint="write a unit, for example memory='8GiB'; a number alone is bytes",
+        )
+    return found
 
 
 def _name(name: str, value: object) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import msgspec
 
+from serverless_gpu.cli.amounts import Seconds
 from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.cli.server.rehearsing import rehearse
@@ -30,9 +31,9 @@ _RANKS_ALL = "all"
 @click.option("--per-node", is_flag=True, help="Start the program once per node, not once per rank: for torchrun.")
 @click.option("--name", help="What the run is called; the program's name without it.")
 @click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Time limit from the first line on.")
-@click.option("--idle-timeout", type=float, metavar="SECONDS", help="Stop it when its devices were idle for so long.")
-@click.option("--grace", type=float, metavar="SECONDS", help="Between SIGTERM and SIGKILL when it is stopped.")
+@click.option("--timeout", type=Seconds(), metavar="DURATION", help="Time limit from the first line on: 300, 5m, 2h.")
+@click.option("--idle-timeout", type=Seconds(), metavar="DURATION", help="Stop it when its devices idled so long.")
+@click.option("--grace", type=Seconds(), metavar="DURATION", help="Between SIGTERM and SIGKILL when it is stopped.")
 @click.option("--retries", type=click.IntRange(min=0), help="New attempts after a failure.")
 @click.option("--retry-on-infra", is_flag=True, help="New attempts, up to 3, after a GPU or a node failed.")
 @click.option("--resume", is_flag=True, help="Continue as a new attempt after a preemption or the loss of a node.")
