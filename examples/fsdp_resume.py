@@ -43,7 +43,8 @@ def make_sharded_model(mesh, width=128):
     model.to(mesh.device_type)
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 class Training:
@@ -121,7 +122,9 @@ if __name__ == "__main__":
                 run.results()  # it ended before its first checkpoint: raises the reason
         run.cancel()
         run.wait()
-        print(f"{run.status()}, newest checkpoint: {latest_checkpoint(folder).name}")
+        newest = latest_checkpoint(folder)
+        assert newest, "the run had saved one"
+        print(f"{run.status()}, newest checkpoint: {newest.name}")
 
         resumed = train.distributed(folder)[0]
         unbroken = train.distributed(Path(name, "unbroken"))[0]

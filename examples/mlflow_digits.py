@@ -67,6 +67,7 @@ if __name__ == "__main__":
     run = train.submit()
     version = run.results()[0]
     tracked = run.tracked()
+    assert tracked, "run it where MLflow is installed"
     print(f"MLflow run: {tracked.url}")
 
     mlflow.set_tracking_uri(tracked.uri)

@@ -137,7 +137,7 @@ def processes_of(home: Path) -> list[str]:
             with contextlib.suppress(OSError):
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
                 if f"'{home}'" in line and "serverless_gpu.node" in line:
-                    found.append(f"{entry.name}: {line[:200]}")
+                    found.append(f"{entry.name}: {line}")
     return found
 
 
