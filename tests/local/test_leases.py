@@ -37,6 +37,7 @@ def launched(home: Path, where: str, lease_s: float | None) -> tuple[protocol.La
         world_size=1,
         lease_ns=lease_ns,
     )
+    Home(home).make_attempt(message.run_id, message.fence)
     write_submission(message, greeting.version)
     pack(str(Path(message.directory) / "call.pkl"), stay, (where,), {})
     protocol.send(channel, message)

@@ -67,6 +67,7 @@ def launched(home: Path, spec: RunSpec) -> tuple[protocol.Launch, list[protocol.
     message = msgspec.structs.replace(
         launch._message(order, Home(home), greeting), candidates=greeting.devices[:2], world_size=2
     )
+    Home(home).make_attempt(message.run_id, message.fence)
     write_submission(message, greeting.version)
     pack(str(Path(message.directory) / "call.pkl"), mlflow_variables, (), {})
     protocol.send(channel, message)
@@ -148,6 +149,7 @@ def test_a_monitor_that_is_killed_while_ranks_run_is_followed_by_another(own: Pa
         spec=msgspec.structs.replace(message.spec, payload=Command(argv=wait)),
         context=msgspec.structs.replace(message.context, cwd=str(own)),
     )
+    Home(own).make_attempt(message.run_id, message.fence)
     write_submission(message, greeting.version)
     protocol.send(channel, message)
     wait_for(lambda: monitor.all(words.Ranks), "the ranks run")

@@ -109,6 +109,7 @@ def unconfirmed(home: Path, path: Path) -> tuple[protocol.Launch, Channel]:
     order = launch._Order(RunSpec(name="touch", quiet=True), 0)
     message = launch._message(order, Home(home), greeting)
     message = msgspec.structs.replace(message, confirmed=False)
+    Home(home).make_attempt(message.run_id, message.fence)
     write_submission(message, greeting.version)
     pack(str(Path(message.directory) / "call.pkl"), Path.touch, (path,), {})
     protocol.send(channel, message)
