@@ -3,6 +3,7 @@ get of what it says. The monitor is a fake; the real one has its own tests."""
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -165,24 +166,28 @@ def test_a_monitor_that_is_killed_while_ranks_run_is_followed_by_another(own: Pa
         second.close()
 
 
-def do_nothing() -> None:
+def do_nothing(begun: Path) -> None:
     """Wait, and save when asked to."""
+    begun.touch()
     while not runtime.should_stop():
         time.sleep(0.01)
     print("asked to stop:", runtime.stop_reason())
 
 
-def idle_answers(word: words.AnyWord) -> Iterator[words.Word]:
-    """See devices that do nothing, again and again."""
+def idle_answers(begun: Path, word: words.AnyWord) -> Iterator[words.Word]:
+    """See devices that do nothing once user code has begun, again and again."""
     while isinstance(word, words.Ranks):
         time.sleep(0.05)  # as a sampler does
-        yield words.Seen(uses=(), busy=False)
+        yield words.Seen(uses=(), busy=not begun.exists())
 
 
-def test_a_run_that_leaves_its_devices_idle_is_warned_of_and_stopped_and_may_save_first(own: Path) -> None:
-    monitor = FakeMonitor(Home(own).sockets(), idle_answers).serve()
+def test_a_run_that_leaves_its_devices_idle_is_warned_of_and_stopped_and_may_save_first(
+    own: Path, tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
+    monitor = FakeMonitor(Home(own).sockets(), functools.partial(idle_answers, begun)).serve()
     try:
-        run = distributed(gpus=1, gpu_type="H100", idle_timeout=1.5, quiet=True)(do_nothing).submit()
+        run = distributed(gpus=1, gpu_type="H100", idle_timeout=1.5, quiet=True)(do_nothing).submit(begun)
         with pytest.raises(RunTimedOut, match="did nothing for as long as idle_timeout allows") as stopped:
             run.results()
         assert stopped.value.reason == "idle" and "idle_timeout=" in str(stopped.value)
