@@ -32,7 +32,7 @@ from tests.server.served import Served, served
 
 pytestmark = pytest.mark.slow
 DOCUMENT = Path(__file__).parents[2] / "docs" / "openapi.json"
-EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "3")
+EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "1")
 BYTES_MAX = 2_000
 
 CONFIGURATION = """
