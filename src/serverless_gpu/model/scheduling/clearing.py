@@ -13,13 +13,16 @@ first who may ask, which is who it was for, or somebody who is ahead of it by no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import math
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.impossible import could_be
+from serverless_gpu.model.scheduling.orders import Row
 from serverless_gpu.model.scheduling.places import Group, Place
 from serverless_gpu.model.scheduling.preempting import (
     FULL_CLAIM,
@@ -168,26 +171,35 @@ class Clearing:
                 break
         return room(wanted, ripe or green[:SITES_MAX], state.floor.terms, state.now_ns) or Room()
 
-    def _nodes(self, wanted: Wanted, ask: Ask) -> list[tuple[Place, str]]:
-        """Return nodes that a run may use where enough could get free, those that lack the fewest devices first."""
+    def _nodes(self, wanted: Wanted, ask: Ask) -> Iterator[tuple[Place, str]]:
+        """Yield nodes that a run may use where enough could get free, those that lack the fewest devices first."""
         floor, count = self._state.floor, ask.shape.gpus
-        found = []
-        types: dict[int, tuple[str, ...]] = {}
-        for node_id, name in list(floor.leavers.counts):
-            where = floor.places.get(node_id)
-            if where is None or where.node.away or node_id in wanted.avoid:
-                continue
-            above = -1 if id(where.group) in self._host_ids else wanted.priority
-            free = where.free.get(name, 0)
+        reach, leavers = floor.reach(ask.shape), floor.leavers
+        orders: list[list[Row]] = []
+        for group, types, pool in reach.entries:
+            if group.rank(floor.terms, wanted, pool, self._state.now_ns) is not None:
+                orders += [self._order(group, name, is_whole=count is None) for name in types]
+        beside: list[Row] = []
+        for where, *_ in reach.singles.values():
+            for name in self._types(wanted, ask, where):
+                if (where.node.id, name) in leavers.counts:
+                    beside.append(_lacking(where, name, is_whole=count is None))
+        for _, _, node_id, name, where in heapq.merge(*orders, sorted(beside)):
             need = where.node.total.get(name, 0) if count is None else count
-            if need <= 0 or free + floor.leavers.most(node_id, name, above) < need:
-                continue
-            group = id(where.group) if not floor.reach(ask.shape).singles else id(where)
-            if group not in types:
-                types[group] = self._types(wanted, ask, where)
-            if name in types[group]:
-                found.append((need - free, *where.entry, name))
-        return [(where, name) for *_, where, name in sorted(found, key=lambda entry: entry[:3])]
+            above = -1 if id(where.group) in self._host_ids else wanted.priority
+            is_enough = need > 0 and where.free[name] + leavers.most(node_id, name, above) >= need
+            if is_enough and node_id not in wanted.avoid and not where.node.away:
+                yield where, name
+
+    def _order(self, group: Group, gpu_type: str, *, is_whole: bool) -> list[Row]:
+        """Return the nodes of a group where somebody could leave, those that lack the fewest devices first."""
+        counts = self._state.floor.leavers.counts
+
+        def look(where: Place, _now_ns: int) -> tuple[Row | None, float]:
+            is_there = (where.node.id, gpu_type) in counts
+            return _lacking(where, gpu_type, is_whole=is_whole) if is_there else None, math.inf
+
+        return group.rows(gpu_type, is_whole, look, self._state.now_ns)
 
     def _parts(self, wanted: Wanted, ask: Ask) -> list[tuple[Place, str]]:
         """Return nodes of which a gang on several could have some, those on which an attempt failed last of all."""
@@ -322,6 +334,12 @@ def _has_guests(group: Group, state: State) -> bool:
     pool = state.floor.terms.pools.get(group.sample.pool)
     lends = pool is not None and pool.reserved and pool.lends
     return lends or (group.sample.owner_first and bool(group.sample.owner))
+
+
+def _lacking(where: Place, gpu_type: str, *, is_whole: bool) -> Row:
+    """Return the place of a node among those that lack the fewest devices: of so many of them, or of all."""
+    all_there = where.node.total[gpu_type] if is_whole else 0
+    return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)
 
 
 def _leaving(where: Place, gpu_type: str) -> int:
