@@ -220,7 +220,7 @@ class Clearing:
             node=where.node,
             gpu_type=gpu_type,
             need=total if count is None else min(count, total if count <= total else where.usable(gpu_type)),
-            free=placing.unkept(floor, where, gpu_type) + _leaving(where, gpu_type),
+            free=placing.unkept(floor, where, gpu_type) + floor.leavers.leaving(where.node.id, gpu_type),
             holders=tuple(held.running for held in where.runs.get(gpu_type, {}).values()),
         )
 
@@ -265,7 +265,7 @@ class Clearing:
         if not may_use(wanted, where.node, state.floor.terms, state.now_ns):
             return None
         missing = share.count - placing.unkept(state.floor, where, share.gpu_type)
-        return None if missing > _leaving(where, share.gpu_type) else max(0, missing)
+        return None if missing > state.floor.leavers.leaving(share.node_id, share.gpu_type) else max(0, missing)
 
     def _types(self, wanted: Wanted, ask: Ask, where: Place) -> tuple[str, ...]:
         """Return the types that a run may use on a node now."""
@@ -340,10 +340,6 @@ def _lacking(where: Place, gpu_type: str, *, is_whole: bool) -> Row:
     """Return the place of a node among those that lack the fewest devices: of so many of them, or of all."""
     all_there = where.node.total[gpu_type] if is_whole else 0
     return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)
-
-
-def _leaving(where: Place, gpu_type: str) -> int:
-    return sum(held.count for held in where.runs.get(gpu_type, {}).values() if held.running.is_leaving)
 
 
 def _is_all(floor: Floor, ask: Ask, shares: tuple[Share, ...]) -> bool:

@@ -15,7 +15,6 @@ from serverless_gpu.model.scheduling.preempting import NO_CLAIM, Terms, may_use,
 from serverless_gpu.model.scheduling.reserving import Book, Profile
 from serverless_gpu.model.scheduling.values import Node, Pool, Wanted
 
-
 _ORDERS_MAX = 64
 """So many orders of a group's nodes are kept for each type; the one that was made first gives way."""
 

@@ -193,7 +193,8 @@ def room(wanted: Wanted, sites: Sequence[Site], terms: Terms, now_ns: int) -> Ro
         now_ns: the time.
     """
     search = _Search(wanted, terms, now_ns)
-    for search.highest in search.levels(sites):
+    for highest in search.levels(sites):
+        search.highest = highest
         found = _cheapest_sites(search, sites)
         if found:
             return _room(wanted, found, terms)
@@ -259,8 +260,9 @@ class _Search:
                 continue
             by_right = is_host and standing(wanted, node, terms) < standing(running.wanted, node, terms)
             level = _NOBODY if by_right else running.wanted.priority
-            lost = (now_ns - running.since_ns) * sum(share.count for share in running.shares)
-            found.append((level, (lost, _count(running, site), running)))
+            count = _count(running, site)
+            devices = count if len(running.shares) == 1 else sum(share.count for share in running.shares)
+            found.append((level, ((now_ns - running.since_ns) * devices, count, running)))
         self._known[id(site)] = (site, found)  # the site is kept, so that its identity stays its own
         return found
 
@@ -364,10 +366,7 @@ def _clear(search: _Search, site: Site) -> _Plan | None:
     lacking = site.need - site.free
     if lacking <= 0:
         return _Plan(site=site)
-    candidates = search.candidates(site)
-    if sum(count for _, count, _ in candidates) < lacking:
-        return None
-    victims = _cheapest(candidates, lacking)
+    victims = _cheapest(search.candidates(site), lacking)
     if victims is None:
         return None
     return _Plan(site=site, victims=tuple(victim for *_, victim in victims), lost=sum(lost for lost, *_ in victims))
@@ -383,6 +382,11 @@ def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate
     Those that lose the least for each device come first. Whoever would complete the set at some point is one way to do
     it, and is passed over for the next way: so one large run is taken instead of many small ones where that is cheaper.
     """
+    most = sum(count for _, count, _ in candidates)
+    if most < lacking:
+        return None
+    if most == lacking:
+        return _needed(candidates, lacking)
     ordered = sorted(candidates, key=lambda found: (found[0] / found[1], found[2].wanted.run_id))
     best: list[_Candidate] | None = None
     chosen: list[_Candidate] = []
@@ -415,6 +419,8 @@ def _weight(way: Sequence[_Candidate]) -> tuple[int, int]:
 
 
 def _count(running: Running, site: Site) -> int:
+    if len(running.shares) == 1:  # it is there
+        return running.shares[0].count
     return sum(
         share.count for share in running.shares if share.node_id == site.node.id and share.gpu_type == site.gpu_type
     )

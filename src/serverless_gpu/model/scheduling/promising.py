@@ -212,7 +212,9 @@ class Seeker:
             if self._is_usable(self._floor.places[node_id], name):
                 yield self._floor.places[node_id], name
 
-    def _of_group(self, group: Group, gpu_type: str, count: int | None, *, is_part: bool = False) -> Iterator[PartReady]:
+    def _of_group(
+        self, group: Group, gpu_type: str, count: int | None, *, is_part: bool = False
+    ) -> Iterator[PartReady]:
         """Yield a group's nodes of which nothing is kept, in the order in which so many devices are free.
 
         Args:
