@@ -317,16 +317,23 @@ def _claims(state: State, hosts: list[Group]) -> list[Claim]:
     """Return the most right to each group of nodes that anybody has who waits and could be there."""
     floor, claims = state.floor, [NO_CLAIM] * len(hosts)
     owners = {group.sample.owner for group in hosts if group.sample.owner_first}
+    open_claims = set(range(len(hosts)))
     for line in state.queue.lines():
+        if not open_claims:
+            break  # nobody has more right to any of them
         if not (line.ask.shape.pool or line.owner in owners):
             continue  # whoever names no pool and owns no node has no more right than any other guest
         wanted, reach = line.rows[0][2], floor.reach(line.ask.shape)
-        if not could_be(floor, wanted, line.ask):
+        rights = {number: standing(wanted, hosts[number].sample, floor.terms) for number in open_claims}
+        more = [number for number, right in rights.items() if right < claims[number]]
+        if not more or not could_be(floor, wanted, line.ask):
             continue
         within = {id(group) for group, *_ in reach.entries} | {id(one.group) for one, *_ in reach.singles.values()}
-        for number, group in enumerate(hosts):
-            if id(group) in within and may_use(wanted, group.sample, floor.terms, state.now_ns):
-                claims[number] = min(claims[number], standing(wanted, group.sample, floor.terms))
+        for number in more:
+            sample = hosts[number].sample
+            if id(hosts[number]) in within and may_use(wanted, sample, floor.terms, state.now_ns):
+                claims[number] = rights[number]
+                open_claims -= {number} if claims[number] == FULL_CLAIM else set()
     return claims
 
 
