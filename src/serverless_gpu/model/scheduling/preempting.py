@@ -211,19 +211,26 @@ def may_ask(wanted: Wanted, running: Running, node: Node, terms: Terms) -> int |
         node: where.
         terms: what the operator decided.
     """
-    held = running.wanted
-    if running.is_leaving or not held.preemptible or held.run_id == wanted.run_id:
-        return None
     if has_guests(node, terms):
-        mine, other = standing(wanted, node, terms), standing(held, node, terms)
+        mine, other = standing(wanted, node, terms), standing(running.wanted, node, terms)
         if mine < other:
-            return running.since_ns
+            return running.since_ns if _can_leave(wanted, running) else None
         if mine > other:
             return None
-    policy = terms.policy
+    return _by_class(wanted, running, terms.policy)
+
+
+def _by_class(wanted: Wanted, running: Running, policy: QueuePolicy) -> int | None:
+    """Return from when on a run may be asked to leave for another one of a higher class, or None for never."""
+    held = running.wanted
     if held.priority <= wanted.priority or held.preemptions >= policy.preemptions_max:
         return None
-    return running.since_ns + round(policy.preempt_after_s * _NS)
+    return running.since_ns + round(policy.preempt_after_s * _NS) if _can_leave(wanted, running) else None
+
+
+def _can_leave(wanted: Wanted, running: Running) -> bool:
+    held = running.wanted
+    return held.preemptible and not running.is_leaving and held.run_id != wanted.run_id
 
 
 class _Search:
@@ -235,12 +242,15 @@ class _Search:
 
     def __init__(self, wanted: Wanted, terms: Terms, now_ns: int) -> None:
         self.wanted, self.terms, self.now_ns, self.highest = wanted, terms, now_ns, _NOBODY
+        self._count = wanted.gpus or 0
         self._known: dict[int, tuple[Site, list[tuple[int, _Candidate]]]] = {}
 
     def levels(self, sites: Sequence[Site]) -> list[int]:
-        """Return the classes to ask, the lowest class first; before them nobody by class."""
+        """Return the classes to ask, the lowest class first; before them nobody by class, where that may do."""
         classes = {level for site in sites for level, _ in self._askable(site)}
-        return sorted(classes | {_NOBODY}, reverse=True)
+        if any(site.free >= site.need for site in sites) or sum(max(0, site.free) for site in sites) >= self._count:
+            classes.add(_NOBODY)
+        return sorted(classes, reverse=True)
 
     def candidates(self, site: Site) -> list[_Candidate]:
         """Return those on a site that may be asked to leave now."""
@@ -255,7 +265,7 @@ class _Search:
         wanted, node, terms, now_ns = self.wanted, site.node, self.terms, self.now_ns
         is_host = has_guests(node, terms)
         for running in site.holders:
-            ripe_ns = may_ask(wanted, running, node, terms)
+            ripe_ns = may_ask(wanted, running, node, terms) if is_host else _by_class(wanted, running, terms.policy)
             if ripe_ns is None or ripe_ns > now_ns:
                 continue
             by_right = is_host and standing(wanted, node, terms) < standing(running.wanted, node, terms)
@@ -386,7 +396,7 @@ def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate
     if most < lacking:
         return None
     if most == lacking:
-        return _needed(candidates, lacking)
+        return sorted(candidates, key=lambda found: (-found[0], found[2].wanted.run_id))
     ordered = sorted(candidates, key=lambda found: (found[0] / found[1], found[2].wanted.run_id))
     best: list[_Candidate] | None = None
     chosen: list[_Candidate] = []
