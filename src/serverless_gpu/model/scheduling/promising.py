@@ -203,14 +203,21 @@ class Seeker:
 
     def _beside(self) -> Iterator[tuple[Place, str]]:
         """Yield nodes and types that it may use now, and that are in no order: on their own, or something is kept."""
-        books = self._floor.books
-        for where, types, _ in self._floor.reach(self._ask.shape).singles.values():
+        books, places = self._floor.books, self._floor.places
+        singles = self._floor.reach(self._ask.shape).singles
+        for where, types, _ in singles.values():
             for name in types:
                 if (where.node.id, name) not in books and self._is_usable(where, name):
                     yield where, name
+        groups = {(id(group), name) for group, name in self._groups()}
         for node_id, name in books:
-            if self._is_usable(self._floor.places[node_id], name):
-                yield self._floor.places[node_id], name
+            where = places[node_id]
+            if node_id in singles:
+                is_usable = self._is_usable(where, name)
+            else:
+                is_usable = (id(where.group), name) in groups and not where.node.away
+            if is_usable:
+                yield where, name
 
     def _of_group(
         self, group: Group, gpu_type: str, count: int | None, *, is_part: bool = False
