@@ -117,7 +117,9 @@ def _looks_at_everything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Group, "rows", lambda group, _type, _key, look, now_ns: Order(group.members, look).rows(now_ns))
     patch.setattr(Profile, "earliest", Profile._found)
     classes = range(BEST_EFFORT + 1, CRITICAL, -1)
-    patch.setattr(preempting._Search, "levels", lambda search, _: [one for one in classes if one > search.wanted.priority])
+    patch.setattr(
+        preempting._Search, "levels", lambda search, _: [one for one in classes if one > search.wanted.priority]
+    )
 
 
 @settings(deadline=None, max_examples=150)
