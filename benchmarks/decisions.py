@@ -1,10 +1,14 @@
-"""How long the scheduler takes to decide: 10,000 runs wait for 10,000 GPUs that are in use, and 100 things change."""
+"""How long the scheduler takes to decide: 10,000 runs wait for 10,000 GPUs that are in use, and 100 things change.
+
+In one row those that wait are of higher classes than those that run, and all of them may be stopped for others.
+"""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -14,14 +18,17 @@ from serverless_gpu.model.scheduling.values import Arrived, Change, Gone, Node, 
 
 _NS = 1_000_000_000
 _NODES, _WAITING, _USERS, _TEAMS = 1250, 10_000, 200, 20
+_FILLING = 4000
+"""So many runs of the lowest class are more than there is room for."""
 _BAR_MS = 50.0
 
 
 class _Pool:
     """Nodes of 8, runs of 200 users in 20 teams, and a planner that knows them."""
 
-    def __init__(self, *, declared: bool) -> None:
+    def __init__(self, *, declared: bool, preemptible: bool = False) -> None:
         self._chance, self._declared, self._numbers = random.Random(1), declared, 0
+        self._preemptible, self._leaving, self._runs = preemptible, set[str](), dict[str, Wanted]()
         self.planner, self.now_ns = Planner(), 1000 * _NS
         self._nodes = [Node(id=f"n{i}", name=f"n{i:04}", total={"H100": 8}) for i in range(_NODES)]
         self._running: list[str] = []
@@ -31,17 +38,28 @@ class _Pool:
             self.planner.apply([self._comes() for _ in range(500)])
             self.decide()
             self.now_ns += 60 * _NS
+        if preemptible:
+            self.now_ns += 600 * _NS  # those that run have had their devices for long enough to be asked
+            self.decide()
 
     def decide(self) -> None:
-        """Decide, and remember who runs."""
-        for placement in self.planner.decide(self.now_ns).placements:
+        """Decide, and remember who runs and who was asked to leave."""
+        decision = self.planner.decide(self.now_ns)
+        for placement in decision.placements:
             self._running.append(placement.run_id)
-            del self.waiting[placement.run_id]
+            self._runs[placement.run_id] = self.waiting.pop(placement.run_id)
+        self._leaving.update(preemption.run_id for preemption in decision.preemptions)
 
     def changes(self) -> list[Change]:
-        """Return what changes until the next tick: 45 end, 45 come, 10 nodes are otherwise."""
+        """Return what changes until the next tick: 45 end, 45 come, 10 nodes are otherwise; who was asked has left."""
         self.now_ns += 5 * _NS
         changes: list[Change] = []
+        for run_id in sorted(self._leaving):
+            run = self._runs.pop(run_id)
+            self._running.remove(run_id)
+            self.waiting[run_id] = msgspec.structs.replace(run, preemptions=run.preemptions + 1)
+            changes.append(Arrived(self.waiting[run_id]))
+        self._leaving.clear()
         for _ in range(45):
             changes.append(Gone(self._running.pop(self._chance.randrange(len(self._running)))))
             changes.append(self._comes())
@@ -60,15 +78,21 @@ class _Pool:
             title=f"u{user}/x",
             owner=f"u{user}",
             team=f"t{user % _TEAMS}",
-            priority=chance.choices([0, 1, 2], [5, 80, 15])[0],
+            priority=self._priority(),
             queued_ns=self.now_ns,
             gpus=gpus,
             gpu_type="H100",
             several_nodes=gpus > 8,
+            preemptible=self._preemptible,
             limit_s=chance.choice([3600.0, 14_400.0, 86_400.0, None]) if self._declared else None,
         )
         self.waiting[run.run_id] = run
         return Arrived(run)
+
+    def _priority(self) -> int:
+        if not self._preemptible:
+            return self._chance.choices([0, 1, 2], [5, 80, 15])[0]
+        return self._chance.choice([0, 1]) if self._numbers > _FILLING else 2
 
     def naive_ms(self) -> float:
         """Return how long it takes to sort everybody and try each shape once."""
@@ -88,9 +112,9 @@ class _Pool:
         return 1000 * (time.perf_counter() - began)
 
 
-def decision(quick: bool) -> Row:
+def _decision(quick: bool, *, preemptible: bool) -> Row:
     """Decide again and again while things change."""
-    plain, declared = _Pool(declared=False), _Pool(declared=True)
+    plain, declared = (_Pool(declared=each, preemptible=preemptible) for each in (False, True))
     rounds = range(10 if quick else 40)
     ours, naive, told = [], [], []
     for _ in rounds:
@@ -99,7 +123,7 @@ def decision(quick: bool) -> Row:
         told.append(declared.tick_ms())
     found = Timing("ours, nobody declares a time", tuple(ours))
     return Row(
-        name="scheduler decision: 10,000 queued runs, 10,000 GPUs, 100 changes",
+        name=f"scheduler decision: 10,000 queued {'preemptible ' * preemptible}runs, 10,000 GPUs, 100 changes",
         ours=found,
         against=(Timing("sort and one pass, nothing else", tuple(naive)),),
         bar=f"≤ {_BAR_MS:.0f} ms",
@@ -109,4 +133,7 @@ def decision(quick: bool) -> Row:
     )
 
 
-ROWS: dict[str, Callable[[bool], Row]] = {"decision": decision}
+ROWS: dict[str, Callable[[bool], Row]] = {
+    "decision": partial(_decision, preemptible=False),
+    "decision-preemptible": partial(_decision, preemptible=True),
+}

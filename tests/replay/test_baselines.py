@@ -108,3 +108,54 @@ def test_fifo_starts_jobs_in_the_order_of_their_arrival(jobs: list[Job]) -> None
 def test_first_fit_leaves_nothing_free_that_a_waiting_job_could_have(jobs: list[Job]) -> None:
     spans = replayed(jobs, cluster_of(1, 16), "first-fit")
     assert all(moment.smallest > 16 - moment.used for moment in moments(jobs, spans))
+
+
+def test_of_equals_the_one_that_was_ahead_before_comes_first() -> None:
+    jobs = made((0, 13, 1), (0, 8, 2), (0, 5, 1))  # at 5 the first has 8 s left, as the second has
+    assert replayed(jobs, cluster_of(1, 2), "srtf") == [[(0, 5), (13, 21)], [(5, 13)], [(0, 5)]]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 8), st.sampled_from([1, 1, 2, 3, 4])), min_size=1, max_size=14
+    ),
+    st.sampled_from(sorted(KEYS)),
+)
+def test_equals_keep_the_order_of_the_previous_pass(rows: list[tuple[int, int, int]], policy: str) -> None:
+    jobs = made(*((float(submit), float(duration), gpus) for submit, duration, gpus in rows))
+    assert replayed(jobs, cluster_of(2, 2), policy) == sorted_again(jobs, cluster_of(2, 2), policy)
+
+
+def sorted_again(jobs: list[Job], cluster: Cluster, policy: str) -> Spans:
+    """Return what comes of one list of jobs that is sorted at each event, as the originals do it."""
+    key, nodes = KEYS[policy], Nodes(cluster)
+    left = [job.duration_s for job in jobs]
+    spans: Spans = [[] for _ in jobs]
+    runnable: list[int] = []
+    began: dict[int, float] = {}
+    coming, now = list(range(len(jobs))), 0.0
+    while coming or runnable:
+        ends = [at + left[place] for place, at in began.items()]
+        now = min([jobs[place].submit_s for place in coming[:1]] + ends)
+        for place, at in list(began.items()):
+            left[place] -= now - at
+            spans[place] = [*spans[place], (at, now)]
+        runnable = [place for place in runnable if left[place]]
+        while coming and jobs[coming[0]].submit_s <= now:
+            runnable.append(coming.pop(0))
+        runnable.sort(key=lambda place: key(jobs[place], left[place]))
+        nodes.empty()
+        began = {place: now for place in runnable if nodes.take(jobs[place].gpus) is not None}
+    return [joined(each) for each in spans]
+
+
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return spans without the cuts at which nobody stopped."""
+    found: list[tuple[float, float]] = []
+    for begin, end in spans:
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
+    return found

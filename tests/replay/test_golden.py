@@ -24,6 +24,11 @@ def test_the_mean_completion_of_the_60_jobs_of_tiresias(policy: str, mean: float
     assert math.isclose(outcome.figures.completion.mean, mean, rel_tol=1e-6, abs_tol=5e-5)
 
 
+def test_the_mean_completion_of_the_60_jobs_of_tiresias_where_equals_keep_their_order() -> None:
+    outcome = simulate(read_trace(TRACES / "tiresias_60job.parquet"), cluster_of(4, 4), "srsf")
+    assert math.isclose(outcome.figures.completion.mean, 195.9, rel_tol=1e-6)  # 194.9833 in the order of arrival
+
+
 @pytest.mark.parametrize(("policy", "mean"), [("srtf", 190377.3774), ("srsf", 183965.9780)])
 def test_the_mean_completion_of_a_trace_of_muri_on_8_nodes_of_8(policy: str, mean: float) -> None:
     outcome = simulate(_muri("trace3"), cluster_of(8, 8), policy)

@@ -147,38 +147,48 @@ def placed_again(jobs: Sequence[Job], cluster: Cluster, key: Key) -> Spans:
     Args:
         jobs: sorted by arrival.
         cluster: where.
-        key: who comes first, the least first; of equals, who came first.
+        key: who comes first, the least first. Equals keep the order of the previous pass; new jobs come after them.
     """
     replay = _PlacedAgain(jobs, cluster, key)
     return replay.run()
 
 
+Rank = tuple[float, tuple[int, int, int]]
+"""The key of a job that waits, and its turn among equals: the pass, 1 for one that is new there, and its number."""
+
+
 class _PlacedAgain:
-    """Jobs that wait keep their key, so they are in a heap for each size; those that run are sorted at each event."""
+    """Jobs that wait keep their key, so they are in a heap for each size; those that run are sorted at each event.
+
+    Of equals, the job with the lesser key in the previous pass comes first: one that has waited since has the same key
+    as then, one that has run had more.
+    """
 
     def __init__(self, jobs: Sequence[Job], cluster: Cluster, key: Key) -> None:
         self._jobs, self._key, self._nodes = jobs, key, Nodes(cluster)
         self._left = [job.duration_s for job in jobs]
-        self._waiting: dict[int, list[tuple[float, int]]] = {}
+        self._waiting: dict[int, list[tuple[Rank, int]]] = {}
         self._began: dict[int, float] = {}
+        self._ranks: dict[int, Rank] = {}  # of those that run, as of the previous pass
         self._spans = _no_spans(jobs)
+        self._passes = self._turns = 0
 
     def run(self) -> Spans:
         jobs, arrived = self._jobs, 0
         while arrived < len(jobs) or self._began:
             end = min((began + self._left[place] for place, began in self._began.items()), default=math.inf)
             now = min(end, jobs[arrived].submit_s if arrived < len(jobs) else math.inf)
+            self._passes += 1
             for place in [place for place, began in self._began.items() if began + self._left[place] <= now]:
                 self._stop(place, now)
             while arrived < len(jobs) and jobs[arrived].submit_s <= now:
-                self._wait(arrived)
+                self._wait(arrived, (self._key(jobs[arrived], self._left[arrived]), (self._passes, 1, arrived)))
                 arrived += 1
             self._place(now)
         return self._spans
 
-    def _wait(self, place: int) -> None:
-        job = self._jobs[place]
-        heapq.heappush(self._waiting.setdefault(job.gpus, []), (self._key(job, self._left[place]), place))
+    def _wait(self, place: int, rank: Rank) -> None:
+        heapq.heappush(self._waiting.setdefault(self._jobs[place].gpus, []), (rank, place))
 
     def _stop(self, place: int, now: float) -> None:
         began = self._began.pop(place)
@@ -189,28 +199,39 @@ class _PlacedAgain:
         """Place all jobs again; those that were running and find no room wait."""
         nodes, full = self._nodes, set[int]()
         nodes.empty()
-        running = sorted(self._keyed(place, began, now) for place, began in self._began.items())
+        running = sorted((self._key_at(place, now), *self._ranks[place], place) for place in self._began)
         heads = [heap[0] for heap in self._waiting.values() if heap]
         heapq.heapify(heads)
         following = 0
         while following < len(running) or heads:
-            if heads and (following == len(running) or heads[0] < running[following]):
+            if heads and (following == len(running) or self._as_before(heads[0][0]) < running[following][:3]):
                 self._place_head(heads, full, now)
                 continue
-            place = running[following][1]
+            key, *_, place = running[following]
             following += 1
-            gpus = self._jobs[place].gpus
+            gpus, rank = self._jobs[place].gpus, self._rank(key)
             if gpus in full or nodes.take(gpus) is None:
                 full.add(gpus)
                 self._stop(place, now)
-                self._wait(place)
+                self._wait(place, rank)
+            else:
+                self._ranks[place] = rank
 
-    def _keyed(self, place: int, began: float, now: float) -> tuple[float, int]:
-        return self._key(self._jobs[place], self._left[place] - (now - began)), place
+    def _key_at(self, place: int, now: float) -> float:
+        return self._key(self._jobs[place], self._left[place] - (now - self._began[place]))
 
-    def _place_head(self, heads: list[tuple[float, int]], full: set[int], now: float) -> None:
+    def _rank(self, key: float) -> Rank:
+        self._turns += 1
+        return key, (self._passes, 0, self._turns)
+
+    def _as_before(self, rank: Rank) -> tuple[float, float, tuple[int, int, int]]:
+        """Return the key of one that waits, its key in the previous pass, and its turn."""
+        key, turn = rank
+        return key, math.inf if turn[:2] == (self._passes, 1) else key, turn
+
+    def _place_head(self, heads: list[tuple[Rank, int]], full: set[int], now: float) -> None:
         """Place the first of those that wait, if there is room; those of its size are done with if there is none."""
-        place = heads[0][1]
+        (key, _), place = heads[0]
         gpus = self._jobs[place].gpus
         if gpus in full or self._nodes.take(gpus) is None:
             full.add(gpus)
@@ -218,7 +239,7 @@ class _PlacedAgain:
             return
         heap = self._waiting[gpus]
         heapq.heappop(heap)
-        self._began[place] = now
+        self._began[place], self._ranks[place] = now, self._rank(key)
         if heap:
             heapq.heapreplace(heads, heap[0])
         else:

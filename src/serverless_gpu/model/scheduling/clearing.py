@@ -13,13 +13,16 @@ first who may ask, which is who it was for, or somebody who is ahead of it by no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import math
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.impossible import could_be
+from serverless_gpu.model.scheduling.orders import Row
 from serverless_gpu.model.scheduling.places import Group, Place
 from serverless_gpu.model.scheduling.preempting import (
     FULL_CLAIM,
@@ -168,26 +171,35 @@ class Clearing:
                 break
         return room(wanted, ripe or green[:SITES_MAX], state.floor.terms, state.now_ns) or Room()
 
-    def _nodes(self, wanted: Wanted, ask: Ask) -> list[tuple[Place, str]]:
-        """Return nodes that a run may use where enough could get free, those that lack the fewest devices first."""
+    def _nodes(self, wanted: Wanted, ask: Ask) -> Iterator[tuple[Place, str]]:
+        """Yield nodes that a run may use where enough could get free, those that lack the fewest devices first."""
         floor, count = self._state.floor, ask.shape.gpus
-        found = []
-        types: dict[int, tuple[str, ...]] = {}
-        for node_id, name in list(floor.leavers.counts):
-            where = floor.places.get(node_id)
-            if where is None or where.node.away or node_id in wanted.avoid:
-                continue
-            above = -1 if id(where.group) in self._host_ids else wanted.priority
-            free = where.free.get(name, 0)
+        reach, leavers = floor.reach(ask.shape), floor.leavers
+        orders: list[list[Row]] = []
+        for group, types, pool in reach.entries:
+            if group.rank(floor.terms, wanted, pool, self._state.now_ns) is not None:
+                orders += [self._order(group, name, is_whole=count is None) for name in types]
+        beside: list[Row] = []
+        for where, *_ in reach.singles.values():
+            for name in self._types(wanted, ask, where):
+                if (where.node.id, name) in leavers.counts:
+                    beside.append(_lacking(where, name, is_whole=count is None))
+        for _, _, node_id, name, where in heapq.merge(*orders, sorted(beside)):
             need = where.node.total.get(name, 0) if count is None else count
-            if need <= 0 or free + floor.leavers.most(node_id, name, above) < need:
-                continue
-            group = id(where.group) if not floor.reach(ask.shape).singles else id(where)
-            if group not in types:
-                types[group] = self._types(wanted, ask, where)
-            if name in types[group]:
-                found.append((need - free, *where.entry, name))
-        return [(where, name) for *_, where, name in sorted(found, key=lambda entry: entry[:3])]
+            above = -1 if id(where.group) in self._host_ids else wanted.priority
+            is_enough = need > 0 and where.free[name] + leavers.most(node_id, name, above) >= need
+            if is_enough and node_id not in wanted.avoid and not where.node.away:
+                yield where, name
+
+    def _order(self, group: Group, gpu_type: str, *, is_whole: bool) -> list[Row]:
+        """Return the nodes of a group where somebody could leave, those that lack the fewest devices first."""
+        counts = self._state.floor.leavers.counts
+
+        def look(where: Place, _now_ns: int) -> tuple[Row | None, float]:
+            is_there = (where.node.id, gpu_type) in counts
+            return _lacking(where, gpu_type, is_whole=is_whole) if is_there else None, math.inf
+
+        return group.rows(gpu_type, is_whole, look, self._state.now_ns)
 
     def _parts(self, wanted: Wanted, ask: Ask) -> list[tuple[Place, str]]:
         """Return nodes of which a gang on several could have some, those on which an attempt failed last of all."""
@@ -208,7 +220,7 @@ class Clearing:
             node=where.node,
             gpu_type=gpu_type,
             need=total if count is None else min(count, total if count <= total else where.usable(gpu_type)),
-            free=placing.unkept(floor, where, gpu_type) + _leaving(where, gpu_type),
+            free=placing.unkept(floor, where, gpu_type) + floor.leavers.leaving(where.node.id, gpu_type),
             holders=tuple(held.running for held in where.runs.get(gpu_type, {}).values()),
         )
 
@@ -253,7 +265,7 @@ class Clearing:
         if not may_use(wanted, where.node, state.floor.terms, state.now_ns):
             return None
         missing = share.count - placing.unkept(state.floor, where, share.gpu_type)
-        return None if missing > _leaving(where, share.gpu_type) else max(0, missing)
+        return None if missing > state.floor.leavers.leaving(share.node_id, share.gpu_type) else max(0, missing)
 
     def _types(self, wanted: Wanted, ask: Ask, where: Place) -> tuple[str, ...]:
         """Return the types that a run may use on a node now."""
@@ -305,16 +317,23 @@ def _claims(state: State, hosts: list[Group]) -> list[Claim]:
     """Return the most right to each group of nodes that anybody has who waits and could be there."""
     floor, claims = state.floor, [NO_CLAIM] * len(hosts)
     owners = {group.sample.owner for group in hosts if group.sample.owner_first}
+    open_claims = set(range(len(hosts)))
     for line in state.queue.lines():
+        if not open_claims:
+            break  # nobody has more right to any of them
         if not (line.ask.shape.pool or line.owner in owners):
             continue  # whoever names no pool and owns no node has no more right than any other guest
         wanted, reach = line.rows[0][2], floor.reach(line.ask.shape)
-        if not could_be(floor, wanted, line.ask):
+        rights = {number: standing(wanted, hosts[number].sample, floor.terms) for number in open_claims}
+        more = [number for number, right in rights.items() if right < claims[number]]
+        if not more or not could_be(floor, wanted, line.ask):
             continue
         within = {id(group) for group, *_ in reach.entries} | {id(one.group) for one, *_ in reach.singles.values()}
-        for number, group in enumerate(hosts):
-            if id(group) in within and may_use(wanted, group.sample, floor.terms, state.now_ns):
-                claims[number] = min(claims[number], standing(wanted, group.sample, floor.terms))
+        for number in more:
+            sample = hosts[number].sample
+            if id(hosts[number]) in within and may_use(wanted, sample, floor.terms, state.now_ns):
+                claims[number] = rights[number]
+                open_claims -= {number} if claims[number] == FULL_CLAIM else set()
     return claims
 
 
@@ -324,8 +343,10 @@ def _has_guests(group: Group, state: State) -> bool:
     return lends or (group.sample.owner_first and bool(group.sample.owner))
 
 
-def _leaving(where: Place, gpu_type: str) -> int:
-    return sum(held.count for held in where.runs.get(gpu_type, {}).values() if held.running.is_leaving)
+def _lacking(where: Place, gpu_type: str, *, is_whole: bool) -> Row:
+    """Return the place of a node among those that lack the fewest devices: of so many of them, or of all."""
+    all_there = where.node.total[gpu_type] if is_whole else 0
+    return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)
 
 
 def _is_all(floor: Floor, ask: Ask, shares: tuple[Share, ...]) -> bool:

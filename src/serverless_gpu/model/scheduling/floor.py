@@ -16,13 +16,13 @@ import copy
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
 from serverless_gpu.model.scheduling.holding import Held
 from serverless_gpu.model.scheduling.learning import Medians
 from serverless_gpu.model.scheduling.leavers import Leavers
-from serverless_gpu.model.scheduling.places import Entry, Group, Index, Parts, Place, Reach, Ready, together
+from serverless_gpu.model.scheduling.places import Entry, Group, Index, Place, Reach, together
 from serverless_gpu.model.scheduling.preempting import Terms
 from serverless_gpu.model.scheduling.reserving import Book, Ends, Profile
 from serverless_gpu.model.scheduling.shapes import Ask, Shape
@@ -47,9 +47,6 @@ class Floor:
         self.groups: dict[tuple[object, ...], Group] = {}
         self._runs: dict[str, dict[str, dict[str, Held]]] = {}
         self._used: dict[str, Counter[str]] = {}
-        self.ready: dict[tuple[int, bool], list[Ready]] = {}
-        self._touched: dict[tuple[str, str], None] = {}
-        self.parts: dict[tuple[int, bool, int], Parts] = {}
         self.medians = Medians()
         self._machines: dict[str, dict[str, Place]] = {}
 
@@ -103,7 +100,6 @@ class Floor:
         for name, total in place.node.total.items():
             self._out(place, name)
             self.books.pop((node_id, name), None)
-            self._touched.pop((node_id, name), None)
             totals = group.index[name].totals
             totals[total] -= 1
             if totals[total] <= 0:
@@ -143,11 +139,10 @@ class Floor:
         if place is not None and share.gpu_type in place.node.total:
             self._out(place, share.gpu_type)
             self._in(place, share.gpu_type)
-            self._touched[share.node_id, share.gpu_type] = None
 
     def _in(self, place: Place, gpu_type: str) -> None:
         free = place.free[gpu_type] = place.count(gpu_type)
-        place.readiness.clear()
+        place.group.mark(place, gpu_type)
         if not place.node.away and (place.node.id, gpu_type) not in self.books:
             place.group.index[gpu_type].add(place, free, place.usable(gpu_type))
 
@@ -177,15 +172,6 @@ class Floor:
             book = self.books[key] = place.book(gpu_type, now_ns)
         return book
 
-    def is_apart(self, node_id: str, gpu_type: str) -> bool:
-        """Return whether what was worked out about a node in this pass may not hold: see `apart`."""
-        return (node_id, gpu_type) in self.books or (node_id, gpu_type) in self._touched
-
-    def apart(self) -> Iterator[tuple[Place, str]]:
-        """Yield nodes and types of which something was kept, or given to somebody, in this pass."""
-        for node_id, gpu_type in (*self.books, *(key for key in self._touched if key not in self.books)):
-            yield self.places[node_id], gpu_type
-
     def guess(self, place: Place, gpu_type: str, now_ns: int) -> Profile:
         """Return what is free when by a guess; it is kept with the node's book, where there is one."""
         book = self.books.get((place.node.id, gpu_type))
@@ -208,9 +194,6 @@ class Floor:
 
     def close_books(self) -> None:
         """Forget what was kept: a pass begins."""
-        self.ready.clear()
-        self.parts.clear()
-        self._touched.clear()
         books, self.books = self.books, {}
         for node_id, gpu_type in books:
             place = self.places[node_id]
@@ -220,7 +203,7 @@ class Floor:
     def forecast(self) -> Floor:
         """Return a floor on which promises are tried: they leave this one as it is."""
         other = copy.copy(self)
-        other.books, other.ready, other.parts, other._touched, other._is_forecast = {}, {}, {}, {}, True
+        other.books, other._is_forecast = {}, True
         return other
 
     # --- what is in reach ---

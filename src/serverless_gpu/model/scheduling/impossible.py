@@ -13,7 +13,7 @@ from serverless_gpu.model.scheduling.floor import Floor, has_python
 from serverless_gpu.model.scheduling.places import Place
 from serverless_gpu.model.scheduling.preempting import could_use, is_open
 from serverless_gpu.model.scheduling.shapes import Ask
-from serverless_gpu.model.scheduling.spreading import most
+from serverless_gpu.model.scheduling.spreading import most, sizes
 from serverless_gpu.model.scheduling.telling import some
 from serverless_gpu.model.scheduling.values import Node, Wanted
 
@@ -26,12 +26,9 @@ def impossible(floor: Floor, wanted: Wanted, ask: Ask) -> str:
 
 
 def could_be(floor: Floor, wanted: Wanted, ask: Ask) -> bool:
-    """Return whether something that has joined can serve a run; what can is mostly found at once."""
-    for place, types, _ in floor.reach(ask.shape).places():
-        if could_use(wanted, place.node, floor.terms) and is_open(wanted, place.node):
-            for name in types:
-                if (wanted.gpus or 1) <= place.node.total[name]:
-                    return True
+    """Return whether something that has joined can serve a run."""
+    if any((wanted.gpus or 1) <= size for _, size in sizes(floor, wanted, ask)):
+        return True
     if not ask.shape.several or wanted.gpus is None:
         return False
     return max(most(floor, wanted, ask).values(), default=0) >= wanted.gpus

@@ -28,6 +28,11 @@ class Leavers:
         if not any(counts):
             del self.counts[key]
 
+    def leaving(self, node_id: str, gpu_type: str) -> int:
+        """Return how many devices of a node runs have that are leaving already."""
+        counts = self.counts.get((node_id, gpu_type))
+        return 0 if counts is None else counts[-1]
+
     def most(self, node_id: str, gpu_type: str, above: int) -> int:
         """Return how many devices of a node could get free at most.
 

@@ -223,16 +223,16 @@ class Pass:
             return False
         is_new = ask.shape.unreserved != self._number
         is_early = is_new and self._promised < state.policy.reservations
-        seeker = Seeker(state.floor, wanted, ask, self._now_ns)
-        if is_early and self._promise(line, seeker.promise()):
+        if is_early and self._promise(line, Seeker(state.floor, wanted, ask, self._now_ns).promise()):
             return True
         whose = (self._kind(ask), line.team)
         is_behind = whose not in self._behind and self._is_behind(line)
+        if not (is_new or is_behind):
+            return False
+        seeker = Seeker(state.floor, wanted, ask, self._now_ns)
         if is_behind and self._note(self._keep_share(seeker, wanted, ask)):
             self._behind.add(whose)
             return True
-        if not is_new:
-            return False
         is_first = self._kind(ask) not in self._kinds and state.is_gang_of_nodes(ask)
         if is_first and self._note(seeker.keep(state.policy.nearly)):
             self._kinds.add(self._kind(ask))

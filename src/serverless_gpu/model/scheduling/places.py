@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from serverless_gpu.model.crews import NODES_MAX
 from serverless_gpu.model.scheduling.holding import Held
 from serverless_gpu.model.scheduling.learning import Medians
+from serverless_gpu.model.scheduling.orders import Look, Order, Row
 from serverless_gpu.model.scheduling.preempting import NO_CLAIM, Terms, may_use, standing
 from serverless_gpu.model.scheduling.reserving import Book, Profile
 from serverless_gpu.model.scheduling.values import Node, Pool, Wanted
+
+_ORDERS_MAX = 64
+"""So many orders of a group's nodes are kept for each type; the one that was made first gives way."""
 
 
 class Index:
@@ -80,7 +84,7 @@ class Group:
         claim: the most right to these nodes that anybody has who waits for one: those with less have to wait, too.
     """
 
-    __slots__ = ("claim", "index", "is_plain", "members", "number", "order", "sample")
+    __slots__ = ("_kept", "claim", "index", "is_plain", "members", "number", "order", "sample")
 
     def __init__(self, sample: Node, number: int) -> None:
         self.sample, self.number = sample, number
@@ -89,6 +93,7 @@ class Group:
         self.members: dict[str, Place] = {}
         self.order: list[tuple[str, str, Place]] = []
         self.index: dict[str, Index] = {}
+        self._kept: dict[str, dict[object, Order[Place]]] = {}
 
     def add(self, place: Place) -> None:
         """Take a node in."""
@@ -99,6 +104,23 @@ class Group:
         """Let a node go."""
         del self.members[place.node.id]
         del self.order[bisect_left(self.order, place.entry)]
+        for gpu_type in self._kept:
+            self.mark(place, gpu_type)
+
+    def mark(self, place: Place, gpu_type: str) -> None:
+        """Note that what is free of a node has changed, or who has it."""
+        for order in self._kept.get(gpu_type, {}).values():
+            order.mark(place.node.id)
+
+    def rows(self, gpu_type: str, key: object, look: Look[Place], now_ns: int) -> list[Row]:
+        """Return the nodes in an order that is kept; `key` tells orders of a type apart, and belongs to `look`."""
+        kept = self._kept.setdefault(gpu_type, {})
+        order = kept.get(key)
+        if order is None:
+            if len(kept) >= _ORDERS_MAX:
+                del kept[next(iter(kept))]
+            order = kept[key] = Order(self.members, look)
+        return order.rows(now_ns)
 
     def first(self, gpu_type: str, count: int, books: Container[tuple[str, str]]) -> Place | None:
         """Return the first node by name that is large enough, is there, and of which nothing is promised."""
@@ -130,13 +152,12 @@ class Group:
 class Place:
     """A node, and who has what of it."""
 
-    __slots__ = ("entry", "free", "group", "node", "readiness", "runs", "used")
+    __slots__ = ("entry", "free", "group", "node", "runs", "used")
 
     def __init__(self, node: Node, group: Group, runs: dict[str, dict[str, Held]], used: Counter[str]) -> None:
         self.node, self.group, self.runs, self.used = node, group, runs, used
         self.entry: tuple[str, str, Place] = (node.name, node.id, self)
         self.free: dict[str, int] = {}
-        self.readiness: dict[tuple[str, int], tuple[float, float, float]] = {}
 
     def count(self, gpu_type: str) -> int:
         """Return how many devices are free now, as the node and its runs say."""
@@ -154,28 +175,37 @@ class Place:
         bound = Profile(now_ns, free, [(at[1], count) for at, count in until if not math.isinf(at[1])])
         return Book(likely, bound)
 
-    def ready(self, gpu_type: str, count: int, now_ns: int) -> tuple[float, float]:
+    def ready(self, gpu_type: str, count: int, now_ns: int) -> Readiness:
         """Return when so many devices are free: likely, and at the latest; infinite where nobody can say."""
-        if self.free[gpu_type] >= count:
-            return now_ns, now_ns
-        cached = self.readiness.get((gpu_type, count))
-        if cached is None or cached[2] <= now_ns:  # one that was counted should be over: it takes longer
-            until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
-            missing = count - self.free[gpu_type]
-            cached = self.readiness[gpu_type, count] = (
-                _enough(sorted((at[0], number) for at, number in until), missing),
-                _enough(sorted((at[1], number) for at, number in until), missing),
-                min((at[0] for at, _ in until), default=math.inf),
-            )
-        return cached[0], cached[1]
-
-    def guessed(self, gpu_type: str, count: int, now_ns: int, medians: Medians) -> float:
-        """Return when so many devices are free by a guess."""
         missing = count - self.free[gpu_type]
         if missing <= 0:
-            return now_ns
+            return now_ns, now_ns, math.inf
         held = self.runs.get(gpu_type, {}).values()
-        return _enough(sorted((one.guess(now_ns, medians), one.count) for one in held), missing)
+        until = [(*one.until(now_ns), one.count) for one in held]
+        return (
+            _enough(sorted((likely, number) for likely, _, number in until), missing),
+            _enough(sorted((bound, number) for _, bound, number in until), missing),
+            _expires(held, [likely for likely, _, _ in until], now_ns),
+        )
+
+    def guessed(self, gpu_type: str, count: int, now_ns: int, medians: Medians) -> Readiness:
+        """Return when so many devices are free by a guess; at the latest, nobody can say."""
+        missing = count - self.free[gpu_type]
+        if missing <= 0:
+            return now_ns, math.inf, math.inf
+        held = self.runs.get(gpu_type, {}).values()
+        until = [(one.guess(now_ns, medians), one.count) for one in held]
+        return _enough(sorted(until), missing), math.inf, _expires(held, [at for at, _ in until], now_ns)
+
+
+Readiness = tuple[float, float, float]
+"""When devices are free, likely and at the latest, and until when that holds where nothing changes."""
+
+
+def _expires(held: Iterable[Held], ends: Iterable[float], now_ns: int) -> float:
+    """Return when somebody takes longer than was thought: with the time where somebody is over the limit already."""
+    is_over = any(one.bound_ns <= now_ns for one in held)
+    return now_ns + 1 if is_over else min(ends, default=math.inf)
 
 
 def _enough(releases: list[tuple[float, int]], missing: int) -> float:
@@ -200,12 +230,8 @@ def together(sizes: Mapping[int, int]) -> int:
     return most
 
 
-Ready = tuple[float, float, str, str, Place, str, int]
-"""When devices of a node are free, likely and at the latest; its name and identifier; the node, the type, how many."""
 PartReady = tuple[float, float, int, str, str, Place]
 """When devices of a node are free, likely and at the latest; how many are left over; its name and identifier; it."""
-Parts = dict[tuple[str, str], list[PartReady]]
-"""By pool and type, the first first."""
 Entry = tuple[Group, tuple[str, ...], Pool | None]
 Single = tuple[Place, tuple[str, ...], Pool | None]
 

@@ -165,6 +165,17 @@ def standing(wanted: Wanted, node: Node, terms: Terms) -> tuple[bool, bool]:
     )
 
 
+def has_guests(node: Node, terms: Terms) -> bool:
+    """Return whether runs may differ in how far they are from having a right to a node: see `standing`.
+
+    Args:
+        node: where.
+        terms: what the operator decided.
+    """
+    pool = terms.pools.get(node.pool)
+    return (bool(node.owner) and node.owner_first) or (pool is not None and pool.reserved)
+
+
 def _ends_within(wanted: Wanted, seconds: float) -> bool:
     return wanted.limit_s is not None and wanted.limit_s <= seconds
 
@@ -181,8 +192,10 @@ def room(wanted: Wanted, sites: Sequence[Site], terms: Terms, now_ns: int) -> Ro
         terms: what the operator decided.
         now_ns: the time.
     """
-    for highest in range(_NOBODY, wanted.priority, -1):
-        found = _cheapest_sites(wanted, sites, terms, (highest, now_ns))
+    search = _Search(wanted, terms, now_ns)
+    for highest in search.levels(sites):
+        search.highest = highest
+        found = _cheapest_sites(search, sites)
         if found:
             return _room(wanted, found, terms)
     wakes = [wake for site in sites if (wake := _ripe_at(wanted, site, terms)) is not None and wake > now_ns]
@@ -198,30 +211,85 @@ def may_ask(wanted: Wanted, running: Running, node: Node, terms: Terms) -> int |
         node: where.
         terms: what the operator decided.
     """
+    if has_guests(node, terms):
+        mine, other = standing(wanted, node, terms), standing(running.wanted, node, terms)
+        if mine < other:
+            return running.since_ns if _can_leave(wanted, running) else None
+        if mine > other:
+            return None
+    return _by_class(wanted, running, terms.policy)
+
+
+def _by_class(wanted: Wanted, running: Running, policy: QueuePolicy) -> int | None:
+    """Return from when on a run may be asked to leave for another one of a higher class, or None for never."""
     held = running.wanted
-    if running.is_leaving or not held.preemptible or held.run_id == wanted.run_id:
+    if held.priority <= wanted.priority or held.preemptions >= policy.preemptions_max:
         return None
-    mine, other = standing(wanted, node, terms), standing(held, node, terms)
-    if mine < other:
-        return running.since_ns
-    policy = terms.policy
-    if mine > other or held.priority <= wanted.priority or held.preemptions >= policy.preemptions_max:
-        return None
-    return running.since_ns + round(policy.preempt_after_s * _NS)
+    return running.since_ns + round(policy.preempt_after_s * _NS) if _can_leave(wanted, running) else None
 
 
-def _cheapest_sites(wanted: Wanted, sites: Sequence[Site], terms: Terms, asked: tuple[int, int]) -> list[_Plan]:
-    """Return where room is made with the least loss; `asked`: the highest class to ask, and the time."""
+def _can_leave(wanted: Wanted, running: Running) -> bool:
+    held = running.wanted
+    return held.preemptible and not running.is_leaving and held.run_id != wanted.run_id
+
+
+class _Search:
+    """Who may be asked for a run, looked up once for each site.
+
+    Attributes:
+        highest: the highest class that is asked at the moment.
+    """
+
+    def __init__(self, wanted: Wanted, terms: Terms, now_ns: int) -> None:
+        self.wanted, self.terms, self.now_ns, self.highest = wanted, terms, now_ns, _NOBODY
+        self._count = wanted.gpus or 0
+        self._known: dict[int, tuple[Site, list[tuple[int, _Candidate]]]] = {}
+
+    def levels(self, sites: Sequence[Site]) -> list[int]:
+        """Return the classes to ask, the lowest class first; before them nobody by class, where that may do."""
+        classes = {level for site in sites for level, _ in self._askable(site)}
+        if any(site.free >= site.need for site in sites) or sum(max(0, site.free) for site in sites) >= self._count:
+            classes.add(_NOBODY)
+        return sorted(classes, reverse=True)
+
+    def candidates(self, site: Site) -> list[_Candidate]:
+        """Return those on a site that may be asked to leave now."""
+        return [candidate for level, candidate in self._askable(site) if level >= self.highest]
+
+    def _askable(self, site: Site) -> list[tuple[int, _Candidate]]:
+        """Return who may be asked on a site, with their class; whoever leaves by right counts as below all classes."""
+        known = self._known.get(id(site))
+        if known is not None:
+            return known[1]
+        found: list[tuple[int, _Candidate]] = []
+        wanted, node, terms, now_ns = self.wanted, site.node, self.terms, self.now_ns
+        is_host = has_guests(node, terms)
+        for running in site.holders:
+            ripe_ns = may_ask(wanted, running, node, terms) if is_host else _by_class(wanted, running, terms.policy)
+            if ripe_ns is None or ripe_ns > now_ns:
+                continue
+            by_right = is_host and standing(wanted, node, terms) < standing(running.wanted, node, terms)
+            level = _NOBODY if by_right else running.wanted.priority
+            count = _count(running, site)
+            devices = count if len(running.shares) == 1 else sum(share.count for share in running.shares)
+            found.append((level, ((now_ns - running.since_ns) * devices, count, running)))
+        self._known[id(site)] = (site, found)  # the site is kept, so that its identity stays its own
+        return found
+
+
+def _cheapest_sites(search: _Search, sites: Sequence[Site]) -> list[_Plan]:
+    """Return where room is made with the least loss."""
+    wanted = search.wanted
     alone = [site for site in sites if not _is_part(wanted, site)]
-    plans = [plan for site in alone if (plan := _clear(wanted, site, terms, asked)) is not None]
+    plans = [plan for site in alone if (plan := _clear(search, site)) is not None]
     if plans:
         return [min(plans, key=_cost)]
     kinds: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
         if _is_part(wanted, site):
             kinds.setdefault((site.node.pool, site.gpu_type), []).append(site)
-    ways = [way for _, some in sorted(kinds.items()) if (way := _Gathering(wanted, some, terms, asked).plans())]
-    return min(ways, key=lambda way: (_lost(way, asked[1]), len(way)), default=[])
+    ways = [way for _, some in sorted(kinds.items()) if (way := _Gathering(search, some).plans())]
+    return min(ways, key=lambda way: (_lost(way, search.now_ns), len(way)), default=[])
 
 
 def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
@@ -237,15 +305,13 @@ class _Gathering:
     looked at again without them. All of it is found, or nobody is asked.
 
     Args:
-        wanted: the gang.
+        search: whose devices may be asked for.
         sites: nodes; what each needs is all that it has to give.
-        terms: what the operator decided.
-        asked: the highest class to ask, and the time.
     """
 
-    def __init__(self, wanted: Wanted, sites: Sequence[Site], terms: Terms, asked: tuple[int, int]) -> None:
-        self._wanted, self._terms, self._asked = wanted, terms, asked
-        self._left = wanted.gpus or 0
+    def __init__(self, search: _Search, sites: Sequence[Site]) -> None:
+        self._search = search
+        self._left = search.wanted.gpus or 0
         self._rest = {site.node.id: site for site in sites}
         self._chosen: list[_Plan] = []
 
@@ -278,7 +344,7 @@ class _Gathering:
         return [] if self._left else self._chosen
 
     def _plan(self, site: Site) -> _Plan | None:
-        return _clear(self._wanted, site, self._terms, self._asked)
+        return _clear(self._search, site)
 
     def _take(self, plan: _Plan) -> set[str]:
         """Choose a node; return those where somebody who leaves it was, too."""
@@ -305,22 +371,12 @@ def _cost(plan: _Plan) -> tuple[int, int, int, str]:
     return (plan.lost, len(plan.victims), site.free, site.node.name)
 
 
-def _clear(wanted: Wanted, site: Site, terms: Terms, asked: tuple[int, int]) -> _Plan | None:
+def _clear(search: _Search, site: Site) -> _Plan | None:
     """Return the cheapest way to make room on a site, or None when there is none."""
     lacking = site.need - site.free
     if lacking <= 0:
         return _Plan(site=site)
-    highest, now_ns = asked
-    candidates = []
-    for running in site.holders:
-        ripe_ns = may_ask(wanted, running, site.node, terms)
-        if ripe_ns is None or ripe_ns > now_ns:
-            continue
-        by_right = standing(wanted, site.node, terms) < standing(running.wanted, site.node, terms)
-        if by_right or running.wanted.priority >= highest:
-            lost = (now_ns - running.since_ns) * sum(share.count for share in running.shares)
-            candidates.append((lost, _count(running, site), running))
-    victims = _cheapest(candidates, lacking)
+    victims = _cheapest(search.candidates(site), lacking)
     if victims is None:
         return None
     return _Plan(site=site, victims=tuple(victim for *_, victim in victims), lost=sum(lost for lost, *_ in victims))
@@ -336,6 +392,11 @@ def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate
     Those that lose the least for each device come first. Whoever would complete the set at some point is one way to do
     it, and is passed over for the next way: so one large run is taken instead of many small ones where that is cheaper.
     """
+    most = sum(count for _, count, _ in candidates)
+    if most < lacking:
+        return None
+    if most == lacking:
+        return sorted(candidates, key=lambda found: (-found[0], found[2].wanted.run_id))
     ordered = sorted(candidates, key=lambda found: (found[0] / found[1], found[2].wanted.run_id))
     best: list[_Candidate] | None = None
     chosen: list[_Candidate] = []
@@ -368,6 +429,8 @@ def _weight(way: Sequence[_Candidate]) -> tuple[int, int]:
 
 
 def _count(running: Running, site: Site) -> int:
+    if len(running.shares) == 1:  # it is there
+        return running.shares[0].count
     return sum(
         share.count for share in running.shares if share.node_id == site.node.id and share.gpu_type == site.gpu_type
     )

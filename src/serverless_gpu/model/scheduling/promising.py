@@ -14,19 +14,22 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
+from itertools import islice
 
 import msgspec
 
 from serverless_gpu.model.crews import NODES_MAX
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.holding import OVERDUE_NS
-from serverless_gpu.model.scheduling.places import PartReady, Parts, Place, Ready
+from serverless_gpu.model.scheduling.places import Group, PartReady, Place
 from serverless_gpu.model.scheduling.placing import is_usable, unkept, usable
 from serverless_gpu.model.scheduling.preempting import may_use
 from serverless_gpu.model.scheduling.shapes import Ask
 from serverless_gpu.model.scheduling.spreading import Kind, are_one, is_several
 from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
 
+Ready = tuple[float, float, str, str, Place, str, int]
+"""When devices of a node are free, likely and at the latest; its name and identifier; the node, the type, how many."""
 Need = tuple[Place, str, int, float, float]
 """A node, a type, how many; when that many are free there: likely, and at the latest."""
 _ROUNDS_MAX = 16
@@ -56,7 +59,6 @@ class Seeker:
         self._count = ask.shape.gpus
         self._likely_ns, self._limit_ns = ask.spans(wanted)
         self._is_several = is_several(floor, wanted, ask)
-        self._parts: dict[tuple[int, bool, int], Parts] = {}
         self._closing: set[int] = set()  # groups of nodes that change hands before it would be over
 
     # --- promises ---
@@ -74,7 +76,6 @@ class Seeker:
             if not closing:
                 break
             self._closing |= closing
-            self._parts.clear()
         else:
             return None
         self._enter(needs, likely, bound)
@@ -162,12 +163,12 @@ class Seeker:
         """
         book = self._floor.books.get((where.node.id, gpu_type))
         if self._by_guess and book is None:
-            return max(after[0], where.guessed(gpu_type, count, self._now_ns, self._floor.medians)), math.inf
+            return max(after[0], where.guessed(gpu_type, count, self._now_ns, self._floor.medians)[0]), math.inf
         if self._by_guess:
             at = self._floor.guess(where, gpu_type, self._now_ns).earliest(count, math.inf, after[0])
             return at, math.inf
         if book is None:
-            likely, bound = where.ready(gpu_type, count, self._now_ns)
+            likely, bound, _ = where.ready(gpu_type, count, self._now_ns)
             return max(likely, after[0]), max(bound, after[1])
         likely = book.likely.earliest(count, self._likely_ns, after[0])
         return likely, book.bound.earliest(count, self._limit_ns, after[1])
@@ -177,36 +178,80 @@ class Seeker:
     def _needs(self) -> list[Need]:
         """Return where it likely starts first: one node, or as many as it takes."""
         if self._is_several:
-            ways = [way for kind in sorted(self._rows(0)) if (way := self._soonest(kind)) is not None]
+            ways = [way for kind in self._kinds() if (way := self._soonest(kind)) is not None]
             return min(ways, key=lambda way: way[0])[1] if ways else []
-        rows = self._ready()
-        while rows and self._floor.is_apart(rows[0][3], rows[0][5]):
-            heapq.heappop(rows)
-        options = rows[:1]
-        for where, name in self._floor.apart():
+        options: list[Ready] = []
+        for group, name in self._groups():
+            rows = self._of_group(group, name, self._count)
+            options += [(*row[:2], *row[3:], name, self._needed(row[5], name)) for row in islice(rows, 1)]
+        for where, name in self._beside():
             needed = self._needed(where, name)
-            if 0 < needed <= where.node.total[name] and self._is_usable(where, name):
+            if 0 < needed <= where.node.total[name]:
                 options.append((*self.when(where, name, needed), *where.entry, name, needed))
         if options and not math.isinf(min(options)[0]):
             likely, bound, _, _, where, name, needed = min(options)
             return [(where, name, needed, likely, bound)]
         return []
 
-    def _ready(self) -> list[Ready]:
-        """Return a heap of when a shape's devices are free on nodes that were not `apart` when it was made."""
-        floor, key = self._floor, (self._ask.shape.number, self._by_guess)
-        if floor.is_plain and not floor.reach(self._ask.shape).is_lent and key in floor.ready:
-            return floor.ready[key]
-        rows: list[Ready] = []
-        for where, name in self._usable():
-            needed = self._needed(where, name)
-            if 0 < needed <= where.node.total[name] and not floor.is_apart(where.node.id, name):
-                likely, bound = self.when(where, name, needed)
-                if not math.isinf(likely):
-                    rows.append((likely, bound, *where.entry, name, needed))
-        heapq.heapify(rows)
-        floor.ready[key] = rows
-        return rows
+    def _groups(self) -> Iterator[tuple[Group, str]]:
+        """Yield groups of nodes, and types, that it may use now."""
+        floor, wanted = self._floor, self._wanted
+        for group, types, pool in floor.reach(self._ask.shape).entries:
+            if id(group) not in self._closing and group.rank(floor.terms, wanted, pool, self._now_ns) is not None:
+                for name in types:
+                    yield group, name
+
+    def _beside(self) -> Iterator[tuple[Place, str]]:
+        """Yield nodes and types that it may use now, and that are in no order: on their own, or something is kept."""
+        books, places = self._floor.books, self._floor.places
+        singles = self._floor.reach(self._ask.shape).singles
+        for where, types, _ in singles.values():
+            for name in types:
+                if (where.node.id, name) not in books and self._is_usable(where, name):
+                    yield where, name
+        groups = {(id(group), name) for group, name in self._groups()}
+        for node_id, name in books:
+            where = places[node_id]
+            if node_id in singles:
+                is_usable = self._is_usable(where, name)
+            else:
+                is_usable = (id(where.group), name) in groups and not where.node.away
+            if is_usable:
+                yield where, name
+
+    def _of_group(
+        self, group: Group, gpu_type: str, count: int | None, *, is_part: bool = False
+    ) -> Iterator[PartReady]:
+        """Yield a group's nodes of which nothing is kept, in the order in which so many devices are free.
+
+        Args:
+            group: of nodes.
+            gpu_type: of the devices.
+            count: how many; None for a whole node; of a part of a gang 0 for all that the node has to give.
+            is_part: whether it is a part of a gang; large nodes come first then, or those with the least left over.
+        """
+        floor, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
+        medians = floor.medians
+
+        def look(where: Place, at_ns: int) -> tuple[PartReady | None, float]:
+            there = where.usable(gpu_type) if is_part else where.node.total[gpu_type]
+            number = count or there
+            if where.node.away or not 0 < number <= there:
+                return None, math.inf
+            if by_guess:
+                likely, bound, expires_ns = where.guessed(gpu_type, number, at_ns, medians)
+            else:
+                likely, bound, expires_ns = where.ready(gpu_type, number, at_ns)
+            if math.isinf(likely):
+                return None, expires_ns
+            if where.free[gpu_type] >= number:
+                likely, bound = 0.0, min(bound, 0.0) if not by_guess else bound
+            left = 0 if not is_part else there - count if count else -there
+            return (likely, bound, left, *where.entry), expires_ns
+
+        for likely, bound, left, name, node_id, where in group.rows(gpu_type, (count, is_part, by_guess), look, now_ns):
+            if (node_id, gpu_type) not in floor.books:
+                yield max(likely, now_ns), max(bound, now_ns), left, name, node_id, where
 
     def _soonest(self, kind: Kind) -> tuple[tuple[float, int], list[Need]] | None:
         """Return the whole nodes of a pool and type that it likely has first, and one part; when, and how many nodes.
@@ -241,37 +286,25 @@ class Seeker:
                 return [*needs, (where, kind[1], count, likely, bound)] if len(needs) < NODES_MAX else []
         return []
 
-    def _rows(self, count: int) -> Parts:
-        """Return when so many devices are free on nodes that were not `apart` when that was worked out.
-
-        Args:
-            count: how many; 0 for all that a node has to give.
-        """
-        floor, key = self._floor, (self._ask.shape.number, self._by_guess, count)
-        is_shared = floor.is_plain and not floor.reach(self._ask.shape).is_lent
-        known = floor.parts if is_shared else self._parts
-        rows = known.get(key)
-        if rows is None:
-            rows = known[key] = {}
-            for where, name in self._usable():
-                if where.node.crews:
-                    found = rows.setdefault((where.node.pool, name), [])
-                    row = None if floor.is_apart(where.node.id, name) else self._row(where, name, count)
-                    found += [row] if row is not None else []
-            for found in rows.values():
-                found.sort()
-        return rows
+    def _kinds(self) -> list[Kind]:
+        """Return pools and types of which it may have several nodes now."""
+        groups = {(group.sample.pool, name) for group, name in self._groups() if group.sample.crews}
+        return sorted(groups | {(where.node.pool, name) for where, name in self._beside() if where.node.crews})
 
     def _merged(self, kind: Kind, count: int) -> Iterator[PartReady]:
-        """Yield nodes in the order in which so many devices are free: those that are `apart`, too."""
-        apart = list[PartReady]()
+        """Yield nodes in the order in which so many devices are free; 0 for all that a node has to give."""
         pool, gpu_type = kind
-        for where, name in self._floor.apart():
-            if name == gpu_type and where.node.pool == pool and where.node.crews and self._is_usable(where, name):
+        beside = list[PartReady]()
+        for where, name in self._beside():
+            if name == gpu_type and where.node.pool == pool and where.node.crews:
                 row = self._row(where, name, count)
-                apart += [row] if row is not None else []
-        others = (row for row in self._rows(count).get(kind, ()) if not self._floor.is_apart(row[4], gpu_type))
-        return heapq.merge(others, sorted(apart))
+                beside += [row] if row is not None else []
+        groups = [
+            self._of_group(group, name, count, is_part=True)
+            for group, name in self._groups()
+            if name == gpu_type and group.sample.pool == pool and group.sample.crews
+        ]
+        return heapq.merge(*groups, sorted(beside))
 
     def _row(self, where: Place, gpu_type: str, count: int) -> PartReady | None:
         """Return when so many devices of a node are free, large nodes first, or those with the least left over."""

@@ -32,6 +32,7 @@ class Profile:
         self._now, self._free = now, free
         self._releases = sorted(releases)
         self._bookings: list[tuple[float, float, int, str]] = []
+        self._earliest: dict[tuple[int, float, float], float] = {}
 
     def free(self, but: str = "") -> int:
         """Return what is free now beside the bookings that hold from now on; less than 0 when more is waited for.
@@ -65,20 +66,29 @@ class Profile:
     def take(self, count: int, end: float) -> None:
         """Note that somebody has devices from now until `end`, infinite where nobody can say."""
         self._free -= count
+        self._earliest.clear()
         if not math.isinf(end):
             insort(self._releases, (end, count))
 
     def like(self, other: Profile) -> Profile:
         """Return itself, with what is promised in another one."""
         self._bookings = list(other._bookings)
+        self._earliest.clear()
         return self
 
     def book(self, run_id: str, count: int, span: tuple[float, float]) -> None:
         """Promise devices to a run for a time."""
         self._bookings.append((*span, count, run_id))
+        self._earliest.clear()
 
     def earliest(self, count: int, length: float, after: float = 0.0) -> float:
         """Return when so many are free for so long for the first time after a time; infinite where nobody can say."""
+        asked = (count, length, after)
+        if asked not in self._earliest:
+            self._earliest[asked] = self._found(*asked)
+        return self._earliest[asked]
+
+    def _found(self, count: int, length: float, after: float) -> float:
         steps = [(at, number) for at, number in self._releases if at > self._now]
         free = self._free + sum(number for at, number in self._releases if at <= self._now)
         for start, end, number, _ in self._bookings:

@@ -48,7 +48,7 @@ def largest(floor: Floor, wanted: Wanted, ask: Ask) -> int:
     reach = floor.reach(ask.shape)
     if floor.is_plain and not reach.is_lent:
         return reach.whole
-    return max((size for _, size in _sizes(floor, wanted, ask)), default=0)
+    return max((size for _, size in sizes(floor, wanted, ask)), default=0)
 
 
 def most(floor: Floor, wanted: Wanted, ask: Ask) -> dict[Kind, int]:
@@ -205,7 +205,7 @@ class _Stock:
         return left, node_id
 
 
-def _sizes(floor: Floor, wanted: Wanted, ask: Ask) -> Iterator[tuple[str, int]]:
+def sizes(floor: Floor, wanted: Wanted, ask: Ask) -> Iterator[tuple[str, int]]:
     """Yield types and sizes of the nodes that a run may ever use."""
     for group, types, _ in floor.reach(ask.shape).entries:
         if could_use(wanted, group.sample, floor.terms) and is_open(wanted, group.sample):
