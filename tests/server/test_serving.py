@@ -53,7 +53,7 @@ def ready(url, running):
     print(gc.get_freeze_count() > 10_000, sys.getswitchinterval())
     running.stop()
 
-serve(read_settings(Path(sys.argv[1]), port=0), ready=ready)
+serve(read_settings(Path(sys.argv[1]), {"port": 0, "node": False}), ready=ready)
 """
 
 
@@ -84,7 +84,7 @@ def test_C4_the_event_loop_neither_reads_nor_writes_large_json(home: Path, monke
     monkeypatch.setattr(routing, "_response", noted("written", routing._response))
     with served(home) as server:
         connection = server.connection()
-        submit(connection)
+        connection.ask("PUT", "/secrets/hf", SecretRequest(value=b"x"), answer=SecretView)
         assert all(name.startswith("AnyIO worker") for name in threads.values()) and len(threads) == 2
         digests = tuple(f"{number:064x}" for number in range(2_000))  # 134 kB, for a route of the loop
         missing = connection.ask("POST", "/blobs/missing", DigestList(digests=digests), answer=DigestList)

@@ -247,7 +247,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         data = b"" if self.body in (None, Incoming) else await request.body()
 
         def answer() -> Response:
-            # The thread also reads and writes the JSON, which may be megabytes: the event loop answers others meanwhile.
+            # The thread also reads and writes the JSON, which may be megabytes: the event loop goes on.
             return _response(call, self.handler(call, **arguments, **self._body(request, data)))
 
         if not inspect.iscoroutinefunction(self.handler):
