@@ -173,9 +173,8 @@ def test_B8_a_server_with_sqlite_shares_its_directory_with_nobody(home: Path, tm
     beside.mkdir()
     (beside / "server").symlink_to(home / "server")
     with served(home):
-        for database in ("", f"sqlite:///{tmp_path}/other.db"):
-            options = {"database": database} if database else {}
-            with pytest.raises(ServerProblem, match="runs already"), served(beside, **options):
+        for file in (home / "server" / "server.db", tmp_path / "other.db"):
+            with pytest.raises(ServerProblem, match="runs already"), served(beside, database=f"sqlite:///{file}"):
                 pass
 
 
