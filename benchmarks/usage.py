@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import random
 import sqlite3
 import tempfile
@@ -87,7 +88,12 @@ def _filled(kind: str, count: int, accounts: int) -> Database:
     put = _put_postgresql if kind == "postgresql" else _put_sqlite
     put(
         url,
-        {"accounts": _accounts(accounts), "charges": _charges(count, accounts), "utilisations": _seen(count, accounts)},
+        {
+            "accounts": _accounts(accounts),
+            "account_tags": _tags(accounts),
+            "charges": _charges(count, accounts),
+            "utilisations": _seen(count, accounts),
+        },
     )
     database.write(functools.partial(fold, limit=count))
     return database
@@ -135,6 +141,12 @@ def _accounts(count: int) -> Iterator[dict[str, Any]]:
             "member_of_json": None,
             "plain_id": 1 + number % ACCOUNTS,
         }
+
+
+def _tags(count: int) -> Iterator[dict[str, Any]]:
+    for row in _accounts(count):
+        for key, value in json.loads(row["tags_json"]).items():
+            yield {"key": key, "account_id": row["id"], "value": value}
 
 
 def _charges(count: int, accounts: int) -> Iterator[dict[str, Any]]:

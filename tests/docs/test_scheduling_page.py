@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from serverless_gpu.model.scheduling.planner import Planner
+from serverless_gpu.model.scheduling.preempting import Terms, may_ask
 from serverless_gpu.model.scheduling.telling import sentence
 from serverless_gpu.model.scheduling.values import (
+    BEST_EFFORT,
     Arrived,
     Gone,
     Node,
@@ -130,3 +132,38 @@ def _several(run: str, since: str, gpus: int, *, hours: int = 1, alone: bool = F
         several_nodes=not alone,
         alone="without same_node=True" if alone else "",
     )
+
+
+_NUMBERS = {"ten": 10, "three": 3}
+
+
+def _number(page: str, pattern: str) -> int:
+    """Return the number, in digits or as a word, that a page has where a pattern says."""
+    (found,) = re.findall(pattern, re.sub(r"\s+", " ", page))
+    return _NUMBERS[found] if found in _NUMBERS else int(found)
+
+
+def test_D8_both_pages_say_how_long_devices_are_kept_before_a_higher_class_may_have_them() -> None:
+    server = (ROOT / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
+    minutes, policy = QueuePolicy().preempt_after_s / 60, QueuePolicy()
+    assert _number(_PAGE, r"has had its devices for (\w+) minutes \(`queue_preempt_after`\)") == minutes
+    assert _number(server, r"had their devices for (\w+) minutes \(`queue_preempt_after`") == minutes
+    assert _number(_PAGE, r"no more than (\w+) times") == policy.preemptions_max
+    assert _number(server, r"(\w+) times at most\. They are stopped") == policy.preemptions_max
+
+
+def test_D8_what_a_pool_lends_is_asked_back_at_once_and_a_lower_class_after_ten_minutes() -> None:
+    assert "Who borrowed is asked at once, however young" in _PAGE
+    research = Pool(name="research", reserved=True, lends=True)
+    terms = Terms(policy=QueuePolicy(), pools={research.name: research})
+    held = Wanted(run_id="bob/tune", title="bob/tune", priority=BEST_EFFORT, queued_ns=0, preemptible=True)
+    running = Running(wanted=held, shares=(), since_ns=_WEEK_NS)
+
+    def asked_after_s(pool: str) -> float:
+        node = Node(id="n1", name="n1", pool=pool, total={_TYPE: _DEVICES})
+        wanted = Wanted(run_id="alice/bert-ft", title="alice/bert-ft", queued_ns=0, pool=pool)
+        since_ns = may_ask(wanted, running, node, terms)
+        assert since_ns is not None
+        return (since_ns - _WEEK_NS) / 1e9
+
+    assert (asked_after_s("research"), asked_after_s("")) == (0, 600)

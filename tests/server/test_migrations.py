@@ -134,6 +134,29 @@ def test_A3_an_upgrade_binds_each_nodes_token_to_the_node_that_used_it_last(bare
     assert [tuple(row) for row in bound] == [("t1", "late", "m", "home of late", 5, 5, "upgrade")]
 
 
+def test_C5_an_upgrade_writes_the_tags_of_accounts_as_rows(bare: Callable[[], Database]) -> None:
+    database = bare()
+    tags: list[dict[str, str]] = [{}, {"a": "1", 'b"\\': "ü"}, {"a": ""}, {"a": "x\0y", "o\0": "v"}, {"a": "1"}]
+
+    def before(connection: sa.Connection) -> None:
+        connection.execute(sa.text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
+        migrations.upgrade(connection, "0008")
+        accounts = sa.Table("accounts", sa.MetaData(), autoload_with=connection)
+        text = {column.name: "x" for column in accounts.columns if isinstance(column.type, sa.String)}
+        rows = [
+            {**text, "id": number + 1, "sha256": str(number), "reserved": False, "tags_json": json.dumps(one)}
+            for number, one in enumerate(tags)
+        ]
+        connection.execute(accounts.insert(), rows)
+
+    database.write(before)
+    database.migrate()
+    there = metadata.tables["account_tags"]
+    query = sa.select(there.c.key, there.c.account_id, there.c.value).order_by(there.c.account_id, there.c.key)
+    found = database.read(lambda connection: [tuple(row) for row in connection.execute(query)])
+    assert found == [("a", 2, "1"), ('b"\\', 2, "ü"), ("a", 5, "1")]
+
+
 def test_migrating_again_changes_nothing_and_does_not_load_alembic(bare: Callable[[], Database]) -> None:
     database = bare()
     database.migrate()

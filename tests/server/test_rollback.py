@@ -147,6 +147,37 @@ def test_B3_postgresql_another_database_is_no_rollback(home: Path, postgres: Clu
             pass
 
 
+def test_B8_a_server_that_shares_the_directory_of_one_with_another_database_is_refused(
+    home: Path, tmp_path: Path, postgres: Cluster, postgres_template: str
+) -> None:
+    mine, other = (postgres.url(postgres.new_database(postgres_template)) for _ in range(2))
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "server").symlink_to(home / "server")
+    with served(home, database=mine) as server:
+        mark = read_mark(home / "server" / "database.mark")
+        for _ in range(2):  # also where the first try left something behind
+            with pytest.raises(ServerProblem, match="with another database") as caught, served(beside, database=other):
+                pass
+            assert "give this one its own home" in caught.value.hint
+        assert mark is not None and read_mark(home / "server" / "database.mark") == mark
+        with pytest.raises(ServerProblem, match="another server uses this database"), served(beside, database=mine):
+            pass
+        run = submit(server.connection()).id
+    with served(beside, database=mine) as server:  # the other one has ended: this one replaces it
+        assert server.connection().ask("GET", f"/runs/{run}", answer=RunView).id == run
+
+
+def test_B8_a_server_with_sqlite_shares_its_directory_with_nobody(home: Path, tmp_path: Path) -> None:
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "server").symlink_to(home / "server")
+    with served(home):
+        for file in (home / "server" / "server.db", tmp_path / "other.db"):
+            with pytest.raises(ServerProblem, match="runs already"), served(beside, database=f"sqlite:///{file}"):
+                pass
+
+
 def test_B10_files_of_runs_that_the_database_does_not_know_are_named(home: Path) -> None:
     with served(home):
         pass

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import socket
 import stat
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from serverless_gpu.ambient import machine
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerProblem, ServerUnavailable
+from serverless_gpu.serialized import from_json
 from serverless_gpu.server import listening
+from serverless_gpu.server.api import routing
 from serverless_gpu.server.logfile import Redacted
 from serverless_gpu.version import __version__
+from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.principals import PrincipalView
 from serverless_gpu.wire.runs import RunView, StopRequest
 from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
@@ -33,6 +41,54 @@ def test_a_server_answers_whoever_has_its_token(server: Served) -> None:
     assert connection.ask("GET", "/whoami", answer=PrincipalView).role == "admin"
     with pytest.raises(NotAuthenticated):
         server.connection("sgpu_nobody").ask("GET", "/whoami", answer=PrincipalView)
+
+
+_STARTS = """
+import gc, sys
+from pathlib import Path
+from serverless_gpu.server.serving import serve
+from serverless_gpu.server.settings import read_settings
+
+def ready(url, running):
+    print(gc.get_freeze_count() > 10_000, sys.getswitchinterval())
+    running.stop()
+
+serve(read_settings(Path(sys.argv[1]), {"port": 0, "node": False}), ready=ready)
+"""
+
+
+def test_C4_a_server_process_shortens_what_keeps_its_event_loop_waiting(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", _STARTS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout == "True 0.001\n"
+
+
+def test_C4_a_server_in_a_thread_leaves_the_process_as_it_is(home: Path) -> None:
+    before = (gc.get_freeze_count(), sys.getswitchinterval())
+    with served(home):
+        assert (gc.get_freeze_count(), sys.getswitchinterval()) == before
+
+
+def test_C4_the_event_loop_neither_reads_nor_writes_large_json(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, str] = {}
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return work(*args)
+
+        return call
+
+    monkeypatch.setattr(routing, "from_json", noted("read", from_json))
+    monkeypatch.setattr(routing, "_response", noted("written", routing._response))
+    with served(home) as server:
+        connection = server.connection()
+        connection.ask("PUT", "/secrets/hf", SecretRequest(value=b"x"), answer=SecretView)
+        assert all(name.startswith("AnyIO worker") for name in threads.values()) and len(threads) == 2
+        digests = tuple(f"{number:064x}" for number in range(2_000))  # 134 kB, for a route of the loop
+        missing = connection.ask("POST", "/blobs/missing", DigestList(digests=digests), answer=DigestList)
+        assert missing.digests == digests and threads["read"].startswith("AnyIO worker")
 
 
 def test_files_of_the_server_are_for_its_user_only(server: Served) -> None:

@@ -188,6 +188,46 @@ def test_what_is_cut_is_in_the_totals_and_said(services: Services) -> None:
             assert sorted((group.amounts.micros or 0 for group in cut.groups), reverse=True) == costs[:3]
 
 
+@pytest.mark.parametrize("by", [("tag:stage",), ("tag:stage", "user"), ("day", f"tag:{ODD_KEY}"), ("tag:none",)])
+@pytest.mark.parametrize("tags_of_groups", ["few accounts", "many accounts"])
+def test_C5_a_cut_report_by_tag_is_the_head_of_the_whole_where_accounts_are_many(
+    services: Services, by: tuple[str, ...], tags_of_groups: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(connection: sa.Connection) -> None:
+        fill(connection, 11, 40)
+        for number in range(12):  # dearer than the rest: the groups that are shown have a tag
+            tags = {"stage": f"s{number % 4 if tags_of_groups == 'many accounts' else number}", ODD_KEY: f"o{number}"}
+            one = ledgered.account(connection, name=f"own{number}", tags=tags)
+            ledgered.charge(connection, f"own{number}", one, day=DAY - number, micros=10**9 * (number + 1))
+            ledgered.seen(connection, f"own{number}", one, day=DAY - number, observed_ms=7, busy_ms=number)
+
+    services.database.write(work)
+    few = report(services, *by)
+    monkeypatch.setattr(usage_sums, "ACCOUNTS_FEW", 3)
+    every, cut = report(services, *by), report(services, *by, limit=2)
+    whole = {total.currency: total.amounts for total in few.totals}
+    assert every.groups == few.groups
+    assert all({total.currency: total.amounts for total in one.totals} == whole for one in (every, cut))
+    assert cut.is_cut == (len(every.groups) > 2)
+    known = {(group.key, group.currency): group.amounts for group in every.groups}
+    assert cut.groups and all(known[group.key, group.currency] == group.amounts for group in cut.groups)
+    dearest = sorted(every.groups, key=lambda group: -(group.amounts.micros or 0))[:2]
+    assert {group.key for group in cut.groups} == {group.key for group in dearest}
+
+
+def test_C5_a_report_by_tag_parses_no_json_of_accounts(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    services.database.write(lambda connection: fill(connection, 3, 40))
+    monkeypatch.setattr(usage_sums, "ACCOUNTS_FEW", 3)
+    said: list[str] = []
+
+    def work(connection: sa.Connection) -> None:
+        sa.event.listen(connection, "before_cursor_execute", lambda *args: said.append(args[2]))
+        usage_sums.find(connection, wanted("tag:stage", limit=2, where={f"tag:{ODD_KEY}": "v"}))
+
+    services.database.read(work)
+    assert any("account_tags" in one for one in said) and not any("tags_json" in one for one in said)
+
+
 def test_a_run_of_several_attempts_and_days_is_counted_once_where_it_began(services: Services) -> None:
     def work(connection: sa.Connection) -> None:
         account = ledgered.account(connection)

@@ -18,7 +18,7 @@ from serverless_gpu.model.hardware import CPU
 from serverless_gpu.server import pools
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.tables import accounts
+from serverless_gpu.server.tables import account_tags, accounts
 
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 _decode_tags = msgspec.json.Decoder(dict[str, str]).decode
@@ -107,6 +107,11 @@ def ensure(connection: sa.Connection, account: Account) -> int:
     made = int(connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one())
     if plain == account:
         connection.execute(accounts.update().where(accounts.c.id == made).values(plain_id=made))
+    # Reports group by these rows. They count an empty value as no tag, and PostgreSQL holds no NUL.
+    tags = [(key, value) for key, value in account.tags.items() if value and "\0" not in key + value]
+    if tags:
+        rows = [{"key": key, "account_id": made, "value": value} for key, value in tags]
+        connection.execute(account_tags.insert(), rows)
     return made
 
 

@@ -422,6 +422,18 @@ charges = sa.Table(  # the ledger: model.ledger.Entry; only ever added to, and k
     sa.Index("ix_charges_day", "day", "account_id"),
 )
 
+account_tags = (
+    sa.Table(  # `accounts.tags_json` as rows, for reports; without empty values and what PostgreSQL cannot hold
+        "account_tags",
+        metadata,
+        sa.Column("key", sa.Text, primary_key=True),
+        sa.Column("account_id", sa.ForeignKey("accounts.id"), primary_key=True),
+        sa.Column("value", sa.Text, nullable=False),
+        sa.Index("ix_account_tags_value", "key", "value"),
+        sqlite_with_rowid=False,
+    )
+)
+
 utilisations = sa.Table(  # what telemetry saw of a crew's devices, by its receipt; kept as charges are
     "utilisations",
     metadata,

@@ -5,7 +5,8 @@
     charges                                     a run; or a tag, and nearly each run is an account of its own
       └── and charges after those sums ── join accounts ─▶ by user, team, tag, month … ─▶ those that cost most
 
-From charges, two narrow sums find the groups that cost most, and all other sums are made of those alone. A run is
+From charges, two narrow sums find the groups that cost most, and all other sums are made of those alone. Tags are
+read from `account_tags`, an index that both databases join without parsing the JSON of a million accounts. A run is
 counted where it was first charged, so that it is in one group of any report. What telemetry saw is a table of its own,
 with the same groups.
 """
@@ -22,7 +23,15 @@ from serverless_gpu.model import usage
 from serverless_gpu.model.days import SINCE_MONDAY
 from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.usage import ACCOUNT_FIELDS, TAG, Amounts, Group, Window
-from serverless_gpu.server.tables import accounts, charges, folded, used_days, used_plain_days, utilisations
+from serverless_gpu.server.tables import (
+    account_tags,
+    accounts,
+    charges,
+    folded,
+    used_days,
+    used_plain_days,
+    utilisations,
+)
 from serverless_gpu.server.usage_rows import visible
 
 ACCOUNTS_FEW = 20_000
@@ -91,7 +100,6 @@ class _Report:
     def __init__(self, connection: sa.Connection, wanted: Wanted) -> None:
         self._connection = connection
         self._wanted = wanted
-        self._is_sqlite = connection.dialect.name == "sqlite"
         few = sa.select(accounts.c.id).limit(ACCOUNTS_FEW + 1).subquery()
         self._is_few = (connection.scalar(sa.select(sa.func.count()).select_from(few)) or 0) <= ACCOUNTS_FEW
         self._currencies = list(connection.scalars(sa.select(accounts.c.currency).distinct()))
@@ -100,7 +108,7 @@ class _Report:
         """Return groups of charges, those that cost most; all of them without a limit."""
         source, conditions, sums = self._source(by)
         if source is charges and limit is not None and (field := self._finest(by)):
-            conditions.append(self._key(field, charges).in_(self._dearest(by, field, limit)))
+            conditions = self._narrowed(charges, field, self._dearest(by, field, limit))
         query = self._grouped(by, source, sums).where(*conditions)
         if limit is not None:
             query = self._dearest_first(query, by, *(sums[SUMS.index(name)] for name in ("micros", "gpu_ms")))
@@ -121,7 +129,11 @@ class _Report:
         query = self._grouped(by, source, sums).where(*conditions)
         if only and (field := self._finest(by)):
             at = by.index(field)
-            query = query.where(self._key(field, source).in_(list(dict.fromkeys(group.key[at] for group in groups))))
+            values = list(dict.fromkeys(group.key[at] for group in groups))
+            if source is utilisations:
+                query = self._grouped(by, source, sums).where(*self._narrowed(utilisations, field, values))
+            else:
+                query = query.where(self._is_among(field, source, values))
         found = {
             (each.key, each.currency): each.amounts for each in (self._group(by, r, _SEEN) for r in self._rows(query))
         }
@@ -172,7 +184,8 @@ class _Report:
 
     def _dearest(self, by: tuple[str, ...], field: str, limit: int) -> list[Any]:
         """Return the values that a field has in the groups that cost most, by two narrow sums of charges."""
-        cost, used = sa.func.sum(charges.c.micros).label("cost"), sa.func.sum(charges.c.gpu_ms).label("used")
+        # As doubles, exact up to 2^53: PostgreSQL adds up a million groups of integers as numeric, for a second more.
+        cost, used = (sa.func.sum(sa.cast(charges.c[name], sa.Double)).label(name) for name in ("micros", "gpu_ms"))
         query = self._grouped(by, charges, [cost, used]).where(*self._conditions(charges))
         rows = self._connection.execute(self._dearest_first(query, by, cost, used).limit(limit))
         return list(dict.fromkeys(row[by.index(field)] for row in rows))
@@ -184,12 +197,20 @@ class _Report:
         return query.order_by(sa.desc(cost).nulls_last(), sa.desc(used), *keys)
 
     def _grouped(self, by: tuple[str, ...], source: sa.FromClause, sums: Sequence[sa.Label[Any]]) -> sa.Select[Any]:
-        keys = [self._key(field, source) for field in by]
+        joined = source
+        if self._has_currencies or any(field in ACCOUNT_FIELDS for field in by):
+            joined = source.join(accounts, accounts.c.id == source.c.account_id)
+        keys: list[Column] = []
+        for field in by:
+            if field.startswith(TAG):
+                tag = account_tags.alias()
+                is_own = sa.and_(tag.c.key == field.removeprefix(TAG), tag.c.account_id == source.c.account_id)
+                joined = joined.outerjoin(tag, is_own)
+                keys.append(sa.func.coalesce(tag.c.value, ""))
+            else:
+                keys.append(self._key(field, source))
         if self._has_currencies:
             keys.append(accounts.c.currency)
-        joined = source
-        if self._has_currencies or any(field not in (*usage.PERIODS, "run") for field in by):
-            joined = source.join(accounts, accounts.c.id == source.c.account_id)
         labelled = [key.label(f"k{place}") for place, key in enumerate(keys)]
         query = sa.select(*labelled, *sums).select_from(joined)
         # By label: PostgreSQL does not see that two expressions are one when they have parameters.
@@ -203,7 +224,7 @@ class _Report:
             if field == "run":
                 found.append(table.c.run_id == value)
             else:
-                of_account.append(self._key(field, table) == value)
+                of_account.append(self._is_among(field, accounts, [value]))
         if of_account:
             found.append(table.c.account_id.in_(sa.select(accounts.c.id).where(*of_account)))
         return found
@@ -220,17 +241,29 @@ class _Report:
         if field == "month":
             months = usage.months(self._wanted.window)
             return sa.case(*((source.c.day < until_day, name) for until_day, name in months), else_="")
-        return self._tag(field.removeprefix(TAG))
+        raise AssertionError(field)
 
-    def _tag(self, key: str) -> Column:
-        if self._is_sqlite:
-            each = sa.func.json_each(accounts.c.tags_json).table_valued("key", "value")
-            value: Column = sa.select(each.c.value).where(each.c.key == key).correlate(accounts).scalar_subquery()
-        else:
-            # What PostgreSQL's text cannot hold must not break everybody's report; gate and spec refuse it, too.
-            odd = accounts.c.tags_json.regexp_match(r"(^|[^\\])(\\\\)*\\u0000")
-            value = sa.case((odd, None), else_=accounts.c.tags_json.cast(sa.JSON).op("->>")(key))
-        return sa.func.coalesce(value, "")
+    def _narrowed(self, table: sa.Table, field: str, values: Sequence[Any]) -> list[Column]:
+        """Return what chooses the rows of a table in which a field has one of some values."""
+        if field.startswith(TAG) and "" not in values:
+            tagged = self._is_among(field, accounts, values)
+            ids = list(self._connection.scalars(sa.select(accounts.c.id).where(tagged).limit(self._wanted.limit * 2)))
+            if len(ids) < self._wanted.limit * 2:
+                # Named days and accounts are looked up by the index of both; a range of days reads all rows in it.
+                days = table.c.day.in_(range(*self._wanted.window))
+                return [days, table.c.account_id.in_(ids), *self._conditions(table)]
+        return [*self._conditions(table), self._is_among(field, table, values)]
+
+    def _is_among(self, field: str, source: sa.FromClause, values: Sequence[Any]) -> Column:
+        """Return whether a field of a row has one of some values; of a tag, "" is that there is none."""
+        if not field.startswith(TAG):
+            return self._key(field, source).in_(values)
+        account_id = accounts.c.id if source is accounts else source.c.account_id
+        tagged = sa.select(account_tags.c.account_id).where(account_tags.c.key == field.removeprefix(TAG))
+        found = account_id.in_(tagged.where(account_tags.c.value.in_(values)))
+        if "" not in values:
+            return found
+        return sa.or_(found, ~tagged.where(account_tags.c.account_id == account_id).exists())
 
     @property
     def _has_currencies(self) -> bool:

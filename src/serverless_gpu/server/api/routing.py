@@ -65,6 +65,8 @@ ROUTE = "sgpu.route"
 """And the route that was asked for, as soon as it is known who asks."""
 JSON = "application/json"
 BYTES = "application/octet-stream"
+LOOP_BYTES_MAX = 64 << 10
+"""A longer body of an async route is decoded in a thread: 64 KiB take the event loop less than a millisecond."""
 CHECKED_S = 10.0
 """Whoever reads a stream is let in anew this often."""
 EVENTS = "text/event-stream"
@@ -239,21 +241,31 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             raise InvalidValue("this route takes no parameters", hint="docs/openapi.json says what it takes")
         if self.query is not None:
             arguments["query"] = _decoded(lambda: _query(request, self.query))
-        if self.body is not None:
-            arguments["body"] = await self._read_body(request)
-        if inspect.iscoroutinefunction(self.handler):
-            return _response(call, await self.handler(call, **arguments))
-        return _response(call, await to_thread.run_sync(lambda: self.handler(call, **arguments)))
-
-    async def _read_body(self, request: HttpRequest) -> object:
         if self.body is Incoming:
             length = request.headers.get("content-length")
-            return Incoming(request, int(length) if length else None)
-        data = await request.body()
+            arguments["body"] = Incoming(request, int(length) if length else None)
+        data = b"" if self.body in (None, Incoming) else await request.body()
+
+        def answer() -> Response:
+            # The thread also reads and writes the JSON, which may be megabytes: the event loop goes on.
+            return _response(call, self.handler(call, **arguments, **self._body(request, data)))
+
+        if not inspect.iscoroutinefunction(self.handler):
+            return await to_thread.run_sync(answer)
+        if len(data) > LOOP_BYTES_MAX:
+            body = await to_thread.run_sync(lambda: self._body(request, data))
+        else:
+            body = self._body(request, data)
+        return _response(call, await self.handler(call, **arguments, **body))
+
+    def _body(self, request: HttpRequest, data: bytes) -> dict[str, object]:
+        """Return the argument for a body that was read whole; none where the route takes none, or a stream."""
+        if self.body in (None, Incoming):
+            return {}
         if self.body is bytes:
-            return data
+            return {"body": data}
         try:
-            return _decoded(lambda: from_json(data, self.body))
+            return {"body": _decoded(lambda: from_json(data, self.body))}
         except InvalidValue as error:
             raise _newer(request.headers.get("sgpu-protocol", ""), error) from None
 

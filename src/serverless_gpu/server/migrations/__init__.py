@@ -18,7 +18,7 @@ from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server import tables
 
-HEAD = "0008"
+HEAD = "0009"
 LOCK = 7_310_227_001  # any number that nobody else of the same database takes
 _PLACE = Path(__file__).parent
 
