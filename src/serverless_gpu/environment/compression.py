@@ -33,6 +33,22 @@ def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL, *, 
     return zstd.compress(data, options={parameter.compression_level: level, parameter.checksum_flag: int(checksum)})
 
 
+class Compressor:
+    """Makes frames one after another; its memory is asked for once. For one thread at a time.
+
+    Args:
+        level: of zstd.
+    """
+
+    def __init__(self, level: int) -> None:
+        parameter = zstd.CompressionParameter
+        self._inner = zstd.ZstdCompressor(options={parameter.compression_level: level, parameter.checksum_flag: 0})
+
+    def compress(self, data: bytes | bytearray | memoryview) -> bytes:
+        """Return data as one zstd frame without a checksum, the same that `compress` returns."""
+        return self._inner.compress(data, zstd.ZstdCompressor.FLUSH_FRAME)
+
+
 def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
     """Return the content of one zstd frame, never more than a bound.
 

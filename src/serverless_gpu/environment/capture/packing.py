@@ -29,7 +29,7 @@ import msgspec
 from serverless_gpu.environment.capture.layout import BlockPlan, Reuse, places_of, plan_blocks, reuse
 from serverless_gpu.environment.capture.reading import TRIES_MAX, Changed, Reader, true_sizes, unsteady
 from serverless_gpu.environment.capture.sending import STORING_THREADS, WAIT_S, Counts, Ending, Sender
-from serverless_gpu.environment.compression import LEVEL_LOCAL, compress
+from serverless_gpu.environment.compression import LEVEL_LOCAL, Compressor
 from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Block, Row, Unit, unit_address
 from serverless_gpu.environment.scan.scanning import Source
 from serverless_gpu.environment.stores.blobs import Blobs
@@ -190,9 +190,11 @@ class Packer:
         buffer: memoryview | None = getattr(self._own, "buffer", None)
         if buffer is None:  # once per thread: memory that is asked for again and again is cleared again and again
             buffer = self._own.buffer = memoryview(bytearray(self._settings.block_bytes + 1))
+            self._own.compressor = Compressor(self._settings.level)
         content = reader.read(plan, buffer)
         # Every file in it has a digest of its own, so the frame needs none.
-        return compress(content, self._settings.level, checksum=False) if content else b""
+        compressor: Compressor = self._own.compressor
+        return compressor.compress(content) if content else b""
 
     def _take(self) -> None:
         """Take the oldest block back, and put it into its unit's pack."""

@@ -32,7 +32,7 @@ from serverless_gpu.environment.progress import Progress, Report, nobody
 from serverless_gpu.environment.rules import check_rows
 from serverless_gpu.environment.rules.limits import CONTENT_BYTES_MAX
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.scanning import Recogniser, Scan, Source
+from serverless_gpu.environment.scan.scanning import Recogniser, Scan, Source, garbage_kept
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import (
     EnvironmentProblem,
@@ -99,6 +99,7 @@ def take(
     return captured
 
 
+@garbage_kept()
 def capture(
     scan: Scan, blobs: Blobs, *, level: int = LEVEL_LOCAL, report: Report = nobody, settings: Settings | None = None
 ) -> Captured:

@@ -85,15 +85,14 @@ def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
                         if in_cache:
                             if status.st_mtime_ns > since_ns and status.st_nlink > 1:
                                 bytecode.append(f"{here}/{entry.name}")
-                        elif _is_suspicious(f"{here}/{entry.name}", status, since_ns):
+                        elif status.st_mtime_ns == _MTIME_NS and status.st_ctime_ns <= since_ns:
+                            continue
+                        elif not _came_later(f"{here}/{entry.name}", status):
                             own.append(f"{here}/{entry.name}")
         finally:
             os.close(directory)
     return own, bytecode
 
 
-def _is_suspicious(path: str, status: os.stat_result, since_ns: int) -> bool:
-    if status.st_mtime_ns == _MTIME_NS and status.st_ctime_ns <= since_ns:
-        return False
-    came_later = status.st_mtime_ns == _MTIME_NS and status.st_nlink == 1 and is_added(path)
-    return not came_later
+def _came_later(path: str, status: os.stat_result) -> bool:
+    return status.st_mtime_ns == _MTIME_NS and status.st_nlink == 1 and is_added(path)

@@ -1,12 +1,13 @@
 """Filling a directory from units: a hard link per file, a copy where a link is refused, generated files first.
 
-    1 generated files and links   what is there already is not replaced: they win
-    2 every directory of units    before any link of a unit exists, so that no path is followed through one
-    3 files, two threads          one system call each, relative to open directories
-    4 links of units
+    1 generated files and links     what is there already is not replaced: they win
+    2 directories of several units  here, one after another: first the directories in them, then files, then links
+    3 all that is below them        has one unit each; two processes (`forking.py`) do it
 
-Where units share a path the first one has it, as in an overlay. Links are refused between file systems (EXDEV), for
-files of others (`fs.protected_hardlinks`, EPERM), and past the 65,000th of a file (EMLINK): those files are copied.
+Where units share a path a directory wins, then the first unit, as in an overlay. Each directory is made, opened without
+following a link, filled relative to its descriptor, and then given its mode; so no path is followed through a link of a
+unit. Links are refused between file systems (EXDEV), for files of others (`fs.protected_hardlinks`, EPERM), and past
+the 65,000th of a file (EMLINK): those files are copied.
 
 Lives here: the work on a fresh directory nobody else knows. Must not: know where it goes, or what a unit is.
 
@@ -19,19 +20,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import posixpath
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from serverless_gpu.environment.restore.assembly import Part
+from serverless_gpu.environment.restore.forking import divide
 from serverless_gpu.errors import EnvironmentRejected
 
-_THREADS = 2
-_BATCH_FILES = 400
 _REFUSED = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES})
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 8 * 1024 * 1024
 
 
@@ -39,14 +41,14 @@ class Linked(msgspec.Struct, frozen=True, kw_only=True):
     """How files came into a tree: by links, by copies, and why the first copy was needed.
 
     Attributes:
-        copies: paths of the copied files.
-        directories: paths of all directories of the tree.
+        copies: paths of the copied files, relative to the tree.
+        directories: time of each directory, by its path relative to the tree.
     """
 
     linked: int = 0
     why_copied: str = ""
     copies: tuple[str, ...] = ()
-    directories: tuple[str, ...] = ()
+    directories: dict[str, int] = {}
 
     @property
     def copied(self) -> int:
@@ -58,49 +60,244 @@ class Linked(msgspec.Struct, frozen=True, kw_only=True):
             linked=self.linked + other.linked,
             why_copied=self.why_copied or other.why_copied,
             copies=self.copies + other.copies,
-            directories=self.directories + other.directories,
+            directories=self.directories | other.directories,
         )
 
 
 class Source(NamedTuple):
-    """Where the content of a part comes from: directories, the first of which wins; and whether it is copied anyway."""
+    """Where the content of a part comes from: directories, the first of which wins; whether it is copied anyway; and
+    about how many files each directory has, if that is known."""
 
     part: Part
     directories: Sequence[Path]
     copies: bool = False
+    files: Sequence[int] = ()
 
 
-class _Folder(NamedTuple):
-    source: str
-    target: str
-    files: list[str]
-    links: list[str]
+class _Origin(NamedTuple):
+    """A directory of a unit: the number of the unit in its order, where it is, whether it is copied, and how many files
+    the unit has."""
+
+    number: int
+    path: str
     copies: bool
+    files: int
 
 
-def fill(tree: Path, sources: Sequence[Source]) -> Linked:
+def fill(tree: Path, sources: Sequence[Source], *, read_only: bool = False) -> Linked:
     """Make a tree.
 
     Args:
         tree: an empty directory.
         sources: its parts, outer ones first.
+        read_only: whether nobody may write to its directories afterwards.
     """
     made = {str(tree)}
     for source in sources:
         write_generated(tree / source.part.at, source.part, made)
-    folders: list[_Folder] = []
-    for source in sources:
-        target = str(tree / source.part.at)
-        _make_directory(target, made)
-        for directory in source.directories:
-            folders += _folders(str(directory), target, made, copies=source.copies)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        results = list(pool.map(_fill_folders, _batches(folders)))
-    for folder in folders:
-        for name in folder.links:
-            with contextlib.suppress(FileExistsError):
-                os.symlink(os.readlink(os.path.join(folder.source, name)), os.path.join(folder.target, name))
-    return sum(results, Linked(directories=tuple(made)))
+    filler = _Filler(str(tree), read_only=read_only)
+    merging = _Merging(filler, sources)
+    merging.run()
+    below = sorted(merging.below.items(), key=lambda item: -item[1].files)
+
+    def work(numbers: Iterator[int]) -> Linked:
+        for number in numbers:
+            path, origin = below[number]
+            filler.fill_all(path, origin)
+        return filler.taken()
+
+    merged = filler.taken()
+    linked = sum(divide(len(below), work, Linked), merged)
+    for directory in made:
+        path = directory[len(str(tree)) + 1 :]
+        if path not in linked.directories:
+            filler.seal(path)
+    return linked + filler.taken()
+
+
+class _Listing(NamedTuple):
+    """The names in a directory, by kind."""
+
+    directories: list[str]
+    files: list[str]
+    links: list[str]
+
+
+class _Merging:
+    """The directories that several units share, or that parts lie in: made here, before anything else.
+
+    Attributes:
+        below: directories that one unit has alone, and are empty as yet.
+    """
+
+    def __init__(self, filler: _Filler, sources: Sequence[Source]) -> None:
+        self._filler = filler
+        self._parts: dict[str, list[_Origin]] = {}
+        self.below: dict[str, _Origin] = {}
+        number = 0
+        for source in sources:
+            origins = self._parts.setdefault(source.part.at, [])
+            for index, directory in enumerate(source.directories):
+                files = source.files[index] if source.files else 0
+                origins.append(_Origin(number, str(directory), source.copies, files))
+                number += 1
+        self._shared = {at[:end] for at in self._parts for end in _ends(at)}
+
+    def run(self) -> None:
+        while self._parts:
+            at = next(iter(self._parts))
+            self._merge(at, self._parts.pop(at))
+
+    def _merge(self, path: str, origins: Sequence[_Origin]) -> None:
+        inside = self._filler.merge(path, sorted(origins))
+        for name, found in inside.items():
+            below = posixpath.join(path, name)
+            found += self._parts.pop(below, [])
+            if len(found) == 1 and below not in self._shared:
+                self.below[below] = found[0]
+            else:
+                self._merge(below, found)
+
+
+def _ends(path: str) -> list[int]:
+    """Return where the paths above one end, and it itself."""
+    return [0, *(index for index, letter in enumerate(path) if letter == "/"), len(path)]
+
+
+class _Filler:
+    """Fills directories of one tree, and counts what came of it.
+
+    Args:
+        tree: absolute path.
+        read_only: whether nobody may write to its directories afterwards.
+    """
+
+    def __init__(self, tree: str, *, read_only: bool) -> None:
+        self._tree = tree
+        self._mode = 0o555 if read_only else 0o755
+        self._begin()
+
+    def taken(self) -> Linked:
+        """Return what came of the work since this was asked last."""
+        linked = Linked(
+            linked=self._linked, why_copied=self._why, copies=tuple(self._copies), directories=self._directories
+        )
+        self._begin()
+        return linked
+
+    def _begin(self) -> None:
+        self._linked = 0
+        self._why = ""
+        self._copies: list[str] = []
+        self._directories: dict[str, int] = {}
+
+    def seal(self, path: str) -> None:
+        """Give a directory its mode, when everything is in it."""
+        with _opened(os.path.join(self._tree, path)) as directory:
+            self._seal(directory, path)
+
+    def merge(self, path: str, origins: Sequence[_Origin]) -> dict[str, list[_Origin]]:
+        """Fill a directory, and make those in it; return where what belongs into these comes from."""
+        inside: dict[str, list[_Origin]] = {}
+        with contextlib.ExitStack() as opened:
+            directory = opened.enter_context(_opened(os.path.join(self._tree, path)))
+            listed = []
+            for origin in origins:
+                source = opened.enter_context(_opened(origin.path))
+                listing = _list(source)
+                listed.append((source, listing, origin.copies))
+                for name in listing.directories:
+                    inside.setdefault(name, []).append(origin._replace(path=f"{origin.path}/{name}"))
+            self._fill(directory, path, listed)
+        return inside
+
+    def fill_all(self, path: str, origin: _Origin) -> None:
+        """Fill a directory, and everything below it, from one unit."""
+        with _opened(os.path.join(self._tree, path)) as directory, _opened(origin.path) as source:
+            self._fill_all(directory, source, path, copies=origin.copies)
+
+    def _fill_all(self, directory: int, source: int, path: str, *, copies: bool) -> None:
+        listing = _list(source)
+        self._fill(directory, path, [(source, listing, copies)])
+        for name in listing.directories:
+            # Not by their paths: these are long, and every name in them costs.
+            with _opened(name, directory) as inner, _opened(name, source) as below:
+                self._fill_all(inner, below, f"{path}/{name}", copies=copies)
+
+    def _fill(self, directory: int, path: str, listed: Sequence[tuple[int, _Listing, bool]]) -> None:
+        for _, listing, _ in listed:
+            for name in listing.directories:
+                self._make(directory, path, name)
+        for source, listing, copies in listed:
+            self._count(path, _link(listing.files, source, directory, copies=copies))
+        for source, listing, _ in listed:
+            for name in listing.links:
+                with contextlib.suppress(FileExistsError):
+                    os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=directory)
+        self._seal(directory, path)
+
+    def _count(self, path: str, linked: Linked) -> None:
+        self._linked += linked.linked
+        self._why = self._why or linked.why_copied
+        self._copies += [posixpath.join(path, name) for name in linked.copies]
+
+    def _make(self, directory: int, path: str, name: str) -> None:
+        try:
+            os.mkdir(name, 0o755, dir_fd=directory)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                raise _mixed(os.path.join(self._tree, path, name)) from None
+
+    def _seal(self, directory: int, path: str) -> None:
+        os.fchmod(directory, self._mode)  # whatever the umask is: others use the tree, too
+        self._directories[path] = os.fstat(directory).st_mtime_ns
+
+
+@contextlib.contextmanager
+def _opened(path: str, above: int | None = None) -> Iterator[int]:
+    directory = os.open(path, _DIRECTORY, dir_fd=above)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> Linked:
+    """Link files from one directory to another, or copy them; those that are there stay."""
+    linked, link = 0, os.link
+    copied: list[str] = []
+    why = ""
+    for name in names:
+        refusal = "its files are its owner's"
+        if not copies:
+            try:
+                link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                refusal = error.strerror or "links are refused"
+            else:
+                linked += 1
+                continue
+        if _copy(name, source, target, writable=copies):
+            copied.append(name)
+            why = why or refusal
+    return Linked(linked=linked, why_copied=why, copies=tuple(copied))
+
+
+def _list(directory: int) -> _Listing:
+    listing = _Listing([], [], [])
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                listing.links.append(entry.name)
+            elif entry.is_dir(follow_symlinks=False):
+                listing.directories.append(entry.name)
+            else:
+                listing.files.append(entry.name)
+    return listing
 
 
 def write_generated(directory: Path, part: Part, made: set[str] | None = None) -> None:
@@ -128,7 +325,7 @@ def write_generated(directory: Path, part: Part, made: set[str] | None = None) -
         os.symlink(link, target)
 
 
-def link_new(source: Path, target: Path) -> Linked:
+def link_new(source: Path, target: Path) -> None:
     """Link files that came to one unit into a tree that has its others: bytecode, made later.
 
     Args:
@@ -140,77 +337,8 @@ def link_new(source: Path, target: Path) -> Linked:
     with os.scandir(source) as entries:
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     files = [name for name in names if name.endswith(".pyc")]  # others are half-written
-    return _fill_folders([_Folder(str(source), str(target), files, [], copies=False)])
-
-
-def _folders(source: str, target: str, made: set[str], *, copies: bool) -> Iterator[_Folder]:
-    waiting = [(source, target)]
-    while waiting:
-        here, there = waiting.pop()
-        files: list[str] = []
-        links: list[str] = []
-        with os.scandir(here) as entries:
-            for entry in entries:
-                if entry.is_symlink():
-                    links.append(entry.name)
-                elif entry.is_dir(follow_symlinks=False):
-                    below = f"{there}/{entry.name}"
-                    _make_directory(below, made)
-                    waiting.append((entry.path, below))
-                else:
-                    files.append(entry.name)
-        yield _Folder(here, there, files, links, copies)
-
-
-def _batches(folders: Iterable[_Folder]) -> Iterator[list[_Folder]]:
-    batch: list[_Folder] = []
-    count = 0
-    for folder in folders:
-        batch.append(folder)
-        count += len(folder.files)
-        if count >= _BATCH_FILES:
-            yield batch
-            batch, count = [], 0
-    yield batch
-
-
-def _fill_folders(folders: Sequence[_Folder]) -> Linked:
-    linked = 0
-    copies: list[str] = []
-    why = ""
-    for folder in folders:
-        if not folder.files:
-            continue
-        source = os.open(folder.source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        target = os.open(folder.target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            for name in folder.files:
-                refusal = "its files are its owner's" if folder.copies else _link(name, source, target)
-                if not refusal:
-                    linked += 1
-                elif refusal is not _THERE and _copy(name, source, target, writable=folder.copies):
-                    copies.append(f"{folder.target}/{name}")
-                    why = why or refusal
-        finally:
-            os.close(source)
-            os.close(target)
-    return Linked(linked=linked, why_copied=why, copies=tuple(copies))
-
-
-_THERE = "there is one"
-
-
-def _link(name: str, source: int, target: int) -> str:
-    """Link one file; return why it could not be, or ""."""
-    try:
-        os.link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-    except FileExistsError:
-        return _THERE
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        return error.strerror or "links are refused"
-    return ""
+    with _opened(str(source)) as here, _opened(str(target)) as there:
+        _link(files, here, there, copies=False)
 
 
 def _copy(name: str, source: int, target: int, *, writable: bool) -> bool:
@@ -242,9 +370,13 @@ def _make_directory(path: str, made: set[str]) -> None:
         os.chmod(path, 0o755)  # whatever the umask is: others use the tree, too
     except FileExistsError:
         if os.path.islink(path) or not os.path.isdir(path):
-            raise EnvironmentRejected(f"{path} is a file in one unit, and a directory in another") from None
+            raise _mixed(path) from None
     except FileNotFoundError:
         _make_directory(os.path.dirname(path), made)
         _make_directory(path, made)
         return
     made.add(path)
+
+
+def _mixed(path: str) -> EnvironmentRejected:
+    return EnvironmentRejected(f"{path} is a file in one unit, and a directory in another")

@@ -12,16 +12,22 @@ used then).
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Report
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.exposure import expose, exposed_since, linking, suspects
+from serverless_gpu.environment.restore.forking import divide
 from serverless_gpu.environment.stores.blobs import Blobs
 
 _NAMED_MAX = 3
+
+Suspects = tuple[list[str], list[str]]
 
 
 def mend_units(snapshot: Snapshot, blobs: Blobs, cache: Cache, report: Report) -> tuple[str, ...]:
@@ -36,11 +42,14 @@ def mend_units(snapshot: Snapshot, blobs: Blobs, cache: Cache, report: Report) -
     Returns:
         What was changed, a few words for each unit.
     """
-    if not any(exposed_since(cache.unit(address)) for address in snapshot.addresses()):
+    files = {member.address: member.files for root in snapshot.roots for member in root.members}
+    addresses = sorted(files, key=lambda address: -files[address])  # so that no process is left with a large one
+    if not any(exposed_since(cache.unit(address)) for address in addresses):
         return ()
     with linking(cache):
-        found = [_mend(address, blobs, cache, report) for address in snapshot.addresses()]
-    return tuple(filter(None, found))
+        found = _suspects([cache.unit(address) for address in addresses])
+        wrong = [_mend(addresses[number], *found[number], blobs, cache, report) for number in sorted(found)]
+    return tuple(filter(None, wrong))
 
 
 def changed_units(snapshot: Snapshot, cache: Cache) -> tuple[str, ...]:
@@ -65,18 +74,27 @@ def said(changes: tuple[str, ...]) -> str:
     return f"files of the restored environment were changed by a run: {which}{more}; restored again"
 
 
-def _mend(address: str, blobs: Blobs, cache: Cache, report: Report) -> str:
+def _suspects(units: Sequence[Path]) -> dict[int, Suspects]:
+    """Return which files of units may have been written to, by the unit's number; without those that have none."""
+
+    def work(numbers: Iterator[int]) -> dict[int, Suspects]:
+        found = {}
+        for number in numbers:
+            since_ns = exposed_since(units[number])
+            if since_ns and any(here := suspects(units[number], since_ns)):
+                found[number] = here
+        return found
+
+    return functools.reduce(operator.or_, divide(len(units), work, dict[int, Suspects]))
+
+
+def _mend(address: str, own: list[str], bytecode: list[str], blobs: Blobs, cache: Cache, report: Report) -> str:
     unit = cache.unit(address)
-    since_ns = exposed_since(unit)
-    if not since_ns:
-        return ""
-    own, bytecode = suspects(unit, since_ns)
     for path in bytecode:
         Path(path).unlink(missing_ok=True)  # it is compiled again
     wrong = cache.verify(address, blobs, report) if own else ""
     if bytecode and not wrong:
         wrong = f"{os.path.relpath(bytecode[0], unit)} was written to"
         cache.forget_made_of(address)
-    if own or bytecode:
-        expose(unit)
+    expose(unit)
     return wrong.partition("/")[2]  # the first name of a path in a unit is its area

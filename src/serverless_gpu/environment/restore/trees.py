@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -130,16 +130,14 @@ def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
     final, name = _links(cache, snapshot)
     name.unlink(missing_ok=True)
     parts = _assemble(snapshot, cache, base, str(final))
+    files = {member.address: member.files for root in snapshot.roots for member in root.members}
     with _fresh(final) as fresh:
         make_public(fresh)
         with linking(cache):
-            linked = fill(fresh, [Source(_with_bytecode_room(part), _directories(cache, part)) for part in parts])
+            linked = fill(fresh, [_source(part, cache, files) for part in parts], read_only=True)
             cache.expose(snapshot.addresses())
-        for path in linked.directories:
-            os.chmod(path, 0o555)
-        own = [os.path.join(part.at, path) for part in parts for path in part.files]
-        own += [os.path.relpath(path, fresh) for path in linked.copies]
-        watched = watch(fresh, [path[len(str(fresh)) + 1 :] for path in linked.directories], own)
+        own = [*(os.path.join(part.at, path) for part in parts for path in part.files), *linked.copies]
+        watched = watch(fresh, linked.directories, own)
         _publish(cache, snapshot, fresh, final)
     copied = f"{linked.copied} files were copied, not linked: {linked.why_copied}" if linked.copied else ""
     ready = _ready(cache, base, str(final), copied=copied)
@@ -231,6 +229,12 @@ def _assemble(snapshot: Snapshot, cache: Cache, base: Python, tree: str, *, add:
 
 def _directories(cache: Cache, part: Part) -> Sequence[Path]:
     return [cache.unit(address) / part.area for address in part.units]
+
+
+def _source(part: Part, cache: Cache, files: Mapping[str, int]) -> Source:
+    return Source(
+        _with_bytecode_room(part), _directories(cache, part), files=[files[address] for address in part.units]
+    )
 
 
 def _with_bytecode_room(part: Part) -> Part:

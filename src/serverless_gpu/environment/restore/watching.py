@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import posixpath
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -36,16 +36,16 @@ Folders = Callable[[Part], Sequence[Path]]
 """Where the units of a part lie, the first one first."""
 
 
-def watch(tree: Path, directories: Iterable[str], own_files: Iterable[str]) -> Watched:
+def watch(tree: Path, directories: Mapping[str, int], own_files: Iterable[str]) -> Watched:
     """Return what a tree is now.
 
     Args:
         tree: that was made just now.
-        directories: all of its directories, relative to it; "" is itself.
+        directories: time of each of its directories, by its path relative to it; "" is itself.
         own_files: files that are not links to units, relative.
     """
     return Watched(
-        directories={path: os.stat(tree / path).st_mtime_ns for path in directories if not path.endswith(_BYTECODE)},
+        directories={path: time for path, time in directories.items() if not path.endswith(_BYTECODE)},
         files={path: signature(tree / path) for path in own_files},
     )
 

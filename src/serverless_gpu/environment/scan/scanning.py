@@ -160,7 +160,7 @@ class Recogniser:
             counted += files
             report(Progress(phase="scan", files_done=counted, name=name))
 
-        with _garbage_kept():
+        with garbage_kept():
             memory = read_memory(self._index(key))
             found = survey(description, look_at, lambda spot: look_again(spot, memory) if memory else None)
             composed = compose(found, description, known_of(memory, found), seen_ns, report)
@@ -197,9 +197,9 @@ def _key(description: Description) -> bytes:
 
 
 @contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Let the garbage collector rest: a scan makes 100,000 small objects that stay, and it would look at them all,
-    again and again, for a third of the time."""
+def garbage_kept() -> Iterator[None]:
+    """Let the garbage collector rest: a scan or capture makes 100,000 small objects that stay; it would look at them
+    all, again and again, for a third of a scan's time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
