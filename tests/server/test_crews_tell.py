@@ -243,6 +243,21 @@ def test_a_node_is_told_to_look_until_its_crew_has_reported(
     assert services.looks.of("node-2") == ()
 
 
+def test_C8_an_order_to_look_brings_what_the_crew_would_be_answered(
+    services: Services, database: Database, run_id: str
+) -> None:
+    """So ranks exit, or end, without another request; the crew is asked to report until it has."""
+    text = msgspec.json.encode(hello("n1", takes=("crews",))).decode()
+    database.write(lambda connection: connection.execute(tables.nodes.update().values(hello_json=text)))
+    began(services, run_id)
+    say(services, run_id, 0, returned=True)
+    assert say(services, run_id, 1, returned=True).release
+    asked = Look(run_id=run_id, fence=1, release=True)
+    assert Agents(services).looks(Caller(name="alice"), "node-1") == [asked]
+    say(services, run_id, 0, returned=True)
+    assert Agents(services).looks(Caller(name="alice"), "node-1") == []
+
+
 def test_a_node_that_knows_of_no_crews_is_not_told_to_look(services: Services, database: Database, run_id: str) -> None:
     text = msgspec.json.encode(hello("n2")).decode()
     database.write(lambda connection: connection.execute(tables.nodes.update().values(hello_json=text)))
