@@ -20,7 +20,7 @@ RECEIPT_S = 0.005
 SOON_S = 0.02
 SOME_TIME_S = 0.2
 FIRST_OF_GANG_S = 0.1
-"""The first report of a crew of several waits so long for the crew's offer: where all stands by, both are one report."""
+"""The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
