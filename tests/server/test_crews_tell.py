@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.model.run_lifecycle import GivenUp, Silent, StopAsked
 from serverless_gpu.server import (
     orders,
     tables,
@@ -31,6 +31,7 @@ from tests.server.ganged import (
     FINISHED,
     RAISED,
     began,
+    happened,
     place_met,
     result,
     say,
@@ -84,6 +85,50 @@ def test_all_may_exit_once_all_have_returned(services: Services, database: Datab
     say(services, run_id, 0, State.STOPPING, files=(result(0), result(1)), ending=FINISHED)
     assert stored(database, run_id).reason is Reason.COMPLETED
     assert wrong(database) == []
+
+
+def test_C8_a_crew_that_has_returned_does_not_wait_for_a_silent_one(
+    services: Services, database: Database, run_id: str
+) -> None:
+    """Its devices are free then. The silent crew still says how the attempt ends, and may be heard of again."""
+    began(services, run_id)
+    assert not say(services, run_id, 0, returned=True).release
+    happened(database, run_id, 1, Silent())
+    assert say(services, run_id, 0, returned=True).release
+    say(services, run_id, 0, State.STOPPING, files=(result(0), result(1)), ending=FINISHED)
+    say(services, run_id, 0, State.STOPPING, freed=True, receipt=msgspec.Raw(b"{}"))
+    run = stored(database, run_id)
+    assert run.state is State.UNREACHABLE and run.attempt is not None and not run.attempt.released
+    assert [crew.number for crew in run.attempt.open_crews] == [1] and wrong(database) == []
+    assert not say(services, run_id, 1).release
+    assert stored(database, run_id).state is State.RUNNING
+    assert say(services, run_id, 1, returned=True).release
+    say(services, run_id, 1, State.STOPPING, files=(result(2),), ending=FINISHED)
+    assert stored(database, run_id).reason is Reason.COMPLETED and wrong(database) == []
+
+
+def test_C8_a_crew_that_has_returned_is_held_while_another_one_works_or_a_stop_was_asked_for(
+    services: Services, database: Database, run_id: str
+) -> None:
+    began(services, run_id)
+    happened(database, run_id, 1, Silent())
+    assert not say(services, run_id, 0).release  # user code runs there
+    say(services, run_id, 0, returned=True)
+    tell(database, run_id, StopAsked(StopReason.CANCEL))
+    answer = say(services, run_id, 0, returned=True)
+    assert (answer.release, answer.stop) == (False, StopReason.CANCEL)
+
+
+def test_C8_a_crew_that_is_given_up_fails_the_run_whose_other_crew_has_left(
+    services: Services, database: Database, run_id: str
+) -> None:
+    began(services, run_id)
+    happened(database, run_id, 1, Silent())
+    say(services, run_id, 0, returned=True)
+    say(services, run_id, 0, State.STOPPING, files=(result(0), result(1)), ending=FINISHED)
+    happened(database, run_id, 1, GivenUp(reason=Reason.NODE_GONE))
+    run = stored(database, run_id)
+    assert (run.state, run.reason) == (State.LOST, Reason.NODE_GONE) and wrong(database) == []
 
 
 def test_a_halt_is_told_to_the_others_before_it_has_ended(services: Services, database: Database, run_id: str) -> None:
@@ -196,6 +241,21 @@ def test_a_node_is_told_to_look_until_its_crew_has_reported(
 
     asyncio.run(asyncio.wait_for(listen(), 30))
     assert services.looks.of("node-2") == ()
+
+
+def test_C8_an_order_to_look_brings_what_the_crew_would_be_answered(
+    services: Services, database: Database, run_id: str
+) -> None:
+    """So ranks exit, or end, without another request; the crew is asked to report until it has."""
+    text = msgspec.json.encode(hello("n1", takes=("crews",))).decode()
+    database.write(lambda connection: connection.execute(tables.nodes.update().values(hello_json=text)))
+    began(services, run_id)
+    say(services, run_id, 0, returned=True)
+    assert say(services, run_id, 1, returned=True).release
+    asked = Look(run_id=run_id, fence=1, release=True)
+    assert Agents(services).looks(Caller(name="alice"), "node-1") == [asked]
+    say(services, run_id, 0, returned=True)
+    assert Agents(services).looks(Caller(name="alice"), "node-1") == []
 
 
 def test_a_node_that_knows_of_no_crews_is_not_told_to_look(services: Services, database: Database, run_id: str) -> None:

@@ -17,6 +17,8 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.cli.server import up
 from serverless_gpu.doctor.gathering.serving import look_at_server
+from serverless_gpu.engines.base import EngineNode
+from serverless_gpu.engines.simulated import Reservations, SimulatedEngine
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, ServerProblem
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.scheduling.values import WaitReason
@@ -28,6 +30,7 @@ from serverless_gpu.server import (
     identity,
     isolation,
     migrations,
+    nodes,
     operating,
     queue_views,
     tables,
@@ -111,6 +114,24 @@ def test_A1_runs_of_a_second_principal_wait_until_an_administrator_accepts_it(se
     assert [(one.principal, one.detail["isolation"]) for one in entries if one.action == "pool.put"] == [
         ("root", "none")
     ]
+
+
+@pytest.mark.usefixtures("people")
+def test_A1_an_engine_reserves_nothing_for_a_second_principal(services: Services) -> None:
+    """A pool whose nodes are an engine's, as those of Ray are."""
+    (node,) = services.database.read(nodes.every)
+    engine = SimulatedEngine([EngineNode(name=node.name, devices=node.hello.devices)], Reservations())
+    scheduler = Scheduler(services, engine=engine)
+    theirs, own = submit(services, "bob"), submit(services, "root")
+    tick(services, scheduler)
+    assert (state(services, theirs), state(services, own)) == (State.QUEUED, State.STARTING)
+    told = services.sentences.told(theirs)
+    assert told.wait is not None and told.wait.reason is WaitReason.ISOLATION
+    assert engine.recover() == [f"{own}:1"]
+    dividing.put_pool(services, ROOT, "default", ALLOW)
+    tick(services, scheduler)
+    assert state(services, theirs) is State.STARTING
+    assert sorted(engine.recover()) == sorted([f"{own}:1", f"{theirs}:1"])
 
 
 @pytest.mark.usefixtures("people")

@@ -67,6 +67,19 @@ def test_one_that_dies_while_it_waits_has_returned_all_the_same() -> None:
     assert attempt.state is State.SUCCEEDED
 
 
+@pytest.mark.parametrize(
+    "gone", [tuple(RankExited(rank=rank, signal=None) for rank in RANKS), (StemLost(detail="gone"),)]
+)
+def test_C8_a_node_whose_ranks_have_returned_and_exited_waits_for_no_other_node(gone: tuple[Event, ...]) -> None:
+    """Nothing of the attempt is left there to use its devices."""
+    attempt, done = _play(*RETURNED, *gone[:-1])
+    assert (attempt.state, attempt.phase) == (State.RUNNING, Phase.RETURNED)
+    attempt, done = _play(*RETURNED, *gone)
+    assert (attempt.phase, attempt.reason, done[-1]) == (Phase.KILLING, Reason.COMPLETED, Instruction.KILL_TREE)
+    attempt, _ = _play(*RETURNED, *gone, TreeEmpty())
+    assert attempt.state is State.SUCCEEDED
+
+
 def test_what_waits_is_still_stopped_and_still_has_its_limit() -> None:
     """A peer that hangs does not keep this node for ever."""
     attempt, done = _play(*RETURNED, StopRequested(StopReason.CANCEL))
@@ -108,8 +121,8 @@ def test_a_crash_that_is_reaped_after_the_word_of_a_peer_is_the_story() -> None:
 
 
 def test_nothing_touches_ranks_that_have_all_returned() -> None:
-    """Their results are durable: whoever waits for other nodes neither stands still nor is lost with its stem."""
-    for event in (HangConfirmed("rank 0 is elsewhere"), StemLost(detail="gone"), GpuFailed("GPU-1: Xid 79")):
+    """Their results are durable: ranks that wait for other nodes do not stand still, and lose nothing with a GPU."""
+    for event in (HangConfirmed("rank 0 is elsewhere"), GpuFailed("GPU-1: Xid 79")):
         attempt, done = _play(*RETURNED, event, *[Tick()] * 70)
         assert (attempt.state, attempt.phase) == (State.RUNNING, Phase.RETURNED), event
         assert Instruction.TERMINATE_RANKS not in done and Instruction.KILL_TREE not in done

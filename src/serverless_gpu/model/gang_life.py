@@ -18,6 +18,8 @@ Each crew tells its own story to the server; this puts them together. With one c
 - **Ranks that have returned on one node wait for those on others**: rank 0's store is on its node, and closing it is
   what the others would die of. That all may exit is decided once, and only while nothing has failed and nobody asked
   for a stop; from then on the run has succeeded, if only its results come.
+- **A crew need not wait for silence**: where all ranks of a crew have returned, and every crew that has not is silent,
+  its ranks may exit (`may_leave`). Its devices are free then. How the attempt ends is still for the others to say.
 """
 
 from __future__ import annotations
@@ -152,14 +154,15 @@ def fold(
     began = any(crew.began or (crew.over is not None and crew.over.began) for crew in crews)
     cause = _cause(crews, cause, stop=stop, released=released)
     is_silent = any(crew.over is None and crew.state is State.UNREACHABLE for crew in crews)
-    known = _known(crews)
     untroubled = cause is None and stop is None
+    releases = released or (untroubled and all(crew.returned or _succeeded(crew) for crew in crews))
+    known = _known(crews if releases else _still_awaited(crews))
     return Fold(
         state=State.UNREACHABLE if is_silent else known,
         before=known if is_silent else None,
         began=began,
         cause=cause,
-        releases=released or (untroubled and all(crew.returned or _succeeded(crew) for crew in crews)),
+        releases=releases,
         over=_over(crews, cause, began=began) if all(crew.over is not None for crew in crews) else None,
     )
 
@@ -167,6 +170,18 @@ def fold(
 def told_to_stop(crew: Crew, cause: Cause | None) -> bool:
     """Return whether a crew is to be told that the gang ends; one that says so itself knows."""
     return cause is not None and crew.over is None and crew.halt is None
+
+
+def may_leave(crew: Crew, crews: Sequence[Crew]) -> bool:
+    """Return whether the ranks of a crew may exit though others have not returned: nothing is heard of those.
+
+    Args:
+        crew: the one that asks.
+        crews: all of its gang.
+    """
+    awaited = [other for other in crews if not other.returned and not _succeeded(other)]
+    are_silent = all(other.over is None and other.state is State.UNREACHABLE for other in awaited)
+    return crew.returned and bool(awaited) and are_silent
 
 
 def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[int] = ()) -> tuple[Reason, ...]:
@@ -192,6 +207,11 @@ def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[
         return reasons
     are_over = all(crew.over is not None or crew.number in quiet for crew in crews)
     return (*reasons, *_OF_SILENCE) if are_over else ()
+
+
+def _still_awaited(crews: Sequence[Crew]) -> Sequence[Crew]:
+    """Return the crews without those that succeeded before the others returned; all of them where none is left."""
+    return [crew for crew in crews if not _succeeded(crew)] or crews
 
 
 def _known(crews: Sequence[Crew]) -> State:

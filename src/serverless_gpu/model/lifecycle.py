@@ -173,9 +173,16 @@ def _exited(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
     attempt = msgspec.structs.replace(attempt, exited=attempt.exited | {event.rank})
     reported = event.rank in attempt.returned or any(f.rank == event.rank for f in attempt.failures)
     if reported:
-        return attempt, ()
+        return _concluded_if_gone(attempt, now_ns)
     attempt = _with_failure(attempt, _exit_failure(event, now_ns))
     return _stop_for_failure(attempt, now_ns)
+
+
+def _concluded_if_gone(attempt: Attempt, now_ns: int) -> Step:
+    """End a crew whose ranks have all returned and exited: its devices are free, whatever other nodes do."""
+    if attempt.phase is Phase.RETURNED and len(attempt.exited) == attempt.world_size:
+        return _released(attempt, Released(), now_ns)
+    return attempt, ()
 
 
 def _exited_while_stopping(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
@@ -198,7 +205,7 @@ def _exit_failure(event: RankExited, now_ns: int) -> Failure:
 
 def _stem_lost(attempt: Attempt, event: StemLost, now_ns: int) -> Step:
     if attempt.phase is Phase.RETURNED:  # all results are there; what waited for those of other nodes is gone
-        return msgspec.structs.replace(attempt, exited=attempt.returned), ()
+        return _concluded_if_gone(msgspec.structs.replace(attempt, exited=attempt.returned), now_ns)
     reason = Reason.HOST_OOM if event.out_of_memory else Reason.RUNTIME_LOST
     if attempt.exec_ns is None and not event.out_of_memory:
         reason = Reason.START_FAILED

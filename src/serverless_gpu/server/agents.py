@@ -41,13 +41,14 @@ from serverless_gpu.server import (
     nodes,
     orders,
     pools,
+    reporting,
     runs,
     secret_store,
     transitions,
 )
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.crews import Gang
+from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.giving_back import give_back
 from serverless_gpu.server.hub import SCHEDULER, node_key
 from serverless_gpu.server.nodes import StoredNode
@@ -216,7 +217,9 @@ class Agents:
         return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
     def looks(self, who: Caller, node_id: str) -> list[Look]:
-        """Return which crews on a node are to report now; none where the node does not know of crews.
+        """Return which crews on a node are to report now, with what each is to hear at once.
+
+        There are none where the node does not know of crews.
 
         Raises:
             NotFound: there is no such node of this principal.
@@ -224,9 +227,23 @@ class Agents:
         asked = self._services.looks.of(node_id)
         if not asked:
             return []
-        node = self._services.database.read(lambda connection: _own(connection, who, node_id))
-        there = asked if node.takes_crews else ()
-        return [Look(run_id=run_id, fence=fence) for run_id, fence, _ in there]
+
+        def work(connection: sa.Connection) -> list[Look]:
+            node = _own(connection, who, node_id)
+            return [self._look(connection, crew) for crew in asked] if node.takes_crews else []
+
+        return self._services.database.read(work)
+
+    def _look(self, connection: sa.Connection, crew: CrewId) -> Look:
+        news = reporting.gang_news(self._services, connection, crew)
+        return Look(
+            run_id=crew[0],
+            fence=crew[1],
+            offers=news.offers,
+            chosen=news.chosen,
+            release=news.release,
+            peer_failed=news.peer_failed,
+        )
 
     def take(self, who: Caller, node_id: str, seqs: Sequence[int]) -> None:
         """Note that a node has taken orders.

@@ -125,6 +125,8 @@ def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Word
     cause = attempt.cause
     if crew.ended_ns is not None or (attempt.released and crew.halt_json is None):
         return Word(release=attempt.released and crew.ended_ns is None)
+    if cause is None and not is_stopping and crew.halt_json is None:
+        return Word(release=gang_life.may_leave(_life(crew, ""), [_life(one, "") for one in attempt.crews]))
     if cause is None or not gang_life.told_to_stop(_life(crew, ""), cause) or (cause.crew is None and is_stopping):
         return Word()
     if cause.reason in _PASSED_ON:

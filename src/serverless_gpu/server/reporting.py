@@ -174,11 +174,23 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
     answer = msgspec.structs.replace(answer, stop=stop, offsets=offsets, token=token)
     if found.attempt.num_nodes == 1 or not found.is_current:
         return answer
-    word = gangs.told(found.attempt, found.crew, is_stopping=stop is not None)
+    return stillness.told(services, found.attempt, _with_gang_news(services, found, answer))
+
+
+def gang_news(services: Services, connection: sa.Connection, crew: CrewId) -> ReportAnswer:
+    """Return what a crew of several would be answered about the meeting and the end of its gang, if it reported now."""
+    found = _find(connection, crew)
+    if found is None or found.attempt.num_nodes == 1 or not found.is_current:
+        return ReportAnswer()
+    return _with_gang_news(services, found, ReportAnswer(stop=found.run.stop))
+
+
+def _with_gang_news(services: Services, found: _Found, answer: ReportAnswer) -> ReportAnswer:
+    word = gangs.told(found.attempt, found.crew, is_stopping=answer.stop is not None)
     answer = msgspec.structs.replace(
         answer, release=word.release, peer_failed=word.peer_failed, stop=answer.stop or word.stop
     )
-    return stillness.told(services, found.attempt, meetings.told(services, found.run, found.crew, answer))
+    return meetings.told(services, found.run, found.crew, answer)
 
 
 def _answer(services: Services, *, stale: bool) -> ReportAnswer:

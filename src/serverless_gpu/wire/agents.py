@@ -22,6 +22,7 @@ import msgspec
 from serverless_gpu.model.attempt import State, StopReason
 from serverless_gpu.model.crews import CrewPlace
 from serverless_gpu.model.hardware import Device, GpuType
+from serverless_gpu.model.meeting import Chosen, Offer
 from serverless_gpu.model.pricing import Tariff
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.units import format_duration_ms
@@ -206,11 +207,21 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
 
 
 class Look(Answer, frozen=True, kw_only=True, tag="look"):
-    """Report about an attempt now, for the answer has something for it; `seq` is 0, and it is not acknowledged."""
+    """Report about an attempt now, for the answer has something for it; `seq` is 0, and it is not acknowledged.
+
+    What the answer would say of the meeting and of the end comes along, so that nothing waits for the report.
+
+    Attributes:
+        offers: as in `ReportAnswer`; likewise `chosen`, `release` and `peer_failed`.
+    """
 
     run_id: str
     fence: int
     seq: int = 0
+    offers: tuple[Offer, ...] = ()
+    chosen: Chosen | None = None
+    release: bool = False
+    peer_failed: str = ""
 
 
 class Stop(Answer, frozen=True, kw_only=True, tag="stop"):

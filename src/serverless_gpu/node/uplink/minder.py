@@ -40,11 +40,11 @@ from serverless_gpu.node.remote import Remote, write_remote
 from serverless_gpu.node.taking import has_begun, try_lock
 from serverless_gpu.node.uplink import starting
 from serverless_gpu.node.uplink.credentials import Credential
-from serverless_gpu.node.uplink.news import AT_ONCE_S, RECEIPT_S, SOME_TIME_S, SOON_S, News
+from serverless_gpu.node.uplink.news import AT_ONCE_S, FIRST_OF_GANG_S, RECEIPT_S, SOME_TIME_S, SOON_S, News
 from serverless_gpu.node.uplink.reporter import Reporter
 from serverless_gpu.node.uplink.server import Server
 from serverless_gpu.node.uplink.unattended import refusal, settle, still_held
-from serverless_gpu.wire.agents import AttemptSeen, Start
+from serverless_gpu.wire.agents import AttemptSeen, Look, Start
 
 LAUNCHES_MAX = 3
 _LOOK_S = 0.05
@@ -94,13 +94,14 @@ class Minder:
 
     def start(self, order: Start) -> None:
         """Start the attempt, in threads of its own."""
-        self._run_threads(lambda: self._begin(order), fresh=True)
+        first_s = FIRST_OF_GANG_S if len(order.crews) > 1 else AT_ONCE_S
+        self._run_threads(lambda: self._begin(order), fresh=True, first_s=first_s)
 
     def adopt(self) -> None:
         """Go on with an attempt that an earlier uplink started."""
         begun = has_begun(first_facts(self.directory))
         self._news.learn(AT_ONCE_S, begun=begun, state=State.RUNNING if begun else State.STARTING)
-        self._run_threads(lambda: None, fresh=False)
+        self._run_threads(lambda: None, fresh=False, first_s=AT_ONCE_S)
 
     def stop(self, reason: StopReason) -> None:
         """Have the attempt stopped in order; a later reason may be a stronger one."""
@@ -108,9 +109,13 @@ class Minder:
             self._news.learn(SOON_S, stop=reason)
             self._tell(protocol.Cancel(reason=reason))
 
-    def report(self) -> None:
-        """Have it reported now: the answer has something for it."""
-        self._news.learn(AT_ONCE_S)
+    def look(self, order: Look) -> None:
+        """Pass on what comes with the order, and have the attempt reported: at once where the answer has the news."""
+        news = protocol.GangNews(
+            offers=order.offers, chosen=order.chosen, release=order.release, peer_failed=order.peer_failed
+        )
+        self.pass_on(news)
+        self._news.learn(AT_ONCE_S if news == protocol.GangNews() else SOME_TIME_S)
 
     def seen(self) -> AttemptSeen:
         """Return what a heartbeat says of it."""
@@ -167,7 +172,7 @@ class Minder:
 
     # --- the listening thread ------------------------------------------------------------------------------------
 
-    def _run_threads(self, begin: Callable[[], None], *, fresh: bool) -> None:
+    def _run_threads(self, begin: Callable[[], None], *, fresh: bool, first_s: float) -> None:
         credential = Credential(self.remote.token, lambda token: self._write_down(token=token))
         self._server.credentials.add(self.remote.gang, credential)
         reporter = Reporter(
@@ -179,7 +184,7 @@ class Minder:
             self._listen()
 
         def report() -> None:
-            reporter.run(self, fresh=fresh)
+            reporter.run(self, fresh=fresh, first_s=first_s)
             self._reported.set()
             self._write_stale()
 
@@ -295,7 +300,8 @@ class Minder:
                 self._of_itself = sentence if lasting else self._of_itself
                 self._news.learn(SOME_TIME_S, sentence=sentence)
             case protocol.Started():
-                self._news.learn(SOON_S, begun=True, state=State.RUNNING, sentence=self._of_itself)
+                within_s = AT_ONCE_S if self._is_awaited() else SOON_S
+                self._news.learn(within_s, begun=True, state=State.RUNNING, sentence=self._of_itself)
             case protocol.Tracked(url=url):
                 self._news.learn(SOON_S, tracked=url)
             case protocol.CrewNews() as crew:
@@ -316,6 +322,10 @@ class Minder:
                 self._detail = text
             case _:
                 pass
+
+    def _is_awaited(self) -> bool:
+        """Return whether the ranks of other nodes begin once those of this one have."""
+        return self._launch is not None and len(self._launch.crews) > 1 and self._launch.crew == 0
 
     def _look(self) -> bool:
         """Find whoever looks after the attempt now; return False once nobody needs to."""

@@ -19,6 +19,8 @@ RECEIPT_S = 0.005
 """An ending waits so long for the receipt, which mostly follows at once: then both are one report."""
 SOON_S = 0.02
 SOME_TIME_S = 0.2
+FIRST_OF_GANG_S = 0.1
+"""The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):

@@ -237,7 +237,7 @@ class Uplink:
                 self._taken.put(order.seq)
             case Look():
                 if minder is not None:
-                    minder.report()
+                    minder.look(order)
             case Start():
                 if minder is not None:
                     self._taken.put(order.seq)

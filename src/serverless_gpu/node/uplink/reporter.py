@@ -131,15 +131,17 @@ class Reporter:
         self._probe = CheckpointProbe(directory, remote)
         self._saved, self._looks = 0, set[str]()
 
-    def run(self, minder: Attended, *, fresh: bool) -> None:
+    def run(self, minder: Attended, *, fresh: bool, first_s: float = AT_ONCE_S) -> None:
         """Report until the attempt is settled, or over for the server.
 
         Args:
             minder: acts on answers.
             fresh: whether nothing of the attempt was reported before.
+            first_s: how soon the first report is due, in seconds.
         """
         self._logs = Logs(self._directory / "logs", known=fresh)
-        self._news.learn(AT_ONCE_S)  # the first answer is what user code waits for
+        self._said_ns = self._clock.boottime_ns() + round((first_s - self._heartbeat_s) * 1e9)
+        self._news.learn(first_s)  # the first answer is what user code waits for
         backoff = Backoff()
         try:
             while True:
