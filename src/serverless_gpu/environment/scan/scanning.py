@@ -162,15 +162,19 @@ class Recogniser:
         if gate is None or files is None:
             raise Unwatchable("the index of the environment cannot be read")
         watcher = Watcher(gate, files.files)
-        # From here on events tell of changes, and the look finds those from before.
-        if self.gate(description) is None or self.check():
-            raise Unwatchable("the environment has changed meanwhile")
-        seen = index.read_files()
-        if seen is None or {files.generation, seen.generation, self.generation()} != {gate.generation}:
-            raise Unwatchable("the environment was captured meanwhile")
-        watcher.begin(seen.files)
-        if reason := watcher.ask():
-            raise Unwatchable(f"the environment has changed meanwhile: {reason}")
+        try:
+            # From here on events tell of changes, and the look finds those from before.
+            if self.gate(description) is None or self.check():
+                raise Unwatchable("the environment has changed meanwhile")
+            seen = index.read_files()
+            if seen is None or {files.generation, seen.generation, self.generation()} != {gate.generation}:
+                raise Unwatchable("the environment was captured meanwhile")
+            watcher.begin(seen.files)
+            if reason := watcher.ask():
+                raise Unwatchable(f"the environment has changed meanwhile: {reason}")
+        except Unwatchable:
+            watcher.close()
+            raise
         return watcher, gate.generation
 
     def scan(self, description: Description, report: Report) -> Scan:

@@ -87,23 +87,45 @@ class Watcher:
         self._compared: dict[int, None] = dict.fromkeys(self._plan.compared)
         self._baseline = files
         self._stats = Stats()
+        self._inotify: Inotify | None = None
+        self._mounts_fd = -1
         try:
-            _check_limit(len(self._plan.directories) + len(self._plan.watched))
-            self._mounts_fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)  # to be told of changes from here on
-            self._mounts = self._read_mounts()
-            _check_file_systems(self._plan.tops, self._mounts)
-            self._tops = _identities(self._plan.tops)
-            self._inotify = Inotify()
-            for directory in self._plan.directories:
-                self._inotify.watch_directory(directory)
-            for number in self._plan.watched:
-                self._number_of[self._inotify.watch_file(names[number])] = number
+            self._place(names)
         except OSError as error:
+            self.close()
             raise Unwatchable(_explain(error)) from None
+        except Unwatchable:
+            self.close()
+            raise
+
+    def _place(self, names: Sequence[str]) -> None:
+        plan = self._plan
+        _check_limit(len(plan.directories) + len(plan.watched))
+        self._mounts_fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)  # changes show from here on
+        self._mounts = self._read_mounts()
+        _check_file_systems(plan.tops, self._mounts)
+        self._tops = _identities(plan.tops)
+        self._inotify = Inotify()
+        for directory in plan.directories:
+            self._inotify.watch_directory(directory)
+        for number in plan.watched:
+            self._number_of[self._inotify.watch_file(names[number])] = number
+
+    def close(self) -> None:
+        """Remove all watches."""
+        if self._inotify is not None:
+            self._inotify.close()
+        if self._mounts_fd >= 0:
+            os.close(self._mounts_fd)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when something has happened."""
-        return self._inotify.fileno()
+        return self._queue.fileno()
+
+    @property
+    def _queue(self) -> Inotify:
+        assert self._inotify is not None
+        return self._inotify
 
     def begin(self, files: Stats) -> None:
         """Take files as the baseline, which a full look has confirmed since the watches were placed."""
@@ -113,7 +135,7 @@ class Watcher:
     def take_events(self) -> str:
         """Read the queue and return why the libraries may have changed, or ""."""
         opened = []
-        for event in self._inotify.read():
+        for event in self._queue.read():
             if event.mask == inotify.OPEN:
                 opened.append(event.watch)
             elif reason := _disturbance(event):
