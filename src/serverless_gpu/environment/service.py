@@ -61,6 +61,7 @@ from serverless_gpu.environment.questions import (
 )
 from serverless_gpu.environment.remarks import remarks
 from serverless_gpu.environment.scan.description import Description, read_description
+from serverless_gpu.environment.scan.index import ENTRIES_MAX
 from serverless_gpu.environment.scan.scanning import Recogniser, Scan
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
@@ -119,7 +120,6 @@ class Service:
         self._put_off: dict[bytes, list[Ask]] = {}  # questions that came while a capture was being written down
         self._watches: dict[bytes, Watch] = {}
         self._patience: dict[bytes, Patience] = {}
-        self._unwatched: dict[bytes, str] = {}  # why, as it was logged last
         self._ended: list[int] = []  # watching processes that are to be reaped: closing watches takes them a while
         self._selector = selectors.DefaultSelector()
 
@@ -204,6 +204,8 @@ class Service:
         """Have the libraries of an environment watched from now on, if that is likely to be of use."""
         if key in self._watches or not self._patience.setdefault(key, Patience()).is_due():
             return
+        while len(self._patience) > ENTRIES_MAX:
+            self._patience.pop(next(iter(self._patience)))
         while len(self._watches) >= WATCHED_MAX:
             self._unwatch(next(iter(self._watches)))
         try:
@@ -224,13 +226,15 @@ class Service:
         self._selector.unregister(watch.sock)
         watch.close()
         self._ended.append(watch.pid)
-        self._patience[key].count(watch.saved)
+        if key in self._patience:
+            self._patience[key].count(watch.saved)
         if watch.reason:
             self._log(key, watch.reason)
 
     def _log(self, key: bytes, reason: str) -> None:
-        if self._unwatched.get(key) != reason:
-            self._unwatched[key] = reason
+        patience = self._patience.setdefault(key, Patience())
+        if patience.reason != reason:
+            patience.reason = reason
             print(f"the environment is not watched, every file of it is looked at: {reason}", file=sys.stderr)
 
     def _leave(self) -> None:

@@ -114,6 +114,8 @@ class Patience:
     """How many full looks to let pass before watches are placed again: twice as many after each that were of no use."""
 
     def __init__(self) -> None:
+        self.reason = ""
+        """Why the environment was not watched, as it was logged last."""
         self._pause = 0
         self._left = 0
 
