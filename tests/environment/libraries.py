@@ -32,13 +32,14 @@ class Library:
         outside: a directory that is no part of it; a file of the library is a link to one in it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, links: bool = True) -> None:
         self.real = write(directory / "real" / "lib" / "python3" / "site-packages", FILES)
         (directory / "venv").symlink_to("real")
         self.site = directory / "venv" / "lib" / "python3" / "site-packages"
         self.outside = write(directory / "outside", {"linked/three.py": "three = 3\n", "other/three.py": "three = 4\n"})
         (self.outside / "current").symlink_to("linked")
-        (self.real / "three.py").symlink_to(self.outside / "current" / "three.py")
+        if links:
+            (self.real / "three.py").symlink_to(self.outside / "current" / "three.py")
         self.other_name = self.outside / "one.py"
         os.link(self.real / "a" / "one.py", self.other_name)
         wait_for_ticks()

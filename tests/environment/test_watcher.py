@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -104,6 +104,17 @@ def test_C3_watches_report_what_a_full_look_finds(library: Library, change: str)
     CHANGES[change](library)
     assert watches.ask()
     assert library.is_changed(), "the change is one"
+
+
+@pytest.mark.parametrize("change", [switch_top, rename_above])
+def test_C3_another_directory_in_the_place_of_the_library_shows_by_itself(
+    tmp_path: Path, change: Callable[[Library], None]
+) -> None:
+    plain = Library(tmp_path, links=False)  # whose stat would show it as well
+    watches = plain.watch()
+    change(plain)
+    assert "was replaced" in watches.ask() or "No such file" in watches.ask()
+    plain.close()
 
 
 def test_C3_reads_bytecode_and_other_directories_are_no_change(library: Library) -> None:

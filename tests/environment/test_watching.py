@@ -58,7 +58,7 @@ class Caller:
 
     def __init__(self, where: Path) -> None:
         self.library = Library(where)
-        self._store = str(where / "store")
+        self.store = where / "store"
         self._log = where / "log"
         self._log.touch()
         self._number = 0
@@ -72,7 +72,7 @@ class Caller:
         """Ask what the environment is and return the next answer of a kind."""
         self._number += 1
         described = msgspec.structs.asdict(self.library.description())
-        self._sock.send(questions.encode(Ask(number=self._number, description=described, store=self._store)))
+        self._sock.send(questions.encode(Ask(number=self._number, description=described, store=str(self.store))))
         return self.hear(kind)
 
     def hear(self, kind: type[Answer]) -> Answer:
@@ -183,9 +183,21 @@ def test_C3_a_watching_process_that_stands_still_costs_a_second_and_is_ended(cal
 def test_C3_the_watching_process_ends_with_its_service(caller: Caller, end: str) -> None:
     process = caller.wait_placed()
     if end == "killed":
+        process.send(signal.SIGSTOP)
         caller.service.kill()
         with pytest.raises(AssertionError, match="ended"):
             caller.hear(Checked)  # the watching process does not hold the service's end of the channel
+        process.send(signal.SIGCONT)
     else:
         caller.close()
     process.wait_gone()
+
+
+def test_C3_another_capture_of_unchanged_libraries_has_watches_of_its_own(caller: Caller) -> None:
+    caller.wait_placed()
+    assert caller.changes() == ()
+    caller.store.rename(caller.store.with_name("lost"))
+    caller.ask(Taken)
+    caller.wait_placed(2)
+    assert caller.changes() == ()
+    assert "look" not in caller.said()
