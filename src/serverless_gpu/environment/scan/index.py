@@ -74,6 +74,15 @@ class Stats(msgspec.Struct, array_like=True):
         numbers = memoryview(self.numbers).cast("q").tolist()
         return numbers[::4], numbers[1::4], numbers[2::4], numbers[3::4]
 
+    def pick(self, chosen: Iterable[int]) -> Stats:
+        """Return some of the files, by their numbers, without digests."""
+        chosen, names = tuple(chosen), self.names()
+        return Stats(
+            paths="\0".join(names[number] for number in chosen),
+            numbers=b"".join(self.numbers[32 * number : 32 * number + 32] for number in chosen),
+            kinds="".join(self.kinds[number] for number in chosen),
+        )
+
 
 class GatePart(msgspec.Struct, array_like=True):
     """What decides at once whether an environment is unchanged.

@@ -44,13 +44,14 @@ class Recognised(msgspec.Struct, frozen=True):
     fresher: bool
 
 
-def recognise(gate: GatePart, description: Description, seen_ns: int) -> Recognised | None:
+def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched: bool = False) -> Recognised | None:
     """Return what was seen of an unchanged environment, None for one that may have changed.
 
     Args:
         gate: what was kept of it.
         description: the interpreter, as it is now.
         seen_ns: the time, before anything is looked at.
+        watched: whether watches have just proved that the directories of the libraries are unchanged.
     """
     if gate.absent and any(os.path.lexists(path) for path in gate.absent.split("\0")):
         return None
@@ -59,7 +60,7 @@ def recognise(gate: GatePart, description: Description, seen_ns: int) -> Recogni
     if small is None or code is None:
         return None
     try:
-        mtimes = _compare_directories(gate, description, seen_ns)
+        mtimes = _compare_directories(gate, description, seen_ns, watched)
     except EnvironmentProblem:  # a directory is gone or unreadable; the scan that follows says so where it matters
         return None
     if mtimes is None:
@@ -82,6 +83,12 @@ def find_edits(stats: Stats, row_path: RowPath, seen_ns: int) -> tuple[list[int]
     return edited, _renew(stats, same, seen_ns)
 
 
+def differing(stats: Stats) -> list[int]:
+    """Return the numbers of the files whose stat is not what it was; nothing is read."""
+    names = stats.names()
+    return _differences(names, stats, 0, len(names))
+
+
 def is_single_threaded() -> bool:
     """Return whether this process may be forked: no thread of Python's, nor of a library's."""
     try:
@@ -93,7 +100,7 @@ def is_single_threaded() -> bool:
 def _compare_all(stats: Stats, seen_ns: int) -> Stats | None:
     """Return what was seen of files when all hold what they held, else None."""
     names = stats.names()
-    suspects = _differences(names, stats, 0, len(names))
+    suspects = differing(stats)
     if not suspects:
         return stats
     edited, same = _read_suspects(names, stats, suspects, lambda number: "site/")
@@ -209,16 +216,20 @@ def _renew(stats: Stats, seen: Mapping[int, os.stat_result], seen_ns: int) -> St
     return msgspec.structs.replace(stats, numbers=numbers.tobytes())
 
 
-def _compare_directories(gate: GatePart, description: Description, seen_ns: int) -> bytes | None:
+def _compare_directories(gate: GatePart, description: Description, seen_ns: int, watched: bool) -> bytes | None:
     """Return the mtimes of the directories when everything that counts in them is as it was, else None."""
     names = gate.directory_names()
     mtimes = array("q", gate.mtimes)
+    areas_of = memoryview(gate.areas_of).cast("H").tolist()
+    numbers: Sequence[int] = range(len(names))
+    if watched:
+        is_code = [area.place is not None for area in gate.areas]
+        numbers = [number for number, area in enumerate(areas_of) if is_code[area]]
     look_at = os.stat
     try:
-        moved = [number for number, name in enumerate(names) if look_at(name).st_mtime_ns != mtimes[number]]
+        moved = [number for number in numbers if look_at(names[number]).st_mtime_ns != mtimes[number]]
     except OSError:
         return None
-    areas_of = memoryview(gate.areas_of).cast("H")
     again = _newly_loaded(gate, description)
     for number in moved:
         area = gate.areas[areas_of[number]]

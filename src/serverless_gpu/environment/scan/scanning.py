@@ -2,6 +2,7 @@
 
     gate(d)      ~10 ms   unchanged since it was remembered? its snapshot, else None          recognition.py
     check()      ~50 ms   after a gate that said so, beside the launch: files edited in place
+    watch()     ~200 ms   in a process that stays: from then on it proves that the libraries are unchanged   watcher.py
     scan(d)      < 1 s    everything: roots, units, addresses                                  survey.py, units.py
     remember(s)           after a capture: what the gate compares with from now on             index.py
 
@@ -32,6 +33,7 @@ from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
 from serverless_gpu.environment.scan.remembered import known_of, make_parts, read_memory
 from serverless_gpu.environment.scan.survey import Survey, survey
+from serverless_gpu.environment.scan.watcher import Unwatchable, Watcher
 
 __all__ = ["Recogniser", "Scan", "Source"]
 
@@ -76,11 +78,12 @@ class Recogniser:
         self._gated: _Gated | None = None
         self._seen: _Seen | None = None
 
-    def gate(self, description: Description) -> Snapshot | None:
+    def gate(self, description: Description, watched: bytes = b"") -> Snapshot | None:
         """Return what this environment was captured as, when nothing has changed as far as can be seen at once.
 
         Args:
             description: the interpreter, as it is now.
+            watched: generation of the index for which watches have just proved that its libraries are unchanged.
 
         Returns:
             None when something has changed, or it was never captured.
@@ -91,7 +94,7 @@ class Recogniser:
         gate = index.read_gate()
         if gate is None or gate.key != key:
             return None
-        recognised = recognise(gate, description, self._clock.wall_ns())
+        recognised = recognise(gate, description, self._clock.wall_ns(), watched=gate.generation == watched)
         if recognised is None:
             return None
         if recognised.fresher:
@@ -102,6 +105,10 @@ class Recogniser:
     def known(self) -> Snapshot | None:
         """Return what `gate` returned last."""
         return None if self._gated is None else self._gated.gate.snapshot
+
+    def generation(self) -> bytes:
+        """Return the generation of the index that `gate` compared with last; b"" when it saw a change."""
+        return b"" if self._gated is None else self._gated.gate.generation
 
     def last(self, description: Description) -> Snapshot | None:
         """Return what this environment was captured as last, whatever has changed since; None when it never was."""
@@ -140,6 +147,35 @@ class Recogniser:
         if now is None or self._gated is None or self._gated.gate.generation == was.generation:
             return (_UNKNOWN,)
         return compare(was.snapshot, now) or self.check()
+
+    def watch(self, description: Description) -> tuple[Watcher, bytes]:
+        """Place watches on the libraries, look at everything, and return the watches and the index's generation.
+
+        Args:
+            description: the interpreter.
+
+        Raises:
+            Unwatchable: watches cannot be had, would not suffice, or the environment has changed meanwhile.
+        """
+        index = self._index(_key(description))
+        gate, files = index.read_gate(), index.read_files()
+        if gate is None or files is None:
+            raise Unwatchable("the index of the environment cannot be read")
+        watcher = Watcher(gate, files.files)
+        try:
+            # From here on events tell of changes, and the look finds those from before.
+            if self.gate(description) is None or self.check():
+                raise Unwatchable("the environment has changed meanwhile")
+            seen = index.read_files()
+            if seen is None or {files.generation, seen.generation, self.generation()} != {gate.generation}:
+                raise Unwatchable("the environment was captured meanwhile")
+            watcher.begin(seen.files)
+            if reason := watcher.ask():
+                raise Unwatchable(f"the environment has changed meanwhile: {reason}")
+        except Unwatchable:
+            watcher.close()
+            raise
+        return watcher, gate.generation
 
     def scan(self, description: Description, report: Report) -> Scan:
         """Return what an interpreter imports from, as units with their addresses.

@@ -1,0 +1,298 @@
+"""Watches that prove that the libraries of an environment are unchanged, without a look at every file.
+
+    place   a watch on every directory and on every file, then a full look: the baseline
+    ask     mount table ─ tops of the libraries ─ queue of events ─ stat of what the queue cannot answer for
+            └ nothing happened ──▶ "": the full look would find nothing
+            └ anything else ─────▶ the reason, and the watches are of no more use: look at everything, place them anew
+
+The directory's own watch reports names that come, go or are renamed. It does not report writes through another hard
+link, nor a new hard link to a file. The watch on the file itself (its inode) reports both, by whatever name.
+
+Every write begins with an open of the file, which the file's watch reports. From then on `ask` compares the file's stat
+with the baseline. This covers writes that raise no event: those through a mapping, and on old kernels through io_uring.
+
+| what happens | who finds it |
+|---|---|
+| write, truncate, chmod, a new hard link, a write by another name | watch on the file |
+| rename over a file or directory, new, removed | watch on the directory |
+| write through a mapping | open, then the stat of the file; its last close |
+| a file that is a link to another place, or that no watched directory holds | its stat, at each question |
+| the library's directory, or one above it, renamed or replaced | device and inode of each top |
+| a mount on, above or below a top; unmounted | mount table; an event |
+| more events than the queue holds | an event: everything counts as changed |
+| network, FUSE and overlay file systems, no watches left, too many links | `Unwatchable`: always a full look |
+
+Not found: a write through a mapping that a process made before the watches were placed and keeps, until it ends. The
+full look finds such a write only where it is the first to its page since the kernel wrote that page to the disk.
+
+Bytecode does not count, as everywhere. Project code is not watched: the gate compares every file of it anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import select
+import stat
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from serverless_gpu.environment.scan import inotify
+from serverless_gpu.environment.scan.index import GatePart, Stats
+from serverless_gpu.environment.scan.inotify import Inotify
+from serverless_gpu.environment.scan.listing import BYTECODE, is_inside
+from serverless_gpu.environment.scan.recognition import differing
+
+COMPARED_MAX = 2_000
+"""Files whose stat is compared with each question; with more, a full look is not much slower."""
+WATCHES_SHARE = 0.5
+"""Share of the user's watches that one environment may take: editors need some as well."""
+_LOCAL = {0xEF53: "ext", 0x58465342: "XFS", 0x9123683E: "btrfs", 0x01021994: "tmpfs", 0xF2F52010: "F2FS"}
+_LIMIT = "/proc/sys/fs/inotify/max_user_watches"
+_MOUNTS = "/proc/self/mountinfo"
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+_STATFS_BYTES = 256
+
+
+class Unwatchable(Exception):
+    """Watches cannot be had for an environment, or would not suffice; its text is the reason."""
+
+
+class Plan(NamedTuple):
+    """What to watch: tops of the libraries, directories, numbers of files, and of files whose stat is compared."""
+
+    tops: tuple[str, ...]
+    directories: tuple[str, ...]
+    watched: tuple[int, ...]
+    compared: tuple[int, ...]
+
+
+class Watcher:
+    """Watches on the libraries of one environment.
+
+    Args:
+        gate: the gate part of its index.
+        files: its files.
+
+    Raises:
+        Unwatchable: they cannot be had.
+    """
+
+    def __init__(self, gate: GatePart, files: Stats) -> None:
+        names = files.names()
+        self._plan = make_plan(gate, names, files.kinds)
+        self._number_of: dict[int, int] = {}
+        self._compared: dict[int, None] = dict.fromkeys(self._plan.compared)
+        self._baseline = files
+        self._stats = Stats()
+        self._inotify: Inotify | None = None
+        self._mounts_fd = -1
+        try:
+            self._place(names)
+        except OSError as error:
+            self.close()
+            raise Unwatchable(_explain(error)) from None
+        except Unwatchable:
+            self.close()
+            raise
+
+    def _place(self, names: Sequence[str]) -> None:
+        plan = self._plan
+        _check_limit(len(plan.directories) + len(plan.watched))
+        self._mounts_fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)  # changes show from here on
+        self._mounts = self._read_mounts()
+        _check_file_systems(plan.tops, self._mounts)
+        self._tops = _identities(plan.tops)
+        self._inotify = Inotify()
+        for directory in plan.directories:
+            self._inotify.watch_directory(directory)
+        for number in plan.watched:
+            self._number_of[self._inotify.watch_file(names[number])] = number
+
+    def close(self) -> None:
+        """Remove all watches."""
+        if self._inotify is not None:
+            self._inotify.close()
+        if self._mounts_fd >= 0:
+            os.close(self._mounts_fd)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when something has happened."""
+        return self._queue.fileno()
+
+    @property
+    def _queue(self) -> Inotify:
+        assert self._inotify is not None
+        return self._inotify
+
+    def begin(self, files: Stats) -> None:
+        """Take files as the baseline, which a full look has confirmed since the watches were placed."""
+        self._baseline = files
+        self._stats = files.pick(self._compared)
+
+    def take_events(self) -> str:
+        """Read the queue and return why the libraries may have changed, or ""."""
+        opened = []
+        for event in self._queue.read():
+            if event.mask == inotify.OPEN:
+                opened.append(event.watch)
+            elif reason := _disturbance(event):
+                return reason
+        return self._compare_from_now_on(opened)
+
+    def ask(self) -> str:
+        """Return why the libraries may have changed since the baseline; "" proves that they have not."""
+        try:
+            if _is_changed(self._mounts_fd) and self._read_mounts() != self._mounts:
+                return "something was mounted or unmounted"
+            if _identities(self._plan.tops) != self._tops:
+                return "the directory of a library was replaced"
+        except OSError as error:
+            return str(error)
+        if reason := self.take_events():
+            return reason
+        if differing(self._stats):
+            return "a file has another size, time or mode"
+        return ""
+
+    def _compare_from_now_on(self, opened: Iterable[int]) -> str:
+        before = len(self._compared)
+        self._compared.update((self._number_of[watch], None) for watch in opened if watch in self._number_of)
+        if len(self._compared) > COMPARED_MAX:
+            return f"more than {COMPARED_MAX:,} files were opened"
+        if len(self._compared) != before:
+            self._stats = self._baseline.pick(self._compared)
+        return ""
+
+    def _read_mounts(self) -> frozenset[str]:
+        with open(_MOUNTS, "rb") as file:
+            return mounts_about(self._plan.tops, os.fsdecode(file.read()))
+
+
+def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> Plan:
+    """Return what to watch of the libraries of an environment.
+
+    Args:
+        gate: the gate part of its index.
+        names: paths of the libraries' files.
+        kinds: of each, a letter as in rows.
+
+    Raises:
+        Unwatchable: too many files are links to other places, or lie where no directory is watched.
+    """
+    tops = tuple(area.top for area in gate.areas if area.place is None)
+    areas_of = memoryview(gate.areas_of).cast("H").tolist()
+    libraries = [area.place is None for area in gate.areas]
+    directories = tuple(name for name, area in zip(gate.directory_names(), areas_of, strict=True) if libraries[area])
+    known = frozenset(directories)
+    watched: list[int] = []
+    compared: list[int] = []
+    for number, name in enumerate(names):
+        if name.rpartition("/")[0] not in known:
+            compared.append(number)
+        elif kinds[number] == "l":  # nobody can write to a link: another one has to take its place
+            continue
+        elif _is_link(name):
+            compared.append(number)
+        else:
+            watched.append(number)
+    if len(compared) > COMPARED_MAX:
+        raise Unwatchable(f"{len(compared):,} files are links to other places, or lie outside of the libraries")
+    return Plan(tops, directories, tuple(watched), tuple(compared))
+
+
+def mounts_about(tops: Iterable[str], table: str) -> frozenset[str]:
+    """Return the lines of a mount table that concern directories: mounts above them, on them and below them.
+
+    Args:
+        tops: the directories.
+        table: as in `/proc/self/mountinfo`.
+    """
+    tops = tuple(dict.fromkeys(path for top in tops for path in (top, os.path.realpath(top))))
+    found = []
+    for line in table.splitlines():
+        fields = line.split(" ")
+        point = _unescape(fields[4]) if len(fields) > 4 else "/"
+        if any(is_inside(top, point) or is_inside(point, top) for top in tops):
+            found.append(line)
+    return frozenset(found)
+
+
+def _disturbance(event: inotify.Event) -> str:
+    """Return why an event means that something may have changed, or ""."""
+    if event.mask & inotify.OVERFLOW:
+        return "more happened than the kernel's queue of events holds"
+    if event.mask & inotify.UNMOUNT:
+        return "the file system was unmounted"
+    name = os.fsdecode(event.name)
+    if name == "__pycache__" or name.endswith(BYTECODE):
+        return ""
+    return f"{name or 'a file or directory'} was changed"
+
+
+def _check_file_systems(tops: Iterable[str], mounts: Iterable[str]) -> None:
+    """Refuse file systems whose changes the kernel may not see, and libraries that lie on more than one."""
+    points = {_unescape(line.split(" ")[4]) for line in mounts}
+    for top in tops:
+        real = os.path.realpath(top)
+        kind = file_system(real)
+        if kind not in _LOCAL:
+            names = ", ".join(_LOCAL.values())
+            raise Unwatchable(f"{top} lies on a file system of type {kind:#x}, which is none of {names}")
+        if inner := sorted(point for point in points if point != real and is_inside(point, real)):
+            raise Unwatchable(f"another file system is mounted at {inner[0]}")
+
+
+def file_system(path: str) -> int:
+    """Return the kernel's number for the type of the file system that holds a path.
+
+    Raises:
+        OSError: it cannot be found out.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = ctypes.create_string_buffer(_STATFS_BYTES)
+    if libc.statfs(os.fsencode(path), found) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
+    return ctypes.c_long.from_buffer(found).value & 0xFFFF_FFFF
+
+
+def _check_limit(wanted: int) -> None:
+    with open(_LIMIT, encoding="ascii") as file:
+        limit = int(file.read())
+    if wanted > WATCHES_SHARE * limit:
+        raise Unwatchable(
+            f"{wanted:,} watches are needed, more than {WATCHES_SHARE:.0%} of fs.inotify.max_user_watches ({limit:,})"
+        )
+
+
+def _is_changed(mounts_fd: int) -> bool:
+    """Return whether the mount table has changed since this was asked last."""
+    poller = select.poll()
+    poller.register(mounts_fd, select.POLLPRI)
+    return bool(poller.poll(0))
+
+
+def _identities(tops: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    return tuple((found.st_dev, found.st_ino) for found in map(os.stat, tops))
+
+
+def _is_link(path: str) -> bool:
+    try:
+        return stat.S_ISLNK(os.lstat(path).st_mode)
+    except OSError:  # gone: placing its watch fails
+        return False
+
+
+def _unescape(point: str) -> str:
+    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), point)
+
+
+def _explain(error: OSError) -> str:
+    if error.errno == errno.ENOSPC:
+        return "the user's watches are used up (fs.inotify.max_user_watches)"
+    if error.errno == errno.EMFILE:
+        return "the user's queues are used up (fs.inotify.max_user_instances)"
+    return str(error)
