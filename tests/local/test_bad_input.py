@@ -128,7 +128,7 @@ def test_impossible_numbers_of_gpus(untouched: Path, gpus: int, error: type[Exce
         ({"gpus": True}, "gpus"),
         ({"gpus": 2, "num_gpus": 3}, "disagree"),
         ({"timeout": 0}, "timeout"),
-        ({"timeout": "3h"}, "timeout"),
+        ({"timeout": "3 hours"}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"grace": -1}, "grace"),
         ({"memory": "lots"}, "memory"),
