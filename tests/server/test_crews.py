@@ -140,7 +140,7 @@ def test_it_ends_when_both_have_and_is_settled_with_the_last_receipt(
     say(services, run_id, 1, State.STOPPING, files=(result(2),), ending=FINISHED, receipt=msgspec.Raw(b"{}"))
     run = stored(database, run_id)
     assert run.attempt is not None
-    assert (run.state, [crew.ended_ns is None for crew in run.attempt.crews]) == (State.STOPPING, [True, False])
+    assert (run.state, [crew.ended_ns is None for crew in run.attempt.crews]) == (State.RUNNING, [True, False])
     assert not run.finished and run.settled_ns is None and run.attempt.settled_ns is None
     assert wrong(database) == []
     files = (result(0), result(1))
