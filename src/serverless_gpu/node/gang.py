@@ -35,6 +35,7 @@ from serverless_gpu.node.account import Account, write_text
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.inside.linux import descendants
+from serverless_gpu.node.inside.training import SWITCH
 from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
 from serverless_gpu.node.pool import in_pool
@@ -94,6 +95,7 @@ class Gang:
         self.environment = RankEnvironment(launch, self.context, checkpoints)
         self._stop_file = Path(launch.directory) / STOP_FILE
         self._failed: set[int] = set()
+        self._alone: set[int] = set()  # those that trained and never met another rank
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
         self.devices: tuple[Device, ...] = ()  # by rank, once they are started
@@ -150,6 +152,7 @@ class Gang:
             case "enter":
                 self.account.mark("enter", inside.integer(message, "at"))
             case "returned":
+                self._alone |= {self._rank(message)} if message.get("alone") is True else set()
                 yield RankReturned(self._rank(message))
             case "failed":
                 self._store(message)
@@ -289,6 +292,12 @@ class Gang:
             self.memory.close()
         for path in self._cgroups:
             remove_cgroup(path)
+        if self._alone.issuperset(self.numbers):
+            count = place_of(self.launch, 0).world_size
+            self.account.notes.append(
+                f"its {count} ranks trained, and none has met another one (no process group, Ray or MPI): {count} "
+                f"models. Where that is meant, {SWITCH}=0 leaves this out"
+            )
         if self._cluster is not None:
             note = self._cluster.close()
             self.account.notes += [note] if note else []

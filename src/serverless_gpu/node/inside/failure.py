@@ -44,6 +44,11 @@ _PEER_TEXT = re.compile(
     re.IGNORECASE,
 )
 _GPU_OOM_TYPES = {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError", "torch._C.OutOfMemoryError"}
+_JOINED_TWICE = "initialize the default process group twice"
+_JOINED_NOTE = (
+    "the TrainingArguments that this call carries have joined the process group before the function began, as they do "
+    "where they are made: leave init_process_group out, or make them in the function, after it"
+)
 _CANCELLED_TYPE = "asyncio.exceptions.CancelledError"
 
 
@@ -171,7 +176,7 @@ def _cut(text: str, size_max: int) -> str:
     return f"{head}\n... {len(data) - 2 * half} bytes left out ...\n{tail}"
 
 
-# --- of the captured copy ---------------------------------------------------------------------------------------------
+# --- notes ------------------------------------------------------------------------------------------------------------
 
 
 def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
@@ -184,10 +189,20 @@ def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
     for link in _causes(error):
         note = _copy_note(link, copies) if isinstance(link, OSError) and link.errno in _COPY_ERRNOS else ""
         if note:
-            with contextlib.suppress(Exception):  # a class of the user's may refuse it; its error is told as it is
-                notes = getattr(error, "__notes__", None)
-                object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])
+            _add_note(error, note)
             return
+
+
+def tell_of_joining(error: BaseException) -> None:
+    """Add a note to an error of torch's about a process group that the captured `TrainingArguments` made before."""
+    if any(type(link) is ValueError and _JOINED_TWICE in _text(link) for link in _causes(error)):
+        _add_note(error, _JOINED_NOTE)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    with contextlib.suppress(BaseException):  # a class of the user's may refuse it; its error is told as it is
+        notes = getattr(error, "__notes__", None)
+        object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])
 
 
 def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:

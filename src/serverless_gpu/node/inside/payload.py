@@ -24,6 +24,7 @@ import mmap
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FunctionType, ModuleType
@@ -41,6 +42,10 @@ _BUFFER_SIZE_MIN = 4096
 # Ctrl-C is heard between two writes.
 _WRITE_SIZE_MAX = 8 << 20
 _WRITE_COUNT_MAX = 512  # the kernel takes 1024
+_ARGUMENTS = ("transformers.training_args", "TrainingArguments")
+_late: list[weakref.ref[object]] = []
+# What `TrainingArguments` keeps of the process in which it was made: others would take themselves for that one.
+_OF_ONE_PROCESS = frozenset({"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_state"})
 
 
 class PayloadError(Exception):
@@ -224,6 +229,8 @@ class _Pickler(_CloudPickler):
         torch = sys.modules.get("torch")
         self._untyped: object = getattr(torch, "UntypedStorage", None)
         self._typed: object = getattr(torch, "TypedStorage", None)
+        arguments = getattr(sys.modules.get(_ARGUMENTS[0]), _ARGUMENTS[1], None)
+        self._arguments = arguments if isinstance(arguments, type) else None
 
     def reducer_override(self, value: object) -> Reduced:
         if self._reducer is not None:
@@ -238,6 +245,8 @@ class _Pickler(_CloudPickler):
             return self._reduce_storage(cast("_UntypedStorage", value))
         if kind is FunctionType and _is_notebook_open(cast("FunctionType", value)):
             return getattr, (builtins, "open")
+        if self._arguments is not None and isinstance(value, self._arguments):
+            return _reduce_arguments(value)
         return super().reducer_override(value)
 
     def _reduce_storage(self, storage: _UntypedStorage) -> Reduced:
@@ -367,6 +376,58 @@ def _write_batch(descriptor: int, batch: list[memoryview]) -> None:
             written -= batch.pop(0).nbytes
         if batch:
             batch[0] = batch[0][written:]
+
+
+# --- what transformers' arguments know of their process ---------------------------------------------------------------
+
+
+def _reduce_arguments(value: object) -> Reduced:
+    """Take `TrainingArguments` apart, without the device and the process group of this process."""
+    reduced = value.__reduce_ex__(5)
+    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    state = {name: held for name, held in reduced[2].items() if name not in _OF_ONE_PROCESS}
+    return _training_arguments, (reduced[0], reduced[1]), state, *reduced[3:]
+
+
+@portable
+def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -> object:
+    """Return arguments that look for their device and their process group when they are first asked for them."""
+    made = make(*args)
+    for kind in type(made).__mro__:
+        if (kind.__module__, kind.__name__) == _ARGUMENTS and "distributed_state" not in vars(kind):
+            kind.distributed_state = _LateState()  # type: ignore[attr-defined]
+    _late[:] = [reference for reference in _late if reference() is not None] + [weakref.ref(made)]
+    return made
+
+
+def join_late() -> bool:
+    """Have the `TrainingArguments` of the call take their place among the ranks, as they do where they are made.
+
+    transformers joins the process group when it makes them, and a Trainer relies on that.
+
+    Returns:
+        Whether there were any.
+    """
+    made = [value for value in (reference() for reference in _late) if value is not None]
+    _late.clear()
+    for value in made:
+        value._setup_devices  # type: ignore[attr-defined]  # noqa: B018 - a cached property
+    return bool(made)
+
+
+class _LateState:
+    """`TrainingArguments.distributed_state` until transformers sets it on the instance.
+
+    transformers sets it together with the device, which it looks for when that is first read. So this reads the device.
+    """
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        if instance is not None:
+            instance._setup_devices  # type: ignore[attr-defined]  # noqa: B018 - a cached property
+            if "distributed_state" in vars(instance):
+                return vars(instance)["distributed_state"]
+        raise AttributeError("distributed_state")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

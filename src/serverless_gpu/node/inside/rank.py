@@ -40,10 +40,11 @@ from . import blas, command, fence, linux, mlflow_hook, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
-from .failure import describe, pickle_exception, tell_of_copies
-from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads, write_whole
+from .failure import describe, pickle_exception, tell_of_copies, tell_of_joining
+from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, join_late, loads, write_whole
 from .raycluster import task
 from .raycluster.words import read_share
+from .training import trained_alone
 
 _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
 _SETTLE_FAILED_S = 1.0  # for the last points before a failure; the others' end waits for that
@@ -166,7 +167,7 @@ def _node_task(
 def execute(place: Place, report: protocol.Report) -> int:
     """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
     report({"event": "exec", "stack": place.stack})
-    process = os.getpid()
+    process, joined = os.getpid(), False
     _spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE))
     try:
         call = load_call(os.path.join(place.directory, "call.pkl"))
@@ -174,6 +175,7 @@ def execute(place: Place, report: protocol.Report) -> int:
         kwargs = fill_rank(call.function, call.args, call.kwargs, place.rank, place.world_size)
         pass_gate(place.gate, place.local_rank, place.local_world_size, has_store=place.rank == place.local_rank)
         report({"event": "enter"})
+        joined = join_late()
         value = call.function(*call.args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
         _free_spare()
@@ -181,6 +183,8 @@ def execute(place: Place, report: protocol.Report) -> int:
             sys.excepthook(*sys.exc_info())
         _leave_if_forked(process, error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
         mlflow_hook.settle(_SETTLE_FAILED_S)
+        if joined:
+            tell_of_joining(error)
         code = _fail(place, error, report)
     else:
         _free_spare()
@@ -215,7 +219,7 @@ def _return(place: Place, value: object, report: protocol.Report) -> int:
         kind = "result_storage" if storage else "result_unserialisable"
         _fail(place, error, report, kind=kind, type=_type_name(value), repr=_safe_repr(value))
     else:
-        report({"event": "returned", "size": size})
+        report({"event": "returned", "size": size, "alone": trained_alone(place.world_size)})
         _wait_for_others(place)
         return 0
     return 1
