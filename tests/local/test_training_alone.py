@@ -1,4 +1,4 @@
-"""Ranks that train without each other: the receipt mentions it, and what transformers knows of one process is renewed."""
+"""Ranks that train without each other: the receipt mentions it, and TrainingArguments join theirs."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -113,7 +112,7 @@ def test_23A1_what_accelerate_set_up_for_one_process_is_refused_by_name(
     def train() -> object:
         return trainer.accelerator
 
-    refuse = process_state.refusal(RunSpec(payload=None, resources=Resources()))
+    refuse = process_state.refusal(RunSpec(resources=Resources()))
     with pytest.raises(NotPicklable) as caught:
         preflight.pack(str(tmp_path / "call.pkl"), train, (), {}, refuse)
     assert "closure variable `trainer` of `train`" in str(caught.value)
