@@ -15,8 +15,10 @@ raises passes through. A tensor read from a file cannot be resized beyond its st
 
 from __future__ import annotations
 
+import ast
 import builtins
 import ctypes
+import dis
 import importlib.util
 import io
 import json
@@ -27,7 +29,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 _CLOUDPICKLE_NAME = "_sgpu_cloudpickle"
@@ -42,6 +44,7 @@ _BUFFER_SIZE_MIN = 4096
 # Ctrl-C is heard between two writes.
 _WRITE_SIZE_MAX = 8 << 20
 _WRITE_COUNT_MAX = 512  # the kernel takes 1024
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _ARGUMENTS = ("transformers.training_args", "TrainingArguments")
 _late: list[weakref.ref[object]] = []
 # What `TrainingArguments` keeps of the process in which it was made: others would take themselves for that one.
@@ -100,6 +103,46 @@ def _load_vendored() -> ModuleType:
 
 
 _cloudpickle = _load_vendored()
+_names_of_code: weakref.WeakKeyDictionary[CodeType, dict[str, None]] = weakref.WeakKeyDictionary()
+
+
+def _code_globals(code: CodeType) -> dict[str, None]:
+    """Return the names of globals that code may use, in order: those that the bodies of its classes read among them."""
+    names = _names_of_code.get(code)
+    if names is None:
+        names = dict.fromkeys((*_cloudpickle._walk_global_ops(code), *_read_by_class_body(code)))
+        for constant in code.co_consts or ():
+            if isinstance(constant, CodeType):
+                names.update(_code_globals(constant))
+        _names_of_code[code] = names
+    return names
+
+
+def _read_by_class_body(code: CodeType) -> Iterator[str]:
+    """Yield the names that the body of a class reads and has not surely bound before; what cannot be told is read."""
+    bound: set[str] = {"__name__", "__annotations__"}  # every module has its own
+    is_straight, last = True, None
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_NAME" and step.argval == "__annotations__" and isinstance(last, str):
+            yield from _names_in(last)  # with `from __future__ import annotations`
+        last = step.argval
+        if step.opname == "STORE_NAME" and is_straight:
+            bound.add(str(step.argval))
+        elif step.opname in ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS") and step.argval not in bound:
+            yield str(step.argval)
+        elif step.opcode in _JUMPS:
+            is_straight = False
+
+
+def _names_in(annotation: str) -> list[str]:
+    try:
+        tree = ast.parse(annotation, mode="eval")
+    except (SyntaxError, ValueError):
+        return []
+    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+
+
+vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # its own does not look into bodies of classes
 
 if TYPE_CHECKING:
     from _pickle import _ReducedType
