@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import socket
+import sys
 from pathlib import Path
 
 import msgspec
@@ -471,3 +472,16 @@ def test_F57_a_result_that_cannot_be_loaded_here_stays_where_it_is(directory: Pa
 def test_a_result_that_is_gone(directory: Path) -> None:
     with pytest.raises(ResultUnavailableHere, match=r"rank 5 returned a value, but the file \S+/5.pkl is missing"):
         load_result(directory, 5, RUN)
+
+
+class EndsReader:
+    """Pickles, and ends the process that loads it."""
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        return sys.exit, (5,)
+
+
+def test_23A7_a_result_whose_loading_would_end_the_caller_is_an_error_of_ours(directory: Path) -> None:
+    payload.dump(EndsReader(), str(directory / "results" / "0.pkl"))
+    with pytest.raises(ResultUnavailableHere, match="SystemExit: 5"):
+        load_result(directory, 0, RUN)

@@ -111,7 +111,9 @@ class _Search:
         self._probes_left -= 1
         try:
             payload.measure(values, self._reducer)
-        except Exception:  # noqa: BLE001 - pickling runs user code, which may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001 - pickling runs user code, which may raise anything
             return True
         return False
 
@@ -220,7 +222,9 @@ def _dict_parts(value: dict[object, object]) -> Iterator[_Part]:
 def _short(key: object) -> str:
     try:
         text = repr(key)
-    except Exception:  # noqa: BLE001 - the user's __repr__ may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - the user's __repr__ may raise anything
         return f"<{_type_name(key)}>"
     return text if len(text) <= _REPR_MAX else text[: _REPR_MAX - 1] + "…"
 
@@ -242,7 +246,9 @@ def _object_parts(value: object) -> Iterator[_Part]:
 def _reduced_parts(value: object) -> Iterator[_Part]:
     try:
         reduced = value.__reduce_ex__(5)
-    except Exception:  # noqa: BLE001 - this is user code, or a type that refuses to be pickled
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - this is user code, or a type that refuses to be pickled
         return
     if isinstance(reduced, str):
         return

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple, SupportsIndex
 
-from serverless_gpu.client.failures import rebuild
+from serverless_gpu.client.failures import add_note, rebuild, text_of
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import (
     BudgetExhausted,
@@ -134,7 +134,9 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
         if path.exists():  # then it is the user's code that misses a file
             raise _not_loadable(error, path, rank, run_id) from error
         raise _gone(directory, path, rank, run_id) from None
-    except Exception as error:  # loading runs the user's code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # loading runs the user's code, which may raise SystemExit
         raise _not_loadable(error, path, rank, run_id) from error
 
 
@@ -158,7 +160,7 @@ def make_exception(
         error = _raised(rank, _detail(stopped), directory, run_id, origin)
     for text in (stopped.hint, *_consequences(stopped)):
         if text:
-            error.add_note(text)
+            add_note(error, text)
     return error
 
 
@@ -228,9 +230,9 @@ def _consequences(stopped: Stopped) -> list[str]:
     return shown + ([f"consequence: {more} more ranks failed"] if more > 0 else [])
 
 
-def _not_loadable(error: Exception, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
+def _not_loadable(error: BaseException, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
     return ResultUnavailableHere(
-        f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {error}",
+        f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {text_of(error)}",
         hint=f"import what it needs and call results() again; the bytes are in {path}",
         run_id=run_id,
         rank=rank,

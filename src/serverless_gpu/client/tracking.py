@@ -339,7 +339,9 @@ def _tracking(
 def _params(arguments: Mapping[str, object]) -> dict[str, str]:
     try:
         return {f"{ARGUMENT}{name}": text for name, text in argument_texts(arguments).items()}
-    except Exception:  # noqa: BLE001 - classes of the user's may raise anything, and the run does not depend on this
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - classes of the user's may raise anything, and the run does not need this
         return {}
 
 

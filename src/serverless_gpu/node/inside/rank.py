@@ -214,7 +214,7 @@ def _return(place: Place, value: object, report: protocol.Report) -> int:
         size = dump(value, path, limit=place.result_bytes_max)
     except PayloadTooLarge as error:
         _fail(place, error, report, kind="result_too_large", size=error.size, limit=error.limit)
-    except Exception as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
+    except BaseException as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
         storage = isinstance(error, PayloadNotWritten)
         kind = "result_storage" if storage else "result_unserialisable"
         _fail(place, error, report, kind=kind, type=_type_name(value), repr=_safe_repr(value))
@@ -469,5 +469,5 @@ def _type_name(value: object) -> str:
 def _safe_repr(value: object) -> str:
     try:
         return repr(value)[:_REPR_CHARACTERS_MAX]
-    except Exception as error:  # noqa: BLE001 - the user's __repr__
+    except BaseException as error:  # noqa: BLE001 - the user's __repr__
         return f"<repr raised {type(error).__name__}>"
