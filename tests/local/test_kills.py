@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import Run, attach, distributed
-from serverless_gpu.errors import NodeLost, RankCrashed
+from serverless_gpu.errors import NodeLost, RankCrashed, RuntimeLost
+from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.run_lifecycle import LOST
 from serverless_gpu.testing import agent_status
 from tests.local.observe import (
     Process,
@@ -217,11 +219,13 @@ def test_a_killed_zygote_costs_the_next_run_its_warm_start_only(own: Path, going
     assert going.run.receipt(timeout=50).state == "SUCCEEDED"
 
 
-def test_a_killed_stem_ends_the_run_and_its_ranks(own: Path, going: Going) -> None:
+def test_23A8_a_killed_stem_ends_the_run_and_its_ranks_and_all_say_the_same(own: Path, going: Going) -> None:
     Process(going.stem_pid).kill()
-    with pytest.raises(NodeLost) as caught:
+    with pytest.raises(RuntimeLost) as caught:
         going.run.results(timeout=50)
-    assert caught.value.reason == "runtime_lost"
+    assert (caught.value.code, caught.value.reason) == ("runtime_lost", "runtime_lost")
+    assert "retries=1" in caught.value.hint
+    assert MEANINGS[Reason.RUNTIME_LOST].state is State.FAILED and Reason.RUNTIME_LOST not in LOST
     for rank in going.ranks:
         rank.wait_gone()
     assert going.run.receipt(timeout=50).state == "FAILED"

@@ -27,6 +27,7 @@ from serverless_gpu.errors import (
     RunCancelled,
     RunError,
     RunTimedOut,
+    RuntimeLost,
 )
 from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
@@ -130,7 +131,7 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
         RunError,
         "no free rendezvous port was found: no rendezvous port could be reserved: 4711 (Address already in use)",
     ),
-    "stem": (stopped(Reason.RUNTIME_LOST, "killed from outside"), NodeLost, f"{OWNED}: killed from outside"),
+    "stem": (stopped(Reason.RUNTIME_LOST, "killed from outside"), RuntimeLost, f"{OWNED}: killed from outside"),
 }
 
 
@@ -143,6 +144,8 @@ def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: 
     hint = (
         f"the run's files: {directory}; what our own processes wrote: {log}" if ours else f"logs: {directory / 'logs'}"
     )
+    if cls is RuntimeLost:
+        hint = f"it is a process of the run's own user, who can have ended it; retries=1 makes another attempt; {hint}"
     assert str(error) == f"{message}\nhint: {hint}"
     failed = ending.state is State.FAILED and ending.cause is not None
     assert error.__dict__ == {
@@ -207,7 +210,7 @@ def test_F02_a_rank_killed_for_memory_says_memory(directory: Path) -> None:
 
 def test_what_is_known_twice_is_said_once(directory: Path) -> None:
     error = make_exception(stopped(Reason.RUNTIME_LOST, OWNED), directory, RUN, None)
-    assert isinstance(error, NodeLost)
+    assert isinstance(error, RuntimeLost)
     assert error.message.count(OWNED) == 1
 
 
