@@ -26,12 +26,14 @@ import faulthandler
 import fcntl
 import io
 import json
+import locale
 import os
 import resource
 import select
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -387,6 +389,7 @@ def _take_context(message: protocol.Message) -> None:
     """
     os.environ.clear()
     os.environ.update(_environment(message))
+    _take_place_and_language()
     os.umask(protocol.integer(message, "umask"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     soft = protocol.integer(message, "descriptors_max")
@@ -402,6 +405,15 @@ def _take_context(message: protocol.Message) -> None:
     if message.get("ray") is None:
         _set_threads(protocol.integer(message, "threads"))
     os.chdir(protocol.text(message, "cwd"))
+
+
+def _take_place_and_language() -> None:
+    """Have C know the time zone and the encoding that the caller's variables name, as when Python starts."""
+    time.tzset()
+    before = locale.setlocale(locale.LC_CTYPE)
+    with contextlib.suppress(locale.Error):  # this machine lacks it
+        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python takes UTF-8 in place of these
+            locale.setlocale(locale.LC_CTYPE, before)
 
 
 def _forget(callers: object) -> None:
