@@ -39,7 +39,15 @@ from serverless_gpu.node.inside.training import SWITCH
 from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
 from serverless_gpu.node.pool import in_pool
-from serverless_gpu.node.processes import Left, MemoryWatch, cgroup_empty, kill_cgroup, left_in, remove_cgroup
+from serverless_gpu.node.processes import (
+    Left,
+    MemoryWatch,
+    cgroup_empty,
+    cgroup_pids,
+    kill_cgroup,
+    left_in,
+    remove_cgroup,
+)
 from serverless_gpu.node.protocol import Context, Launch, original
 from serverless_gpu.node.rank_environment import STOP_FILE, Network, RankEnvironment, place_of
 from serverless_gpu.node.raycluster import Cluster
@@ -268,6 +276,11 @@ class Gang:
     def left(self) -> tuple[Left, ...]:
         """Return processes of the attempt that are still there."""
         return left_in(self._cgroup, [*self.pids.values(), *descendants(self.stem_pid)] if self.stem_pid else [])
+
+    def processes(self) -> set[int]:
+        """Return the pids of the attempt's processes on this node, as far as they are known."""
+        known = {*self.pids.values(), *(descendants(self.stem_pid) if self.stem_pid else ())}
+        return known if self._cgroup is None else known.union(cgroup_pids(self._cgroup))
 
     @property
     def behind(self) -> bool:
