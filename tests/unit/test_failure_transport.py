@@ -501,7 +501,7 @@ class HostileExit(SystemExit):
 
 class HostileFile(FileNotFoundError):
     @property
-    def filename(self) -> str:  # type: ignore[override]  # as a class of a user's may
+    def filename(self) -> str:
         raise Ending
 
 

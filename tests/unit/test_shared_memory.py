@@ -70,9 +70,14 @@ def test_23A9_what_another_process_has_stays(segment: Path, holder: Holder) -> N
 
 def test_23A9_what_no_process_of_the_attempt_was_seen_with_stays(segment: Path, holder: Holder) -> None:
     segments = LeftSegments(segment.parent)
-    asked = []
+    asked: list[int] = []
+
+    def pids() -> set[int]:
+        asked.append(1)
+        return {os.getpid()}
+
     for _ in range(9):
-        segments.look(0, lambda: asked.append(1) or {os.getpid()})
+        segments.look(0, pids)
     holder.end()
     assert segments.remove(0) == () and segment.exists()
     assert len(asked) == 3, "somebody else's segment does not cost a scan every second"

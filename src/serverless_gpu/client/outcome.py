@@ -318,9 +318,9 @@ def _explain_loss(error: RunError, record: dict[str, object]) -> None:
 
 def _hint(reason: Reason, directory: Path) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, *SUPERVISOR_GONE):
-        advice = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
+        killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
         files = f"the run's files: {directory}; what our own processes wrote: {directory.parents[2] / 'agent.log'}"
-        return f"{advice}{files}"
+        return f"{killed}{files}"
     if reason is Reason.NODE_DISK:
         return "free some space (`sgpu env gc` helps), or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENV_CORRUPT:
@@ -342,8 +342,8 @@ def _hint(reason: Reason, directory: Path) -> str:
 
 def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | None) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.ENV_UNAVAILABLE, *SUPERVISOR_GONE):
-        advice = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
-        return f"{advice}what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
+        killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
+        return f"{killed}what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
     if reason is Reason.ENGINE_HEAD_LOST:
         return f"what Ray wrote is on node {origin.node}: ray/ in the run's directory there; logs: `sgpu logs {run_id}`"
     if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):

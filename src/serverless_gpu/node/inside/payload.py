@@ -23,6 +23,7 @@ import importlib.util
 import io
 import json
 import mmap
+import operator
 import os
 import pickle
 import sys
@@ -46,6 +47,7 @@ _WRITE_SIZE_MAX = 8 << 20
 _WRITE_COUNT_MAX = 512  # the kernel takes 1024
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _ARGUMENTS = ("transformers.training_args", "TrainingArguments")
+_set_up = operator.attrgetter("_setup_devices")  # a cached property, which makes what is in `_OF_ONE_PROCESS`
 _late: list[weakref.ref[object]] = []
 # What `TrainingArguments` keeps of the process in which it was made: others would take themselves for that one.
 _OF_ONE_PROCESS = frozenset({"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_state"})
@@ -439,7 +441,7 @@ def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -
     made = make(*args)
     for kind in type(made).__mro__:
         if (kind.__module__, kind.__name__) == _ARGUMENTS and "distributed_state" not in vars(kind):
-            kind.distributed_state = _LateState()  # type: ignore[attr-defined]
+            kind.distributed_state = _LateState()  # type: ignore[attr-defined]  # of transformers
     _late[:] = [reference for reference in _late if reference() is not None] + [weakref.ref(made)]
     return made
 
@@ -455,7 +457,7 @@ def join_late() -> bool:
     made = [value for value in (reference() for reference in _late) if value is not None]
     _late.clear()
     for value in made:
-        value._setup_devices  # type: ignore[attr-defined]  # noqa: B018 - a cached property
+        _set_up(value)
     return bool(made)
 
 
@@ -467,7 +469,7 @@ class _LateState:
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
         if instance is not None:
-            instance._setup_devices  # type: ignore[attr-defined]  # noqa: B018 - a cached property
+            _set_up(instance)
             if "distributed_state" in vars(instance):
                 return vars(instance)["distributed_state"]
         raise AttributeError("distributed_state")
