@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 
 from serverless_gpu import distributed
+from serverless_gpu.errors import NotPicklable
 from serverless_gpu.node.inside.training import SWITCH
 
 pytestmark = pytest.mark.torch
@@ -71,3 +72,18 @@ def test_23A1_captured_training_arguments_train_one_model(tmp_path: Path) -> Non
     (size, index, weight), (other_size, other_index, other_weight) = fit.distributed()
     assert (size, other_size, index, other_index) == (2, 2, 0, 1)
     assert weight == other_weight
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("warm")
+def test_23A1_a_real_accelerator_is_refused_with_the_way_to_it() -> None:
+    import accelerate  # noqa: PLC0415 - of the examples extra
+
+    accelerator = accelerate.Accelerator(cpu=True)
+
+    @distributed(gpus=2, quiet=True)
+    def fit() -> int:
+        return int(accelerator.num_processes)
+
+    with pytest.raises(NotPicklable, match=r"closure variable `accelerator` of `.*fit`"):
+        fit.distributed()

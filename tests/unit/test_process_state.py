@@ -101,12 +101,37 @@ class PartialState:
     """As accelerate's."""
 
 
-@pytest.mark.parametrize("kind", [Accelerator, PartialState])
-def test_23A1_what_accelerate_set_up_for_one_process_is_refused_by_name(
+class Trainer:
+    """As Lightning's: it has chosen a strategy for one process."""
+
+
+class LightningDataModule:
+    """As Lightning's: it keeps the trainer that used it."""
+
+    trainer: Trainer | None = None
+
+
+def test_23A1_a_data_module_travels_without_the_trainer_that_used_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.trainer.trainer", SimpleNamespace(Trainer=Trainer))
+    datamodule = SimpleNamespace(LightningDataModule=LightningDataModule)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.core.datamodule", datamodule)
+    data = LightningDataModule()
+    data.trainer, vars(data)["path"] = Trainer(), "/data"
+    path = str(tmp_path / "call.pkl")
+    preflight.pack(path, print, (data,), {}, process_state.refusal(RunSpec(resources=Resources())))
+    assert vars(call.load_call(path).args[0]) == {"trainer": None, "path": "/data"}
+    assert data.trainer is not None
+
+
+@pytest.mark.parametrize("kind", [Accelerator, PartialState, Trainer])
+def test_23A1_what_is_set_up_for_one_process_is_refused_by_name(
     kind: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", SimpleNamespace(Accelerator=Accelerator))
     monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(PartialState=PartialState))
+    monkeypatch.setitem(sys.modules, "pytorch_lightning.trainer.trainer", SimpleNamespace(Trainer=Trainer))
     trainer = SimpleNamespace(accelerator=kind())
 
     def train() -> object:
