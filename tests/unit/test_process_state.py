@@ -133,6 +133,7 @@ def test_23A1_what_is_set_up_for_one_process_is_refused_by_name(
     monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(PartialState=PartialState))
     monkeypatch.setitem(sys.modules, "pytorch_lightning.trainer.trainer", SimpleNamespace(Trainer=Trainer))
     trainer = SimpleNamespace(accelerator=kind())
+    vars(trainer.accelerator)["trainer"] = trainer  # each knows the other
 
     def train() -> object:
         return trainer.accelerator
@@ -140,7 +141,9 @@ def test_23A1_what_is_set_up_for_one_process_is_refused_by_name(
     refuse = process_state.refusal(RunSpec(resources=Resources()))
     with pytest.raises(NotPicklable) as caught:
         preflight.pack(str(tmp_path / "call.pkl"), train, (), {}, refuse)
-    assert "closure variable `trainer` of `train`" in str(caught.value)
+    assert f"closure variable `trainer` of `train` -> attribute `accelerator` -> {__name__}.{kind.__name__}" in (
+        str(caught.value)
+    )
     assert "every rank that used it would train alone" in str(caught.value)
 
 

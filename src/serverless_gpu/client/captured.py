@@ -75,7 +75,7 @@ class _Search:
         """Labels from `value` to the culprit, or None when `value` pickles or only fails for what is above it."""
         if id(value) in self._innocent or not self._fails([value]):
             return None
-        if len(above) >= _DEPTH_MAX:
+        if len(above) >= _DEPTH_MAX or self._is_refused(value):
             return [_told(value)]
         above = (*above, value)
         parts = list(islice(_parts(value), _CHILDREN_MAX))
@@ -104,6 +104,15 @@ class _Search:
             else:
                 low = middle
         return low
+
+    def _is_refused(self, value: object) -> bool:
+        """Return whether the object itself is what is not to travel, whatever it refers to."""
+        try:
+            if self._reducer is not None:
+                self._reducer(value)
+        except Exception:  # noqa: BLE001 - it asks user code, too, for what an object is made of
+            return True
+        return False
 
     def _fails(self, values: list[object]) -> bool:
         if self._probes_left <= 0:
