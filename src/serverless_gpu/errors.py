@@ -40,6 +40,7 @@
         ├── OutOfMemory            a rank was ended by the kernel for host memory
         ├── CollectiveHang         ranks waited for others that did not come, longer than hang_timeout=
         ├── RunTimedOut · RunCancelled · NodeLost · BudgetExhausted
+        ├── RuntimeLost            the ranks' parent process died on a node that goes on
         ├── CommandFailed          a submitted command ended with an exit code other than 0
         ├── EngineHeadLost         the run's Ray cluster lost its head, or a node
         ├── ResultNotSerializable · ResultTooLarge   the function finished, its value cannot travel
@@ -406,6 +407,12 @@ class NodeLost(RunError):
     """The process that looked after the run is gone."""
 
     code = "node_lost"
+
+
+class RuntimeLost(RunError):
+    """The ranks' parent process died on a node that goes on: the run failed, and does not continue by itself."""
+
+    code = "runtime_lost"
 
 
 class BudgetExhausted(RunError):

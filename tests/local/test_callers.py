@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import locale
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -254,3 +256,16 @@ def test_type_checkers_see_the_users_signature(tmp_path: Path) -> None:
     errors = [line for line in lines if line.startswith("error")]
     assert len(errors) == 3, out
     assert "incompatible type" in errors[0] and "epoch" in errors[1] and "num_gpu" in errors[2]
+
+
+def test_23A6_ranks_have_the_callers_time_zone_and_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    @distributed(gpus=1, quiet=True)
+    def look() -> tuple[int, str]:
+        return time.localtime().tm_gmtoff, locale.setlocale(locale.LC_CTYPE)
+
+    monkeypatch.delenv("LC_ALL", raising=False)
+    for zone, offset_s, name in (("XYZ-5", 18_000, "C.UTF-8"), ("XYZ+3", -10_800, "C.utf8")):
+        monkeypatch.setenv("TZ", zone)
+        monkeypatch.setenv("LC_CTYPE", name)
+        assert look.distributed() == [(offset_s, name)]
+    assert look.submit().receipt(50).warm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -207,3 +208,14 @@ def test_torchrun_once_per_node_makes_one_gang(warm: Path, tmp_path: Path) -> No
 def test_what_no_node_can_start_is_refused_before_anything_starts(argv: tuple[str, ...], why: str) -> None:
     with pytest.raises(InvalidValue, match=why):
         start(*argv)
+
+
+@pytest.mark.usefixtures("warm")
+def test_23A4_a_module_of_another_directory_runs_with_its_variables(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "train.py").write_text("import os, sys; print(os.environ['LR'], os.getcwd(), sys.argv[1:])")
+    words = ["submit", "--local", "--gpu-type", "H100", "--workdir", str(tmp_path), "--env-var", "LR=1=2"]
+    command = [sys.executable, "-m", "serverless_gpu.cli", *words, "-m", "pkg.train", "--gpus", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"1=2 {tmp_path} ['--gpus', '9']" in done.stdout

@@ -399,3 +399,27 @@ def test_F59_a_mutated_argument_stays_as_it_was_in_the_caller(warm: Path) -> Non
     settings = {"lr": 1}
     assert change.distributed(settings) == [{"lr": 2}] * 2
     assert settings == {"lr": 1}
+
+
+class Hostile(Exception):
+    """Ends the program that looks at it."""
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise SystemExit(4)
+
+
+@pytest.mark.usefixtures("warm")
+def test_23A7_a_hostile_failure_and_a_hostile_result_are_told_as_what_they_are() -> None:
+    @distributed(gpus=1, quiet=True)
+    def fail(*, returned: bool) -> object:
+        if returned:
+            return Hostile("x")
+        raise Hostile("x")
+
+    with pytest.raises(Hostile):
+        fail.distributed(returned=False)
+    with pytest.raises(ResultNotSerializable, match="SystemExit: 4"):
+        fail.distributed(returned=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import Run, attach, distributed
-from serverless_gpu.errors import NodeLost, RankCrashed
+from serverless_gpu.errors import NodeLost, RankCrashed, RuntimeLost
+from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.run_lifecycle import LOST
 from serverless_gpu.testing import agent_status
 from tests.local.observe import (
     Process,
@@ -217,11 +220,13 @@ def test_a_killed_zygote_costs_the_next_run_its_warm_start_only(own: Path, going
     assert going.run.receipt(timeout=50).state == "SUCCEEDED"
 
 
-def test_a_killed_stem_ends_the_run_and_its_ranks(own: Path, going: Going) -> None:
+def test_23A8_a_killed_stem_ends_the_run_and_its_ranks_and_all_say_the_same(own: Path, going: Going) -> None:
     Process(going.stem_pid).kill()
-    with pytest.raises(NodeLost) as caught:
+    with pytest.raises(RuntimeLost) as caught:
         going.run.results(timeout=50)
-    assert caught.value.reason == "runtime_lost"
+    assert (caught.value.code, caught.value.reason) == ("runtime_lost", "runtime_lost")
+    assert "retries=1" in caught.value.hint
+    assert MEANINGS[Reason.RUNTIME_LOST].state is State.FAILED and Reason.RUNTIME_LOST not in LOST
     for rank in going.ranks:
         rank.wait_gone()
     assert going.run.receipt(timeout=50).state == "FAILED"
@@ -278,3 +283,32 @@ def test_after_all_that_nothing_is_left(own: Path, going: Going) -> None:
     assert distributed(quiet=True)(len).distributed("ab") == [2] * 8
     done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(going.stem_pid)], capture_output=True, check=False)
     assert done.stdout == b""
+
+
+@pytest.mark.usefixtures("own")
+def test_23A9_shared_memory_of_a_killed_rank_is_removed_and_files_of_the_user_stay() -> None:
+    mine = Path(f"/dev/shm/mine-{os.getpid()}")
+
+    @distributed(gpus=1, quiet=True)
+    def die(own: str, path: str) -> None:
+        segment = Path("/dev/shm") / own
+        segment.write_bytes(b"x" * 4096)
+        Path(path).write_bytes(b"theirs")
+        with segment.open("r+b") as file:
+            held = mmap.mmap(file.fileno(), 0)
+        if os.fork() == 0:  # as a worker that has it, too
+            while held:
+                time.sleep(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    name = f"psm_{os.urandom(4).hex()}"
+    try:
+        run = die.submit(name, str(mine))
+        with pytest.raises(RankCrashed):
+            run.results(timeout=50)
+        run.receipt(timeout=50)
+        assert not (Path("/dev/shm") / name).exists()
+        assert mine.read_bytes() == b"theirs"
+    finally:
+        mine.unlink(missing_ok=True)
+        (Path("/dev/shm") / name).unlink(missing_ok=True)

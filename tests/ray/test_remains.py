@@ -127,7 +127,7 @@ def test_nothing_is_left_when_the_stem_is_killed(launched: list[Launched], home:
     call = start(launched, home, tmp_path, "get")
     call.stem().kill()
     outcome = call.ended()
-    assert (outcome["error"], outcome["reason"]) == ("NodeLost", "runtime_lost")
+    assert (outcome["error"], outcome["reason"]) == ("RuntimeLost", "runtime_lost")
     call.nothing_left()
 
 

@@ -80,13 +80,14 @@ def test_a_directory_is_kept_as_the_store_it_is(tmp_path: Path) -> None:
     assert told.tracking.store == f"{tmp_path}/cwd/mlruns"
 
 
-def test_a_run_that_has_ended_is_continued_where_a_variable_says_so(tmp_path: Path) -> None:
-    program = """
+@pytest.mark.parametrize("place", ['os.environ["MLFLOW_TRACKING_URI"] = mlflow.get_tracking_uri()', ""])
+def test_23A2_a_run_that_has_ended_is_continued_where_a_variable_says_so(tmp_path: Path, place: str) -> None:
+    program = f"""
     import mlflow
     with mlflow.start_run() as run:
         pass
     os.environ["MLFLOW_RUN_ID"] = run.info.run_id
-    os.environ["MLFLOW_TRACKING_URI"] = mlflow.get_tracking_uri()
+    {place}
     told(run_id=run.info.run_id)
     """
     told = drive(tmp_path, program)

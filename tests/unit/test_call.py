@@ -270,3 +270,53 @@ def test_rank_and_world_size_are_filled_in_where_they_were_not_given(
     before = dict(kwargs)
     assert call.fill_rank(function, args, kwargs, 3, 8) == filled
     assert kwargs == before
+
+
+CLASSES = """
+{future}
+import dataclasses, sys, threading, typing
+from typing import ClassVar, Dict
+from serverless_gpu.node.inside import call
+
+WIDTH = 3
+UNUSED = lock = threading.Lock()  # cannot travel
+given = "of the module"
+
+def build(flag):
+    class Plain:
+        width = WIDTH
+        lock = width
+        again = lock
+        if flag:
+            given = "of the class"
+        chosen = given
+        class Inner:
+            deep = [WIDTH for _ in range(1)]
+        def method(self, x: Dict[str, int]) -> Dict[str, int]:
+            return x
+    @dataclasses.dataclass
+    class Data:
+        many: Dict[str, int] = dataclasses.field(default_factory=dict)
+        kind: ClassVar[int] = WIDTH
+    hints = typing.get_type_hints(Data, globals())
+    return Plain.width, Plain.again, Plain.chosen, Plain.Inner.deep, Plain().method({{}}), Data(), hints["many"]
+
+call.dump_call(sys.argv[1], function=build, args=(False,), kwargs={{}}, sources={{}})
+"""
+
+
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations"])
+def test_23A3_names_in_the_body_of_a_class_inside_the_function_travel(future: str, tmp_path: Path) -> None:
+    path = tmp_path / "call.pkl"
+    run_script(CLASSES.format(future=future), path)
+    said = run_rank(
+        """
+import types
+found = call.load_call(sys.argv[2])
+sys.modules["__main__"] = types.SimpleNamespace(**found.function.__globals__)
+print(found.function(*found.args))
+""",
+        path,
+    )
+    data = "build.<locals>.Data(many={})"
+    assert said == f"(3, 3, 'of the module', [3], {{}}, {data}, typing.Dict[str, int])\n"

@@ -13,6 +13,7 @@ from serverless_gpu.errors import (
     RunCancelled,
     RunError,
     RunTimedOut,
+    RuntimeLost,
     ServerProblem,
     ServerUnavailable,
 )
@@ -25,6 +26,7 @@ from serverless_gpu.errors import (
         (ValueError("a rank's own"), 1),
         (RunError(), 1),
         (NodeLost(), 75),
+        (RuntimeLost(), 137),
         (ServerUnavailable(), 75),
         (ServerProblem(), 1),
         (RunTimedOut(), 124),

@@ -474,3 +474,74 @@ def test_an_error_that_takes_no_note_is_told_without() -> None:
     failure.tell_of_copies(error, {"/view/code/1": "/proj"})
 
     assert error.filename == "/view/code/1/x"
+
+
+class Ending(BaseException):
+    """No Exception: what must not get out of the user's code into ours."""
+
+
+class Hostile(Exception):
+    """Whatever it is asked, it ends the program that asks."""
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise Ending
+
+    def __getattr__(self, name: str) -> object:
+        raise SystemExit(4)
+
+
+class HostileExit(SystemExit):
+    @property
+    def code(self) -> int:  # type: ignore[override]  # as a class of a user's may
+        raise Ending
+
+
+class HostileFile(FileNotFoundError):
+    @property
+    def filename(self) -> str:
+        raise Ending
+
+
+def test_23A7_an_exception_that_ends_whoever_looks_at_it_is_told_and_replaced_by_nothing() -> None:
+    error = Hostile("x")
+    failure.tell_of_copies(error, {"/copy": "/code"})
+    failure.tell_of_joining(error)
+    record = failure.describe(error)
+    assert record["type"] == "Hostile" and "text cannot be made" in str(record["message"])
+    assert failure.pickle_exception(error) is not None  # made from its base, without its own methods
+    assert failure.describe(HostileExit(1))["exit_code"] == 1
+    failure.tell_of_copies(HostileFile(2, "gone"), {"/copy": "/code"})
+
+
+class EndsReader(Exception):
+    """Pickles, and ends the process that loads it."""
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        return sys.exit, (5,)
+
+
+def test_23A7_a_failure_whose_loading_would_end_the_caller_becomes_a_remote_error(tmp_path: Path) -> None:
+    path = tmp_path / "0.pkl"
+    payload.dump(EndsReader("x"), str(path))
+    record = failure.describe(EndsReader("x"))
+    back = failures.rebuild(record, str(path), rank=0, host="h", run_id="r", log_path="/l")
+    assert isinstance(back, RemoteError) and "SystemExit: 5" in str(back)
+
+
+def test_23A7_a_ctrl_c_while_a_failure_is_loaded_is_the_callers(tmp_path: Path) -> None:
+    path = tmp_path / "0.pkl"
+    path.write_bytes(payload.dumps(ctrl_c := Interrupting("x")))
+    with pytest.raises(KeyboardInterrupt):
+        failures.rebuild(failure.describe(ctrl_c), str(path), rank=0, host="h", run_id="r", log_path="/l")
+
+
+class Interrupting(Exception):
+    def __reduce__(self) -> str | tuple[object, ...]:
+        return _interrupt, ()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt

@@ -99,16 +99,27 @@ def test_where_nobody_has_named_a_server_a_rank_without_its_run_writes_beside_th
     attempt: Path, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """MLflow's own default is a database in the working directory: all ranks would make the same one at once."""
-    os.environ[mlflow_job.RUN] = "of nobody"
     say(attempt, state, sentence="no such run")
     for rank in range(2):
         job = Job(str(attempt), rank)
         assert not job.resolve(60.0)
         uri = os.environ.pop(mlflow_job.URI)
         assert f"{attempt}/mlflow/{rank}/" in uri and Path(attempt, "mlflow", str(rank)).is_dir()
-        assert mlflow_job.RUN not in os.environ, "it is nothing there"
     said, _ = capsys.readouterr().err.splitlines()
     assert "no such run; what this rank logs goes to " in said and f"{attempt}/mlflow/0/" in said
+
+
+@pytest.mark.parametrize("state", ["failed", "away"])
+@pytest.mark.parametrize("name", [mlflow_job.RUN, mlflow_job.EXPERIMENT])
+def test_23A2_a_run_that_the_caller_names_and_nobody_finds_is_left_to_the_users_mlflow(
+    attempt: Path, name: str, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.environ[name] = "theirs"
+    say(attempt, state, sentence="no such run")
+    job = Job(str(attempt), 0)
+    assert not job.resolve(60.0)
+    assert os.environ[name] == "theirs" and mlflow_job.URI not in os.environ
+    assert "no such run; MLflow stays as it is configured" in capsys.readouterr().err
 
 
 def test_a_rank_that_writes_beside_the_attempt_stays_there(attempt: Path) -> None:

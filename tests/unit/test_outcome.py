@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import socket
+import sys
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from serverless_gpu.errors import (
     RunCancelled,
     RunError,
     RunTimedOut,
+    RuntimeLost,
 )
 from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
@@ -129,7 +131,7 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
         RunError,
         "no free rendezvous port was found: no rendezvous port could be reserved: 4711 (Address already in use)",
     ),
-    "stem": (stopped(Reason.RUNTIME_LOST, "killed from outside"), NodeLost, f"{OWNED}: killed from outside"),
+    "stem": (stopped(Reason.RUNTIME_LOST, "killed from outside"), RuntimeLost, f"{OWNED}: killed from outside"),
 }
 
 
@@ -142,6 +144,8 @@ def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: 
     hint = (
         f"the run's files: {directory}; what our own processes wrote: {log}" if ours else f"logs: {directory / 'logs'}"
     )
+    if cls is RuntimeLost:
+        hint = f"it is a process of the run's own user, who can have ended it; retries=1 makes another attempt; {hint}"
     assert str(error) == f"{message}\nhint: {hint}"
     failed = ending.state is State.FAILED and ending.cause is not None
     assert error.__dict__ == {
@@ -206,7 +210,7 @@ def test_F02_a_rank_killed_for_memory_says_memory(directory: Path) -> None:
 
 def test_what_is_known_twice_is_said_once(directory: Path) -> None:
     error = make_exception(stopped(Reason.RUNTIME_LOST, OWNED), directory, RUN, None)
-    assert isinstance(error, NodeLost)
+    assert isinstance(error, RuntimeLost)
     assert error.message.count(OWNED) == 1
 
 
@@ -471,3 +475,16 @@ def test_F57_a_result_that_cannot_be_loaded_here_stays_where_it_is(directory: Pa
 def test_a_result_that_is_gone(directory: Path) -> None:
     with pytest.raises(ResultUnavailableHere, match=r"rank 5 returned a value, but the file \S+/5.pkl is missing"):
         load_result(directory, 5, RUN)
+
+
+class EndsReader:
+    """Pickles, and ends the process that loads it."""
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        return sys.exit, (5,)
+
+
+def test_23A7_a_result_whose_loading_would_end_the_caller_is_an_error_of_ours(directory: Path) -> None:
+    payload.dump(EndsReader(), str(directory / "results" / "0.pkl"))
+    with pytest.raises(ResultUnavailableHere, match="SystemExit: 5"):
+        load_result(directory, 0, RUN)

@@ -440,3 +440,22 @@ def test_frames_of_ours_are_left_out_of_a_refusal_and_the_users_stay(tmp_path: P
     assert cause is not None and len(traceback.extract_tb(cause.__traceback__)) > 1
     assert without_own_frames(refused.value) is refused.value
     assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["__reduce__"]
+
+
+class Ends:
+    """Ends the program that pickles it."""
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise SystemExit(3)
+
+
+def test_23A7_an_argument_that_ends_whoever_pickles_it_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "call.pkl"
+    for refuse in (lambda: preflight.pack(str(path), plain, (Ends(),), {}), check_travels):
+        with pytest.raises(NotPicklable, match="SystemExit: 3") as caught:
+            refuse()
+        assert "argument `x`" in str(caught.value) and not path.exists()
+
+
+def check_travels() -> None:
+    preflight.check_travels(plain, (Ends(),), {})

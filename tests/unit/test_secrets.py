@@ -13,7 +13,7 @@ import pytest
 
 from serverless_gpu import runtime
 from serverless_gpu.client import own_secrets
-from serverless_gpu.errors import InvalidOption, InvalidValue, SecretMissing
+from serverless_gpu.errors import InvalidOption, InvalidValue, SecretMissing, StorageError
 from serverless_gpu.model import secrets
 from serverless_gpu.model.spec import make_spec
 from serverless_gpu.node import secret_files
@@ -97,7 +97,9 @@ def test_without_memory_they_lie_in_the_attempt(attempt: Path, monkeypatch: pyte
 
 
 @IN_MEMORY
-def test_memory_that_is_full_leaves_nothing_and_the_disk_does(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_23A9_memory_that_is_full_refuses_and_nothing_goes_to_the_disk(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, fill = names(), secret_files._fill
 
     def full(place: Path, values: dict[str, bytes]) -> None:
@@ -106,9 +108,9 @@ def test_memory_that_is_full_leaves_nothing_and_the_disk_does(attempt: Path, mon
         fill(place, values)
 
     monkeypatch.setattr(secret_files, "_fill", full)
-    assert secret_files.write(attempt, {"A": b"hunter2"}) == attempt / "secrets"
-    assert names() == before
-    secret_files.remove(attempt)
+    with pytest.raises(StorageError, match="cannot take the secrets of the run: No space left on device"):
+        secret_files.write(attempt, {"A": b"hunter2"})
+    assert names() == before and list(attempt.iterdir()) == []
 
 
 def test_a_link_that_a_rank_has_replaced_removes_nothing_else(attempt: Path, tmp_path: Path) -> None:

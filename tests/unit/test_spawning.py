@@ -14,7 +14,7 @@ from serverless_gpu.environment.restore.pythons import candidates
 from serverless_gpu.environment.scan import interpreter
 from serverless_gpu.environment.scan.ignoring import outer_ignoring
 from serverless_gpu.node import spawning
-from serverless_gpu.node.spawning import PRELOAD, clean_variables, preload
+from serverless_gpu.node.spawning import PRELOAD, clean_variables, preload, startup_variables
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
 
@@ -77,3 +77,19 @@ def test_a_clean_process_finds_packages_and_single_modules_wherever_they_lie(
 )
 def test_zygotes_import_what_the_agent_was_told(wanted: str | None, found: tuple[str, ...]) -> None:
     assert preload({} if wanted is None else {"SERVERLESS_GPU_PRELOAD": wanted}) == found
+
+
+@pytest.mark.parametrize(
+    ("environ", "kept"),
+    [
+        ({"LANG": "de_DE.ISO-8859-1"}, {"LC_ALL": "de_DE.ISO-8859-1"}),
+        ({"LANG": "de_DE.ISO-8859-1", "LC_CTYPE": "C.UTF-8"}, {}),
+        ({"LANG": "C.utf8", "LC_ALL": "ja_JP.EUC-JP@x"}, {"LC_ALL": "ja_JP.EUC-JP@x"}),
+        ({"LC_ALL": "", "LANG": "C"}, {}),
+        ({"TZ": "Asia/Tokyo", "LC_NUMERIC": "de_DE.ISO-8859-1"}, {}),
+    ],
+)
+def test_23A6_a_locale_whose_encoding_is_not_utf8_decides_how_an_interpreter_starts(
+    environ: dict[str, str], kept: dict[str, str]
+) -> None:
+    assert startup_variables(environ) == kept

@@ -257,6 +257,16 @@ def test_an_experiment_set_in_the_default_store_is_looked_for_there(driver: Driv
     assert (told.store, told.experiment_id) == (driver.uri, "8")
 
 
+@pytest.mark.parametrize("name", ["MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"])
+def test_23A2_a_run_or_experiment_that_a_variable_names_is_looked_for_in_the_store_of_the_callers_mlflow(
+    driver: Driver, name: str
+) -> None:
+    assert not driver.is_set
+    told = found({name: RUN})
+    assert told.store == driver.uri and RUN in (told.run_id, told.experiment_id)
+    assert found({name: RUN, "MLFLOW_TRACKING_URI": SERVER}).uri == SERVER
+
+
 def test_a_variable_wins_over_what_was_set_before_it_but_not_over_an_active_run(driver: Driver) -> None:
     driver.uri, driver.is_set = "http://other:5000", True
     assert found({"MLFLOW_TRACKING_URI": SERVER}).uri == SERVER

@@ -110,7 +110,7 @@ COMMANDS = {
     ),
     "submit": Entry(
         "server.submitting:submit",
-        "Run a Python script (PROGRAM ends in .py) or any program, and show what it writes until it ends.",
+        "Run a Python script (PROGRAM ends in .py), a module (-m) or any program; show its output to the end.",
     ),
     "team": Entry("server.people:team", "List, make and fill teams; a member may read the runs of a team."),
     "token": Entry("server.tokens:token", "Make, list and revoke tokens of a server."),

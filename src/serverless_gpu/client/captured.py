@@ -75,7 +75,7 @@ class _Search:
         """Labels from `value` to the culprit, or None when `value` pickles or only fails for what is above it."""
         if id(value) in self._innocent or not self._fails([value]):
             return None
-        if len(above) >= _DEPTH_MAX:
+        if len(above) >= _DEPTH_MAX or self._is_refused(value):
             return [_told(value)]
         above = (*above, value)
         parts = list(islice(_parts(value), _CHILDREN_MAX))
@@ -105,13 +105,24 @@ class _Search:
                 low = middle
         return low
 
+    def _is_refused(self, value: object) -> bool:
+        """Return whether the object itself is what is not to travel, whatever it refers to."""
+        try:
+            if self._reducer is not None:
+                self._reducer(value)
+        except Exception:  # noqa: BLE001 - it asks user code, too, for what an object is made of
+            return True
+        return False
+
     def _fails(self, values: list[object]) -> bool:
         if self._probes_left <= 0:
             return False
         self._probes_left -= 1
         try:
             payload.measure(values, self._reducer)
-        except Exception:  # noqa: BLE001 - pickling runs user code, which may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001 - pickling runs user code, which may raise anything
             return True
         return False
 
@@ -220,7 +231,9 @@ def _dict_parts(value: dict[object, object]) -> Iterator[_Part]:
 def _short(key: object) -> str:
     try:
         text = repr(key)
-    except Exception:  # noqa: BLE001 - the user's __repr__ may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - the user's __repr__ may raise anything
         return f"<{_type_name(key)}>"
     return text if len(text) <= _REPR_MAX else text[: _REPR_MAX - 1] + "…"
 
@@ -242,7 +255,9 @@ def _object_parts(value: object) -> Iterator[_Part]:
 def _reduced_parts(value: object) -> Iterator[_Part]:
     try:
         reduced = value.__reduce_ex__(5)
-    except Exception:  # noqa: BLE001 - this is user code, or a type that refuses to be pickled
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - this is user code, or a type that refuses to be pickled
         return
     if isinstance(reduced, str):
         return

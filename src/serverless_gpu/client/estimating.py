@@ -20,7 +20,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.launch import check_call, check_shown, noted_home
 from serverless_gpu.client.preflight import check_travels
-from serverless_gpu.client.ray_preflight import refusal
+from serverless_gpu.client.process_state import refusal
 from serverless_gpu.model.cost import CostEstimate, Devices, Lasting, estimated
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.pricing import UNPRICED, Tariff

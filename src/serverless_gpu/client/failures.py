@@ -8,6 +8,7 @@ in words. Failure cases: the exception's class cannot be loaded here, or loading
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def rebuild(
     text = _printable(str(description.get("traceback") or ""))
     # By way of object: an exception class may refuse assignment, as frozen dataclasses do.
     object.__setattr__(error, "__cause__", RemoteTraceback(text))
-    _add_note(error, _printable(f"rank {rank} on host {host}, run {run_id}; log: {log_path}"))
+    add_note(error, _printable(f"rank {rank} on host {host}, run {run_id}; log: {log_path}"))
     return error
 
 
@@ -95,8 +96,10 @@ def _load(description: Mapping[str, object], path: str | None, rank: int, run_id
         return _remote_error(description, rank, run_id, why)
     try:
         return failure.load_exception(path)
-    except Exception as problem:  # noqa: BLE001 - loading runs user code, which must not hide what the rank raised
-        return _remote_error(description, rank, run_id, f"{type(problem).__name__}: {_text(problem)}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # noqa: BLE001 - loading runs user code, which must not hide what the rank raised
+        return _remote_error(description, rank, run_id, f"{type(problem).__name__}: {text_of(problem)}")
 
 
 def _remote_error(description: Mapping[str, object], rank: int, run_id: str, why: str) -> RemoteError:
@@ -144,13 +147,18 @@ def _name(description: Mapping[str, object]) -> str:
     return _printable(f"{full}: {message}" if message else full)
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return the text of an error, whatever its `__str__` does."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - the user's __str__ may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - the user's __str__ may raise anything, SystemExit among it
         return "its text cannot be made"
 
 
-def _add_note(error: BaseException, note: str) -> None:
-    notes = getattr(error, "__notes__", None)
-    object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, also where its class refuses assignment; one that takes none is told without."""
+    with contextlib.suppress(Exception, SystemExit, GeneratorExit):
+        notes = vars(error).get("__notes__")
+        object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])

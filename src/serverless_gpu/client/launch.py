@@ -32,7 +32,8 @@ from serverless_gpu.client import snapshots
 from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.own_secrets import with_secrets
 from serverless_gpu.client.preflight import bind_arguments, check_function, pack
-from serverless_gpu.client.ray_preflight import check_ray, refusal
+from serverless_gpu.client.process_state import refusal
+from serverless_gpu.client.ray_preflight import check_ray
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
 from serverless_gpu.client.tracking import resolve, tracked

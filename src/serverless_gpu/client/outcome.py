@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple, SupportsIndex
 
-from serverless_gpu.client.failures import rebuild
+from serverless_gpu.client.failures import add_note, rebuild, text_of
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import (
     BudgetExhausted,
@@ -30,6 +30,7 @@ from serverless_gpu.errors import (
     RunCancelled,
     RunError,
     RunTimedOut,
+    RuntimeLost,
     UntrustedResult,
 )
 from serverless_gpu.model import idling
@@ -60,7 +61,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.SUPERVISOR_LOST: NodeLost,
     Reason.SUPERVISOR_KILLED: NodeLost,
     Reason.NODE_LOST: NodeLost,
-    Reason.RUNTIME_LOST: NodeLost,
+    Reason.RUNTIME_LOST: RuntimeLost,
     Reason.NODE_PARTITIONED: NodeLost,
     Reason.NODE_REBOOTED: NodeLost,
     Reason.NODE_GONE: NodeLost,
@@ -71,6 +72,7 @@ _CLASSES: dict[Reason, type[RunError]] = {
 }
 _KEEPS = "work of a device, output or `attach` keeps a run; a larger idle_timeout= lets it stand longer"
 _SAVES = "save to runtime.checkpoint_dir() and begin with runtime.resume_dir(), or ask for a longer limit"
+_KILLED = "it is a process of the run's own user, who can have ended it; retries=1 makes another attempt"
 _OF_A_CLUSTER = (Reason.ENGINE_HEAD_LOST.value, Reason.START_FAILED.value)  # what a failure's record calls itself
 _CONSEQUENCES_MAX = 8
 _CONSEQUENCE_CHARACTERS_MAX = 300
@@ -134,7 +136,9 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
         if path.exists():  # then it is the user's code that misses a file
             raise _not_loadable(error, path, rank, run_id) from error
         raise _gone(directory, path, rank, run_id) from None
-    except Exception as error:  # loading runs the user's code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # loading runs the user's code, which may raise SystemExit
         raise _not_loadable(error, path, rank, run_id) from error
 
 
@@ -158,7 +162,7 @@ def make_exception(
         error = _raised(rank, _detail(stopped), directory, run_id, origin)
     for text in (stopped.hint, *_consequences(stopped)):
         if text:
-            error.add_note(text)
+            add_note(error, text)
     return error
 
 
@@ -228,9 +232,9 @@ def _consequences(stopped: Stopped) -> list[str]:
     return shown + ([f"consequence: {more} more ranks failed"] if more > 0 else [])
 
 
-def _not_loadable(error: Exception, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
+def _not_loadable(error: BaseException, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
     return ResultUnavailableHere(
-        f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {error}",
+        f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {text_of(error)}",
         hint=f"import what it needs and call results() again; the bytes are in {path}",
         run_id=run_id,
         rank=rank,
@@ -314,7 +318,9 @@ def _explain_loss(error: RunError, record: dict[str, object]) -> None:
 
 def _hint(reason: Reason, directory: Path) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, *SUPERVISOR_GONE):
-        return f"the run's files: {directory}; what our own processes wrote: {directory.parents[2] / 'agent.log'}"
+        killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
+        files = f"the run's files: {directory}; what our own processes wrote: {directory.parents[2] / 'agent.log'}"
+        return f"{killed}{files}"
     if reason is Reason.NODE_DISK:
         return "free some space (`sgpu env gc` helps), or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENV_CORRUPT:
@@ -336,7 +342,8 @@ def _hint(reason: Reason, directory: Path) -> str:
 
 def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | None) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.ENV_UNAVAILABLE, *SUPERVISOR_GONE):
-        return f"what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
+        killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
+        return f"{killed}what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
     if reason is Reason.ENGINE_HEAD_LOST:
         return f"what Ray wrote is on node {origin.node}: ray/ in the run's directory there; logs: `sgpu logs {run_id}`"
     if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):

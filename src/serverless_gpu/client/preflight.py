@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from serverless_gpu.client.captured import explain_unpicklable, largest_captured
+from serverless_gpu.client.failures import text_of
 from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklable, StorageError
 from serverless_gpu.node.inside import call, payload
 from serverless_gpu.units import format_bytes
@@ -129,7 +130,9 @@ def pack(
     except payload.PayloadNotWritten as error:
         message = f"the call cannot be written to {path}: {error.strerror}"
         raise StorageError(message, hint=_storage_hint(error)) from None
-    except Exception as error:  # pickling runs user code, which may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # pickling runs user code, which may raise anything
         raise _not_picklable(function, args, kwargs, error, reducer) from error
     return Packed(size, _size_warning(size, function, args, kwargs) if size > _SIZE_WARNED else None)
 
@@ -147,7 +150,9 @@ def check_travels(
     """
     try:
         call.measure_call(function, args, kwargs, _sources(function), reducer)
-    except Exception as error:  # pickling runs user code, which may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # pickling runs user code, which may raise anything
         raise _not_picklable(function, args, kwargs, error, reducer) from error
 
 
@@ -155,12 +160,13 @@ def _not_picklable(
     function: Callable[..., object],
     args: Sequence[object],
     kwargs: Mapping[str, object],
-    error: Exception,
+    error: BaseException,
     reducer: payload.Reducer | None,
 ) -> NotPicklable:
     culprit = explain_unpicklable(function, args, kwargs, error, reducer)
     return NotPicklable(
-        f"the call to {_name(function)} cannot be sent to its ranks, because of\n  {culprit}\n{_why(error)}",
+        f"the call to {_name(function)} cannot be sent to its ranks, because of\n  {culprit}\n"
+        f"{type(error).__name__}: {text_of(error)}",
         hint="make it inside the function, or pass what is needed to make it",
     )
 
@@ -227,13 +233,6 @@ def _argument_hint(signature: inspect.Signature, args: Sequence[object], kwargs:
     if ranked:
         return f"{' and '.join(ranked)} took a positional argument; pass the others by name to have it filled in"
     return ""
-
-
-def _why(error: Exception) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - the user's __str__ may raise anything
-        return type(error).__name__
 
 
 def _storage_hint(error: OSError) -> str:

@@ -73,7 +73,9 @@ def calling_program(environ: Mapping[str, str]) -> Program:
 
 
 def submitted_program(command: Command) -> Program:
-    """Return the script that a command runs, or the program where it names none."""
+    """Return the script or module that a command runs, or the program where it names none."""
+    if command.argv[1:2] == ("-m",) and len(command.argv) > 2:
+        return Program(command.argv[2])
     script = next((argument for argument in command.argv if argument.endswith(".py")), command.argv[0])
     path = os.path.abspath(script) if os.path.exists(script) else script
     return Program(Path(script).stem or INTERACTIVE, path)

@@ -286,7 +286,9 @@ def _driver() -> _Driver:
 def _place(driver: _Driver, environ: Mapping[str, str]) -> Place:
     """Return where the caller's runs are kept; nothing where nobody has said so."""
     uri = environ.get(URI, "")
-    if driver.run_id or (not uri and (driver.is_set or driver.experiment_id)):
+    # The number of a run or an experiment is of the store that the caller's MLflow has, its default among them.
+    is_numbered = bool(driver.experiment_id or environ.get(RUN_ID) or environ.get(EXPERIMENT_ID))
+    if driver.run_id or (not uri and (driver.is_set or is_numbered)):
         uri = driver.uri
     if not uri:
         return Place()
@@ -339,7 +341,9 @@ def _tracking(
 def _params(arguments: Mapping[str, object]) -> dict[str, str]:
     try:
         return {f"{ARGUMENT}{name}": text for name, text in argument_texts(arguments).items()}
-    except Exception:  # noqa: BLE001 - classes of the user's may raise anything, and the run does not depend on this
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - classes of the user's may raise anything, and the run does not need this
         return {}
 
 

@@ -35,10 +35,19 @@ from serverless_gpu.node.account import Account, write_text
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.inside.linux import descendants
+from serverless_gpu.node.inside.training import SWITCH
 from serverless_gpu.node.live import Viewer
 from serverless_gpu.node.logs import RankLog
 from serverless_gpu.node.pool import in_pool
-from serverless_gpu.node.processes import Left, MemoryWatch, cgroup_empty, kill_cgroup, left_in, remove_cgroup
+from serverless_gpu.node.processes import (
+    Left,
+    MemoryWatch,
+    cgroup_empty,
+    cgroup_pids,
+    kill_cgroup,
+    left_in,
+    remove_cgroup,
+)
 from serverless_gpu.node.protocol import Context, Launch, original
 from serverless_gpu.node.rank_environment import STOP_FILE, Network, RankEnvironment, place_of
 from serverless_gpu.node.raycluster import Cluster
@@ -94,6 +103,7 @@ class Gang:
         self.environment = RankEnvironment(launch, self.context, checkpoints)
         self._stop_file = Path(launch.directory) / STOP_FILE
         self._failed: set[int] = set()
+        self._alone: set[int] = set()  # those that trained and never met another rank
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
         self.devices: tuple[Device, ...] = ()  # by rank, once they are started
@@ -150,6 +160,7 @@ class Gang:
             case "enter":
                 self.account.mark("enter", inside.integer(message, "at"))
             case "returned":
+                self._alone |= {self._rank(message)} if message.get("alone") is True else set()
                 yield RankReturned(self._rank(message))
             case "failed":
                 self._store(message)
@@ -266,6 +277,11 @@ class Gang:
         """Return processes of the attempt that are still there."""
         return left_in(self._cgroup, [*self.pids.values(), *descendants(self.stem_pid)] if self.stem_pid else [])
 
+    def processes(self) -> set[int]:
+        """Return the pids of the attempt's processes on this node, as far as they are known."""
+        known = {*self.pids.values(), *(descendants(self.stem_pid) if self.stem_pid else ())}
+        return known if self._cgroup is None else known.union(cgroup_pids(self._cgroup))
+
     @property
     def behind(self) -> bool:
         """Return whether `tend` has something to say soon."""
@@ -289,6 +305,12 @@ class Gang:
             self.memory.close()
         for path in self._cgroups:
             remove_cgroup(path)
+        if self._alone.issuperset(self.numbers):
+            count = place_of(self.launch, 0).world_size
+            self.account.notes.append(
+                f"its {count} ranks trained, and none has met another one (no process group, Ray or MPI): {count} "
+                f"models. Where that is meant, {SWITCH}=0 leaves this out"
+            )
         if self._cluster is not None:
             note = self._cluster.close()
             self.account.notes += [note] if note else []

@@ -1,7 +1,7 @@
 """A run's secrets on this node: files of mode 0400 in a directory of mode 0700, in memory where the machine can.
 
     /dev/shm/sgpu-secrets-<8 hex>/   HF_TOKEN …    .of = the attempt's directory
-    runs/<run>/<fence>/secrets  ──▶  that directory, or one itself where /dev/shm is not in memory, or full
+    runs/<run>/<fence>/secrets  ──▶  that directory, or one itself where /dev/shm is not in memory
 
 Written before the run is launched, by who launches it (the uplink, or the client of a run of this machine), and removed
 when no process of the attempt is left. Ranks find them by `SGPU_SECRETS_DIR`; what they copy elsewhere is theirs.
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import StorageError
 from serverless_gpu.node.flocks import is_taken
 from serverless_gpu.node.home import storage_error
 
@@ -46,12 +47,18 @@ def write(directory: Path, values: Mapping[str, bytes]) -> Path:
         values: by name.
 
     Raises:
-        StorageError: there is no room.
+        StorageError: there is no room. What could be in memory is never written to a disk.
     """
     remove(directory)
     if _is_in_memory():
-        with contextlib.suppress(OSError):  # full, or closed to us: the disk has to do
+        try:
             return _write_in_memory(directory, values)
+        except OSError as error:
+            raise StorageError(
+                f"{_MEMORY} cannot take the secrets of the run: {error.strerror}",
+                hint=f"remove what is left in {_MEMORY}, or give it more room (docker run --shm-size=8g); secrets are "
+                "not written to a disk instead",
+            ) from None
     place = directory / LINK
     try:
         place.mkdir(mode=0o700)
@@ -65,7 +72,7 @@ def note(place: Path) -> str:
     """Return what the receipt says of secrets that may have reached a disk; "" where they have not."""
     if place.parent == _MEMORY:
         return ""
-    return f"its secrets were on this node's disk: {_MEMORY} had no room, or is not in memory"
+    return f"its secrets were on this node's disk: {_MEMORY} is not in memory"
 
 
 def remove(directory: Path) -> None:
@@ -194,8 +201,9 @@ def _fill(place: Path, values: Mapping[str, bytes]) -> None:
 
 
 def _remove_in_memory(place: Path) -> None:
-    if _may_be_removed(place):
-        shutil.rmtree(place, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # it is removed already
+        if _may_be_removed(place):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _may_be_removed(place: Path) -> bool:

@@ -127,8 +127,16 @@ def clean_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that decide how an interpreter and its libraries start."""
-    return {name: value for name, value in sorted(environ.items()) if name.startswith(STARTUP_PREFIXES)}
+    """Return the variables that decide how an interpreter and its libraries start.
+
+    Python takes the encoding of file names from the locale when it starts: one that is not UTF-8 is among them.
+    """
+    found = {name: value for name, value in environ.items() if name.startswith(STARTUP_PREFIXES)}
+    locale = next((environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if environ.get(name)), "")
+    encoding = locale.partition(".")[2].partition("@")[0]
+    if encoding and encoding.replace("-", "").lower() != "utf8":
+        found["LC_ALL"] = locale
+    return dict(sorted(found.items()))
 
 
 def one_name(python: str) -> str:

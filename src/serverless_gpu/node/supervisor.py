@@ -71,6 +71,7 @@ from serverless_gpu.node.processes import Left
 from serverless_gpu.node.raycluster import NoDirectory
 from serverless_gpu.node.rendezvous import NoPort
 from serverless_gpu.node.reservation import Reservation
+from serverless_gpu.node.shared_memory import LeftSegments
 from serverless_gpu.node.taking import first_of, take_attempt
 from serverless_gpu.node.watchers import Audience, Watcher
 
@@ -118,6 +119,7 @@ class Supervisor:
         self._confirmed = launch.confirmed
         self._client: Watcher | None = None
         self._emptying = Emptying(self._clock, self._say)
+        self._segments = LeftSegments()
         self._lease_ns = launch.lease_ns
         self._done = False
 
@@ -313,6 +315,7 @@ class Supervisor:
 
     def _kill(self) -> None:
         self._begin_pending = False
+        self._look_at_segments()
         kill_ns = self._emptying.begin(self._gang)
         if self._attempt.killed:
             self._account.notes.append(killed_text(self._attempt, kill_ns))
@@ -347,6 +350,16 @@ class Supervisor:
                 self._apply(event)
         if self._attempt.state is State.RUNNING and self._attempt.fault_ns is None:  # from then on it is not the user's
             self._account.alive(self._devices)
+            if self._segments.is_due(self._clock.boottime_ns()):
+                self._look_at_segments()
+
+    def _look_at_segments(self) -> None:
+        """Note which shared memory is the attempt's, while its processes can be seen with it."""
+        if self._gang is not None and "exec" in self._account.marks:
+            self._segments.look(self._exec_wall_ns(), self._gang.processes)
+
+    def _exec_wall_ns(self) -> int:
+        return self._clock.wall_ns() - (self._clock.boottime_ns() - self._account.marks["exec"])
 
     def _expire(self) -> None:
         """Stop the run because the server is silent; an answer that comes later changes nothing any more."""
@@ -383,6 +396,8 @@ class Supervisor:
         self._account.ended(stopped)
         self._audience.tell(stopped)
         self._observation.ending(stopped.state, stopped.reason, stopped_sentence(stopped))
+        if proven and "exec" in self._account.marks:
+            self._segments.remove(self._exec_wall_ns())
         self._hand_back(proven=proven, left=left)
         self._audience.drain()
         self._leave()

@@ -19,6 +19,7 @@ from serverless_gpu.errors import (
     RankCrashed,
     RunCancelled,
     RunTimedOut,
+    RuntimeLost,
     ServerUnavailable,
 )
 
@@ -29,6 +30,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (KeyboardInterrupt, CANCELLED),
     (RankCrashed, KILLED),
     (OutOfMemory, KILLED),
+    (RuntimeLost, KILLED),
     (NodeLost, TEMPORARY),
     (ServerUnavailable, TEMPORARY),
 )

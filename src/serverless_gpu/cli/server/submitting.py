@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,17 +12,19 @@ import msgspec
 
 from serverless_gpu.cli.amounts import Seconds
 from serverless_gpu.cli.output import say, say_lines
+from serverless_gpu.cli.server.command_line import SubmitCommand, command_of
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.cli.server.rehearsing import rehearse
 from serverless_gpu.client.decorator import parse_options
 from serverless_gpu.client.launch import launch_command
+from serverless_gpu.client.remote.variables import elsewhere
 from serverless_gpu.model.spec import Command, Priority, RunSpec
 
 _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "idle_timeout", "env")
 _RANKS_ALL = "all"
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(cls=SubmitCommand, context_settings={"allow_interspersed_args": False})
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs, one rank each.")
@@ -42,6 +44,8 @@ _RANKS_ALL = "all"
 @click.option("--pool", help="Which nodes.")
 @click.option("--team", help="Whose run it is, beside yours.")
 @click.option("--policy", help="Which usage policy, where several apply.")
+@click.option("--workdir", type=click.Path(exists=True, file_okay=False), help="Where it runs; default: here.")
+@click.option("--env-var", "variables", multiple=True, metavar="KEY=VALUE", help="A variable it gets. Repeatable.")
 @click.option("--secret", "secrets", multiple=True, metavar="NAME[=VARIABLE]", help="A secret it gets. Repeatable.")
 @click.option("--priority", type=click.Choice([each.value for each in Priority], case_sensitive=False))
 @click.option("--env", type=click.Choice(["live", "snapshot"]), help="What it imports; the server's place decides.")
@@ -51,15 +55,16 @@ _RANKS_ALL = "all"
 @click.option("--dry-run", is_flag=True, help="Only say what would be asked for, and when it would start.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
 def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **options: Any) -> None:
-    """Run a Python script (PROGRAM ends in .py) or any program, and show what it writes until it ends.
+    """Run a Python script (PROGRAM ends in .py), a module (-m) or any program; show its output to the end.
 
-    Everything after PROGRAM goes to it, a first -- aside. Exit codes: 0 it succeeded; the program's own where that
-    ended the run; 124 its time was up, 130 it was cancelled, 137 a signal or memory ended a rank, 75 the run or its
-    node was lost or the server is away, 1 all else.
+    A file of the working directory is found without ./ before it. Everything after PROGRAM goes to it, a first --
+    aside. Exit codes: 0 it succeeded; the program's own where that ended the run; 124 its time was up, 130 it was
+    cancelled, 137 a signal or memory ended a rank, 75 the run or its node was lost or the server is away, 1 all else.
     """
     dry_run, as_json = options.pop("dry_run"), options.pop("as_json")
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run; `sgpu show --json` has a run's own")
+    _enter(options.pop("workdir"), options.pop("variables"), is_here=local)
     spec = _spec(program, arguments, remote=not local, options=options)
     if dry_run:
         rehearse(spec, as_json=as_json)
@@ -75,11 +80,7 @@ def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **
 
 
 def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapping[str, Any]) -> RunSpec:
-    is_script = program.endswith(".py")
-    arguments = arguments[1:] if arguments[:1] == ("--",) else arguments
-    if is_script and not Path(program).is_file():
-        raise click.UsageError(f"there is no file {program!r}")
-    argv = (sys.executable, program, *arguments) if is_script else (program, *arguments)
+    argv, name = command_of(program, arguments, is_here=not remote)
     given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
     given |= _secrets(options["secrets"])
     given |= {name: options[name] for name in ("resume", "retry_on_infra", "same_node")}
@@ -88,7 +89,23 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
     if isinstance(spec.ranks_log, tuple) and not any(rank < options["gpus"] for rank in spec.ranks_log):
         raise click.BadParameter(f"the run has ranks 0 to {options['gpus'] - 1}", param_hint="--ranks-log")
     command = Command(argv=argv, per="node" if options["per_node"] else "rank")
-    return msgspec.structs.replace(spec, payload=command, name=options["name"] or Path(program).name)
+    return msgspec.structs.replace(spec, payload=command, name=options["name"] or name)
+
+
+def _enter(workdir: str | None, variables: Sequence[str], *, is_here: bool) -> None:
+    """Make this process what the ranks' caller is to be: its working directory and variables become theirs."""
+    for pair in variables:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--env-var")
+        if not is_here and not elsewhere({name: value}):
+            raise click.BadParameter(
+                f"{name} does not travel to other machines; set it in the program", param_hint="--env-var"
+            )
+        os.environ[name] = value
+    if workdir is not None:
+        os.chdir(workdir)
+        os.environ["PWD"] = os.getcwd()
 
 
 def _tags(pairs: Sequence[str]) -> dict[str, str]:

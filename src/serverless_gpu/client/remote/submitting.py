@@ -31,7 +31,7 @@ from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.preflight import pack
-from serverless_gpu.client.ray_preflight import refusal
+from serverless_gpu.client.process_state import refusal
 from serverless_gpu.client.remote import variables
 from serverless_gpu.client.remote.copies import clean_now_and_then, write_whole
 from serverless_gpu.client.remote.pool_choice import choose

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from serverless_gpu.node.inside.training import SWITCH
+
 TOKEN = "SERVERLESS_GPU_TOKEN"
 
 _NAMES = frozenset(
@@ -64,7 +66,11 @@ def elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
     Args:
         environ: all variables of the caller.
     """
-    return {name: value for name, value in environ.items() if name not in _NAMES and not name.startswith(_PREFIXES)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name == SWITCH or (name not in _NAMES and not name.startswith(_PREFIXES))
+    }
 
 
 def here(environ: Mapping[str, str]) -> dict[str, str]:

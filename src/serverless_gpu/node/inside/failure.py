@@ -1,7 +1,8 @@
 """The rank's side of an exception: told in words for everybody, and pickled for the caller when that provably works.
 
-Failure cases: user code that fails while its exception is looked at (`__str__`, `__reduce__`, `__init__`, `__notes__`).
-None of them may replace or hide the user's own error: words fall back to plainer words, a pickle is left out.
+Failure cases: user code that fails while its exception is looked at (`__str__`, `__reduce__`, `__init__`, `__notes__`),
+also by raising what is no `Exception`, such as `SystemExit`. None of them may replace or hide the user's own error:
+words fall back to plainer words, a pickle is left out.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ _PEER_TEXT = re.compile(
     re.IGNORECASE,
 )
 _GPU_OOM_TYPES = {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError", "torch._C.OutOfMemoryError"}
+_JOINED_TWICE = "initialize the default process group twice"
+_JOINED_NOTE = (
+    "the TrainingArguments that this call carries have joined the process group before the function began, as they do "
+    "where they are made: leave init_process_group out, or make them in the function, after it"
+)
 _CANCELLED_TYPE = "asyncio.exceptions.CancelledError"
 
 
@@ -74,14 +80,16 @@ def describe(error: BaseException) -> dict[str, object]:
 
 def _text(error: object) -> str:
     try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - the user's __str__ may raise anything, and the error must still be told
+        return _cut(str(error), _MESSAGE_CHARACTERS_MAX)
+    except BaseException:  # noqa: BLE001 - the user's __str__ may raise anything, and the error must still be told
         return f"<{type(error).__qualname__}, whose text cannot be made: its __str__ failed>"
-    return _cut(text, _MESSAGE_CHARACTERS_MAX)
 
 
 def _notes(error: BaseException) -> list[str]:
-    notes = getattr(error, "__notes__", None)
+    try:
+        notes = getattr(error, "__notes__", None)
+    except BaseException:  # noqa: BLE001 - a property or a __getattr__ of the user's
+        return []
     return [_text(note) for note in notes[:_NOTES_MAX]] if isinstance(notes, list) else []
 
 
@@ -99,9 +107,11 @@ def _exit_code(error: BaseException) -> int | None:
     """The status the interpreter would have left with."""
     if not isinstance(error, SystemExit):
         return None
-    if error.code is None:
-        return 0
-    return int(error.code) if isinstance(error.code, int) else 1
+    try:
+        code: object = error.code
+    except BaseException:  # noqa: BLE001 - a property of the user's
+        return 1
+    return 0 if code is None else int(code) if isinstance(code, int) else 1
 
 
 def _type_names(error: BaseException) -> set[str]:
@@ -130,7 +140,7 @@ def _traceback(error: BaseException) -> str:
         told = traceback.TracebackException.from_exception(error, compact=True)
         _leave_out_own_frames(told)
         text = "".join(told.format())
-    except Exception:  # noqa: BLE001 - user code runs here too (__str__, __notes__, __getattr__); then fewer words
+    except BaseException:  # noqa: BLE001 - user code runs here too (__str__, __notes__, __getattr__); then fewer words
         text = f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)}\n"
     return _cut(text, _TRACEBACK_BYTES_MAX)
 
@@ -171,7 +181,7 @@ def _cut(text: str, size_max: int) -> str:
     return f"{head}\n... {len(data) - 2 * half} bytes left out ...\n{tail}"
 
 
-# --- of the captured copy ---------------------------------------------------------------------------------------------
+# --- notes ------------------------------------------------------------------------------------------------------------
 
 
 def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
@@ -182,12 +192,25 @@ def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
         copies: directories of code that are captured copies, and where the originals are.
     """
     for link in _causes(error):
-        note = _copy_note(link, copies) if isinstance(link, OSError) and link.errno in _COPY_ERRNOS else ""
+        note = ""
+        if isinstance(link, OSError):
+            with contextlib.suppress(BaseException):  # its fields may be the user's
+                note = _copy_note(link, copies) if link.errno in _COPY_ERRNOS else ""
         if note:
-            with contextlib.suppress(Exception):  # a class of the user's may refuse it; its error is told as it is
-                notes = getattr(error, "__notes__", None)
-                object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])
+            _add_note(error, note)
             return
+
+
+def tell_of_joining(error: BaseException) -> None:
+    """Add a note to an error of torch's about a process group that the captured `TrainingArguments` made before."""
+    if any(type(link) is ValueError and _JOINED_TWICE in _text(link) for link in _causes(error)):
+        _add_note(error, _JOINED_NOTE)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    with contextlib.suppress(BaseException):  # a class of the user's may refuse it; its error is told as it is
+        notes = getattr(error, "__notes__", None)
+        object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])
 
 
 def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:
@@ -227,7 +250,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
         try:
             data = payload.dumps(error, limit=_PICKLE_SIZE_MAX, reducer=reducer)
             is_proven = _is_same(error, payload.loads(data))
-        except Exception:  # noqa: BLE001 - whatever user code raises while pickled, it must not replace the user's error
+        except BaseException:  # noqa: BLE001 - whatever user code raises while pickled, it must not replace the user's error
             continue
         if is_proven:
             return data

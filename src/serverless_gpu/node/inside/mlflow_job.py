@@ -136,17 +136,17 @@ class Job:
         self.say_once("unknown", unknown)
 
     def _apart(self) -> str:
-        """Have MLflow write to a database of this rank's own, unless somebody has said where to; return which one."""
-        if self._before[URI] or self.changed(URI):
+        """Have MLflow write to a database of this rank's own, unless somebody has said where to; return which one.
+
+        The number of a run or an experiment says so, too: the caller's MLflow has it in its default place.
+        """
+        if any(self._before[name] or self.changed(name) for name in (URI, RUN, EXPERIMENT)):
             return ""
         place = f"{self.directory}/mlflow/{self.rank}"
         try:
             os.makedirs(place, 0o700, exist_ok=True)
         except OSError:
             return ""
-        for name in (RUN, EXPERIMENT):  # they are nothing there
-            if not self.changed(name):
-                os.environ.pop(name, None)
         has_databases = importlib.util.find_spec("sqlalchemy") is not None  # mlflow-skinny has not
         os.environ[URI] = f"sqlite:///{place}/mlflow.db" if has_databases else f"file://{place}/mlruns"
         os.environ.setdefault(_ARTIFACTS, f"{place}/artifacts")

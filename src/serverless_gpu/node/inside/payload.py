@@ -15,18 +15,22 @@ raises passes through. A tensor read from a file cannot be resized beyond its st
 
 from __future__ import annotations
 
+import ast
 import builtins
 import ctypes
+import dis
 import importlib.util
 import io
 import json
 import mmap
+import operator
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 _CLOUDPICKLE_NAME = "_sgpu_cloudpickle"
@@ -41,6 +45,12 @@ _BUFFER_SIZE_MIN = 4096
 # Ctrl-C is heard between two writes.
 _WRITE_SIZE_MAX = 8 << 20
 _WRITE_COUNT_MAX = 512  # the kernel takes 1024
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_ARGUMENTS = ("transformers.training_args", "TrainingArguments")
+_set_up = operator.attrgetter("_setup_devices")  # a cached property, which makes what is in `_OF_ONE_PROCESS`
+_late: list[weakref.ref[object]] = []
+# What `TrainingArguments` keeps of the process in which it was made: others would take themselves for that one.
+_OF_ONE_PROCESS = frozenset({"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_state"})
 
 
 class PayloadError(Exception):
@@ -95,6 +105,46 @@ def _load_vendored() -> ModuleType:
 
 
 _cloudpickle = _load_vendored()
+_names_of_code: weakref.WeakKeyDictionary[CodeType, dict[str, None]] = weakref.WeakKeyDictionary()
+
+
+def _code_globals(code: CodeType) -> dict[str, None]:
+    """Return the names of globals that code may use, in order: those that the bodies of its classes read among them."""
+    names = _names_of_code.get(code)
+    if names is None:
+        names = dict.fromkeys((*_cloudpickle._walk_global_ops(code), *_read_by_class_body(code)))
+        for constant in code.co_consts or ():
+            if isinstance(constant, CodeType):
+                names.update(_code_globals(constant))
+        _names_of_code[code] = names
+    return names
+
+
+def _read_by_class_body(code: CodeType) -> Iterator[str]:
+    """Yield the names that the body of a class reads and has not surely bound before; what cannot be told is read."""
+    bound: set[str] = {"__name__", "__annotations__"}  # every module has its own
+    is_straight, last = True, None
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_NAME" and step.argval == "__annotations__" and isinstance(last, str):
+            yield from _names_in(last)  # with `from __future__ import annotations`
+        last = step.argval
+        if step.opname == "STORE_NAME" and is_straight:
+            bound.add(str(step.argval))
+        elif step.opname in ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS") and step.argval not in bound:
+            yield str(step.argval)
+        elif step.opcode in _JUMPS:
+            is_straight = False
+
+
+def _names_in(annotation: str) -> list[str]:
+    try:
+        tree = ast.parse(annotation, mode="eval")
+    except (SyntaxError, ValueError):
+        return []
+    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+
+
+vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # its own does not look into bodies of classes
 
 if TYPE_CHECKING:
     from _pickle import _ReducedType
@@ -224,6 +274,8 @@ class _Pickler(_CloudPickler):
         torch = sys.modules.get("torch")
         self._untyped: object = getattr(torch, "UntypedStorage", None)
         self._typed: object = getattr(torch, "TypedStorage", None)
+        arguments = getattr(sys.modules.get(_ARGUMENTS[0]), _ARGUMENTS[1], None)
+        self._arguments = arguments if isinstance(arguments, type) else None
 
     def reducer_override(self, value: object) -> Reduced:
         if self._reducer is not None:
@@ -238,6 +290,8 @@ class _Pickler(_CloudPickler):
             return self._reduce_storage(cast("_UntypedStorage", value))
         if kind is FunctionType and _is_notebook_open(cast("FunctionType", value)):
             return getattr, (builtins, "open")
+        if self._arguments is not None and isinstance(value, self._arguments):
+            return _reduce_arguments(value)
         return super().reducer_override(value)
 
     def _reduce_storage(self, storage: _UntypedStorage) -> Reduced:
@@ -367,6 +421,58 @@ def _write_batch(descriptor: int, batch: list[memoryview]) -> None:
             written -= batch.pop(0).nbytes
         if batch:
             batch[0] = batch[0][written:]
+
+
+# --- what transformers' arguments know of their process ---------------------------------------------------------------
+
+
+def _reduce_arguments(value: object) -> Reduced:
+    """Take `TrainingArguments` apart, without the device and the process group of this process."""
+    reduced = value.__reduce_ex__(5)
+    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    state = {name: held for name, held in reduced[2].items() if name not in _OF_ONE_PROCESS}
+    return _training_arguments, (reduced[0], reduced[1]), state, *reduced[3:]
+
+
+@portable
+def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -> object:
+    """Return arguments that look for their device and their process group when they are first asked for them."""
+    made = make(*args)
+    for kind in type(made).__mro__:
+        if (kind.__module__, kind.__name__) == _ARGUMENTS and "distributed_state" not in vars(kind):
+            kind.distributed_state = _LateState()  # type: ignore[attr-defined]  # of transformers
+    _late[:] = [reference for reference in _late if reference() is not None] + [weakref.ref(made)]
+    return made
+
+
+def join_late() -> bool:
+    """Have the `TrainingArguments` of the call take their place among the ranks, as they do where they are made.
+
+    transformers joins the process group when it makes them, and a Trainer relies on that.
+
+    Returns:
+        Whether there were any.
+    """
+    made = [value for value in (reference() for reference in _late) if value is not None]
+    _late.clear()
+    for value in made:
+        _set_up(value)
+    return bool(made)
+
+
+class _LateState:
+    """`TrainingArguments.distributed_state` until transformers sets it on the instance.
+
+    transformers sets it together with the device, which it looks for when that is first read. So this reads the device.
+    """
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        if instance is not None:
+            _set_up(instance)
+            if "distributed_state" in vars(instance):
+                return vars(instance)["distributed_state"]
+        raise AttributeError("distributed_state")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

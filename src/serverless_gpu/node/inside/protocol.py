@@ -24,7 +24,7 @@
                        {"event": "exited", "rank": n, "status": n, "peak": bytes, "at": ns} · {"event": "empty"}
     rank ─▶ supervisor {"event": "exec", "rank": n, "at": ns, "stack": descriptor in the rank}
                        {"event": "enter", "rank": n, "at": ns}
-                       {"event": "returned", "rank": n, "at": ns, "size": bytes}
+                       {"event": "returned", "rank": n, "at": ns, "size": bytes, "alone": bool}
                        {"event": "failed", "rank": n, "at": ns, "failure": {…}}
                        {"event": "say", "rank": n, "at": ns, "text": …, "note": bool}
                                                                        for whoever watches, and the receipt

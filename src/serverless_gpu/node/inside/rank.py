@@ -26,12 +26,14 @@ import faulthandler
 import fcntl
 import io
 import json
+import locale
 import os
 import resource
 import select
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -40,10 +42,11 @@ from . import blas, command, fence, linux, mlflow_hook, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
-from .failure import describe, pickle_exception, tell_of_copies
-from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, loads, write_whole
+from .failure import describe, pickle_exception, tell_of_copies, tell_of_joining
+from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, join_late, loads, write_whole
 from .raycluster import task
 from .raycluster.words import read_share
+from .training import trained_alone
 
 _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
 _SETTLE_FAILED_S = 1.0  # for the last points before a failure; the others' end waits for that
@@ -166,7 +169,7 @@ def _node_task(
 def execute(place: Place, report: protocol.Report) -> int:
     """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
     report({"event": "exec", "stack": place.stack})
-    process = os.getpid()
+    process, joined = os.getpid(), False
     _spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE))
     try:
         call = load_call(os.path.join(place.directory, "call.pkl"))
@@ -174,6 +177,7 @@ def execute(place: Place, report: protocol.Report) -> int:
         kwargs = fill_rank(call.function, call.args, call.kwargs, place.rank, place.world_size)
         pass_gate(place.gate, place.local_rank, place.local_world_size, has_store=place.rank == place.local_rank)
         report({"event": "enter"})
+        joined = join_late()
         value = call.function(*call.args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
         _free_spare()
@@ -181,6 +185,8 @@ def execute(place: Place, report: protocol.Report) -> int:
             sys.excepthook(*sys.exc_info())
         _leave_if_forked(process, error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
         mlflow_hook.settle(_SETTLE_FAILED_S)
+        if joined:
+            tell_of_joining(error)
         code = _fail(place, error, report)
     else:
         _free_spare()
@@ -210,12 +216,12 @@ def _return(place: Place, value: object, report: protocol.Report) -> int:
         size = dump(value, path, limit=place.result_bytes_max)
     except PayloadTooLarge as error:
         _fail(place, error, report, kind="result_too_large", size=error.size, limit=error.limit)
-    except Exception as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
+    except BaseException as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
         storage = isinstance(error, PayloadNotWritten)
         kind = "result_storage" if storage else "result_unserialisable"
         _fail(place, error, report, kind=kind, type=_type_name(value), repr=_safe_repr(value))
     else:
-        report({"event": "returned", "size": size})
+        report({"event": "returned", "size": size, "alone": trained_alone(place.world_size)})
         _wait_for_others(place)
         return 0
     return 1
@@ -383,6 +389,7 @@ def _take_context(message: protocol.Message) -> None:
     """
     os.environ.clear()
     os.environ.update(_environment(message))
+    _take_place_and_language()
     os.umask(protocol.integer(message, "umask"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     soft = protocol.integer(message, "descriptors_max")
@@ -398,6 +405,15 @@ def _take_context(message: protocol.Message) -> None:
     if message.get("ray") is None:
         _set_threads(protocol.integer(message, "threads"))
     os.chdir(protocol.text(message, "cwd"))
+
+
+def _take_place_and_language() -> None:
+    """Have C know the time zone and the encoding that the caller's variables name, as when Python starts."""
+    time.tzset()
+    before = locale.setlocale(locale.LC_CTYPE)
+    with contextlib.suppress(locale.Error):  # this machine lacks it
+        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python takes UTF-8 in place of these
+            locale.setlocale(locale.LC_CTYPE, before)
 
 
 def _forget(callers: object) -> None:
@@ -465,5 +481,5 @@ def _type_name(value: object) -> str:
 def _safe_repr(value: object) -> str:
     try:
         return repr(value)[:_REPR_CHARACTERS_MAX]
-    except Exception as error:  # noqa: BLE001 - the user's __repr__
+    except BaseException as error:  # noqa: BLE001 - the user's __repr__
         return f"<repr raised {type(error).__name__}>"

@@ -1,0 +1,141 @@
+"""Removes shared memory that an ended attempt left in /dev/shm.
+
+Libraries give segments names there, and remove them at the end of their process. A process that is killed does not: the
+memory stays taken until somebody removes the file, and in the end /dev/shm is full.
+
+    while it runs     candidates ─▶ those that the attempt's processes have open or mapped are its own
+    after its end     its own, not in use by any process ─▶ removed
+
+A candidate has a name that a library makes (never one that a user chose: files in /dev/shm may be theirs to keep), is
+owned by this user, and was made while the attempt ran. What cannot be told is left alone: a segment that no process of
+the attempt was seen with, one that any process has, and one whose maker still lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+_PLACE = Path("/dev/shm")
+_PROC = Path("/proc")
+_NAME = re.compile(
+    r"torch_(?P<torch>\d+)_\d+_\d+"
+    r"|__KMP_REGISTERED_LIB_(?P<openmp>\d+)(_\d+)?"
+    r"|sem\.loky-(?P<loky>\d+)-\w+"
+    r"|psm_[0-9a-f]{8}"  # multiprocessing.shared_memory
+    r"|sem\.mp-[a-z0-9_]{8}"  # multiprocessing's locks
+    r"|nccl-[A-Za-z0-9]{6}"
+)
+_LOOK_NS = 1_000_000_000
+_LOOKS_MAX = 3  # at one name: nobody of the attempt has it by then, so it is somebody else's
+_COARSE_NS = 50_000_000  # the clock of file systems is behind by a tick
+
+
+class LeftSegments:
+    """The segments of one attempt.
+
+    Args:
+        place: the directory of shared memory.
+    """
+
+    def __init__(self, place: Path = _PLACE) -> None:
+        self._place = place
+        self._own: set[str] = set()
+        self._looks: dict[str, int] = {}
+        self._due_ns = 0
+
+    def is_due(self, now_ns: int) -> bool:
+        """Return whether it is time to look; that is once a second.
+
+        Args:
+            now_ns: by any clock, always the same.
+        """
+        if now_ns < self._due_ns:
+            return False
+        self._due_ns = now_ns + _LOOK_NS
+        return True
+
+    def look(self, since_ns: int, pids: Callable[[], Collection[int]]) -> None:
+        """Note which segments are the attempt's: those that its processes have, or are named after.
+
+        Args:
+            since_ns: wall time at which user code began.
+            pids: returns the attempt's processes; not asked where there is nothing new.
+        """
+        there = set(self._candidates(since_ns))
+        self._own &= there
+        self._looks = {name: self._looks.get(name, 0) + 1 for name in there}
+        names = {name for name, looks in self._looks.items() if looks <= _LOOKS_MAX} - self._own
+        if not names:
+            return
+        known = pids()
+        self._own |= {name for name in names if _maker(name) in known}
+        for pid in known:
+            self._own |= _used(pid, self._place, names)
+
+    def remove(self, since_ns: int) -> tuple[str, ...]:
+        """Remove what the attempt left, after its last process has ended; return the names.
+
+        Args:
+            since_ns: wall time at which user code began.
+        """
+        names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
+        names -= {name for name in names if _is_alive(_maker(name))}
+        removed = []
+        for name in sorted(names - self._in_use(names)):
+            with contextlib.suppress(OSError):
+                (self._place / name).unlink()
+                removed.append(name)
+        return tuple(removed)
+
+    def _candidates(self, since_ns: int) -> Iterable[str]:
+        try:
+            names = os.listdir(self._place)
+        except OSError:
+            return
+        for name in names:
+            if _NAME.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    found = (self._place / name).lstat()
+                    is_young = min(found.st_ctime_ns, found.st_mtime_ns) >= since_ns - _COARSE_NS
+                    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and is_young:
+                        yield name
+
+    def _in_use(self, names: set[str]) -> set[str]:
+        """Return which segments processes have, as far as processes can be looked into."""
+        found: set[str] = set()
+        for pid in _pids() if names else ():
+            found |= _used(pid, self._place, names)
+        return found
+
+
+def _used(pid: int, place: Path, names: set[str]) -> set[str]:
+    """Return which segments a process has mapped or open; none where it is gone, or cannot be looked into."""
+    try:
+        maps = (_PROC / str(pid) / "maps").read_bytes()
+        files = os.listdir(_PROC / str(pid) / "fd")
+    except OSError:
+        return set()
+    paths = {os.fsdecode(line.split(maxsplit=5)[5]) for line in maps.splitlines() if line.count(b"/")}
+    for file in files:
+        with contextlib.suppress(OSError):
+            paths.add(os.readlink(_PROC / str(pid) / "fd" / file))
+    return {name for name in names if f"{place}/{name}" in paths}
+
+
+def _maker(name: str) -> int | None:
+    """Return the process in a segment's name, or None where its name has none."""
+    found = _NAME.fullmatch(name)
+    return next((int(pid) for pid in found.groupdict().values() if pid), None) if found else None
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+
+
+def _is_alive(pid: int | None) -> bool:
+    return pid is not None and (_PROC / str(pid)).exists()
