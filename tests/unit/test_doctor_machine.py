@@ -64,6 +64,15 @@ def test_the_home(code: str, home: HomeFacts, expected: tuple[Outcome, str, str]
             MountFacts(problem="a user namespace cannot be made: Operation not permitted"),
             (WARNING, "environments are made of links: a user namespace cannot be made: Operation not permitted", ""),
         ),
+        (
+            MountFacts(problem="a mount namespace cannot be made: Operation not permitted", is_root=True),
+            (
+                WARNING,
+                "environments are made of links: a mount namespace cannot be made: Operation not permitted",
+                "docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined …   "
+                "(Kubernetes: securityContext.capabilities.add: [SYS_ADMIN])",
+            ),
+        ),
     ],
 )
 def test_mounting_environments(mounts: MountFacts, expected: tuple[Outcome, str, str]) -> None:

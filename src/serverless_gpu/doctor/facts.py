@@ -191,9 +191,10 @@ class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MountFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Why restored environments cannot be mounted here, or ""."""
+    """Why restored environments cannot be mounted here, or "", and whether it was root who tried."""
 
     problem: str = ""
+    is_root: bool = False
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

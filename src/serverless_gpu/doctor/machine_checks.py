@@ -26,6 +26,10 @@ _SHARED_LOW_BYTES = GIB
 _DESCRIPTORS_LOW = 1024
 _PROCESSES_LOW = 4096
 _PORTS_USED_PERCENT = 80
+_AS_ROOT = (
+    "docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined …   "
+    "(Kubernetes: securityContext.capabilities.add: [SYS_ADMIN])"
+)
 
 
 @about(lambda facts: facts.home)
@@ -100,7 +104,7 @@ def _limits(facts: Facts, limits: LimitFacts) -> list[Finding]:
 @about(lambda facts: facts.mounts)
 def _mounts(facts: Facts, mounts: MountFacts) -> list[Finding]:
     if mounts.problem:
-        return warning(f"environments are made of links: {mounts.problem}")
+        return warning(f"environments are made of links: {mounts.problem}", _AS_ROOT if mounts.is_root else "")
     return ok("environments can be mounted")
 
 
@@ -289,7 +293,8 @@ CHECKS = (
         "tree and a cold start.",
         mend="sudo sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=65536   "
         "(Ubuntu 24.04: also kernel.apparmor_restrict_unprivileged_userns=0; in a container: "
-        "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …)",
+        "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …; as root of a container: "
+        "docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined …)",
         probe=_mounts,
     ),
     Check(
