@@ -5,11 +5,14 @@ The caller, and with it agent, supervisor and ranks, runs behind what `tests.odd
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from serverless_gpu.testing import agent_status
+from tests.local.observe import run_script
 from tests.local.small_environment import Dialogue, SmallEnvironment
 from tests.odd_environments import refusing, without
 
@@ -32,6 +35,34 @@ def small(own: Path, tmp_path: Path) -> SmallEnvironment:
     environment.install("toy", "1.0", {"toy/__init__.py": "VALUE = 'one'\n"})
     environment.write("work.py", WORK)
     return environment
+
+
+CALL = """
+from serverless_gpu import distributed
+from serverless_gpu.errors import ServerlessGpuError
+
+def work(rank: int = 0):
+    return rank
+
+if __name__ == "__main__":
+    try:
+        print(distributed(gpus=1, gpu_type="CPU", quiet=True)(work).distributed())
+    except ServerlessGpuError as error:
+        print(type(error).__name__, error, sep=": ")
+"""
+
+
+def call(directory: Path, *before: str) -> str:
+    """Have a script call a function, behind a prefix; return what it prints."""
+    script = directory / "call.py"
+    script.write_text(CALL)
+    return run_script(script, before=before).stdout
+
+
+def sgpu(*arguments: str, before: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run a command of `sgpu` behind a prefix."""
+    command = [*before, sys.executable, "-m", "serverless_gpu.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
 
 
 RECEIPT = "[run := snapshot(work.value), run.results(60), run.receipt(60).environment, run.receipt(60).warm][1:]"
@@ -61,3 +92,30 @@ def test_23C1_where_every_way_is_refused_links_are_used_and_the_receipt_says_why
         )
     finally:
         caller.close()
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"), [("no-flock", "Function not implemented"), ("no-lock-server", "No locks available")]
+)
+def test_23C3_a_home_without_file_locks_is_named_before_anything_starts(
+    own: Path, tmp_path: Path, refused: str, reason: str
+) -> None:
+    said = f"{own} cannot be used: its file system refuses file locks (flock: {reason})"
+    assert call(tmp_path, *refusing(refused)).splitlines()[0] == f"StorageError: {said}"
+    assert agent_status(own) is None and not list((own / "runs").iterdir())
+    started = sgpu("up", "--port", "0", before=refusing(refused))
+    assert started.stderr.startswith(f"sgpu: {own}/server.lock cannot be used: its file system refuses file locks")
+    assert started.returncode == 1
+    report = sgpu("doctor", before=refusing(refused)).stdout
+    assert f"failed   locks             the file system of {own} refuses file locks: flock: {reason}" in report
+
+
+def test_23C10_a_server_names_the_home_in_which_sqlite_cannot_lock(own: Path) -> None:
+    started = sgpu("up", "--port", "0", before=refusing("no-record-locks"))
+    assert started.returncode == 1
+    assert started.stderr.splitlines()[0] == (
+        f"sgpu: the server's database cannot be kept in {own}/server: its file system refuses the locks that SQLite "
+        "needs (fcntl: No locks available)"
+    )
+    report = sgpu("doctor", before=refusing("no-record-locks")).stdout
+    assert f"warning  locks             the file system of {own} refuses the locks of SQLite" in report

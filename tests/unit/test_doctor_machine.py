@@ -34,6 +34,17 @@ from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, foun
         ),
         ("home-filesystem", HomeFacts(root="/h"), (UNKNOWN, "the file system of /h is not known", "")),
         ("home-filesystem", HomeFacts(problem="x"), (UNKNOWN, "there is no home to look at", "")),
+        ("locks", HomeFacts(root="/h"), (OK, "granted", "")),
+        (
+            "locks",
+            HomeFacts(root="/h", flock_refusal="no locks", record_lock_refusal="no locks"),
+            (FAILED, "the file system of /h refuses file locks: flock: no locks", ""),
+        ),
+        (
+            "locks",
+            HomeFacts(root="/h", record_lock_refusal="no locks"),
+            (WARNING, "the file system of /h refuses the locks of SQLite: fcntl: no locks", ""),
+        ),
         ("disk-space", HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB),)), (OK, "53.7 GB in /h free", "")),
         (
             "disk-space",

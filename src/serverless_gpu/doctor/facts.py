@@ -37,6 +37,8 @@ class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
         hint: what helps.
         note: why it is not the one that was asked for.
         filesystem: the kernel's name of its file system.
+        flock_refusal: why files cannot be locked there, or "".
+        record_lock_refusal: why SQLite cannot lock its files there, or "".
         configuration_problem: what is wrong with `config.toml`.
         sockets: the directory of sockets, and what is wrong with it.
     """
@@ -46,6 +48,8 @@ class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
     note: str = ""
     filesystem: str = ""
+    flock_refusal: str = ""
+    record_lock_refusal: str = ""
     configuration_problem: str = ""
     sockets: str = ""
     sockets_problem: str = ""

@@ -52,6 +52,17 @@ def _home_filesystem(facts: Facts) -> list[Finding]:
     return ok(home.filesystem)
 
 
+def _locks(facts: Facts) -> list[Finding]:
+    home = facts.home
+    if isinstance(home, Unknown) or not home.root:
+        return unknown("there is no home to look at")
+    if home.flock_refusal:
+        return failed(f"the file system of {home.root} refuses file locks: flock: {home.flock_refusal}")
+    if home.record_lock_refusal:
+        return warning(f"the file system of {home.root} refuses the locks of SQLite: fcntl: {home.record_lock_refusal}")
+    return ok("granted")
+
+
 @about(lambda facts: facts.home)
 def _disk_space(facts: Facts, home: HomeFacts) -> list[Finding]:
     if not home.disks:
@@ -210,6 +221,21 @@ CHECKS = (
         cause="On a network file system every small file is a round trip, and locks depend on the server.",
         mend="set SERVERLESS_GPU_HOME to a directory on a local disk",
         probe=_home_filesystem,
+    ),
+    Check(
+        code="locks",
+        group=Group.MACHINE,
+        title="Locks in the home",
+        symptoms=(
+            "StorageError: … cannot be used: its file system refuses file locks (flock: Function not implemented)",
+            "StorageError: the server's database cannot be kept in …: its file system refuses the locks that SQLite "
+            "needs (fcntl: No locks available)",
+        ),
+        cause="Devices are lent, runs looked after and databases written under file locks. Lustre grants them when it "
+        "is mounted with -o flock, NFS when its lock service runs, and some FUSE file systems never do.",
+        mend="set SERVERLESS_GPU_HOME to a directory on a local disk   (for a server alone: sgpu up --database "
+        "postgresql://…)",
+        probe=_locks,
     ),
     Check(
         code="disk-space",

@@ -16,6 +16,7 @@ from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.retention import Policy
 from serverless_gpu.node.configuration import read_configuration
+from serverless_gpu.node.filesystems import flock_refusal, record_lock_refusal
 from serverless_gpu.node.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home, find_home, storage_error
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
@@ -37,12 +38,15 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
         sockets = str(home.sockets())
     except (StorageError, OSError) as error:
         sockets_problem = str(getattr(error, "message", error))
+    flock, records = ("", "") if problem else (flock_refusal(home.root), record_lock_refusal(home.root))
     return HomeFacts(
         root=str(home.root),
         problem=problem.message if problem else "",
         hint=problem.hint if problem else "",
         note=home.note,
         filesystem=filesystem_of(os.path.realpath(home.root), _mounts()),
+        flock_refusal=flock,
+        record_lock_refusal=records,
         configuration_problem=_configuration_problem(home),
         sockets=sockets,
         sockets_problem=sockets_problem,

@@ -1,6 +1,6 @@
 """Entering an environment that is mounted: a mount namespace of this process's own, and read-only overlays in it.
 
-    unshare ─ root: mount namespace · others, and root without CAP_SYS_ADMIN: user namespace too, in which they may mount
+    unshare ─ root: mount namespace · others, also root without CAP_SYS_ADMIN: user namespace too: there they may mount
       └ / becomes a slave: what is mounted here stays here
          └ overlays, in order, outer ones first
             └ capabilities of the user namespace are given up
