@@ -5,6 +5,7 @@ The caller, and with it agent, supervisor and ranks, runs behind what `tests.odd
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,17 @@ def test_23C10_a_server_names_the_home_in_which_sqlite_cannot_lock(own: Path) ->
     )
     report = sgpu("doctor", before=refusing("no-record-locks")).stdout
     assert f"warning  locks             the file system of {own} refuses the locks of SQLite" in report
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"), [("no-pidfd", "Function not implemented"), ("no-pidfd-allowed", "Operation not permitted")]
+)
+def test_23C4_a_kernel_without_pidfd_is_refused_before_anything_starts(
+    own: Path, tmp_path: Path, refused: str, reason: str
+) -> None:
+    sentence = f"Linux {os.uname().release} refuses pidfd_open here: {reason}"
+    first, second = call(tmp_path, *refusing(refused)).splitlines()
+    assert first == f"HardwareError: this machine cannot run ranks: {sentence}"
+    assert second.startswith("hint: Linux 5.3 or newer is needed; in a container, a runtime whose seccomp profile")
+    assert agent_status(own) is None and not list((own / "runs").iterdir())
+    assert f"failed   kernel            no run can start: {sentence}" in sgpu("doctor", before=refusing(refused)).stdout

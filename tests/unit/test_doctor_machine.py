@@ -10,6 +10,7 @@ from serverless_gpu.doctor.facts import (
     Disk,
     Facts,
     HomeFacts,
+    KernelFacts,
     LimitFacts,
     MountFacts,
     NetworkFacts,
@@ -65,6 +66,20 @@ from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, foun
 )
 def test_the_home(code: str, home: HomeFacts, expected: tuple[Outcome, str, str]) -> None:
     assert one(code, Facts(home=home)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        (KernelFacts(release="6.1"), (OK, "Linux 6.1", "")),
+        (
+            KernelFacts(release="4.18", pidfd_refusal="Linux 4.18 refuses pidfd_open here: no", hint="a newer one"),
+            (FAILED, "no run can start: Linux 4.18 refuses pidfd_open here: no", "a newer one"),
+        ),
+    ],
+)
+def test_the_kernel(kernel: KernelFacts, expected: tuple[Outcome, str, str]) -> None:
+    assert one("kernel", Facts(kernel=kernel)) == expected
 
 
 @pytest.mark.parametrize(

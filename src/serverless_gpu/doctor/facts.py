@@ -183,6 +183,14 @@ class LimitFacts(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory: Disk | None = None
 
 
+class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Linux: its release, why processes cannot be followed by pidfd, or "", and what helps then."""
+
+    release: str = ""
+    pidfd_refusal: str = ""
+    hint: str = ""
+
+
 class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Loopback, ports and this machine's name."""
 
@@ -395,6 +403,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerFacts | Unknown = Unknown()
     pool: PoolFacts | Unknown = Unknown()
     limits: LimitFacts | Unknown = Unknown()
+    kernel: KernelFacts | Unknown = Unknown()
     network: NetworkFacts | Unknown = Unknown()
     mounts: MountFacts | Unknown = Unknown()
     gpus: GpuFacts | Unknown = Unknown()

@@ -7,6 +7,7 @@ from serverless_gpu.doctor.facts import (
     CgroupFacts,
     Facts,
     HomeFacts,
+    KernelFacts,
     LimitFacts,
     MountFacts,
     NetworkFacts,
@@ -14,6 +15,7 @@ from serverless_gpu.doctor.facts import (
     Unknown,
 )
 from serverless_gpu.doctor.findings import Check, Finding, Group, Outcome, about, failed, ok, unknown, warning
+from serverless_gpu.node.kernel import OLDEST
 from serverless_gpu.units import format_bytes
 
 GIB = 2**30
@@ -91,6 +93,13 @@ def _sockets(facts: Facts, home: HomeFacts) -> list[Finding]:
     if home.sockets_problem:
         return failed(home.sockets_problem)
     return ok(home.sockets) if home.sockets else unknown("without a home there are no sockets")
+
+
+@about(lambda facts: facts.kernel)
+def _kernel(facts: Facts, kernel: KernelFacts) -> list[Finding]:
+    if kernel.pidfd_refusal:
+        return failed(f"no run can start: {kernel.pidfd_refusal}", kernel.hint)
+    return ok(f"Linux {kernel.release}")
 
 
 @about(lambda facts: facts.limits)
@@ -270,6 +279,20 @@ CHECKS = (
         cause="Client, agent and supervisors meet on Unix sockets in a private directory with a short path.",
         mend="set SERVERLESS_GPU_SOCKETS to a short directory of your own, the same for all processes",
         probe=_sockets,
+    ),
+    Check(
+        code="kernel",
+        group=Group.MACHINE,
+        title="The kernel",
+        symptoms=(
+            "HardwareError: this machine cannot run ranks: Linux … refuses pidfd_open here: Function not implemented",
+            "HardwareError: this machine cannot run ranks: this build of Python has no os.pidfd_open",
+        ),
+        cause="Processes are followed by pidfd, so that what is ended is never another process with the same number. "
+        f"Linux has it since {OLDEST}, Docker's seccomp profile since 20.10.",
+        mend=f"run Linux {OLDEST} or newer; in a container: Docker 20.10 or newer, or docker run --security-opt "
+        "seccomp=unconfined …",
+        probe=_kernel,
     ),
     Check(
         code="limits",

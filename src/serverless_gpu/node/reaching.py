@@ -1,7 +1,7 @@
 """Reaching the agent of this node, and starting it when there is none.
 
 Failure cases: the agent is not there, or its socket is stale (a new one is started; two callers at once end up with one
-agent); the home or the sockets' directory grants no locks (said before anything is started); it does not come up (what
+agent); the machine or the home lacks what every run needs (said before anything is started); it does not come up (what
 it wrote is in the message); it speaks another protocol (cannot happen by accident:
 the socket's name carries the number).
 """
@@ -20,9 +20,10 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import AgentUnavailable, HardwareError
-from serverless_gpu.node import filesystems, protocol
+from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.requirements import require_for_runs
 from serverless_gpu.node.spawning import clean_process, clean_variables, open_log
 
 _START_S = 30.0
@@ -46,8 +47,7 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
     answer = _try_connect(path)
     if answer is not None:
         return answer
-    for directory in (home.root, home.sockets()):
-        filesystems.require_flock(directory)
+    require_for_runs(home)
     with _starting:
         deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
         pause_s = 0.01

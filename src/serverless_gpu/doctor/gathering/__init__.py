@@ -1,6 +1,6 @@
 """Looking at this machine, thinly and bounded: what comes back are facts, or why there are none.
 
-    threads     home · runs · agent and cgroups · server · pool · tracking · limits · network   (a dead disk blocks one)
+    threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network (a dead disk blocks one)
     processes   NVML · mounts · what is installed · what importing it does        (these crash and hang by nature)
 
 All start at once and each has the same limit, so the whole takes little longer than that.
@@ -21,6 +21,7 @@ from serverless_gpu.doctor.facts import (
     HomeFacts,
     ImportFacts,
     InterpreterFacts,
+    KernelFacts,
     LimitFacts,
     MountFacts,
     NetworkFacts,
@@ -33,7 +34,13 @@ from serverless_gpu.doctor.facts import (
 from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.doctor.gathering.environment import look_at_imports, look_at_packages
 from serverless_gpu.doctor.gathering.gpus import look_at_gpus
-from serverless_gpu.doctor.gathering.machine import look_at_home, look_at_limits, look_at_network, look_at_runs
+from serverless_gpu.doctor.gathering.machine import (
+    look_at_home,
+    look_at_kernel,
+    look_at_limits,
+    look_at_network,
+    look_at_runs,
+)
 from serverless_gpu.doctor.gathering.mounting import look_at_mounts
 from serverless_gpu.doctor.gathering.pool import look_at_pool
 from serverless_gpu.doctor.gathering.service import look_at_service
@@ -61,6 +68,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         "tracking": lambda: look_at_tracking(environ),
         "home": lambda: look_at_home(environ),
         "runs": lambda: look_at_runs(environ),
+        "kernel": look_at_kernel,
         "limits": look_at_limits,
         "network": look_at_network,
     }
@@ -84,6 +92,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         server=area("server", ServerFacts),
         pool=area("pool", PoolFacts),
         limits=area("limits", LimitFacts),
+        kernel=area("kernel", KernelFacts),
         network=area("network", NetworkFacts),
         mounts=area("mounts", MountFacts),
         gpus=area("gpus", GpuFacts),

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from serverless_gpu.doctor.facts import Disk, HomeFacts, LimitFacts, NetworkFacts, RunsFacts, Unknown
+from serverless_gpu.doctor.facts import Disk, HomeFacts, KernelFacts, LimitFacts, NetworkFacts, RunsFacts, Unknown
 from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.days import DAY_NS
@@ -19,6 +19,7 @@ from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.filesystems import flock_refusal, record_lock_refusal
 from serverless_gpu.node.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home, find_home, storage_error
+from serverless_gpu.node.kernel import pidfd_refusal
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 
 _PROBE_BYTES = 1 << 16
@@ -73,6 +74,12 @@ def look_at_runs(environ: Mapping[str, str]) -> RunsFacts:
         warm=last.warm if last else False,
         warm_reason=last.warm_reason if last else "",
     )
+
+
+def look_at_kernel() -> KernelFacts:
+    """Return whether the kernel has what every run needs."""
+    refusal, hint = pidfd_refusal()
+    return KernelFacts(release=os.uname().release, pidfd_refusal=refusal, hint=hint)
 
 
 def look_at_limits() -> LimitFacts:
