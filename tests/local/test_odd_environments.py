@@ -8,24 +8,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from serverless_gpu.testing import agent_status
+from serverless_gpu.testing import agent_status, stop_agent
 from tests.local.observe import run_script
 from tests.local.small_environment import Dialogue, SmallEnvironment
 from tests.odd_environments import refusing, without
+from tests.small_disks import small_disk
 
 WORK = """
 def value():
     import toy
     return toy.VALUE
 
-def capabilities():
-    import os
-    status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
-    return [os.getuid(), bool(int(status["CapBnd"], 16) >> 21 & 1)]
+def compiled():
+    import msgspec._core
+    return msgspec._core.__file__
 """
 
 
@@ -134,3 +135,35 @@ def test_23C4_a_kernel_without_pidfd_is_refused_before_anything_starts(
     assert second.startswith("hint: Linux 5.3 or newer is needed; in a container, a runtime whose seccomp profile")
     assert agent_status(own) is None and not list((own / "runs").iterdir())
     assert f"failed   kernel            no run can start: {sentence}" in sgpu("doctor", before=refusing(refused)).stdout
+
+
+@pytest.fixture
+def noexec(own: Path) -> Iterator[Path]:
+    """Yield the home, on a file system from which nothing can be executed."""
+    with small_disk("256m", at=own, options="mode=0700,noexec"):
+        yield own
+        stop_agent(own)
+
+
+def test_23C6_a_mounted_environment_works_in_a_home_without_execution(noexec: Path, small: SmallEnvironment) -> None:
+    caller = Dialogue(small, "work")
+    try:
+        assert "environments" in eval(caller.ask("call(work.compiled)"))
+    finally:
+        caller.close()
+
+
+def test_23C6_links_in_a_home_without_execution_are_refused_with_the_flag(
+    noexec: Path, small: SmallEnvironment
+) -> None:
+    small.before = (*without("all"), *refusing("no-namespaces"))
+    caller = Dialogue(small, "work")
+    try:
+        said = caller.ask("call(work.compiled)")
+        assert f"{noexec}/environments lies on a file system that is mounted noexec, and no compiled module" in said
+        assert "(no mounts: a mount namespace cannot be made" in said
+        assert "hint: set SERVERLESS_GPU_HOME to a directory on a file system without noexec" in said
+        report = sgpu("doctor", before=small.before).stdout
+        assert f"failed   home-filesystem   {noexec} is mounted noexec" in report
+    finally:
+        caller.close()

@@ -68,6 +68,17 @@ def test_the_home(code: str, home: HomeFacts, expected: tuple[Outcome, str, str]
     assert one(code, Facts(home=home)) == expected
 
 
+def test_23C6_a_home_without_execution_matters_where_environments_are_made_of_links() -> None:
+    home = HomeFacts(root="/h", filesystem="ext4", is_noexec=True)
+    assert one("home-filesystem", Facts(home=home, mounts=MountFacts()))[0] is OK
+    outcome, sentence, mend = one("home-filesystem", Facts(home=home, mounts=MountFacts(problem="refused")))
+    assert (outcome, sentence) == (
+        FAILED,
+        '/h is mounted noexec: env="snapshot" cannot load compiled modules from it',
+    )
+    assert "remount,exec" in mend
+
+
 @pytest.mark.parametrize(
     ("kernel", "expected"),
     [

@@ -37,6 +37,7 @@ class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
         hint: what helps.
         note: why it is not the one that was asked for.
         filesystem: the kernel's name of its file system.
+        is_noexec: whether nothing can be executed from there.
         flock_refusal: why files cannot be locked there, or "".
         record_lock_refusal: why SQLite cannot lock its files there, or "".
         configuration_problem: what is wrong with `config.toml`.
@@ -48,6 +49,7 @@ class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
     note: str = ""
     filesystem: str = ""
+    is_noexec: bool = False
     flock_refusal: str = ""
     record_lock_refusal: str = ""
     configuration_problem: str = ""

@@ -28,6 +28,10 @@ _SHARED_LOW_BYTES = GIB
 _DESCRIPTORS_LOW = 1024
 _PROCESSES_LOW = 4096
 _PORTS_USED_PERCENT = 80
+_NOEXEC = (
+    "set SERVERLESS_GPU_HOME to a directory on a file system without noexec   (or: sudo mount -o remount,exec …; or "
+    "make mounts possible, see mounts)"
+)
 _AS_ROOT = (
     "docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined …   "
     "(Kubernetes: securityContext.capabilities.add: [SYS_ADMIN])"
@@ -49,6 +53,8 @@ def _home_filesystem(facts: Facts) -> list[Finding]:
         return unknown("there is no home to look at")
     if not home.filesystem:
         return unknown(f"the file system of {home.root} is not known")
+    if home.is_noexec and isinstance(facts.mounts, MountFacts) and facts.mounts.problem:
+        return failed(f'{home.root} is mounted noexec: env="snapshot" cannot load compiled modules from it', _NOEXEC)
     if home.filesystem in NETWORK_FILESYSTEMS:
         return warning(f"{home.root} is on {home.filesystem}, a network file system")
     return ok(home.filesystem)
@@ -226,8 +232,13 @@ CHECKS = (
         code="home-filesystem",
         group=Group.MACHINE,
         title="The file system of the home",
-        symptoms=("runs start slowly, results of many GB take long",),
-        cause="On a network file system every small file is a round trip, and locks depend on the server.",
+        symptoms=(
+            "runs start slowly, results of many GB take long",
+            "RunError: the environment could not be restored: … lies on a file system that is mounted noexec, …",
+            "ImportError: …: failed to map segment from shared object",
+        ),
+        cause="On a network file system every small file is a round trip, and locks depend on the server. On one that "
+        "is mounted noexec no compiled module can be loaded from an environment that is made of links.",
         mend="set SERVERLESS_GPU_HOME to a directory on a local disk",
         probe=_home_filesystem,
     ),

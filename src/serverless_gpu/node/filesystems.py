@@ -2,9 +2,10 @@
 
     flock           device locks, one supervisor for each attempt, units of environments   (Lustre needs `-o flock`)
     record locks    SQLite: the database of a server, MLflow's                             (NFS needs lockd)
+    execution       environments that are made of links: compiled modules are mapped from there    (not noexec)
 
-Each question makes a file, asks, and removes it. A file that cannot even be made is not the answer to the question:
-that is said as for any other file that cannot be written.
+Each question about locks makes a file, asks, and removes it. A file that cannot even be made is not the answer to the
+question: that is said as for any other file that cannot be written.
 
 Failure cases: the file system refuses (a sentence that names it, and what helps).
 """
@@ -74,6 +75,15 @@ def require_record_locks(directory: Path, what: str) -> None:
             f"(fcntl: {refusal})",
             hint=_MEND,
         )
+
+
+def is_noexec(directory: Path) -> bool:
+    """Return whether nothing can be executed or mapped as code from a directory; overlays over it are not affected.
+
+    Raises:
+        OSError: the directory is not there.
+    """
+    return bool(os.statvfs(directory).f_flag & os.ST_NOEXEC)
 
 
 def lock_error(place: Path, refusal: str) -> StorageError:

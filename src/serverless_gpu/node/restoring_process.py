@@ -34,6 +34,7 @@ from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.mending import read_snapshot
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError, StorageError
+from serverless_gpu.node.filesystems import is_noexec
 from serverless_gpu.node.home import storage_error
 from serverless_gpu.node.inside import linux, mounts
 from serverless_gpu.node.inside.channel import Channel
@@ -236,10 +237,10 @@ def way_for(asked: Mode, environments: Path) -> Way:
         environments: the directory of environments.
 
     Raises:
-        EnvironmentUnsupported: mounts are wanted, and not to be had.
+        EnvironmentUnsupported: mounts are wanted, and not to be had; links are, and nothing could be loaded from them.
     """
     if asked == "links":
-        return Way(mode="links", why="SERVERLESS_GPU_RESTORE=links")
+        return _links(environments, "SERVERLESS_GPU_RESTORE=links")
     problem = mount_problem(environments)
     if not problem:
         return Way(mode="overlay")
@@ -248,7 +249,18 @@ def way_for(asked: Mode, environments: Path) -> Way:
             f"SERVERLESS_GPU_RESTORE=overlay, and this machine cannot mount environments: {problem}",
             hint="unset it and links are used; `sgpu doctor` says what makes mounts possible",
         )
-    return Way(mode="links", why=f"no mounts: {problem}")
+    return _links(environments, f"no mounts: {problem}")
+
+
+def _links(environments: Path, why: str) -> Way:
+    if is_noexec(environments):
+        raise EnvironmentUnsupported(
+            f"{environments} lies on a file system that is mounted noexec, and no compiled module can be loaded from a "
+            f"tree of links there ({why})",
+            hint="set SERVERLESS_GPU_HOME to a directory on a file system without noexec, or have it mounted again: "
+            "sudo mount -o remount,exec …",
+        )
+    return Way(mode="links", why=why)
 
 
 def mount_problem(environments: Path) -> str:

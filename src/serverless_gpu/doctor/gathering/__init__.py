@@ -1,6 +1,6 @@
 """Looking at this machine, thinly and bounded: what comes back are facts, or why there are none.
 
-    threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network (a dead disk blocks one)
+    threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network  (a disk may hang)
     processes   NVML · mounts · what is installed · what importing it does        (these crash and hang by nature)
 
 All start at once and each has the same limit, so the whole takes little longer than that.

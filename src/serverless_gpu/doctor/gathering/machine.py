@@ -16,7 +16,7 @@ from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.retention import Policy
 from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.filesystems import flock_refusal, record_lock_refusal
+from serverless_gpu.node.filesystems import flock_refusal, is_noexec, record_lock_refusal
 from serverless_gpu.node.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home, find_home, storage_error
 from serverless_gpu.node.kernel import pidfd_refusal
@@ -46,6 +46,7 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
         hint=problem.hint if problem else "",
         note=home.note,
         filesystem=filesystem_of(os.path.realpath(home.root), _mounts()),
+        is_noexec=is_noexec(home.root),
         flock_refusal=flock,
         record_lock_refusal=records,
         configuration_problem=_configuration_problem(home),
