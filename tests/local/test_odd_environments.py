@@ -6,6 +6,7 @@ The caller, and with it agent, supervisor and ranks, runs behind what `tests.odd
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,5 +166,44 @@ def test_23C6_links_in_a_home_without_execution_are_refused_with_the_flag(
         assert "hint: set SERVERLESS_GPU_HOME to a directory on a file system without noexec" in said
         report = sgpu("doctor", before=small.before).stdout
         assert f"failed   home-filesystem   {noexec} is mounted noexec" in report
+    finally:
+        caller.close()
+
+
+def test_23C7_a_server_starts_in_a_home_without_hard_links(own: Path) -> None:
+    command = [*refusing("no-hard-links"), sys.executable, "-m", "serverless_gpu.cli", "up", "--port", "0", "--no-node"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith("serverless-gpu "), process.communicate(timeout=60)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert (own / "server" / "key").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("before", [(), (*without("all"), *refusing("no-namespaces"))])
+def test_23C7_a_snapshot_is_restored_without_hard_links(small: SmallEnvironment, before: tuple[str, ...]) -> None:
+    small.before = (*before, *refusing("no-hard-links"))
+    caller = Dialogue(small, "work")
+    try:
+        values, environment, _ = eval(caller.ask(RECEIPT))
+        assert values == ["one"]
+        assert ("files were copied, not linked: Operation not permitted" in environment) == bool(before)
+    finally:
+        caller.close()
+
+
+def test_23C7_a_home_without_symbolic_links_is_named_and_not_called_full(own: Path, small: SmallEnvironment) -> None:
+    small.before = refusing("no-symlinks")
+    caller = Dialogue(small, "work")
+    try:
+        said = caller.ask("call(work.value)")
+        assert said.startswith(
+            f"RunError: the environment could not be restored: environments cannot be restored to {own}/environments: "
+            "its file system has no symbolic links (Operation not permitted)"
+        )
+        assert "on a file system that has them: ext4, xfs, NFS, tmpfs" in said
     finally:
         caller.close()

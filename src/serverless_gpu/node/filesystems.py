@@ -2,6 +2,7 @@
 
     flock           device locks, one supervisor for each attempt, units of environments   (Lustre needs `-o flock`)
     record locks    SQLite: the database of a server, MLflow's                             (NFS needs lockd)
+    symbolic links  environments that are restored                                         (not exFAT, not every FUSE)
     execution       environments that are made of links: compiled modules are mapped from there    (not noexec)
 
 Each question about locks makes a file, asks, and removes it. A file that cannot even be made is not the answer to the
@@ -75,6 +76,25 @@ def require_record_locks(directory: Path, what: str) -> None:
             f"(fcntl: {refusal})",
             hint=_MEND,
         )
+
+
+def require_symlinks(directory: Path) -> None:
+    """Refuse a directory for environments in which no symbolic link can be made.
+
+    Raises:
+        StorageError: so it is, or the directory cannot be written.
+    """
+    link = directory / f".asked-{secrets.token_hex(8)}"
+    try:
+        link.symlink_to("nowhere")
+        link.unlink()
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise storage_error(error, directory) from error
+        raise StorageError(
+            f"environments cannot be restored to {directory}: its file system has no symbolic links ({error.strerror})",
+            hint="set SERVERLESS_GPU_HOME to a directory on a file system that has them: ext4, xfs, NFS, tmpfs",
+        ) from error
 
 
 def is_noexec(directory: Path) -> bool:

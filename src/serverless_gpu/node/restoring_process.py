@@ -28,13 +28,14 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.disks import DiskFull, is_full
 from serverless_gpu.environment.restore.places import read_document
 from serverless_gpu.environment.restore.restoring import Restored, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.mending import read_snapshot
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError, StorageError
-from serverless_gpu.node.filesystems import is_noexec
+from serverless_gpu.node.filesystems import is_noexec, require_symlinks
 from serverless_gpu.node.home import storage_error
 from serverless_gpu.node.inside import linux, mounts
 from serverless_gpu.node.inside.channel import Channel
@@ -187,12 +188,22 @@ def _restore(want: Want, channel: Channel, environments: Path) -> None:
     try:
         done, lock = _restored_in_time(want, environments, channel)
     except ServerlessGpuError as error:
-        send(channel, Failed(number=want.number, code=error.code, message=str(error)))
+        send(channel, Failed(number=want.number, code=_code(error), message=str(error)))
     except OSError as error:
         problem = storage_error(error, environments)
-        send(channel, Failed(number=want.number, code=problem.code, message=str(problem)))
+        code = problem.code if is_full(error) else EnvironmentProblem.code
+        send(channel, Failed(number=want.number, code=code, message=str(problem)))
     else:
         send(channel, done, (lock,))
+
+
+def _code(error: ServerlessGpuError) -> str:
+    """Return what the agent is told: that of `StorageError` means that the disk is full, and other room may be made."""
+    is_another = isinstance(error, StorageError) and not isinstance(error, DiskFull)
+    cause = error.__cause__
+    if is_another and not (isinstance(cause, OSError) and is_full(cause)):
+        return EnvironmentProblem.code
+    return error.code
 
 
 def _restored_in_time(want: Want, environments: Path, channel: Channel) -> tuple[Done, int]:
@@ -217,13 +228,14 @@ def restored(want: Want, environments: Path, report: Callable[[Progress], None])
 
     Raises:
         EnvironmentProblem: it cannot be had, or not here.
-        StorageError: the disk is full.
+        StorageError: the disk is full, or knows no symbolic links.
     """
     address = want.wanted.snapshot
     wanted = want.wanted
     blobs = Blobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
     cache = Cache(environments)
     lock = cache.hold(address)  # from now on; whoever uses it gets copies
+    require_symlinks(environments)
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or read_snapshot(blobs, address)
     return Done(number=want.number, restored=made, snapshot=snapshot), lock
