@@ -10,7 +10,6 @@ As a program, this module installs a filter and executes what follows: it needs 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -19,7 +18,7 @@ import platform
 import shutil
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,30 +118,13 @@ def without(*capabilities: str) -> tuple[str, ...]:
     return ("setpriv", f"--bounding-set={lost}", f"--inh-caps={lost}")
 
 
-def read_only_root(*writable: Path, hidden: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return what to put before a command that can write to some directories only.
-
-    Args:
-        writable: where it can; below it are its own sockets and temporary files, if it finds the way.
-        hidden: directories that are empty there, and cannot be written to either.
-    """
+def read_only_root(*writable: Path) -> tuple[str, ...]:
+    """Return what to put before a command that can write to some directories only, and stands in the root."""
     assert shutil.which("bwrap") is not None, "these tests need `bwrap` of bubblewrap"
     command = ["bwrap", "--ro-bind", "/", "/", "--dev-bind", "/dev", "/dev", "--bind", "/proc", "/proc"]
-    for directory in hidden:
-        command += ["--tmpfs", directory, "--remount-ro", directory]
     for path in writable:
         command += ["--bind", str(path), str(path)]
-    return (*command, "--cap-add", "ALL", "--chdir", str(writable[0]) if writable else "/", "--")
-
-
-@contextlib.contextmanager
-def in_front(patch_path: Path, name: str, before: tuple[str, ...]) -> Iterator[Path]:
-    """Yield a program that runs this interpreter with a prefix, for what starts `python` by its path."""
-    program = patch_path / name
-    quoted = " ".join(f"'{word}'" for word in (*before, sys.executable))
-    program.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
-    program.chmod(0o755)
-    yield program
+    return (*command, "--cap-add", "ALL", "--chdir", "/", "--")
 
 
 def install(names: list[str]) -> None:

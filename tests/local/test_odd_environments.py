@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from serverless_gpu.node.home import Home
 from serverless_gpu.testing import agent_status, stop_agent
 from tests.local.observe import run_script
 from tests.local.small_environment import Dialogue, SmallEnvironment
-from tests.odd_environments import refusing, without
+from tests.odd_environments import read_only_root, refusing, without
 from tests.small_disks import small_disk
 
 WORK = """
@@ -109,7 +110,7 @@ def test_23C3_a_home_without_file_locks_is_named_before_anything_starts(
     started = sgpu("up", "--port", "0", before=refusing(refused))
     assert started.stderr.startswith(f"sgpu: {own}/server.lock cannot be used: its file system refuses file locks")
     assert started.returncode == 1
-    report = sgpu("doctor", before=refusing(refused)).stdout
+    report = sgpu("doctor", "--limit", "3", before=refusing(refused)).stdout
     assert f"failed   locks             the file system of {own} refuses file locks: flock: {reason}" in report
 
 
@@ -120,7 +121,7 @@ def test_23C10_a_server_names_the_home_in_which_sqlite_cannot_lock(own: Path) ->
         f"sgpu: the server's database cannot be kept in {own}/server: its file system refuses the locks that SQLite "
         "needs (fcntl: No locks available)"
     )
-    report = sgpu("doctor", before=refusing("no-record-locks")).stdout
+    report = sgpu("doctor", "--limit", "3", before=refusing("no-record-locks")).stdout
     assert f"warning  locks             the file system of {own} refuses the locks of SQLite" in report
 
 
@@ -135,7 +136,10 @@ def test_23C4_a_kernel_without_pidfd_is_refused_before_anything_starts(
     assert first == f"HardwareError: this machine cannot run ranks: {sentence}"
     assert second.startswith("hint: Linux 5.3 or newer is needed; in a container, a runtime whose seccomp profile")
     assert agent_status(own) is None and not list((own / "runs").iterdir())
-    assert f"failed   kernel            no run can start: {sentence}" in sgpu("doctor", before=refusing(refused)).stdout
+    assert (
+        f"failed   kernel            no run can start: {sentence}"
+        in sgpu("doctor", "--limit", "3", before=refusing(refused)).stdout
+    )
 
 
 @pytest.fixture
@@ -164,7 +168,7 @@ def test_23C6_links_in_a_home_without_execution_are_refused_with_the_flag(
         assert f"{noexec}/environments lies on a file system that is mounted noexec, and no compiled module" in said
         assert "(no mounts: a mount namespace cannot be made" in said
         assert "hint: set SERVERLESS_GPU_HOME to a directory on a file system without noexec" in said
-        report = sgpu("doctor", before=small.before).stdout
+        report = sgpu("doctor", "--limit", "3", before=small.before).stdout
         assert f"failed   home-filesystem   {noexec} is mounted noexec" in report
     finally:
         caller.close()
@@ -207,3 +211,41 @@ def test_23C7_a_home_without_symbolic_links_is_named_and_not_called_full(own: Pa
         assert "on a file system that has them: ext4, xfs, NFS, tmpfs" in said
     finally:
         caller.close()
+
+
+def test_23C5_a_snapshot_is_taken_and_used_without_any_temporary_directory(
+    own: Path, small: SmallEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVERLESS_GPU_SOCKETS", str(own / "s"))
+    small.before = read_only_root(own)
+    caller = Dialogue(small, "work")
+    try:
+        values, environment, _ = eval(caller.ask(RECEIPT))
+        assert (values, "links" in environment) == (["one"], False)
+    finally:
+        caller.close()
+        stop_agent(own)
+    report = sgpu("doctor", "--limit", "3", before=small.before).stdout
+    assert "failed   temporary-files   No usable temporary directory found in [" in report
+
+
+def test_23C5_where_nothing_can_be_written_one_line_says_so_and_what_helps(own: Path, tmp_path: Path) -> None:
+    nowhere = read_only_root()
+    said = call(tmp_path, *nowhere)
+    assert said.startswith(f"StorageError: neither {own} (Read-only file system) nor /tmp/serverless_gpu-home-")
+    assert "in a container with a read-only root, mount a volume at /tmp (Kubernetes: emptyDir)" in said
+    report = sgpu("doctor", "--limit", "3", before=nowhere).stdout.splitlines()
+    assert sum("can be written to" in line for line in report) == 1
+    assert [line for line in report if "there is no home to look at" in line and "agent" in line] == [
+        "  unknown  agent, cgroups, zygote, last-start  there is no home to look at"
+    ]
+
+
+def test_23C5_a_home_that_can_be_written_beside_a_read_only_tmp_names_the_sockets(own: Path, tmp_path: Path) -> None:
+    said = call(tmp_path, *read_only_root(own))
+    assert said.splitlines() == [
+        f"StorageError: cannot make /tmp/serverless_gpu-{os.getuid()}/{Home(own).sockets().name}, where sockets lie: "
+        "Read-only file system",
+        "hint: set SERVERLESS_GPU_SOCKETS to a short directory that you can write to; in a container with a read-only "
+        "root, mount a volume at /tmp (Kubernetes: emptyDir)",
+    ]

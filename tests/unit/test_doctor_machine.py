@@ -57,6 +57,8 @@ from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, foun
             HomeFacts(root="/h", disks=(Disk("/h", 10 * GIB, 1000),)),
             (FAILED, "/h has 1.0 kB free of 10.7 GB", ""),
         ),
+        ("temporary-files", HomeFacts(root="/h"), (OK, "can be made", "")),
+        ("temporary-files", HomeFacts(root="/h", temporary_problem="none"), (FAILED, "none", "")),
         ("disk-space", HomeFacts(root="/h"), (UNKNOWN, "no file system could be asked", "")),
         ("sockets", HomeFacts(root="/h", sockets="/s"), (OK, "/s", "")),
         ("sockets", HomeFacts(root="/h", sockets_problem="/s is a link"), (FAILED, "/s is a link", "")),

@@ -13,6 +13,8 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.statuses import ZygoteStatus
 from serverless_gpu.node.usages import Unavailable, Usage
 
+NO_HOME = "there is no home to look at"
+
 
 class Unknown(msgspec.Struct, frozen=True):
     """Why an area could not be looked at."""
@@ -41,6 +43,7 @@ class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
         flock_refusal: why files cannot be locked there, or "".
         record_lock_refusal: why SQLite cannot lock its files there, or "".
         configuration_problem: what is wrong with `config.toml`.
+        temporary_problem: why temporary files cannot be made, or "".
         sockets: the directory of sockets, and what is wrong with it.
     """
 
@@ -53,6 +56,7 @@ class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
     flock_refusal: str = ""
     record_lock_refusal: str = ""
     configuration_problem: str = ""
+    temporary_problem: str = ""
     sockets: str = ""
     sockets_problem: str = ""
     disks: tuple[Disk, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.doctor.facts import (
+    NO_HOME,
     AgentFacts,
     CgroupFacts,
     Facts,
@@ -50,7 +51,7 @@ def _home(facts: Facts, home: HomeFacts) -> list[Finding]:
 def _home_filesystem(facts: Facts) -> list[Finding]:
     home = facts.home
     if isinstance(home, Unknown) or not home.root:
-        return unknown("there is no home to look at")
+        return unknown(NO_HOME)
     if not home.filesystem:
         return unknown(f"the file system of {home.root} is not known")
     if home.is_noexec and isinstance(facts.mounts, MountFacts) and facts.mounts.problem:
@@ -63,7 +64,7 @@ def _home_filesystem(facts: Facts) -> list[Finding]:
 def _locks(facts: Facts) -> list[Finding]:
     home = facts.home
     if isinstance(home, Unknown) or not home.root:
-        return unknown("there is no home to look at")
+        return unknown(NO_HOME)
     if home.flock_refusal:
         return failed(f"the file system of {home.root} refuses file locks: flock: {home.flock_refusal}")
     if home.record_lock_refusal:
@@ -86,6 +87,11 @@ def _disk_space(facts: Facts, home: HomeFacts) -> list[Finding]:
     return found or ok(f"{text} free")
 
 
+@about(lambda facts: facts.home)
+def _temporary_files(facts: Facts, home: HomeFacts) -> list[Finding]:
+    return failed(home.temporary_problem) if home.temporary_problem else ok("can be made")
+
+
 @about(lambda facts: facts.limits)
 def _shared_memory(facts: Facts, limits: LimitFacts) -> list[Finding]:
     if limits.shared_memory is None:
@@ -98,7 +104,7 @@ def _shared_memory(facts: Facts, limits: LimitFacts) -> list[Finding]:
 def _sockets(facts: Facts, home: HomeFacts) -> list[Finding]:
     if home.sockets_problem:
         return failed(home.sockets_problem)
-    return ok(home.sockets) if home.sockets else unknown("without a home there are no sockets")
+    return ok(home.sockets) if home.sockets else unknown(NO_HOME)
 
 
 @about(lambda facts: facts.kernel)
@@ -158,7 +164,7 @@ def _hostname(facts: Facts, network: NetworkFacts) -> list[Finding]:
 def _configuration(facts: Facts) -> list[Finding]:
     home = facts.home
     if isinstance(home, Unknown) or not home.root:
-        return unknown("there is no home to look at")
+        return unknown(NO_HOME)
     return failed(home.configuration_problem) if home.configuration_problem else ok("config.toml is fine, or not there")
 
 
@@ -268,6 +274,17 @@ CHECKS = (
         cause="Arguments, results and logs of runs are files in the home directory.",
         mend="sgpu clean --older-than 7d   (or set SERVERLESS_GPU_HOME to a directory on another disk)",
         probe=_disk_space,
+    ),
+    Check(
+        code="temporary-files",
+        group=Group.MACHINE,
+        title="Temporary files",
+        symptoms=("FileNotFoundError: [Errno 2] No usable temporary directory found in ['/tmp', '/var/tmp', …]",),
+        cause="Sockets of runs lie in /tmp, and libraries make temporary files in ranks. In a container with a "
+        "read-only root there is no place for them.",
+        mend="mount a volume at /tmp (Kubernetes: emptyDir; docker run --tmpfs /tmp …)   (or set TMPDIR and "
+        "SERVERLESS_GPU_SOCKETS to directories that you can write to)",
+        probe=_temporary_files,
     ),
     Check(
         code="shared-memory",

@@ -21,6 +21,7 @@ there for the next).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -377,6 +378,10 @@ def _failed(number: int, error: ServerlessGpuError) -> Failed:
 
 
 def _storage(error: OSError) -> StorageError:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return StorageError(
-        f"the environment cannot be captured: {error}", hint="is a disk full? SERVERLESS_GPU_HOME can be on another one"
+        f"the environment cannot be captured: {error}",
+        hint="free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
+        if is_full
+        else "what the error names must be readable, and the home writable; `sgpu doctor` looks at both",
     )

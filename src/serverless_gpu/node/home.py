@@ -106,7 +106,9 @@ class Home:
                 directory.mkdir(mode=0o700, exist_ok=True)
             except OSError as error:
                 raise StorageError(
-                    f"cannot make {directory}: {error.strerror}", hint="set SERVERLESS_GPU_SOCKETS"
+                    f"cannot make {directory}, where sockets lie: {error.strerror}",
+                    hint="set SERVERLESS_GPU_SOCKETS to a short directory that you can write to"
+                    + _in_container(error.strerror),
                 ) from error
             if not _private_directory(directory):
                 raise StorageError(
@@ -176,7 +178,7 @@ def find_home(environ: Mapping[str, str]) -> Home:
     if second is not None:
         raise StorageError(
             f"neither {wanted} ({problem}) nor {fallback} ({second}) can be written to",
-            hint="set SERVERLESS_GPU_HOME to a directory you can write to",
+            hint=f"set SERVERLESS_GPU_HOME to a directory you can write to{_in_container(second)}",
         )
     return Home(fallback, f"{wanted} cannot be written to ({problem}); this run's files are under {fallback}")
 
@@ -199,6 +201,12 @@ def find_durable_home(environ: Mapping[str, str], why: str) -> Home:
             hint="make it writable, or set SERVERLESS_GPU_HOME to a directory you can write to",
         )
     return Home(wanted)
+
+
+def _in_container(problem: str | None) -> str:
+    if problem != os.strerror(errno.EROFS):
+        return ""
+    return "; in a container with a read-only root, mount a volume at /tmp (Kubernetes: emptyDir)"
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from serverless_gpu.doctor.facts import (
+    NO_HOME,
     AgentFacts,
     CgroupFacts,
     Facts,
@@ -73,7 +74,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         "network": look_at_network,
     }
     # A little longer than the processes get, which end themselves and have more to say about it.
-    seen = side_by_side(looks, limit_s + 0.5)
+    seen = _told_once(side_by_side(looks, limit_s + 0.5))
 
     def area(name: str, kind: type[T]) -> T | Unknown:
         found = seen[name]
@@ -100,6 +101,17 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         imports=area("imports", ImportFacts),
         tracking=area("tracking", TrackingFacts),
     )
+
+
+def _told_once(seen: Mapping[str, object]) -> Mapping[str, object]:
+    """Return what was seen; where there is no home, the check of the home says why, and nothing else repeats it."""
+    home = seen["home"]
+    if not isinstance(home, HomeFacts) or home.root or not home.problem:
+        return seen
+    return {
+        name: Unknown(NO_HOME) if isinstance(found, Unknown) and home.problem in found.why else found
+        for name, found in seen.items()
+    }
 
 
 def _why(found: object) -> Unknown:

@@ -32,7 +32,9 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
     try:
         home = find_home(environ)
     except StorageError as error:
-        return HomeFacts(problem=error.message, hint=error.hint, disks=_disks(("/tmp",)))
+        return HomeFacts(
+            problem=error.message, hint=error.hint, temporary_problem=_temporary_problem(), disks=_disks(("/tmp",))
+        )
     problem = _write_problem(home.root)
     sockets, sockets_problem = "", ""
     try:
@@ -50,6 +52,7 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
         flock_refusal=flock,
         record_lock_refusal=records,
         configuration_problem=_configuration_problem(home),
+        temporary_problem=_temporary_problem(),
         sockets=sockets,
         sockets_problem=sockets_problem,
         disks=_disks((str(home.root), "/tmp")),
@@ -145,6 +148,14 @@ def _write_problem(root: Path) -> StorageError | None:
     except OSError as error:
         return storage_error(error, root)
     return None
+
+
+def _temporary_problem() -> str:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _configuration_problem(home: Home) -> str:

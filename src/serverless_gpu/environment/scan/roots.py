@@ -18,6 +18,7 @@ Failure: `EnvironmentUnsupported` for conda, which rewrites installed files so t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -179,7 +180,10 @@ class _Search:
 
 def temporary_directories() -> frozenset[str]:
     """Return the directories that everybody writes to: nobody's project, and no package of one."""
-    return frozenset(os.path.realpath(path) for path in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir()))
+    found = ["/tmp", "/var/tmp", "/dev/shm"]
+    with contextlib.suppress(FileNotFoundError):  # none can be written to, as in a container with a read-only root
+        found.append(tempfile.gettempdir())
+    return frozenset(os.path.realpath(path) for path in found)
 
 
 def _library(kind: SpotKind, directory: str) -> Spot:

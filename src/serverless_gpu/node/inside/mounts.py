@@ -117,7 +117,7 @@ def probe(directory: str = "") -> str:
     try:
         place = tempfile.mkdtemp(prefix=".probe-", dir=directory or None)
     except OSError as error:
-        return f"no directory can be made in {directory or tempfile.gettempdir()}: {error.strerror}"
+        return f"no directory can be made in {directory or 'a temporary directory'}: {error.strerror}"
     try:
         for name in ("0", "1", "view"):
             os.mkdir(os.path.join(place, name))
