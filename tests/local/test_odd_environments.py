@@ -5,6 +5,8 @@ The caller, and with it agent, supervisor and ranks, runs behind what `tests.odd
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.testing import agent_status, stop_agent
 from tests.local.observe import run_script
 from tests.local.small_environment import Dialogue, SmallEnvironment
@@ -249,3 +251,45 @@ def test_23C5_a_home_that_can_be_written_beside_a_read_only_tmp_names_the_socket
         "hint: set SERVERLESS_GPU_SOCKETS to a short directory that you can write to; in a container with a read-only "
         "root, mount a volume at /tmp (Kubernetes: emptyDir)",
     ]
+
+
+def use_up_inodes(directory: Path) -> None:
+    """Make files until the disk of a directory can hold no more of them."""
+    with contextlib.suppress(OSError):
+        for number in itertools.count():
+            (directory / f"used-{number}").touch()
+
+
+@pytest.fixture
+def few_files(own: Path) -> Iterator[Path]:
+    """Yield the home, on a disk that can hold 40 files and has much room."""
+    with small_disk("256m", at=own, options="mode=0700,nr_inodes=40"):
+        yield own
+        stop_agent(own)
+
+
+def test_23C9_a_disk_without_inodes_is_not_called_full(few_files: Path, tmp_path: Path) -> None:
+    for name in ("runs", "locks", "checkpoints"):
+        (few_files / name).mkdir()
+    use_up_inodes(few_files)
+    first, second = call(tmp_path).splitlines()
+    assert first.startswith(f"StorageError: no inodes left for {few_files}/")
+    assert first.endswith(": its disk has room, and cannot hold one more file")
+    assert second.startswith("hint: delete files there (`sgpu clean` removes old runs, `sgpu env gc` environments)")
+    report = sgpu("doctor", "--limit", "3", before=()).stdout
+    assert f"failed   disk-space        {few_files} has 0 inodes left of 40: as many files can be made there" in report
+
+
+def test_23C9_a_store_without_inodes_is_not_called_full(few_files: Path, small: SmallEnvironment) -> None:
+    caller = Dialogue(small, "work")
+    try:
+        said = caller.ask("call(work.value)")
+        assert "StorageError: no inodes left " in said and "free some space" not in said, said
+    finally:
+        caller.close()
+
+
+def test_23C9_a_home_that_cannot_be_made_for_want_of_inodes_says_so(few_files: Path, tmp_path: Path) -> None:
+    use_up_inodes(few_files)
+    home = find_home({"SERVERLESS_GPU_HOME": str(few_files), "TMPDIR": str(tmp_path)})
+    assert home.note.startswith(f"{few_files} cannot be written to (No inodes left on device)")

@@ -20,6 +20,11 @@ from serverless_gpu.doctor.findings import Outcome
 from serverless_gpu.node.statuses import ZygoteStatus
 from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, found, one
 
+FEWER_FILES = (
+    "delete files there (sgpu clean --older-than 7d; sgpu env gc)   (or set SERVERLESS_GPU_HOME to a directory on a "
+    "disk with more inodes; `df -i` shows them)"
+)
+
 
 @pytest.mark.parametrize(
     ("code", "home", "expected"),
@@ -59,6 +64,21 @@ from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, foun
         ),
         ("temporary-files", HomeFacts(root="/h"), (OK, "can be made", "")),
         ("temporary-files", HomeFacts(root="/h", temporary_problem="none"), (FAILED, "none", "")),
+        (
+            "disk-space",
+            HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 9_999),)),
+            (WARNING, "/h has 9999 inodes left of 6000000: as many files can be made there", FEWER_FILES),
+        ),
+        (
+            "disk-space",
+            HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 9),)),
+            (FAILED, "/h has 9 inodes left of 6000000: as many files can be made there", FEWER_FILES),
+        ),
+        (
+            "disk-space",
+            HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 5_000_000),)),
+            (OK, "53.7 GB in /h free", ""),
+        ),
         ("disk-space", HomeFacts(root="/h"), (UNKNOWN, "no file system could be asked", "")),
         ("sockets", HomeFacts(root="/h", sockets="/s"), (OK, "/s", "")),
         ("sockets", HomeFacts(root="/h", sockets_problem="/s is a link"), (FAILED, "/s is a link", "")),

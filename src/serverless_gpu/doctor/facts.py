@@ -23,11 +23,13 @@ class Unknown(msgspec.Struct, frozen=True):
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """A file system at one place."""
+    """A file system at one place; `files` is how many inodes it has, 0 where it counts none."""
 
     place: str
     total_bytes: int
     free_bytes: int
+    files: int = 0
+    free_files: int = 0
 
 
 class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,12 @@ NETWORK_FILESYSTEMS = frozenset(
 )
 _FREE_LOW_BYTES = 5 * GIB
 _FREE_NONE_BYTES = 200 * 2**20
+_FILES_LOW = 50_000  # an environment with torch has about as many
+_FILES_NONE = 500
+_FILES = (
+    "delete files there (sgpu clean --older-than 7d; sgpu env gc)   (or set SERVERLESS_GPU_HOME to a directory on a "
+    "disk with more inodes; `df -i` shows them)"
+)
 _SHARED_LOW_BYTES = GIB
 _DESCRIPTORS_LOW = 1024
 _PROCESSES_LOW = 4096
@@ -83,6 +89,9 @@ def _disk_space(facts: Facts, home: HomeFacts) -> list[Finding]:
             found += failed(sentence)
         elif disk.free_bytes < min(_FREE_LOW_BYTES, disk.total_bytes // 20):
             found += warning(sentence)
+        if disk.files and disk.free_files < _FILES_LOW:
+            few = f"{disk.place} has {disk.free_files} inodes left of {disk.files}: as many files can be made there"
+            found += failed(few, _FILES) if disk.free_files < _FILES_NONE else warning(few, _FILES)
     text = ", ".join(f"{format_bytes(disk.free_bytes)} in {disk.place}" for disk in home.disks)
     return found or ok(f"{text} free")
 
@@ -269,9 +278,11 @@ CHECKS = (
         title="Free space",
         symptoms=(
             "StorageError: no space left for …",
+            "StorageError: no inodes left for …: its disk has room, and cannot hold one more file",
             "RunError: rank 0 finished, but its result could not be written",
         ),
-        cause="Arguments, results and logs of runs are files in the home directory.",
+        cause="Arguments, results and logs of runs are files in the home directory. A disk holds a number of files, "
+        "whatever their size.",
         mend="sgpu clean --older-than 7d   (or set SERVERLESS_GPU_HOME to a directory on another disk)",
         probe=_disk_space,
     ),

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from serverless_gpu.errors import StorageError
+from serverless_gpu.inodes import lacks_inodes
 
 _ATTEMPT_DIRECTORIES = ("logs", "results", "failures")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -216,6 +217,12 @@ def storage_error(error: OSError, path: Path) -> StorageError:
             f"too many open files: {path} cannot be made",
             hint="the handle of a run that has not ended keeps one: raise `ulimit -n`, or start fewer runs at once",
         )
+    if error.errno in _FULL and lacks_inodes(path):
+        return StorageError(
+            f"no inodes left for {path}: its disk has room, and cannot hold one more file",
+            hint="delete files there (`sgpu clean` removes old runs, `sgpu env gc` environments), or set "
+            "SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
+        )
     if error.errno in _FULL:
         return StorageError(
             f"no space left for {path}",
@@ -252,6 +259,8 @@ def _make_private(path: Path) -> str | None:
         for name in ("runs", "locks", "checkpoints"):
             (path / name).mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
+        if error.errno in _FULL and lacks_inodes(path):
+            return "No inodes left on device"
         return error.strerror or str(error)
     return None if os.access(path, os.W_OK | os.X_OK) else "it is read-only"
 

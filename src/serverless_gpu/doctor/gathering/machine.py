@@ -171,7 +171,8 @@ def _disks(places: tuple[str, ...]) -> tuple[Disk, ...]:
     for place in places:
         with contextlib.suppress(OSError):
             status = os.statvfs(place)
-            disk = Disk(place, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
+            total, free = (blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bavail))
+            disk = Disk(place, total, free, status.f_files, status.f_favail)
             disks.setdefault(os.stat(place).st_dev, disk)
     return tuple(disks.values())
 
