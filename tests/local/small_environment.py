@@ -47,7 +47,7 @@ class SmallEnvironment:
         self.python = directory / "venv" / "bin" / "python"
         (self.site,) = (directory / "venv" / "lib").glob("python*/site-packages")
         self.project = directory / "project"
-        self.project.mkdir()
+        self.project.mkdir(exist_ok=True)
         for name in with_requirements(*NEEDED, *also):
             self._copy(name)
         (self.site / "source.pth").write_text(f"{SOURCE}\n")  # as an editable installation does

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -293,3 +295,33 @@ def test_23C9_a_home_that_cannot_be_made_for_want_of_inodes_says_so(few_files: P
     use_up_inodes(few_files)
     home = find_home({"SERVERLESS_GPU_HOME": str(few_files), "TMPDIR": str(tmp_path)})
     assert home.note.startswith(f"{few_files} cannot be written to (No inodes left on device)")
+
+
+def copied_python(directory: Path) -> Path:
+    """Copy this Python, without what is installed for it; return the program."""
+    program = Path(os.path.realpath(sys.executable))
+    library = Path(sysconfig.get_path("stdlib"))
+    left_out = shutil.ignore_patterns("site-packages", "dist-packages", "test", "__pycache__", "idlelib", "config-*")
+    shutil.copytree(library, directory / "lib" / library.name, ignore=left_out, symlinks=True)
+    (directory / "lib" / library.name / "site-packages").mkdir()
+    (directory / "bin").mkdir()
+    shutil.copy2(program, directory / "bin" / program.name)
+    return directory / "bin" / program.name
+
+
+def test_23C8_the_standard_library_is_there_where_its_python_lies_in_the_project(own: Path, tmp_path: Path) -> None:
+    """Beside it a directory `site`, as a built web page has it: a name of the standard library's."""
+    python = copied_python(tmp_path / "here" / "project" / "python")
+    small = SmallEnvironment(tmp_path / "here", python=str(python))
+    (small.project / "site").mkdir()
+    (small.project / "site" / "index.html").write_text("")
+    small.write("work.py", "def where():\n    import site, wave\n    return [wave.__file__, site.__file__]\n")
+    caller = Dialogue(small, "work")
+    try:
+        library = python.parents[1] / "lib" / Path(sysconfig.get_path("stdlib")).name
+        expected = [str(library / "wave.py"), str(library / "site.py")]
+        for is_warm in (False, True):
+            asked = "[run := snapshot(work.where), run.results(60)[0], run.receipt(60).warm][1:]"
+            assert eval(caller.ask(asked)) == [expected, is_warm]
+    finally:
+        caller.close()
