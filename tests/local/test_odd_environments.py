@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import serverless_gpu
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.testing import agent_status, stop_agent
 from tests.local.observe import run_script
@@ -325,3 +327,47 @@ def test_23C8_the_standard_library_is_there_where_its_python_lies_in_the_project
             assert eval(caller.ask(asked)) == [expected, is_warm]
     finally:
         caller.close()
+
+
+DECORATED = """
+from serverless_gpu import distributed
+
+@distributed(gpus=1, gpu_type="CPU")
+def work():
+    return 1
+
+print("decorated", work())
+"""
+
+
+def test_23C10_decorating_needs_no_thread(own: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(DECORATED)
+    done = run_script(script, environ={"SERVERLESS_GPU_PREWARM": "1"}, before=refusing("no-threads"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "decorated 1\n", "")
+
+
+def test_23C10_a_capture_and_the_doctor_name_the_limit_of_threads(own: Path, small: SmallEnvironment) -> None:
+    small.before = refusing("no-threads")
+    limit = "no thread can be started: the limit of processes and threads is reached"
+    caller = Dialogue(small, "work")
+    try:
+        assert caller.ask("call(work.value)").startswith(f"HardwareError: {limit} | hint: raise it: `ulimit -u`")
+    finally:
+        caller.close()
+    done = sgpu("doctor", "--limit", "3", before=refusing("no-threads"))
+    assert limit in done.stdout and "Traceback" not in done.stderr
+
+
+def test_23C10_the_product_inside_an_archive_is_refused_with_one_sentence(own: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "product.zip"
+    package = Path(serverless_gpu.__file__).parent
+    with zipfile.ZipFile(archive, "w") as file:
+        for name in ("__init__.py", "version.py"):
+            file.write(package / name, f"serverless_gpu/{name}")
+    code = f"import sys; sys.path.insert(0, {str(archive)!r}); import serverless_gpu"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        f"ImportError: serverless_gpu cannot run from inside of an archive ({archive}/serverless_gpu): "
+    )

@@ -62,6 +62,7 @@ from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import is_remote, is_served, open_store
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
+from serverless_gpu.threads import is_thread_limit, thread_limit
 
 CHANGES_TOLD_MAX = 3
 _REPORT_S = 0.1
@@ -151,6 +152,11 @@ class Service:
         except OSError as error:
             for ask in asks:
                 self._say(_failed(ask.number, _storage(error)))
+        except RuntimeError as error:
+            if not is_thread_limit(error):
+                raise
+            for ask in asks:
+                self._say(_failed(ask.number, thread_limit()))
 
     def _answer(self, ask: Ask) -> None:
         description = read_description(ask.description)
@@ -279,6 +285,10 @@ def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer
             pass
         except OSError as error:
             tell(_failed(number, _storage(error)))
+        except RuntimeError as error:
+            if not is_thread_limit(error):
+                raise
+            tell(_failed(number, thread_limit()))
         code = 0
     finally:
         if code:

@@ -156,7 +156,9 @@ class _Search:
             if os.path.isdir(os.path.join(place, "conda-meta")):
                 raise EnvironmentUnsupported(
                     f"{place} is a conda environment, which cannot be captured: conda rewrites files it installs",
-                    hint=f"make a virtual environment on top of it: {place}/bin/python -m venv .venv",
+                    hint='env="live" uses it as it is, on this machine; for a snapshot, make a virtual environment with '
+                    "its Python and install with pip into that all that you use, torch, too: "
+                    f"{place}/bin/python -m venv .venv && .venv/bin/python -m pip install serverless-gpu torch …",
                 )
         self.spots[key or spot.real] = spot
 
