@@ -12,8 +12,16 @@ hello.distributed()    # ['rank 0 of 2', 'rank 1 of 2']
 from __future__ import annotations
 
 import importlib
+import os
 
 from serverless_gpu.version import __version__ as __version__
+
+if not os.path.isdir(__path__[0]):
+    raise ImportError(
+        f"serverless_gpu cannot run from inside of an archive ({__path__[0]}): ranks and the agent are interpreters of "
+        "their own, which start with its files. Install it: pip install serverless-gpu; unpack a zipapp, shiv "
+        "or pex"
+    )
 
 TYPE_CHECKING = False  # type checkers know this name; importing `typing` would be most of what this import costs
 

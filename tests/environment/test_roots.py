@@ -147,7 +147,7 @@ def test_archives_on_the_path(venv: Venv, tmp_path: Path) -> None:
     assert LaidOut(found, tmp_path / "tree").run("import two, three; print(two.value, three.value)") == "two three\n"
 
 
-def test_conda_is_refused_by_name(venv: Venv) -> None:
+def test_23C10_conda_is_refused_by_name(venv: Venv) -> None:
     (venv.prefix / "conda-meta").mkdir()
 
     with pytest.raises(EnvironmentUnsupported) as caught:
@@ -155,7 +155,9 @@ def test_conda_is_refused_by_name(venv: Venv) -> None:
 
     assert str(caught.value) == (
         f"{venv.prefix} is a conda environment, which cannot be captured: conda rewrites files it installs\n"
-        f"hint: make a virtual environment on top of it: {venv.prefix}/bin/python -m venv .venv"
+        'hint: env="live" uses it as it is, on this machine; for a snapshot, make a virtual environment with '
+        "its Python and install with pip into that all that you use, torch, too: "
+        f"{venv.prefix}/bin/python -m venv .venv && .venv/bin/python -m pip install serverless-gpu torch …"
     )
 
 

@@ -34,7 +34,10 @@ class SmallEnvironment:
         python: its interpreter.
         site: its site-packages.
         project: where scripts and modules of the test lie.
+        before: what to put before each command, as `tests.odd_environments` has it.
     """
+
+    before: tuple[str, ...] = ()
 
     def __init__(self, directory: Path, *also: str, python: str = "") -> None:
         if python:
@@ -44,7 +47,7 @@ class SmallEnvironment:
         self.python = directory / "venv" / "bin" / "python"
         (self.site,) = (directory / "venv" / "lib").glob("python*/site-packages")
         self.project = directory / "project"
-        self.project.mkdir()
+        self.project.mkdir(exist_ok=True)
         for name in with_requirements(*NEEDED, *also):
             self._copy(name)
         (self.site / "source.pth").write_text(f"{SOURCE}\n")  # as an editable installation does
@@ -92,7 +95,7 @@ class SmallEnvironment:
         """Start a script of the project, as a person would, in a session of its own."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         return subprocess.Popen(
-            [str(self.python), str(self.project / script), *arguments],
+            [*self.before, str(self.python), str(self.project / script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -24,10 +24,9 @@ MODES = ("links",) if CANNOT_MOUNT else ("links", "overlay")
 
 # Run by an interpreter outside of the environment: mounts, then becomes the program.
 _ENTER = """
-import importlib.util, json, os, sys
-spec = importlib.util.spec_from_file_location("mounts", sys.argv[1])
-mounts = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(mounts)
+import json, os, sys
+sys.path.insert(0, os.path.dirname(os.path.dirname(sys.argv[1])))
+from inside import mounts
 mounts.enter(json.loads(sys.argv[2]))
 os.execv(sys.argv[3], sys.argv[3:])
 """

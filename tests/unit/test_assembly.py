@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import posixpath
+
 import pytest
 
 from serverless_gpu.environment.documents import Facts, Generated, Interpreter, Member, Root, Snapshot, make_snapshot
@@ -122,6 +124,30 @@ KINDS = ("own", "library", "code", "code")
 def test_an_original_path_is_found_in_the_tree_by_the_longest_root(path: str, restored: str | None) -> None:
     made = snapshot(*(Root(kind=kind, members=()) for kind in KINDS), facts=ENVIRONMENT)  # type: ignore[arg-type]  # kinds of roots
     assert moved(made, "/view", path) == restored
+
+
+@pytest.mark.parametrize("environment", ["/home/u/proj/.venv", "/home/u/proj/python"])
+@pytest.mark.parametrize(
+    ("path", "restored"),
+    [
+        ("lib/python3.11/site-packages/a.py", f"/view/{SITE}/a.py"),
+        ("/home/u/proj/python/lib/python3.11", None),
+        ("/home/u/proj/python/lib/python3.11/wave.py", None),
+        ("/home/u/proj/python/lib/python3.11/lib-dynload", None),
+        ("/home/u/proj/python/tools/mine.py", "/view/code/1/python/tools/mine.py"),
+        ("/home/u/proj/site/mine.py", "/view/code/1/site/mine.py"),
+    ],
+)
+def test_23C8_the_standard_library_of_an_interpreter_in_the_project_does_not_move(
+    environment: str, path: str, restored: str | None
+) -> None:
+    facts = Facts(
+        python="/home/u/proj/python/bin/python3.11",
+        prefix=environment,
+        originals=(f"{environment}/lib/python3.11/site-packages", "/home/u/proj"),
+    )
+    made = snapshot(Root(kind="own", members=()), Root(kind="code", members=()), facts=facts)
+    assert moved(made, "/view", posixpath.join(environment, path)) == restored
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from serverless_gpu.doctor.facts import (
     Disk,
     Facts,
     HomeFacts,
+    KernelFacts,
     LimitFacts,
     MountFacts,
     NetworkFacts,
@@ -18,6 +19,11 @@ from serverless_gpu.doctor.facts import (
 from serverless_gpu.doctor.findings import Outcome
 from serverless_gpu.node.statuses import ZygoteStatus
 from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, found, one
+
+FEWER_FILES = (
+    "delete files there (sgpu clean --older-than 7d; sgpu env gc)   (or set SERVERLESS_GPU_HOME to a directory on a "
+    "disk with more inodes; `df -i` shows them)"
+)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,17 @@ from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, foun
         ),
         ("home-filesystem", HomeFacts(root="/h"), (UNKNOWN, "the file system of /h is not known", "")),
         ("home-filesystem", HomeFacts(problem="x"), (UNKNOWN, "there is no home to look at", "")),
+        ("locks", HomeFacts(root="/h"), (OK, "granted", "")),
+        (
+            "locks",
+            HomeFacts(root="/h", flock_refusal="no locks", record_lock_refusal="no locks"),
+            (FAILED, "the file system of /h refuses file locks: flock: no locks", ""),
+        ),
+        (
+            "locks",
+            HomeFacts(root="/h", record_lock_refusal="no locks"),
+            (WARNING, "the file system of /h refuses the locks of SQLite: fcntl: no locks", ""),
+        ),
         ("disk-space", HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB),)), (OK, "53.7 GB in /h free", "")),
         (
             "disk-space",
@@ -44,6 +61,23 @@ from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, foun
             "disk-space",
             HomeFacts(root="/h", disks=(Disk("/h", 10 * GIB, 1000),)),
             (FAILED, "/h has 1.0 kB free of 10.7 GB", ""),
+        ),
+        ("temporary-files", HomeFacts(root="/h"), (OK, "can be made", "")),
+        ("temporary-files", HomeFacts(root="/h", temporary_problem="none"), (FAILED, "none", "")),
+        (
+            "disk-space",
+            HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 9_999),)),
+            (WARNING, "/h has 9999 inodes left of 6000000: as many files can be made there", FEWER_FILES),
+        ),
+        (
+            "disk-space",
+            HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 9),)),
+            (FAILED, "/h has 9 inodes left of 6000000: as many files can be made there", FEWER_FILES),
+        ),
+        (
+            "disk-space",
+            HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 5_000_000),)),
+            (OK, "53.7 GB in /h free", ""),
         ),
         ("disk-space", HomeFacts(root="/h"), (UNKNOWN, "no file system could be asked", "")),
         ("sockets", HomeFacts(root="/h", sockets="/s"), (OK, "/s", "")),
@@ -56,6 +90,31 @@ def test_the_home(code: str, home: HomeFacts, expected: tuple[Outcome, str, str]
     assert one(code, Facts(home=home)) == expected
 
 
+def test_23C6_a_home_without_execution_matters_where_environments_are_made_of_links() -> None:
+    home = HomeFacts(root="/h", filesystem="ext4", is_noexec=True)
+    assert one("home-filesystem", Facts(home=home, mounts=MountFacts()))[0] is OK
+    outcome, sentence, mend = one("home-filesystem", Facts(home=home, mounts=MountFacts(problem="refused")))
+    assert (outcome, sentence) == (
+        FAILED,
+        '/h is mounted noexec: env="snapshot" cannot load compiled modules from it',
+    )
+    assert "remount,exec" in mend
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        (KernelFacts(release="6.1"), (OK, "Linux 6.1", "")),
+        (
+            KernelFacts(release="4.18", pidfd_refusal="Linux 4.18 refuses pidfd_open here: no", hint="a newer one"),
+            (FAILED, "no run can start: Linux 4.18 refuses pidfd_open here: no", "a newer one"),
+        ),
+    ],
+)
+def test_the_kernel(kernel: KernelFacts, expected: tuple[Outcome, str, str]) -> None:
+    assert one("kernel", Facts(kernel=kernel)) == expected
+
+
 @pytest.mark.parametrize(
     ("mounts", "expected"),
     [
@@ -63,6 +122,15 @@ def test_the_home(code: str, home: HomeFacts, expected: tuple[Outcome, str, str]
         (
             MountFacts(problem="a user namespace cannot be made: Operation not permitted"),
             (WARNING, "environments are made of links: a user namespace cannot be made: Operation not permitted", ""),
+        ),
+        (
+            MountFacts(problem="a mount namespace cannot be made: Operation not permitted", is_root=True),
+            (
+                WARNING,
+                "environments are made of links: a mount namespace cannot be made: Operation not permitted",
+                "docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined …   "
+                "(Kubernetes: securityContext.capabilities.add: [SYS_ADMIN])",
+            ),
         ),
     ],
 )

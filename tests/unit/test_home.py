@@ -191,7 +191,10 @@ def test_a_file_in_the_way_of_the_sockets(tmp_path: Path, wanted: Path) -> None:
     wanted.touch()
     with pytest.raises(StorageError) as caught:
         Home(tmp_path).sockets()
-    assert str(caught.value) == f"cannot make {wanted}: File exists\nhint: set SERVERLESS_GPU_SOCKETS"
+    assert str(caught.value) == (
+        f"cannot make {wanted}, where sockets lie: File exists\n"
+        "hint: set SERVERLESS_GPU_SOCKETS to a short directory that you can write to"
+    )
 
 
 def test_a_link_is_not_followed_to_where_sockets_would_lie(tmp_path: Path, wanted: Path) -> None:

@@ -17,18 +17,18 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.inside import mounts
+from tests.odd_environments import refusing, without
 
 NOBODY = 65534
 
 pytestmark = pytest.mark.skipif(mounts.probe() != "", reason="this machine cannot mount overlays")
 
-# Loads the module from its path, as the runtime does; nothing of ours is importable there.
+# Loads the module from a directory, as the runtime does; nothing of ours is importable there.
 PREAMBLE = """
-import importlib.util, json, os, sys
-spec = importlib.util.spec_from_file_location("mounts", sys.argv[1])
-mounts = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(mounts)
-place = sys.argv[2]
+import json, os, sys
+place = sys.argv[1]
+sys.path.insert(0, place)
+from inside import mounts
 def mount(at, *layers):
     return {"at": os.path.join(place, at), "layers": list(layers), "directory": place}
 def refused(*wanted):
@@ -53,15 +53,14 @@ def place() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def run(code: str, place: Path, *, uid: int | None = None) -> str:
+def run(code: str, place: Path, *, uid: int | None = None, before: tuple[str, ...] = ()) -> str:
     python = sys.executable
-    prefix: list[str] = []
+    prefix = list(before)
     if uid is not None:
         python = shutil.which("python3", path="/usr/bin") or python
         prefix = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
-    module = place / "mounts.py"
-    shutil.copyfile(str(mounts.__file__), module)
-    command = [*prefix, python, "-I", "-c", PREAMBLE + code, str(module), str(place)]
+    shutil.copytree(Path(str(mounts.__file__)).parent, place / "inside", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [*prefix, python, "-I", "-B", "-c", PREAMBLE + code, str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -156,12 +155,33 @@ def test_a_probe_leaves_nothing_and_says_why_not(place: Path) -> None:
     assert mounts.probe(str(place / "none")).startswith(f"no directory can be made in {place}/none")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root's right to mount away first")
-def test_a_machine_that_refuses_says_which_step(place: Path) -> None:
-    code = "print(mounts.probe())"
-    module = place / "mounts.py"
-    shutil.copyfile(str(mounts.__file__), module)
-    command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-I", "-c", PREAMBLE + code]
-    command += [str(module), str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "a mount namespace cannot be made: Operation not permitted"
+CONTAINER = ("sys_admin",), ("sys_admin", "net_raw", "sys_chroot", "mknod")
+
+
+@pytest.mark.parametrize("lost", CONTAINER)
+def test_23C1_root_without_the_right_to_mount_mounts_in_a_user_namespace(place: Path, lost: tuple[str, ...]) -> None:
+    """Every file keeps its owner and root its rights over them: a single id in the map would make them nobody's."""
+    (place / "theirs").write_text("private")
+    (place / "theirs").chmod(0o600)
+    os.chown(place / "theirs", NOBODY, NOBODY)
+    code = """
+print(mounts.probe() or "can", flush=True)
+mounts.enter([mount("view", "a", "b")])
+pid = os.fork()
+if pid == 0:  # a stem, in the environment of its zygote
+    mounts.enter([mount("view", "c", "a")])
+    seen = os.stat(place + "/theirs")
+    print(open(place + "/view/which").read(), open(place + "/theirs").read(), seen.st_uid, os.getuid(), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    assert run(code, place, before=without(*lost)).splitlines() == ["can", f"c private {NOBODY} 0"]
+
+
+def test_23C1_who_can_have_no_namespace_says_which_steps_were_refused(place: Path) -> None:
+    refused = "a mount namespace cannot be made: Operation not permitted; with a user namespace: "
+    nothing = run("print(mounts.probe())", place, before=without("all"))
+    assert nothing == f"{refused}the ids of a user namespace cannot be mapped: Operation not permitted"
+    shutil.rmtree(place / "inside")
+    docker = run("print(mounts.probe())", place, before=(*without("sys_admin"), *refusing("no-namespaces")))
+    assert docker == f"{refused}a user namespace cannot be made: Operation not permitted"

@@ -19,6 +19,7 @@ from serverless_gpu.node.inside import failure
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _CHAIN_MAX = 20
+_DEBUGGER_LEFT = ("bdb", "BdbQuit")
 _CONTROL_REASONS = {
     "system_exit": Reason.SYSTEM_EXIT,
     "interrupt": Reason.RANK_INTERRUPTED,
@@ -83,7 +84,26 @@ def rebuild(
     # By way of object: an exception class may refuse assignment, as frozen dataclasses do.
     object.__setattr__(error, "__cause__", RemoteTraceback(text))
     add_note(error, _printable(f"rank {rank} on host {host}, run {run_id}; log: {log_path}"))
+    if (description.get("module"), description.get("type")) == _DEBUGGER_LEFT:
+        add_note(error, _debugging(Path(log_path).parent.parent / "_air.py"))
     return error
+
+
+def _debugging(program: Path) -> str:
+    """Return how a function is stopped in a debugger.
+
+    Args:
+        program: what repeats the run by hand, where it lies on this machine.
+    """
+    by_hand = (
+        f"`python {program}` repeats rank 0 in this terminal, and stops there"
+        if program.is_absolute() and program.exists()  # of a run elsewhere there is no path
+        else "call the function itself in a terminal"
+    )
+    return (
+        "a rank has no terminal, so breakpoint() and pdb end at once; what works: "
+        f"{by_hand}; or attach an editor to a rank with debugpy (docs/how-to/debugging.md)"
+    )
 
 
 def _load(description: Mapping[str, object], path: str | None, rank: int, run_id: str) -> BaseException:

@@ -19,7 +19,6 @@ import os
 import shutil
 import sys
 import sysconfig
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +47,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.inventory import offered
 from serverless_gpu.node.reaching import connect
 from serverless_gpu.node.submission import ranks_of, write_submission
+from serverless_gpu.threads import start_thread
 
 R = TypeVar("R")
 Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of whatever its ranks return
@@ -327,7 +327,8 @@ def prewarm(spec: RunSpec) -> None:
         except Exception:  # noqa: BLE001 - a help for later, in a thread nobody watches
             pass
 
-    threading.Thread(target=ask, name="serverless-gpu-prewarm", daemon=True).start()
+    with contextlib.suppress(HardwareError):  # no thread: the run starts cold
+        start_thread(ask, "serverless-gpu-prewarm")
 
 
 def should_prewarm(module: str) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -37,6 +36,7 @@ from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.spec import RunSpec, SessionOptions, seconds
 from serverless_gpu.node import protocol
+from serverless_gpu.threads import start_thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,7 +98,7 @@ class Session:
         own_sessions.add(self.id)
         # Neither the thread nor the finalizer refers to this object: forgetting it ends the session.
         weakref.finalize(self, _end_in, self._owner, held)
-        threading.Thread(target=held.listen, name=f"serverless-gpu-session-{held.id}", daemon=True).start()
+        start_thread(held.listen, f"serverless-gpu-session-{held.id}")
 
     def __repr__(self) -> str:
         return f"<Session {self.id} of {', '.join(self.devices)}{' (ended)' if self._hold.over else ''}>"

@@ -13,6 +13,8 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.statuses import ZygoteStatus
 from serverless_gpu.node.usages import Unavailable, Usage
 
+NO_HOME = "there is no home to look at"
+
 
 class Unknown(msgspec.Struct, frozen=True):
     """Why an area could not be looked at."""
@@ -21,11 +23,13 @@ class Unknown(msgspec.Struct, frozen=True):
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """A file system at one place."""
+    """A file system at one place; `files` is how many inodes it has, 0 where it counts none."""
 
     place: str
     total_bytes: int
     free_bytes: int
+    files: int = 0
+    free_files: int = 0
 
 
 class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +41,11 @@ class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
         hint: what helps.
         note: why it is not the one that was asked for.
         filesystem: the kernel's name of its file system.
+        is_noexec: whether nothing can be executed from there.
+        flock_refusal: why files cannot be locked there, or "".
+        record_lock_refusal: why SQLite cannot lock its files there, or "".
         configuration_problem: what is wrong with `config.toml`.
+        temporary_problem: why temporary files cannot be made, or "".
         sockets: the directory of sockets, and what is wrong with it.
     """
 
@@ -46,7 +54,11 @@ class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
     note: str = ""
     filesystem: str = ""
+    is_noexec: bool = False
+    flock_refusal: str = ""
+    record_lock_refusal: str = ""
     configuration_problem: str = ""
+    temporary_problem: str = ""
     sockets: str = ""
     sockets_problem: str = ""
     disks: tuple[Disk, ...] = ()
@@ -179,6 +191,14 @@ class LimitFacts(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory: Disk | None = None
 
 
+class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Linux: its release, why processes cannot be followed by pidfd, or "", and what helps then."""
+
+    release: str = ""
+    pidfd_refusal: str = ""
+    hint: str = ""
+
+
 class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Loopback, ports and this machine's name."""
 
@@ -191,9 +211,10 @@ class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MountFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Why restored environments cannot be mounted here, or ""."""
+    """Why restored environments cannot be mounted here, or "", and whether it was root who tried."""
 
     problem: str = ""
+    is_root: bool = False
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -390,6 +411,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerFacts | Unknown = Unknown()
     pool: PoolFacts | Unknown = Unknown()
     limits: LimitFacts | Unknown = Unknown()
+    kernel: KernelFacts | Unknown = Unknown()
     network: NetworkFacts | Unknown = Unknown()
     mounts: MountFacts | Unknown = Unknown()
     gpus: GpuFacts | Unknown = Unknown()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from serverless_gpu.doctor.facts import (
+    NO_HOME,
     AgentFacts,
     CgroupFacts,
     Facts,
     HomeFacts,
+    KernelFacts,
     LimitFacts,
     MountFacts,
     NetworkFacts,
@@ -14,6 +16,7 @@ from serverless_gpu.doctor.facts import (
     Unknown,
 )
 from serverless_gpu.doctor.findings import Check, Finding, Group, Outcome, about, failed, ok, unknown, warning
+from serverless_gpu.node.kernel import OLDEST
 from serverless_gpu.units import format_bytes
 
 GIB = 2**30
@@ -22,10 +25,24 @@ NETWORK_FILESYSTEMS = frozenset(
 )
 _FREE_LOW_BYTES = 5 * GIB
 _FREE_NONE_BYTES = 200 * 2**20
+_FILES_LOW = 50_000  # an environment with torch has about as many
+_FILES_NONE = 500
+_FILES = (
+    "delete files there (sgpu clean --older-than 7d; sgpu env gc)   (or set SERVERLESS_GPU_HOME to a directory on a "
+    "disk with more inodes; `df -i` shows them)"
+)
 _SHARED_LOW_BYTES = GIB
 _DESCRIPTORS_LOW = 1024
 _PROCESSES_LOW = 4096
 _PORTS_USED_PERCENT = 80
+_NOEXEC = (
+    "set SERVERLESS_GPU_HOME to a directory on a file system without noexec   (or: sudo mount -o remount,exec …; or "
+    "make mounts possible, see mounts)"
+)
+_AS_ROOT = (
+    "docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined …   "
+    "(Kubernetes: securityContext.capabilities.add: [SYS_ADMIN])"
+)
 
 
 @about(lambda facts: facts.home)
@@ -40,12 +57,25 @@ def _home(facts: Facts, home: HomeFacts) -> list[Finding]:
 def _home_filesystem(facts: Facts) -> list[Finding]:
     home = facts.home
     if isinstance(home, Unknown) or not home.root:
-        return unknown("there is no home to look at")
+        return unknown(NO_HOME)
     if not home.filesystem:
         return unknown(f"the file system of {home.root} is not known")
+    if home.is_noexec and isinstance(facts.mounts, MountFacts) and facts.mounts.problem:
+        return failed(f'{home.root} is mounted noexec: env="snapshot" cannot load compiled modules from it', _NOEXEC)
     if home.filesystem in NETWORK_FILESYSTEMS:
         return warning(f"{home.root} is on {home.filesystem}, a network file system")
     return ok(home.filesystem)
+
+
+def _locks(facts: Facts) -> list[Finding]:
+    home = facts.home
+    if isinstance(home, Unknown) or not home.root:
+        return unknown(NO_HOME)
+    if home.flock_refusal:
+        return failed(f"the file system of {home.root} refuses file locks: flock: {home.flock_refusal}")
+    if home.record_lock_refusal:
+        return warning(f"the file system of {home.root} refuses the locks of SQLite: fcntl: {home.record_lock_refusal}")
+    return ok("granted")
 
 
 @about(lambda facts: facts.home)
@@ -59,8 +89,16 @@ def _disk_space(facts: Facts, home: HomeFacts) -> list[Finding]:
             found += failed(sentence)
         elif disk.free_bytes < min(_FREE_LOW_BYTES, disk.total_bytes // 20):
             found += warning(sentence)
+        if disk.files and disk.free_files < _FILES_LOW:
+            few = f"{disk.place} has {disk.free_files} inodes left of {disk.files}: as many files can be made there"
+            found += failed(few, _FILES) if disk.free_files < _FILES_NONE else warning(few, _FILES)
     text = ", ".join(f"{format_bytes(disk.free_bytes)} in {disk.place}" for disk in home.disks)
     return found or ok(f"{text} free")
+
+
+@about(lambda facts: facts.home)
+def _temporary_files(facts: Facts, home: HomeFacts) -> list[Finding]:
+    return failed(home.temporary_problem) if home.temporary_problem else ok("can be made")
 
 
 @about(lambda facts: facts.limits)
@@ -75,7 +113,14 @@ def _shared_memory(facts: Facts, limits: LimitFacts) -> list[Finding]:
 def _sockets(facts: Facts, home: HomeFacts) -> list[Finding]:
     if home.sockets_problem:
         return failed(home.sockets_problem)
-    return ok(home.sockets) if home.sockets else unknown("without a home there are no sockets")
+    return ok(home.sockets) if home.sockets else unknown(NO_HOME)
+
+
+@about(lambda facts: facts.kernel)
+def _kernel(facts: Facts, kernel: KernelFacts) -> list[Finding]:
+    if kernel.pidfd_refusal:
+        return failed(f"no run can start: {kernel.pidfd_refusal}", kernel.hint)
+    return ok(f"Linux {kernel.release}")
 
 
 @about(lambda facts: facts.limits)
@@ -100,7 +145,7 @@ def _limits(facts: Facts, limits: LimitFacts) -> list[Finding]:
 @about(lambda facts: facts.mounts)
 def _mounts(facts: Facts, mounts: MountFacts) -> list[Finding]:
     if mounts.problem:
-        return warning(f"environments are made of links: {mounts.problem}")
+        return warning(f"environments are made of links: {mounts.problem}", _AS_ROOT if mounts.is_root else "")
     return ok("environments can be mounted")
 
 
@@ -128,7 +173,7 @@ def _hostname(facts: Facts, network: NetworkFacts) -> list[Finding]:
 def _configuration(facts: Facts) -> list[Finding]:
     home = facts.home
     if isinstance(home, Unknown) or not home.root:
-        return unknown("there is no home to look at")
+        return unknown(NO_HOME)
     return failed(home.configuration_problem) if home.configuration_problem else ok("config.toml is fine, or not there")
 
 
@@ -202,10 +247,30 @@ CHECKS = (
         code="home-filesystem",
         group=Group.MACHINE,
         title="The file system of the home",
-        symptoms=("runs start slowly, results of many GB take long",),
-        cause="On a network file system every small file is a round trip, and locks depend on the server.",
+        symptoms=(
+            "runs start slowly, results of many GB take long",
+            "RunError: the environment could not be restored: … lies on a file system that is mounted noexec, …",
+            "ImportError: …: failed to map segment from shared object",
+        ),
+        cause="On a network file system every small file is a round trip, and locks depend on the server. On one that "
+        "is mounted noexec no compiled module can be loaded from an environment that is made of links.",
         mend="set SERVERLESS_GPU_HOME to a directory on a local disk",
         probe=_home_filesystem,
+    ),
+    Check(
+        code="locks",
+        group=Group.MACHINE,
+        title="Locks in the home",
+        symptoms=(
+            "StorageError: … cannot be used: its file system refuses file locks (flock: Function not implemented)",
+            "StorageError: the server's database cannot be kept in …: its file system refuses the locks that SQLite "
+            "needs (fcntl: No locks available)",
+        ),
+        cause="Devices are lent, runs looked after and databases written under file locks. Lustre grants them when it "
+        "is mounted with -o flock, NFS when its lock service runs, and some FUSE file systems never do.",
+        mend="set SERVERLESS_GPU_HOME to a directory on a local disk   (for a server alone: sgpu up --database "
+        "postgresql://…)",
+        probe=_locks,
     ),
     Check(
         code="disk-space",
@@ -213,11 +278,24 @@ CHECKS = (
         title="Free space",
         symptoms=(
             "StorageError: no space left for …",
+            "StorageError: no inodes left for …: its disk has room, and cannot hold one more file",
             "RunError: rank 0 finished, but its result could not be written",
         ),
-        cause="Arguments, results and logs of runs are files in the home directory.",
+        cause="Arguments, results and logs of runs are files in the home directory. A disk holds a number of files, "
+        "whatever their size.",
         mend="sgpu clean --older-than 7d   (or set SERVERLESS_GPU_HOME to a directory on another disk)",
         probe=_disk_space,
+    ),
+    Check(
+        code="temporary-files",
+        group=Group.MACHINE,
+        title="Temporary files",
+        symptoms=("FileNotFoundError: [Errno 2] No usable temporary directory found in ['/tmp', '/var/tmp', …]",),
+        cause="Sockets of runs lie in /tmp, and libraries make temporary files in ranks. In a container with a "
+        "read-only root there is no place for them.",
+        mend="mount a volume at /tmp (Kubernetes: emptyDir; docker run --tmpfs /tmp …)   (or set TMPDIR and "
+        "SERVERLESS_GPU_SOCKETS to directories that you can write to)",
+        probe=_temporary_files,
     ),
     Check(
         code="shared-memory",
@@ -240,6 +318,20 @@ CHECKS = (
         cause="Client, agent and supervisors meet on Unix sockets in a private directory with a short path.",
         mend="set SERVERLESS_GPU_SOCKETS to a short directory of your own, the same for all processes",
         probe=_sockets,
+    ),
+    Check(
+        code="kernel",
+        group=Group.MACHINE,
+        title="The kernel",
+        symptoms=(
+            "HardwareError: this machine cannot run ranks: Linux … refuses pidfd_open here: Function not implemented",
+            "HardwareError: this machine cannot run ranks: this build of Python has no os.pidfd_open",
+        ),
+        cause="Processes are followed by pidfd, so that what is ended is never another process with the same number. "
+        f"Linux has it since {OLDEST}, Docker's seccomp profile since 20.10.",
+        mend=f"run Linux {OLDEST} or newer; in a container: Docker 20.10 or newer, or docker run --security-opt "
+        "seccomp=unconfined …",
+        probe=_kernel,
     ),
     Check(
         code="limits",
@@ -289,7 +381,8 @@ CHECKS = (
         "tree and a cold start.",
         mend="sudo sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=65536   "
         "(Ubuntu 24.04: also kernel.apparmor_restrict_unprivileged_userns=0; in a container: "
-        "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …)",
+        "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …; as root of a container: "
+        "docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined …)",
         probe=_mounts,
     ),
     Check(

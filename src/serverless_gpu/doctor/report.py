@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from serverless_gpu.doctor.findings import Check, Finding, Outcome
+from serverless_gpu.doctor.findings import Check, Finding, Group, Outcome
 from serverless_gpu.version import __version__
 
 Judged = Sequence[tuple[Check, Sequence[Finding]]]
@@ -27,6 +27,7 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
         paint: colours a word by its outcome.
     """
     group = None
+    unseen = _unseen(judged)
     for check, findings in judged:
         if check.group is not group:
             if group is not None:
@@ -34,8 +35,12 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
             group = check.group
             yield str(group)
         for finding in findings:
+            codes = unseen.get((check.group, finding.sentence), [check.code])
+            if finding.outcome is Outcome.UNKNOWN and codes[0] != check.code:
+                continue  # said with the first of them
             word = paint(f"{finding.outcome:<{_WORD}}", finding.outcome)
-            yield f"  {word}  {check.code:<{_CODE}}  {_one_line(finding.sentence)}"
+            named = ", ".join(codes if finding.outcome is Outcome.UNKNOWN else [check.code])
+            yield f"  {word}  {named:<{_CODE}}  {_one_line(finding.sentence)}"
             if finding.outcome is not Outcome.OK:
                 indent = " " * (_WORD + 4)
                 if finding.outcome is not Outcome.UNKNOWN:
@@ -44,6 +49,16 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
                     yield f"{indent}mend:  {_one_line(mend)}"
     yield ""
     yield _summary(judged)
+
+
+def _unseen(judged: Judged) -> dict[tuple[Group, str], list[str]]:
+    """Return which checks of a group could not see anything, by the reason: those that have one share a line."""
+    codes: dict[tuple[Group, str], list[str]] = {}
+    for check, findings in judged:
+        for finding in findings:
+            if finding.outcome is Outcome.UNKNOWN and not finding.mend:
+                codes.setdefault((check.group, finding.sentence), []).append(check.code)
+    return codes
 
 
 def as_builtins(judged: Judged, python: str) -> dict[str, object]:

@@ -127,6 +127,14 @@ CHECKS = (
         "return from the function; `sgpu logs --stream stderr` shows what it said last",
     ),
     _row(
+        "debugger",
+        "breakpoint() in a rank",
+        ("bdb.BdbQuit",),
+        "A rank has no terminal: the debugger reads the end of its input, and leaves.",
+        "python <run directory>/_air.py repeats rank 0 in a terminal, where breakpoint() stops; debugpy attaches an "
+        "editor to a rank: docs/how-to/debugging.md",
+    ),
+    _row(
         "result-does-not-travel",
         "A result that cannot be sent back",
         ("ResultNotSerializable: …", "ResultTooLarge: …", "ResultUnavailableHere: …"),

@@ -26,6 +26,7 @@ there for the next).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -68,6 +69,7 @@ from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import is_remote, is_served, open_store
 from serverless_gpu.environment.watching import Patience, Watch
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
+from serverless_gpu.threads import is_thread_limit, thread_limit
 
 CHANGES_TOLD_MAX = 3
 WATCHED_MAX = 4
@@ -166,6 +168,11 @@ class Service:
         except OSError as error:
             for ask in asks:
                 self._say(_failed(ask.number, _storage(error)))
+        except RuntimeError as error:
+            if not is_thread_limit(error):
+                raise
+            for ask in asks:
+                self._say(_failed(ask.number, thread_limit()))
 
     def _answer(self, ask: Ask) -> None:
         description = read_description(ask.description)
@@ -362,6 +369,10 @@ def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer
             pass
         except OSError as error:
             tell(_failed(number, _storage(error)))
+        except RuntimeError as error:
+            if not is_thread_limit(error):
+                raise
+            tell(_failed(number, thread_limit()))
         code = 0
     finally:
         if code:
@@ -465,6 +476,10 @@ def _failed(number: int, error: ServerlessGpuError) -> Failed:
 
 
 def _storage(error: OSError) -> StorageError:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return StorageError(
-        f"the environment cannot be captured: {error}", hint="is a disk full? SERVERLESS_GPU_HOME can be on another one"
+        f"the environment cannot be captured: {error}",
+        hint="free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
+        if is_full
+        else "what the error names must be readable, and the home writable; `sgpu doctor` looks at both",
     )

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from serverless_gpu.errors import StorageError
+from serverless_gpu.inodes import lacks_inodes
 
 _ATTEMPT_DIRECTORIES = ("logs", "results", "failures")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -106,7 +107,9 @@ class Home:
                 directory.mkdir(mode=0o700, exist_ok=True)
             except OSError as error:
                 raise StorageError(
-                    f"cannot make {directory}: {error.strerror}", hint="set SERVERLESS_GPU_SOCKETS"
+                    f"cannot make {directory}, where sockets lie: {error.strerror}",
+                    hint="set SERVERLESS_GPU_SOCKETS to a short directory that you can write to"
+                    + _in_container(error.strerror),
                 ) from error
             if not _private_directory(directory):
                 raise StorageError(
@@ -176,7 +179,7 @@ def find_home(environ: Mapping[str, str]) -> Home:
     if second is not None:
         raise StorageError(
             f"neither {wanted} ({problem}) nor {fallback} ({second}) can be written to",
-            hint="set SERVERLESS_GPU_HOME to a directory you can write to",
+            hint=f"set SERVERLESS_GPU_HOME to a directory you can write to{_in_container(second)}",
         )
     return Home(fallback, f"{wanted} cannot be written to ({problem}); this run's files are under {fallback}")
 
@@ -201,12 +204,24 @@ def find_durable_home(environ: Mapping[str, str], why: str) -> Home:
     return Home(wanted)
 
 
+def _in_container(problem: str | None) -> str:
+    if problem != os.strerror(errno.EROFS):
+        return ""
+    return "; in a container with a read-only root, mount a volume at /tmp (Kubernetes: emptyDir)"
+
+
 def storage_error(error: OSError, path: Path) -> StorageError:
     """Return the error a person gets for a file that could not be written."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return StorageError(
             f"too many open files: {path} cannot be made",
             hint="the handle of a run that has not ended keeps one: raise `ulimit -n`, or start fewer runs at once",
+        )
+    if error.errno in _FULL and lacks_inodes(path):
+        return StorageError(
+            f"no inodes left for {path}: its disk has room, and cannot hold one more file",
+            hint="delete files there (`sgpu clean` removes old runs, `sgpu env gc` environments), or set "
+            "SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
         )
     if error.errno in _FULL:
         return StorageError(
@@ -244,6 +259,8 @@ def _make_private(path: Path) -> str | None:
         for name in ("runs", "locks", "checkpoints"):
             (path / name).mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
+        if error.errno in _FULL and lacks_inodes(path):
+            return "No inodes left on device"
         return error.strerror or str(error)
     return None if os.access(path, os.W_OK | os.X_OK) else "it is read-only"
 

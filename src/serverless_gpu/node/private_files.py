@@ -1,18 +1,25 @@
 """Files that only their owner can read: tokens, keys, and what names them.
 
+Where the file system has no hard links (exFAT, some FUSE and object-storage mounts), files that must not replace others
+are given their names under a lock on their directory.
+
 Failure cases: no room, no permission (said as `OSError`); a process killed in the middle leaves a file that begins with
 a dot and ends with 16 digits, and the one of the right name as it was.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import fcntl
 import os
 import secrets
 import stat
 from pathlib import Path
 
 from serverless_gpu import faults
+
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What a file system answers that has no hard links."""
 
 
 def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
@@ -34,8 +41,7 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
         if replace:
             beside.replace(path)
         else:
-            with contextlib.suppress(FileExistsError):
-                os.link(beside, path)
+            _name_new(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
@@ -43,6 +49,24 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _name_new(beside: Path, path: Path) -> None:
+    """Give a file its name unless another one has it."""
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)  # held by who is just naming a file; it ends with them
+            if not os.path.lexists(path):
+                beside.rename(path)
+        finally:
+            os.close(directory)
 
 
 def readers(path: Path) -> str:

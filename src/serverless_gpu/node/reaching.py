@@ -1,7 +1,8 @@
 """Reaching the agent of this node, and starting it when there is none.
 
 Failure cases: the agent is not there, or its socket is stale (a new one is started; two callers at once end up with one
-agent); it does not come up (what it wrote is in the message); it speaks another protocol (cannot happen by accident:
+agent); the machine or the home lacks what every run needs (said before anything is started); it does not come up (what
+it wrote is in the message); it speaks another protocol (cannot happen by accident:
 the socket's name carries the number).
 """
 
@@ -22,6 +23,7 @@ from serverless_gpu.errors import AgentUnavailable, HardwareError
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.requirements import require_for_runs
 from serverless_gpu.node.spawning import clean_process, clean_variables, open_log
 
 _START_S = 30.0
@@ -37,7 +39,7 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
     Raises:
         AgentUnavailable: it could not be started, or does not answer.
         HardwareError: this system cannot run ranks.
-        StorageError: the sockets' directory cannot be used.
+        StorageError: the sockets' directory cannot be used, or the home's file system refuses locks.
     """
     if sys.platform != "linux":
         raise HardwareError(f"ranks run on Linux, this is {sys.platform}", hint="use remote=True with a server")
@@ -45,6 +47,7 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
     answer = _try_connect(path)
     if answer is not None:
         return answer
+    require_for_runs(home)
     with _starting:
         deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
         pause_s = 0.01

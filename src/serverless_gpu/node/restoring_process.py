@@ -28,12 +28,14 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.disks import DiskFull, is_full
 from serverless_gpu.environment.restore.places import read_document
 from serverless_gpu.environment.restore.restoring import Restored, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.mending import read_snapshot
 from serverless_gpu.environment.stores.opening import open_store
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError, StorageError
+from serverless_gpu.node.filesystems import is_noexec, require_symlinks
 from serverless_gpu.node.home import storage_error
 from serverless_gpu.node.inside import linux, mounts
 from serverless_gpu.node.inside.channel import Channel
@@ -186,12 +188,22 @@ def _restore(want: Want, channel: Channel, environments: Path) -> None:
     try:
         done, lock = _restored_in_time(want, environments, channel)
     except ServerlessGpuError as error:
-        send(channel, Failed(number=want.number, code=error.code, message=str(error)))
+        send(channel, Failed(number=want.number, code=_code(error), message=str(error)))
     except OSError as error:
         problem = storage_error(error, environments)
-        send(channel, Failed(number=want.number, code=problem.code, message=str(problem)))
+        code = problem.code if is_full(error) else EnvironmentProblem.code
+        send(channel, Failed(number=want.number, code=code, message=str(problem)))
     else:
         send(channel, done, (lock,))
+
+
+def _code(error: ServerlessGpuError) -> str:
+    """Return what the agent is told: that of `StorageError` means that the disk is full, and other room may be made."""
+    is_another = isinstance(error, StorageError) and not isinstance(error, DiskFull)
+    cause = error.__cause__
+    if is_another and not (isinstance(cause, OSError) and is_full(cause)):
+        return EnvironmentProblem.code
+    return error.code
 
 
 def _restored_in_time(want: Want, environments: Path, channel: Channel) -> tuple[Done, int]:
@@ -216,13 +228,14 @@ def restored(want: Want, environments: Path, report: Callable[[Progress], None])
 
     Raises:
         EnvironmentProblem: it cannot be had, or not here.
-        StorageError: the disk is full.
+        StorageError: the disk is full, or knows no symbolic links.
     """
     address = want.wanted.snapshot
     wanted = want.wanted
     blobs = Blobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
     cache = Cache(environments)
     lock = cache.hold(address)  # from now on; whoever uses it gets copies
+    require_symlinks(environments)
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or read_snapshot(blobs, address)
     return Done(number=want.number, restored=made, snapshot=snapshot), lock
@@ -236,10 +249,10 @@ def way_for(asked: Mode, environments: Path) -> Way:
         environments: the directory of environments.
 
     Raises:
-        EnvironmentUnsupported: mounts are wanted, and not to be had.
+        EnvironmentUnsupported: mounts are wanted, and not to be had; links are, and nothing could be loaded from them.
     """
     if asked == "links":
-        return Way(mode="links", why="SERVERLESS_GPU_RESTORE=links")
+        return _links(environments, "SERVERLESS_GPU_RESTORE=links")
     problem = mount_problem(environments)
     if not problem:
         return Way(mode="overlay")
@@ -248,7 +261,18 @@ def way_for(asked: Mode, environments: Path) -> Way:
             f"SERVERLESS_GPU_RESTORE=overlay, and this machine cannot mount environments: {problem}",
             hint="unset it and links are used; `sgpu doctor` says what makes mounts possible",
         )
-    return Way(mode="links", why=f"no mounts: {problem}")
+    return _links(environments, f"no mounts: {problem}")
+
+
+def _links(environments: Path, why: str) -> Way:
+    if is_noexec(environments):
+        raise EnvironmentUnsupported(
+            f"{environments} lies on a file system that is mounted noexec, and no compiled module can be loaded from a "
+            f"tree of links there ({why})",
+            hint="set SERVERLESS_GPU_HOME to a directory on a file system without noexec, or have it mounted again: "
+            "sudo mount -o remount,exec …",
+        )
+    return Way(mode="links", why=why)
 
 
 def mount_problem(environments: Path) -> str:

@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
-from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, SessionEnded
+from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, SessionEnded, StorageError
 from serverless_gpu.model.attempt import (
     TERMINAL,
     Event,
@@ -129,11 +129,11 @@ class Supervisor:
         Args:
             client: whoever launched it; the first watcher.
         """
-        problem = take_attempt(self._directory)
-        if problem:
+        refused = self._refusal()
+        if refused is not None:
             for channel in (self._agent, client):
                 with contextlib.suppress(OSError):
-                    protocol.send(channel, protocol.Refused(code=AgentUnavailable.code, message=problem))
+                    protocol.send(channel, refused)
             return
         self._account.prepare()
         problem = self._audience.listen()
@@ -152,6 +152,14 @@ class Supervisor:
                     callback()
             if not self._done:
                 self._look()
+
+    def _refusal(self) -> protocol.Refused | None:
+        """Take the attempt; return why that is not possible."""
+        try:
+            problem = take_attempt(self._directory)
+        except StorageError as error:
+            return protocol.Refused(code=error.code, message=error.message, hint=error.hint)
+        return protocol.Refused(code=AgentUnavailable.code, message=problem) if problem else None
 
     # --- the agent -----------------------------------------------------------------------------------------------
 

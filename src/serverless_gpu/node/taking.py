@@ -22,6 +22,7 @@ from pathlib import Path
 
 from serverless_gpu.model.attempt import SUPERVISOR_GONE, Attempt
 from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.node.filesystems import REFUSED, lock_error
 from serverless_gpu.node.history import first_facts, read_ending
 from serverless_gpu.node.protocol import Launch
 from serverless_gpu.node.remote import FILE as REMOTE
@@ -52,8 +53,17 @@ def take_attempt(directory: Path) -> str:
 
     Returns:
         Why it is not to be had, or "".
+
+    Raises:
+        StorageError: the file system of the home refuses to lock a file.
+        OSError: the directory is gone, or cannot be written to.
     """
-    lock = try_lock(directory)
+    try:
+        lock = try_lock(directory)
+    except OSError as error:
+        if error.errno in REFUSED:
+            raise lock_error(directory, error.strerror or str(error)) from error
+        raise
     if lock < 0:
         return f"another process looks after the attempt in {directory}"
     stopped = directory / "stopped.json"

@@ -30,11 +30,13 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
+from serverless_gpu.node.filesystems import lock_error, require_record_locks
 from serverless_gpu.server import generations, migrations
 
 LOOK_S = 1.0
@@ -207,6 +209,9 @@ class Claim:
             os.close(self._file)
             self._file = -1
             return False
+        except OSError as error:
+            raise lock_error(Path(self._path), error.strerror or str(error)) from error
+        require_record_locks(Path(self._path).parent, "the server's database")
         return True
 
     def _take_session(self) -> bool:

@@ -31,6 +31,7 @@ from typing import NamedTuple
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from serverless_gpu.errors import InvalidValue, ServerProblem
+from serverless_gpu.node.filesystems import lock_error
 from serverless_gpu.server.settings import PORT, Settings
 
 BACKLOG = 2048
@@ -101,6 +102,8 @@ def _held(path: Path, hint: str = _HINT) -> Iterator[None]:
                 f"a server of this home runs already{': ' + said if said else ''}",
                 hint=hint,
             ) from None
+        except OSError as error:
+            raise lock_error(path, error.strerror or str(error)) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()}".encode(), 0)
         yield

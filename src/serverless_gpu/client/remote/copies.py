@@ -13,16 +13,16 @@ import contextlib
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.server import Server
-from serverless_gpu.errors import ServerlessGpuError, ServerProblem
+from serverless_gpu.errors import HardwareError, ServerlessGpuError, ServerProblem
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.home import Home, storage_error
 from serverless_gpu.node.retention import clean
+from serverless_gpu.threads import start_thread
 from serverless_gpu.wire.runs import FileView
 
 _NAME = re.compile(
@@ -116,7 +116,8 @@ def clean_now_and_then(home: Home) -> None:
             marker.touch()
             clean(home.remote, read_configuration(home).retention, (), SystemClock())
 
-    threading.Thread(target=work, name="serverless-gpu-clean", daemon=True).start()
+    with contextlib.suppress(HardwareError):  # no thread: another day
+        start_thread(work, "serverless-gpu-clean")
 
 
 @contextlib.contextmanager

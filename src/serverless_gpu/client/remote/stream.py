@@ -29,6 +29,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.server import Server
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerProblem, ServerUnavailable
+from serverless_gpu.threads import start_thread
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
@@ -133,7 +134,7 @@ class EventStream:
         self._readable, self._writable = os.pipe()
         os.set_blocking(self._readable, False)
         os.set_blocking(self._writable, False)
-        threading.Thread(target=self._listen, name=f"serverless-gpu-run-{run_id}", daemon=True).start()
+        start_thread(self._listen, f"serverless-gpu-run-{run_id}")
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something to read, or -1."""

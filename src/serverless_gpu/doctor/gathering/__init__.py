@@ -1,6 +1,6 @@
 """Looking at this machine, thinly and bounded: what comes back are facts, or why there are none.
 
-    threads     home · runs · agent and cgroups · server · pool · tracking · limits · network   (a dead disk blocks one)
+    threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network  (a disk may hang)
     processes   NVML · mounts · what is installed · what importing it does        (these crash and hang by nature)
 
 All start at once and each has the same limit, so the whole takes little longer than that.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from serverless_gpu.doctor.facts import (
+    NO_HOME,
     AgentFacts,
     CgroupFacts,
     Facts,
@@ -21,6 +22,7 @@ from serverless_gpu.doctor.facts import (
     HomeFacts,
     ImportFacts,
     InterpreterFacts,
+    KernelFacts,
     LimitFacts,
     MountFacts,
     NetworkFacts,
@@ -33,7 +35,13 @@ from serverless_gpu.doctor.facts import (
 from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.doctor.gathering.environment import look_at_imports, look_at_packages
 from serverless_gpu.doctor.gathering.gpus import look_at_gpus
-from serverless_gpu.doctor.gathering.machine import look_at_home, look_at_limits, look_at_network, look_at_runs
+from serverless_gpu.doctor.gathering.machine import (
+    look_at_home,
+    look_at_kernel,
+    look_at_limits,
+    look_at_network,
+    look_at_runs,
+)
 from serverless_gpu.doctor.gathering.mounting import look_at_mounts
 from serverless_gpu.doctor.gathering.pool import look_at_pool
 from serverless_gpu.doctor.gathering.service import look_at_service
@@ -61,11 +69,12 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         "tracking": lambda: look_at_tracking(environ),
         "home": lambda: look_at_home(environ),
         "runs": lambda: look_at_runs(environ),
+        "kernel": look_at_kernel,
         "limits": look_at_limits,
         "network": look_at_network,
     }
     # A little longer than the processes get, which end themselves and have more to say about it.
-    seen = side_by_side(looks, limit_s + 0.5)
+    seen = _told_once(side_by_side(looks, limit_s + 0.5))
 
     def area(name: str, kind: type[T]) -> T | Unknown:
         found = seen[name]
@@ -84,6 +93,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         server=area("server", ServerFacts),
         pool=area("pool", PoolFacts),
         limits=area("limits", LimitFacts),
+        kernel=area("kernel", KernelFacts),
         network=area("network", NetworkFacts),
         mounts=area("mounts", MountFacts),
         gpus=area("gpus", GpuFacts),
@@ -91,6 +101,17 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
         imports=area("imports", ImportFacts),
         tracking=area("tracking", TrackingFacts),
     )
+
+
+def _told_once(seen: Mapping[str, object]) -> Mapping[str, object]:
+    """Return what was seen; where there is no home, the check of the home says why, and nothing else repeats it."""
+    home = seen["home"]
+    if not isinstance(home, HomeFacts) or home.root or not home.problem:
+        return seen
+    return {
+        name: Unknown(NO_HOME) if isinstance(found, Unknown) and home.problem in found.why else found
+        for name, found in seen.items()
+    }
 
 
 def _why(found: object) -> Unknown:

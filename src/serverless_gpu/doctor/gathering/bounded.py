@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.doctor.facts import Unknown
+from serverless_gpu.errors import HardwareError
+from serverless_gpu.threads import start_thread
 
 T = TypeVar("T")
 
@@ -24,7 +26,10 @@ def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[s
     deadline_ns = clock.boottime_ns() + int(limit_s * 1e9)
     answers: dict[str, Future[T]] = {name: Future() for name in looks}
     for name, look in looks.items():
-        threading.Thread(target=_settle, args=(answers[name], look), name=f"sgpu-{name}", daemon=True).start()
+        try:
+            start_thread(partial(_settle, answers[name], look), f"sgpu-{name}")
+        except HardwareError as error:
+            answers[name].set_exception(error)
     seen: dict[str, T | Unknown] = {}
     for name, answer in answers.items():
         outcome = _outcome(answer, max(0.0, (deadline_ns - clock.boottime_ns()) / 1e9), limit_s)

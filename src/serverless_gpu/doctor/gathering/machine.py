@@ -10,14 +10,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from serverless_gpu.doctor.facts import Disk, HomeFacts, LimitFacts, NetworkFacts, RunsFacts, Unknown
+from serverless_gpu.doctor.facts import Disk, HomeFacts, KernelFacts, LimitFacts, NetworkFacts, RunsFacts, Unknown
 from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.retention import Policy
 from serverless_gpu.node.configuration import read_configuration
+from serverless_gpu.node.filesystems import flock_refusal, is_noexec, record_lock_refusal
 from serverless_gpu.node.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home, find_home, storage_error
+from serverless_gpu.node.kernel import pidfd_refusal
 from serverless_gpu.node.rendezvous import NoPort, reserve_port
 
 _PROBE_BYTES = 1 << 16
@@ -30,20 +32,27 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
     try:
         home = find_home(environ)
     except StorageError as error:
-        return HomeFacts(problem=error.message, hint=error.hint, disks=_disks(("/tmp",)))
+        return HomeFacts(
+            problem=error.message, hint=error.hint, temporary_problem=_temporary_problem(), disks=_disks(("/tmp",))
+        )
     problem = _write_problem(home.root)
     sockets, sockets_problem = "", ""
     try:
         sockets = str(home.sockets())
     except (StorageError, OSError) as error:
         sockets_problem = str(getattr(error, "message", error))
+    flock, records = ("", "") if problem else (flock_refusal(home.root), record_lock_refusal(home.root))
     return HomeFacts(
         root=str(home.root),
         problem=problem.message if problem else "",
         hint=problem.hint if problem else "",
         note=home.note,
         filesystem=filesystem_of(os.path.realpath(home.root), _mounts()),
+        is_noexec=is_noexec(home.root),
+        flock_refusal=flock,
+        record_lock_refusal=records,
         configuration_problem=_configuration_problem(home),
+        temporary_problem=_temporary_problem(),
         sockets=sockets,
         sockets_problem=sockets_problem,
         disks=_disks((str(home.root), "/tmp")),
@@ -69,6 +78,12 @@ def look_at_runs(environ: Mapping[str, str]) -> RunsFacts:
         warm=last.warm if last else False,
         warm_reason=last.warm_reason if last else "",
     )
+
+
+def look_at_kernel() -> KernelFacts:
+    """Return whether the kernel has what every run needs."""
+    refusal, hint = pidfd_refusal()
+    return KernelFacts(release=os.uname().release, pidfd_refusal=refusal, hint=hint)
 
 
 def look_at_limits() -> LimitFacts:
@@ -135,6 +150,14 @@ def _write_problem(root: Path) -> StorageError | None:
     return None
 
 
+def _temporary_problem() -> str:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def _configuration_problem(home: Home) -> str:
     try:
         read_configuration(home)
@@ -148,7 +171,8 @@ def _disks(places: tuple[str, ...]) -> tuple[Disk, ...]:
     for place in places:
         with contextlib.suppress(OSError):
             status = os.statvfs(place)
-            disk = Disk(place, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
+            total, free = (blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bavail))
+            disk = Disk(place, total, free, status.f_files, status.f_favail)
             disks.setdefault(os.stat(place).st_dev, disk)
     return tuple(disks.values())
 

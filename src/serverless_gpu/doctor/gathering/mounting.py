@@ -29,7 +29,7 @@ def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | U
         return MountFacts()
     if not ended.answer:
         return Unknown(f"{ended.why}. {ended.written.strip()[-300:]}")
-    return MountFacts(problem=ended.answer.decode("utf-8", "replace"))
+    return MountFacts(problem=ended.answer.decode("utf-8", "replace"), is_root=os.geteuid() == 0)
 
 
 def main(fd: int, home: str) -> None:

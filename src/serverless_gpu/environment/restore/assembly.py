@@ -135,20 +135,22 @@ def moved(snapshot: Snapshot, tree: str, path: str) -> str | None:
         path: absolute, in the original environment.
 
     Returns:
-        A path below the tree; None when it was not part of the environment.
+        A path below the tree; None when it was not part of the environment. The standard library never is, also where
+        its interpreter lies in the project.
     """
     path = posixpath.normpath(path)
-    candidates = [
+    candidates: list[tuple[str, str | None]] = [
         (original, f"{tree}/{site_of(snapshot, number)}")
         for number, original in enumerate(snapshot.facts.originals[: len(snapshot.roots)])
         if original
     ]
     candidates += _prefixes(snapshot, tree)
+    candidates += [(directory, None) for directory in _standard_libraries(snapshot)]
     for original, restored in sorted(candidates, key=lambda pair: len(pair[0]), reverse=True):
         if path == original:
             return restored
         if path.startswith(original.rstrip("/") + "/"):
-            return restored + path[len(original.rstrip("/")) :]
+            return None if restored is None else restored + path[len(original.rstrip("/")) :]
     return None
 
 
@@ -274,6 +276,13 @@ def _prefixes(snapshot: Snapshot, tree: str) -> Iterator[tuple[str, str]]:
     # An environment without a prefix of its own: the standard library is below it as well, and does not move.
     for name in _OF_GLOBAL_PREFIX:
         yield f"{prefix}/{name}", f"{tree}/{name}"
+
+
+def _standard_libraries(snapshot: Snapshot) -> Iterator[str]:
+    base = posixpath.dirname(posixpath.dirname(snapshot.facts.python))
+    if base:
+        for name in ("lib", "lib64"):
+            yield posixpath.join(base, name, library_name(snapshot.interpreter))
 
 
 def _prefix_of(number: int) -> str:

@@ -14,6 +14,10 @@ _BLOCK_BYTES = 4096
 _FILES_MIN = 1000
 
 
+class DiskFull(StorageError):
+    """A disk has no room for an environment."""
+
+
 def free_bytes(directory: Path) -> int:
     """Return how much an ordinary user can still write there."""
     status = os.statvfs(directory)
@@ -45,7 +49,7 @@ def is_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
-def full(directory: Path, needed: int, floor: int) -> StorageError:
+def full(directory: Path, needed: int, floor: int) -> DiskFull:
     """Return the error that says a disk is full.
 
     Args:
@@ -55,13 +59,13 @@ def full(directory: Path, needed: int, floor: int) -> StorageError:
     """
     status = os.statvfs(directory)
     if status.f_files and status.f_favail < _FILES_MIN:
-        return StorageError(
+        return DiskFull(
             f"The disk at {disk_of(directory)} is full: no more files can be made in {directory}, "
             f"though {format_bytes(free_bytes(directory))} are free.",
             hint="delete files there, or let SERVERLESS_GPU_HOME name a directory on a disk with more inodes",
         )
     kept = f", and {format_bytes(floor)} of it stay free" if floor else ""
-    return StorageError(
+    return DiskFull(
         f"The disk at {disk_of(directory)} is full: {format_bytes(free_bytes(directory))} are free{kept}; "
         f"the environment needs {format_bytes(needed)} more in {directory}.",
         hint="make space there, or let SERVERLESS_GPU_HOME name a directory on a larger disk",

@@ -34,6 +34,7 @@ from serverless_gpu.environment.progress import Progress, Report, nobody
 from serverless_gpu.environment.restore.writing import MTIME_S, Tree, UnitWriter
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import StorageError
+from serverless_gpu.inodes import lacks_inodes
 
 __all__ = ["MTIME_S", "unpack", "unpack_each"]
 
@@ -276,6 +277,12 @@ def disk_errors(directory: Path) -> Iterator[None]:
 
 def storage_error(directory: Path, error: OSError) -> StorageError:
     """Return the error for a directory that could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and lacks_inodes(directory):
+        return StorageError(
+            f"no inodes left on the disk of {directory} while a unit was unpacked: it has room, and cannot hold one "
+            "more file",
+            hint="delete files there, then run again",
+        )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(
             f"no space left on the disk of {directory} while a unit was unpacked",

@@ -18,6 +18,7 @@ Failure: `EnvironmentUnsupported` for conda, which rewrites installed files so t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -155,7 +156,9 @@ class _Search:
             if os.path.isdir(os.path.join(place, "conda-meta")):
                 raise EnvironmentUnsupported(
                     f"{place} is a conda environment, which cannot be captured: conda rewrites files it installs",
-                    hint=f"make a virtual environment on top of it: {place}/bin/python -m venv .venv",
+                    hint='env="live" uses it as it is, on this machine; for a snapshot, make a virtual environment '
+                    "with its Python and install with pip into that all that you use, torch, too: "
+                    f"{place}/bin/python -m venv .venv && .venv/bin/python -m pip install serverless-gpu torch …",
                 )
         self.spots[key or spot.real] = spot
 
@@ -179,7 +182,10 @@ class _Search:
 
 def temporary_directories() -> frozenset[str]:
     """Return the directories that everybody writes to: nobody's project, and no package of one."""
-    return frozenset(os.path.realpath(path) for path in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir()))
+    found = ["/tmp", "/var/tmp", "/dev/shm"]
+    with contextlib.suppress(FileNotFoundError):  # none can be written to, as in a container with a read-only root
+        found.append(tempfile.gettempdir())
+    return frozenset(os.path.realpath(path) for path in found)
 
 
 def _library(kind: SpotKind, directory: str) -> Spot:

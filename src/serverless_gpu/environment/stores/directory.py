@@ -33,6 +33,7 @@ from serverless_gpu.environment.stores.base import (
 )
 from serverless_gpu.environment.stores.writing import closed, make_directories, sync_directory, write_together
 from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
+from serverless_gpu.inodes import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 INCOMING = "incoming"
@@ -173,6 +174,11 @@ class DirectoryStore(Store):
         )
 
     def _full(self, why: str) -> StorageError:
+        if lacks_inodes(self._root):
+            return StorageError(
+                f"no inodes left in the store {self.url}: its disk has room, and cannot hold one more file",
+                hint="delete files there (`sgpu env gc` removes what nobody uses), or choose a store on another disk",
+            )
         return StorageError(
             f"no space left in the store {self.url}: {why}",
             hint="free some space on its disk (`sgpu env gc` removes what nobody uses), or choose another store",

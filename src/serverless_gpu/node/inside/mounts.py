@@ -1,6 +1,6 @@
 """Entering an environment that is mounted: a mount namespace of this process's own, and read-only overlays in it.
 
-    unshare ─ root: mount namespace · others: user namespace too, in which they may mount
+    unshare ─ root: mount namespace · others, also root without CAP_SYS_ADMIN: user namespace too: there they may mount
       └ / becomes a slave: what is mounted here stays here
          └ overlays, in order, outer ones first
             └ capabilities of the user namespace are given up
@@ -11,7 +11,7 @@ The same place can be mounted over again by a later `enter`, in a child too.
 A mount is a mapping, as it comes out of JSON: ``at`` (where), ``layers`` (names, the top one first), ``directory``
 (where the names are). The kernel takes all names of an overlay on one page of 4 KB, so names are short, mostly links.
 
-Lives here: the system calls. Must not: know what is in a layer, or import anything of ours.
+Lives here: the system calls. Must not: know what is in a layer.
 
 Failure cases, each an OSError that says which step and at which place: user namespaces are switched off (EPERM,
 ENOSPC), more than one thread (EINVAL), a layer that is gone (ENOENT), too many layers (ENAMETOOLONG, before the kernel
@@ -29,12 +29,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
+from . import user_namespace
+
 _CLONE_NEWNS = 0x20000
 _CLONE_NEWUSER = 0x10000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
-_CAPABILITY_VERSION_3 = 0x20080522
 _OPTION_BYTES_MAX = 4000
 _LAYERS_MIN = 2  # the kernel refuses an overlay of one
 
@@ -44,8 +45,9 @@ Mount = Mapping[str, object]
 def enter(mounts: Sequence[Mount]) -> None:
     """Mount overlays where only this process and its descendants see them.
 
-    Root needs no user namespace and keeps what it may do; everybody else keeps their user and group numbers, and has
-    no more rights afterwards than before. The current directory stays.
+    Root needs no user namespace and keeps what it may do. Root of a container, without CAP_SYS_ADMIN, gets one in which
+    every id is what it was. Everybody else keeps their user and group numbers, and has no more rights afterwards than
+    before. The current directory stays.
 
     Args:
         mounts: in order; one below another comes after it.
@@ -55,11 +57,10 @@ def enter(mounts: Sequence[Mount]) -> None:
     """
     wanted = [_request(mount) for mount in mounts]  # refused before anything is changed
     libc = ctypes.CDLL(None, use_errno=True)
-    with_user_namespace = os.geteuid() != 0
-    if with_user_namespace:
+    if os.geteuid() != 0:
         _unshare_as_user(libc, _CLONE_NEWNS)
     else:
-        _check(libc.unshare(_CLONE_NEWNS), "a mount namespace cannot be made")
+        _unshare_as_root(libc, _CLONE_NEWNS, "a mount namespace cannot be made")
     _keep_mounts(libc)
     here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -70,12 +71,12 @@ def enter(mounts: Sequence[Mount]) -> None:
     finally:
         os.fchdir(here)
         os.close(here)
-    if with_user_namespace:
-        drop_capabilities()
+    if os.geteuid() != 0:
+        user_namespace.drop_capabilities()
 
 
 def unshare(flags: int) -> None:
-    """Make namespaces; who is not root gets a user namespace with them, and in it the right to mount.
+    """Make namespaces; who may not make them gets a user namespace with them, and in it the right to mount.
 
     Args:
         flags: the kernel's CLONE_NEW… of those that are wanted.
@@ -87,7 +88,7 @@ def unshare(flags: int) -> None:
     if os.geteuid() != 0:
         _unshare_as_user(libc, flags)
     else:
-        _check(libc.unshare(flags), "a namespace cannot be made")
+        _unshare_as_root(libc, flags, "a namespace cannot be made")
 
 
 def mount_proc() -> None:
@@ -102,7 +103,7 @@ def mount_proc() -> None:
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
     _check(libc.mount(b"proc", b"/proc", b"proc", flags, None), "cannot be mounted", "/proc")
     if os.geteuid() != 0:
-        drop_capabilities()
+        user_namespace.drop_capabilities()
 
 
 def probe(directory: str = "") -> str:
@@ -116,7 +117,7 @@ def probe(directory: str = "") -> str:
     try:
         place = tempfile.mkdtemp(prefix=".probe-", dir=directory or None)
     except OSError as error:
-        return f"no directory can be made in {directory or tempfile.gettempdir()}: {error.strerror}"
+        return f"no directory can be made in {directory or 'a temporary directory'}: {error.strerror}"
     try:
         for name in ("0", "1", "view"):
             os.mkdir(os.path.join(place, name))
@@ -170,6 +171,20 @@ def _keep_mounts(libc: ctypes.CDLL) -> None:
     _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None), "mounts cannot be kept to this process")
 
 
+def _unshare_as_root(libc: ctypes.CDLL, flags: int, what: str) -> None:
+    if libc.unshare(flags) == 0:
+        return
+    code = ctypes.get_errno()
+    if code != errno.EPERM:
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    try:
+        user_namespace.enter()
+    except OSError as error:
+        refused = f"{what}: {os.strerror(code)}; with a user namespace: {error.strerror or error}"
+        raise OSError(code, refused) from None
+    _check(libc.unshare(flags), what)
+
+
 def _unshare_as_user(libc: ctypes.CDLL, flags: int) -> None:
     uid, gid = os.geteuid(), os.getegid()
     if libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
@@ -190,18 +205,6 @@ def _write(path: str, text: str) -> None:
         raise OSError(error.errno, f"{path} cannot be written: {error.strerror}", path) from None
     finally:
         os.close(fd)
-
-
-def drop_capabilities() -> None:
-    """Give up every capability of this process in its user namespace.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    none = (ctypes.c_uint32 * 6)()
-    _check(libc.capset(header, none), "capabilities cannot be given up")
 
 
 def _check(result: int, what: str, path: str = "") -> None:

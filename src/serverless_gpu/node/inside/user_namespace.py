@@ -19,10 +19,10 @@ import ctypes
 import os
 import socket
 
-from . import mounts
-
 _CLONE_NEWUSER = 0x10000000
+_CAPABILITY_VERSION_3 = 0x20080522
 _DONE = b"\0"
+_REASON_BYTES_MAX = 4096
 
 
 def become_member(parent: socket.socket) -> None:
@@ -43,10 +43,11 @@ def become_member(parent: socket.socket) -> None:
         parent.sendall(problem.encode())
         raise OSError(code, problem)
     parent.sendall(_DONE)
-    if parent.recv(1) != _DONE:
-        raise OSError("the ids of a user namespace were not mapped")
+    answer = parent.recv(_REASON_BYTES_MAX)
+    if answer != _DONE:
+        raise OSError(answer.decode("utf-8", "replace") or "the ids of a user namespace were not mapped")
     if os.geteuid() != 0:
-        mounts.drop_capabilities()
+        drop_capabilities()
 
 
 def admit(child: socket.socket, pid: int) -> str:
@@ -56,7 +57,7 @@ def admit(child: socket.socket, pid: int) -> str:
         child: socket to it.
         pid: of the process.
     """
-    asked = child.recv(4096)
+    asked = child.recv(_REASON_BYTES_MAX)
     if asked != _DONE:
         return asked.decode("utf-8", "replace") or "the process ended while it made a user namespace"
     try:
@@ -105,6 +106,20 @@ def probe() -> str:
         problem = admit(ours, pid)
     os.waitpid(pid, 0)
     return problem
+
+
+def drop_capabilities() -> None:
+    """Give up every capability of this process in its user namespace.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    none = (ctypes.c_uint32 * 6)()
+    if libc.capset(header, none) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"capabilities cannot be given up: {os.strerror(code)}")
 
 
 def _write_maps(pid: int) -> None:

@@ -24,6 +24,7 @@ from serverless_gpu.ambient import CLOCK_FAULT
 from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import Home
+from serverless_gpu.node.requirements import require_for_runs
 from serverless_gpu.node.spawning import clean_process, open_log
 from serverless_gpu.version import __version__
 
@@ -63,7 +64,8 @@ def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
 
     Raises:
         AgentUnavailable: it could not be started.
-        StorageError: the sockets' directory cannot be used.
+        HardwareError: processes cannot be followed on this machine.
+        StorageError: the sockets' directory cannot be used, or the home's file system refuses locks.
     """
     found = running(home, profile)
     if found is not None and found.version == __version__:
@@ -76,6 +78,7 @@ def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
 
 def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
     """Start an uplink, which detaches itself; as `ensure`."""
+    require_for_runs(home)
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
     log = -1
     try:
