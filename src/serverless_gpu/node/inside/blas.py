@@ -1,9 +1,9 @@
 """Thread counts of the OpenBLAS copies that numpy and scipy bring along.
 
-They read their variables when they are loaded; from then on only their own calls change the count. That call starts
-all threads of the library at once, and each spins for some 30 ms waiting for work: in ranks that share two cores this
-was the largest single cost of a short call. So the threads are ended again, as the library itself does before each
-fork, and it starts them when a function needs them.
+They read their variables when they are loaded; from then on only their own calls change the count. That call also
+starts all threads of the library, and each spins for some 30 ms waiting for work: in ranks that share two cores this
+was the largest cost of a short call. Before the threads run, the count is one exported variable, and the library starts
+the threads when a function needs them. So that variable is set, and the call is made where it does not take effect.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import ctypes
 from collections.abc import Callable
 from typing import NamedTuple
 
-_AFFIXES = (("scipy_openblas", "64_"), ("openblas", "64_"), ("scipy_openblas", ""), ("openblas", ""))
-_END_THREADS = "blas_thread_shutdown_"
+_AFFIXES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("scipy_openblas_", ""), ("openblas_", ""))
+_COUNT = "blas_cpu_number"
+_THREADS_OF_ITS_OWN = 1  # `get_parallel`; OpenMP's have another count beside this one
 
 
 class Library(NamedTuple):
-    """One loaded copy of OpenBLAS: its own calls."""
+    """One loaded copy of OpenBLAS: its own calls, and its count where a rank may set that."""
 
-    read_count: Callable[[], int]
-    set_count: Callable[[int], object]
-    end_threads: Callable[[], object] | None
+    read: Callable[[], int]
+    change: Callable[[int], object]
+    count: ctypes.c_int | None
 
 
 libraries: list[Library] = []
@@ -38,18 +39,28 @@ def find() -> None:
     for path in sorted(paths):
         with contextlib.suppress(OSError):
             loaded = ctypes.CDLL(path)
-            end_threads = getattr(loaded, _END_THREADS, None)
-            libraries.extend(
-                Library(getattr(loaded, read), getattr(loaded, change), end_threads)
-                for read, change in ((f"{a}_get_num_threads{z}", f"{a}_set_num_threads{z}") for a, z in _AFFIXES)
-                if hasattr(loaded, read) and hasattr(loaded, change)
-            )
+            libraries.extend(_library(loaded, *affixes) for affixes in _AFFIXES if _has(loaded, *affixes))
 
 
 def set_threads(count: int) -> None:
-    """Have each copy use so many threads from its next parallel operation on, and have none until then."""
+    """Have each copy use so many threads from its next parallel operation on."""
     for library in libraries:
-        if library.read_count() != count:
-            library.set_count(count)
-            if library.end_threads is not None:
-                library.end_threads()
+        before = library.read()
+        if library.count is not None and count < before:
+            library.count.value = count
+        if library.read() != count:
+            library.change(count)
+
+
+def _has(loaded: ctypes.CDLL, prefix: str, suffix: str) -> bool:
+    return all(hasattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))
+
+
+def _library(loaded: ctypes.CDLL, prefix: str, suffix: str) -> Library:
+    parallel = getattr(loaded, f"{prefix}get_parallel{suffix}", None)
+    count = None
+    with contextlib.suppress(ValueError):  # a build that does not export it
+        if parallel is not None and parallel() == _THREADS_OF_ITS_OWN:
+            count = ctypes.c_int.in_dll(loaded, _COUNT)
+    read, change = (getattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))
+    return Library(read, change, count)

@@ -39,7 +39,7 @@ import socket
 import sys
 import weakref
 
-from . import blas, linux, protocol, stem, user_namespace
+from . import blas, huge_pages, linux, protocol, stem, user_namespace
 from .channel import Channel, pair
 
 
@@ -104,12 +104,18 @@ def _serve(channel: Channel) -> None:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(wake_read, select.POLLIN)
+    ranges: list[int] | None = None
     while True:
-        for fd, _ in poll.poll():
+        events = poll.poll(0 if ranges else None)
+        if ranges and not events:
+            huge_pages.collapse(ranges.pop())
+        for fd, _ in events:
             if fd == wake_read:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
                 _reap()
+                if ranges is None:  # the first stem has ended: a cold start does not wait for this
+                    ranges = huge_pages.ranges()
             elif not _answer(channel, (wake_read, wake_write)):
                 return
 
