@@ -20,6 +20,9 @@ kept here:
 Where a server has several principals, each stem has a user namespace of its own: a rank cannot write the memory of the
 process that the next run's ranks are forked from.
 
+Once its first run has ended, and whenever nothing else is to be done, it has its memory put into huge pages, one after
+the other: forks cost less, and a cold start does not wait for it.
+
 Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
 us. Everything else that is left of it is ended by the agent (`node/containment.py`). Failure cases: a module cannot be
 imported, threads or processes are left after the trial fork, or a stem gets no user namespace (each said to the agent,
