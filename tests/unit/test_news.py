@@ -14,9 +14,7 @@ def test_C9_that_user_code_began_goes_with_the_ending_of_a_short_run() -> None:
     news.learn(BEGUN_S, begun=True, state=State.RUNNING)
     clock.advance(SOON_S)
     assert not news.wait(0), "no report of its own yet"
-    news.learn(
-        RECEIPT_S, ending=Stopped(state=State.SUCCEEDED, reason=Reason.COMPLETED, cause=None, consequences=())
-    )
+    news.learn(RECEIPT_S, ending=Stopped(state=State.SUCCEEDED, reason=Reason.COMPLETED, cause=None, consequences=()))
     clock.advance(RECEIPT_S)
     assert news.wait(0) and news.known.begun and news.known.ending is not None
     assert not news.wait(0), "both are told"

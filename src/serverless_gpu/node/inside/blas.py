@@ -23,7 +23,7 @@ class Library(NamedTuple):
 
     read: Callable[[], int]
     change: Callable[[int], object]
-    count: ctypes.c_int | None
+    variable: ctypes.c_int | None
 
 
 libraries: list[Library] = []
@@ -46,8 +46,8 @@ def set_threads(count: int) -> None:
     """Have each copy use so many threads from its next parallel operation on."""
     for library in libraries:
         before = library.read()
-        if library.count is not None and count < before:
-            library.count.value = count
+        if library.variable is not None and count < before:
+            library.variable.value = count
         if library.read() != count:
             library.change(count)
 
@@ -58,9 +58,9 @@ def _has(loaded: ctypes.CDLL, prefix: str, suffix: str) -> bool:
 
 def _library(loaded: ctypes.CDLL, prefix: str, suffix: str) -> Library:
     parallel = getattr(loaded, f"{prefix}get_parallel{suffix}", None)
-    count = None
+    variable = None
     with contextlib.suppress(ValueError):  # a build that does not export it
         if parallel is not None and parallel() == _THREADS_OF_ITS_OWN:
-            count = ctypes.c_int.in_dll(loaded, _COUNT)
+            variable = ctypes.c_int.in_dll(loaded, _COUNT)
     read, change = (getattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))
-    return Library(read, change, count)
+    return Library(read, change, variable)

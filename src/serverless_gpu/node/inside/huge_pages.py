@@ -26,7 +26,7 @@ def ranges(maps: str = "/proc/self/maps") -> list[int]:
 def collapse(address: int) -> bool:
     """Put one range into a huge page; return whether the kernel did."""
     libc = ctypes.CDLL(None)
-    return libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_SIZE), _MADV_COLLAPSE) == 0
+    return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_SIZE), _MADV_COLLAPSE) == 0)
 
 
 def _within(line: str) -> Iterator[int]:
