@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
+import mmap
 import os
 import random
 import re
@@ -23,6 +25,7 @@ import typing_extensions
 
 from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
+from serverless_gpu.node.inside import huge_pages
 from serverless_gpu.testing import agent_status
 from tests.local.observe import LIMIT_S, Process, ended, start_script, wait_for
 
@@ -118,6 +121,53 @@ def test_cores_are_shared_among_the_ranks(warm: Path, monkeypatch: pytest.Monkey
     for size in (1, 2, 8):  # of eight
         share = max(1, max(1, cores * size // 8) // size)
         assert distributed(gpus=size, quiet=True)(threads).distributed() == [[share, str(share), str(share)]] * size
+
+
+def test_C7_openblas_has_its_share_and_no_thread_before_it_is_used(warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> tuple[list[int], int]:
+        threads = len(os.listdir("/proc/self/task"))
+        return [library.read() for library in sys.modules["_sgpu_inside.blas"].libraries], threads
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    for size in (1, 2):  # of eight
+        share = max(1, max(1, cores * size // 8) // size)
+        for counts, threads in distributed(gpus=size, quiet=True)(count).distributed():
+            assert counts and set(counts) == {share}
+            assert threads == 1, "threads that spin would take the cores from the other ranks"
+
+
+def test_C7_a_warm_interpreter_lies_in_huge_pages_once_its_first_run_has_ended(own: Path) -> None:
+    if not can_collapse():
+        pytest.skip("this kernel gives no huge pages on request")
+    assert distributed(gpus=1, quiet=True)(os.getppid).distributed()
+    assert distributed(gpus=1, quiet=True)(os.getppid).distributed()
+    zygotes = [int(process.name) for process in Path("/proc").glob("[0-9]*") if is_zygote_of(process, own)]
+    assert zygotes
+    wait_for(lambda: all(huge_kilobytes(pid) > 0 for pid in zygotes), "what it loaded lies in huge pages")
+    assert distributed(gpus=2, quiet=True)(abs).distributed(-3) == [3, 3]
+
+
+def can_collapse() -> bool:
+    with mmap.mmap(-1, 6 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[:] = b"x" * len(memory)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return huge_pages.collapse(-(-start // (2 << 20)) * (2 << 20))
+
+
+def is_zygote_of(process: Path, home: Path) -> bool:
+    status = agent_status(home)
+    try:
+        name = (process / "comm").read_text().strip()
+        parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return False
+    return status is not None and name == "sgpu-zygote" and parent == status.pid
+
+
+def huge_kilobytes(pid: int) -> int:
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(text.partition("AnonHugePages:")[2].split()[0])
 
 
 def test_a_users_own_number_of_threads_is_kept(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

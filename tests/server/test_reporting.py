@@ -113,6 +113,16 @@ def test_a_whole_life_in_one_report_is_told_in_order(services: Services, databas
     assert again.events == () and again.ended is not None and again.settled is not None
 
 
+def test_C9_the_scheduler_looks_once_at_all_that_an_ending_report_changed(
+    services: Services, database: Database, run_id: str
+) -> None:
+    found: list[bool] = []
+    services.hub.listen(SCHEDULER, lambda: found.append(stored(database, run_id).finished))
+    receipt = msgspec.Raw(b"{}")
+    say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS, ending=COMPLETED, receipt=receipt, freed=True)
+    assert found and all(found), "no look before the transaction, which would find devices without their run's end"
+
+
 def test_F33_a_completion_that_is_sent_again_changes_nothing(
     services: Services, database: Database, run_id: str
 ) -> None:

@@ -139,6 +139,7 @@ class AgentServer:
         self.attempts: dict[str, SeenAttempt] = {}
         self.parts: dict[str, bytes] = {}
         self.acknowledged: set[int] = set()
+        self.acknowledgements = 0
         self.away = False
         self.refuse_parts = False
         self.refused = 0  # requests with a token that is not good any more
@@ -272,6 +273,7 @@ class AgentServer:
                 HeartbeatAnswer(tokens={gang: self.attempts[gang.replace(":", "/")].token for gang in beat.renew})
             )
         if path.endswith("/orders/ack"):
+            self.acknowledgements += 1
             self.acknowledged.update(msgspec.json.decode(body, type=OrdersTaken).seqs)
             return 204, b""
         if path.startswith("/attempts/"):

@@ -23,6 +23,7 @@ from serverless_gpu.node.monitor import words
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.control import ensure, running, stop_all
 from serverless_gpu.testing import FakeGpus
+from serverless_gpu.wire.agents import Stop
 from tests.local.observe import announced, wait_for
 from tests.local.ranks import stay
 from tests.unit.fake_monitor import FakeMonitor
@@ -50,6 +51,14 @@ def flood(lines: int) -> None:
 def large(size: int) -> bytes:
     """Return many bytes."""
     return b"x" * size
+
+
+def test_C9_orders_that_come_together_are_acknowledged_together(node: Node) -> None:
+    numbers = range(1, 51)
+    for seq in numbers:
+        node.server.send(Stop(seq=seq, run_id="of-nobody", fence=1, reason=StopReason.CANCEL))
+    wait_for(lambda: node.server.acknowledged.issuperset(numbers), "all are acknowledged")
+    assert node.server.acknowledgements < len(numbers)
 
 
 def test_an_order_becomes_a_run_whose_output_results_facts_and_receipt_reach_the_server(node: Node) -> None:

@@ -59,6 +59,7 @@ MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_g
 _TEXT_MAX = 1000
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NOT_QUEUE = re.compile(r"[^A-Za-z0-9_-]")
+_TICKET = re.compile(r"(.+)\.(\d{18})\.ticket")
 _DEVICES = "devices.mutex"
 
 
@@ -315,8 +316,8 @@ class Ticket:
         return f"{self._queue}.{number:018d}.ticket"
 
     def _numbers(self, directory: int) -> list[int]:
-        pattern = re.compile(rf"{re.escape(self._queue)}\.(\d{{18}})\.ticket")
-        return [int(match[1]) for match in map(pattern.fullmatch, os.listdir(directory)) if match]
+        matches = map(_TICKET.fullmatch, os.listdir(directory))
+        return [int(match[2]) for match in matches if match and match[1] == self._queue]
 
     def _last(self, directory: int, counter: int) -> int:
         with contextlib.suppress(msgspec.MsgspecError):

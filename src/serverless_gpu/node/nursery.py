@@ -11,12 +11,14 @@ Ends when the agent's end of the channel closes; supervisors it forked live on.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node import protocol
 from serverless_gpu.node.gpus import NvmlProvider
 from serverless_gpu.node.home import Home
@@ -39,6 +41,8 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: the agent learns of an end by its channel
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
+    SystemClock().boot_id()  # loads a codec: once here, not in each supervisor
+    gc.freeze()  # the collector does not write to what all supervisors share
     while (received := channel.receive()) is not None:
         (fd,) = received[1]
         if os.fork() == 0:

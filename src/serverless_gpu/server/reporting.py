@@ -147,8 +147,7 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         faults.reach("after_logs_before_state")
     if said.ending is not None and not found.crew.given_up:
         _close_logs(services, found.crew, said, offsets)
-    if said.freed and found.is_current and services.leases.free(crew):
-        services.hub.touch(SCHEDULER)
+    is_freed = said.freed and found.is_current and services.leases.free(crew)
     applied = _Applied()
     # After a silence it may be given up at this moment: then a transaction decides which of the two came first.
     is_news = was_silent or _is_news(services, found, said)
@@ -161,6 +160,8 @@ def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Re
         if said.ending is not None:
             faults.reach("after_report_before_answer")
     _announce(services, found, said, applied, is_news=is_news)
+    if is_freed:
+        services.hub.touch(SCHEDULER)  # after the transaction: one look at all that the report changed
     if found.is_current:
         meetings.hear(services, found.attempt, found.crew, said)
         stillness.hear(services, found.run, found.attempt, found.crew, said)

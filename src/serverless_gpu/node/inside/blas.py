@@ -1,6 +1,9 @@
 """Thread counts of the OpenBLAS copies that numpy and scipy bring along.
 
-They read their variables when they are loaded; from then on only their own calls change the count.
+They read their variables when they are loaded; from then on only their own calls change the count. That call also
+starts all threads of the library, and each spins for some 30 ms waiting for work: in ranks that share two cores this
+was the largest cost of a short call. Before the threads run, the count is one exported variable, and the library starts
+the threads when a function needs them. So that variable is set, and the call is made where it does not take effect.
 """
 
 from __future__ import annotations
@@ -8,14 +11,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable
+from typing import NamedTuple
 
-_NAMES = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
+_AFFIXES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("scipy_openblas_", ""), ("openblas_", ""))
+_COUNT = "blas_cpu_number"
+_THREADS_OF_ITS_OWN = 1  # `get_parallel`; OpenMP's have another count beside this one
 
-setters: list[Callable[[int], object]] = []
+
+class Library(NamedTuple):
+    """One loaded copy of OpenBLAS: its own calls, and its count where a rank may set that."""
+
+    read: Callable[[], int]
+    change: Callable[[int], object]
+    variable: ctypes.c_int | None
+
+
+libraries: list[Library] = []
 
 
 def find() -> None:
-    """Fill `setters` with those of the copies already mapped into this process; done once, in the zygote."""
+    """Fill `libraries` with the copies already mapped into this process; done once, in the zygote."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             paths = {line.split(None, 5)[5].strip() for line in file if "openblas" in line}
@@ -23,5 +38,29 @@ def find() -> None:
         return
     for path in sorted(paths):
         with contextlib.suppress(OSError):
-            library = ctypes.CDLL(path)
-            setters.extend(getattr(library, name) for name in _NAMES if hasattr(library, name))
+            loaded = ctypes.CDLL(path)
+            libraries.extend(_library(loaded, *affixes) for affixes in _AFFIXES if _has(loaded, *affixes))
+
+
+def set_threads(count: int) -> None:
+    """Have each copy use so many threads from its next parallel operation on."""
+    for library in libraries:
+        before = library.read()
+        if library.variable is not None and count < before:
+            library.variable.value = count
+        if library.read() != count:
+            library.change(count)
+
+
+def _has(loaded: ctypes.CDLL, prefix: str, suffix: str) -> bool:
+    return all(hasattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))
+
+
+def _library(loaded: ctypes.CDLL, prefix: str, suffix: str) -> Library:
+    parallel = getattr(loaded, f"{prefix}get_parallel{suffix}", None)
+    variable = None
+    with contextlib.suppress(ValueError):  # a build that does not export it
+        if parallel is not None and parallel() == _THREADS_OF_ITS_OWN:
+            variable = ctypes.c_int.in_dll(loaded, _COUNT)
+    read, change = (getattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))
+    return Library(read, change, variable)

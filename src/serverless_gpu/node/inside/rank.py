@@ -454,8 +454,7 @@ def _set_threads(count: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(count)
-    for set_threads in blas.setters:
-        set_threads(count)
+    blas.set_threads(count)
 
 
 def _fill_main(call: Call) -> None:

@@ -20,6 +20,9 @@ kept here:
 Where a server has several principals, each stem has a user namespace of its own: a rank cannot write the memory of the
 process that the next run's ranks are forked from.
 
+Once its first run has ended, and whenever nothing else is to be done, it has its memory put into huge pages, one after
+the other: forks cost less, and a cold start does not wait for it.
+
 Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
 us. Everything else that is left of it is ended by the agent (`node/containment.py`). Failure cases: a module cannot be
 imported, threads or processes are left after the trial fork, or a stem gets no user namespace (each said to the agent,
@@ -39,7 +42,7 @@ import socket
 import sys
 import weakref
 
-from . import blas, linux, protocol, stem, user_namespace
+from . import blas, huge_pages, linux, protocol, stem, user_namespace
 from .channel import Channel, pair
 
 
@@ -104,12 +107,18 @@ def _serve(channel: Channel) -> None:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(wake_read, select.POLLIN)
+    ranges: list[int] | None = None
     while True:
-        for fd, _ in poll.poll():
+        events = poll.poll(0 if ranges else None)
+        if ranges and not events:
+            huge_pages.collapse(ranges.pop())
+        for fd, _ in events:
             if fd == wake_read:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
                 _reap()
+                if ranges is None:  # the first stem has ended: a cold start does not wait for this
+                    ranges = huge_pages.ranges()
             elif not _answer(channel, (wake_read, wake_write)):
                 return
 

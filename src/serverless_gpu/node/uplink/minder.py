@@ -40,7 +40,7 @@ from serverless_gpu.node.remote import Remote, write_remote
 from serverless_gpu.node.taking import has_begun, try_lock
 from serverless_gpu.node.uplink import starting
 from serverless_gpu.node.uplink.credentials import Credential
-from serverless_gpu.node.uplink.news import AT_ONCE_S, FIRST_OF_GANG_S, RECEIPT_S, SOME_TIME_S, SOON_S, News
+from serverless_gpu.node.uplink.news import AT_ONCE_S, BEGUN_S, FIRST_OF_GANG_S, RECEIPT_S, SOME_TIME_S, SOON_S, News
 from serverless_gpu.node.uplink.reporter import Reporter
 from serverless_gpu.node.uplink.server import Server
 from serverless_gpu.node.uplink.unattended import refusal, settle, still_held
@@ -300,7 +300,7 @@ class Minder:
                 self._of_itself = sentence if lasting else self._of_itself
                 self._news.learn(SOME_TIME_S, sentence=sentence)
             case protocol.Started():
-                within_s = AT_ONCE_S if self._is_awaited() else SOON_S
+                within_s = AT_ONCE_S if self._is_awaited() else BEGUN_S
                 self._news.learn(within_s, begun=True, state=State.RUNNING, sentence=self._of_itself)
             case protocol.Tracked(url=url):
                 self._news.learn(SOON_S, tracked=url)
