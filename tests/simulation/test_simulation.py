@@ -17,8 +17,8 @@ from tests.simulation.planted import BUGS, FOUND_AS
 from tests.simulation.running import Outcome, outcome, remembered, shrunk
 
 SEEDS, STEPS, AT_ONCE = 200, 20, 10
-ALWAYS = 40
-"""So many seeds are run by every test run, and every third bug is looked for; the others by `make test-all`."""
+ALWAYS = 20
+"""So many seeds are run by every test run, and every sixth bug is looked for; the others by `make test-all`."""
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def found(name: str) -> tuple[Plan, Outcome]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.heavy] if number % 3 else []) for number, name in enumerate(FOUND_AS)],
+    [pytest.param(name, marks=[pytest.mark.heavy] if number % 6 else []) for number, name in enumerate(FOUND_AS)],
 )
 def test_a_bug_that_is_put_in_is_found(name: str) -> None:
     plan, came = found(name)
