@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.homes import PRELOAD
+
 
 @pytest.mark.parametrize("address", [("192.0.2.1", 80), ("example.org", 80), ("", 0), ("0.0.0.0", 0)])
 def test_an_address_outside_this_machine_is_refused(address: tuple[str, int]) -> None:
@@ -38,4 +40,8 @@ def test_home_is_empty_short_and_in_the_environment(home: Path) -> None:
     assert list(home.iterdir()) == []
     assert len(str(home)) < 40
     ours = {name: value for name, value in os.environ.items() if name.startswith(("SERVERLESS_GPU_", "SGPU_"))}
-    assert ours == {"SERVERLESS_GPU_HOME": str(home), "SERVERLESS_GPU_PREWARM": "0"}
+    assert ours == {
+        "SERVERLESS_GPU_HOME": str(home),
+        "SERVERLESS_GPU_PREWARM": "0",
+        "SERVERLESS_GPU_PRELOAD": PRELOAD,
+    }

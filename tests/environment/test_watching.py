@@ -91,8 +91,12 @@ class Caller:
     def wait_placed(self, times: int = 1) -> Process:
         """Wait until watches were placed so often, and return the watching process."""
         wait_for(lambda: self.said().count("placed") == times, "watches are placed")
-        (process,) = self.watching()
-        return process
+        wait_for(lambda: len(self.watching()) == 1, "the watching process of before is gone")
+        return self.watching()[0]
+
+    def ask_until_placed(self, times: int) -> None:
+        """Ask until watches were placed so often: files that were written just now are looked at once more."""
+        wait_for(lambda: self.changes() == () and self.said().count("placed") == times, "watches are placed")
 
     def watching(self) -> list[Process]:
         """Return the watching processes of the service."""
@@ -143,11 +147,11 @@ def test_C3_a_change_is_found_captured_and_watched_again(caller: Caller) -> None
     write_in_place(caller.library.other_name)
     assert caller.changes() == ("a/one.py changed",)
     taken = caller.hear(Taken)
-    caller.wait_placed(2)
+    caller.ask_until_placed(2)
     looks = caller.said().count("look")
     known = caller.ask(Known)
     assert isinstance(taken, Taken) and isinstance(known, Known) and known.snapshot == taken.snapshot
-    assert caller.hear(Checked) == Checked(number=4) and caller.said().count("look") == looks == 1
+    assert caller.hear(Checked) == Checked(number=known.number) and caller.said().count("look") == looks >= 1
 
 
 def test_C3_a_touched_file_is_looked_at_and_watched_again(caller: Caller) -> None:
@@ -155,9 +159,10 @@ def test_C3_a_touched_file_is_looked_at_and_watched_again(caller: Caller) -> Non
     assert caller.changes() == ()
     os.utime(caller.library.real / "b.py")
     assert caller.changes() == ()
-    caller.wait_placed(2)
+    caller.ask_until_placed(2)
+    looks = caller.said().count("look")
     assert caller.changes() == ()
-    assert caller.said().count("look") == 1
+    assert caller.said().count("look") == looks >= 1
     assert "every file of it is looked at: b.py was changed" in caller.close()
 
 
@@ -198,6 +203,7 @@ def test_C3_another_capture_of_unchanged_libraries_has_watches_of_its_own(caller
     assert caller.changes() == ()
     caller.store.rename(caller.store.with_name("lost"))
     caller.ask(Taken)
-    caller.wait_placed(2)
+    caller.ask_until_placed(2)
+    looks = caller.said().count("look")
     assert caller.changes() == ()
-    assert "look" not in caller.said()
+    assert caller.said().count("look") == looks

@@ -137,9 +137,12 @@ def test_C7_openblas_has_its_share_and_no_thread_before_it_is_used(warm: Path, m
             assert threads == 1, "threads that spin would take the cores from the other ranks"
 
 
-def test_C7_a_warm_interpreter_lies_in_huge_pages_once_its_first_run_has_ended(own: Path) -> None:
+def test_C7_a_warm_interpreter_lies_in_huge_pages_once_its_first_run_has_ended(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not can_collapse():
         pytest.skip("this kernel gives no huge pages on request")
+    monkeypatch.delenv("SERVERLESS_GPU_PRELOAD")  # without torch there is too little for one
     assert distributed(gpus=1, quiet=True)(os.getppid).distributed()
     assert distributed(gpus=1, quiet=True)(os.getppid).distributed()
     zygotes = [int(process.name) for process in Path("/proc").glob("[0-9]*") if is_zygote_of(process, own)]

@@ -35,6 +35,7 @@ LIST = START | {
     ".client.remote",
     ".client.remote.profile",
     ".client.terminal",
+    ".inodes",
     ".model",
     ".model.attempt",
     ".model.days",

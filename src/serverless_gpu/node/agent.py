@@ -294,7 +294,7 @@ class Agent:
             self._refuse(client, protocol.Refused(code="agent_unavailable", message=message))
             return
         client.close()
-        self._monitoring.want()
+        self._monitoring.want(preparation(launch.spec.tracker, launch.context))
         if launch.idle_timeout_s is not None:
             self._keep_warm(launch, supervisor)
         elif launch.environment is None:

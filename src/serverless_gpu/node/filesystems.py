@@ -17,7 +17,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def require_symlinks(directory: Path) -> None:
     Raises:
         StorageError: so it is, or the directory cannot be written.
     """
-    link = directory / f".asked-{secrets.token_hex(8)}"
+    link = directory / f".asked-{os.urandom(8).hex()}"
     try:
         link.symlink_to("nowhere")
         link.unlink()
@@ -122,7 +121,7 @@ def _ask(directory: Path, lock: Callable[[int], None]) -> str:
 
 @contextlib.contextmanager
 def _new_file(directory: Path) -> Iterator[int]:
-    path = directory / f".asked-{secrets.token_hex(8)}"
+    path = directory / f".asked-{os.urandom(8).hex()}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -34,6 +34,7 @@ from serverless_gpu.inodes import lacks_inodes
 
 _ATTEMPT_DIRECTORIES = ("logs", "results", "failures")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY = "it is read-only"
 
 
 class Home:
@@ -205,7 +206,7 @@ def find_durable_home(environ: Mapping[str, str], why: str) -> Home:
 
 
 def _in_container(problem: str | None) -> str:
-    if problem != os.strerror(errno.EROFS):
+    if problem not in (os.strerror(errno.EROFS), _READ_ONLY):
         return ""
     return "; in a container with a read-only root, mount a volume at /tmp (Kubernetes: emptyDir)"
 
@@ -262,7 +263,7 @@ def _make_private(path: Path) -> str | None:
         if error.errno in _FULL and lacks_inodes(path):
             return "No inodes left on device"
         return error.strerror or str(error)
-    return None if os.access(path, os.W_OK | os.X_OK) else "it is read-only"
+    return None if os.access(path, os.W_OK | os.X_OK) else _READ_ONLY
 
 
 def _owned_directory(path: str) -> bool:
