@@ -64,7 +64,9 @@ def test_F18_without_an_answer_of_the_server_the_supervisor_stops_its_ranks(own:
     assert not rank.alive()
     wait_for(lambda: nothing_of_a_run(own), "it has given everything back")
     receipt = (Path(message.directory) / "receipt.json").read_text()
-    assert "the server did not answer for as long as the run may go on without it" in receipt
+    assert "the server did not answer for as long as the run may go on without it" in receipt, (
+        own / "agent.log"
+    ).read_text()
 
 
 def test_F17_an_answer_in_time_lets_it_go_on(own: Path, where: str) -> None:

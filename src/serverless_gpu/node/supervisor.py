@@ -394,6 +394,7 @@ class Supervisor:
         if left:
             self._account.notes.append(f"{left_text(left)} of this run cannot be ended; no device is lent before it is")
         if gang is not None:
+            self._unwatch_gang(gang)
             gang.close()
         secret_files.remove(self._directory)
         logs = gang.logs if gang is not None else {}
@@ -517,6 +518,12 @@ class Supervisor:
 
     def _watch(self, fd: int, callback: Callback) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def _unwatch_gang(self, gang: Gang) -> None:
+        """Watch none of its descriptors any more: once they are closed, others have their numbers."""
+        outputs = (fd for log in gang.logs.values() for fd, _ in log.readers())
+        for fd in (gang.channel.fileno(), gang.stem_pidfd, *outputs):
+            self._unwatch(fd)
 
     def _unwatch(self, fd: int) -> None:
         with contextlib.suppress(KeyError, ValueError):
