@@ -184,3 +184,16 @@ def taken_again(machine: Machine, where: Path) -> bool:
         return submitted(machine, where, 1).results(timeout=WAIT_S) == [b"x"]
     except ServerStorageFull:
         return False
+
+
+@pytest.mark.parametrize("left_bytes", [0, 20_000, 40_000])
+def test_F36_a_database_that_is_made_on_a_full_disk_says_that_it_is_full(left_bytes: int) -> None:
+    with small_disk("1m") as place:
+        filler = fill(place)
+        os.truncate(filler, filler.stat().st_size - left_bytes)
+        with pytest.raises(ServerStorageFull):
+            database = Database(f"sqlite:///{place}/server.db", clock=SystemClock())
+            try:
+                database.migrate()
+            finally:
+                database.close()

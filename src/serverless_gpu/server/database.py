@@ -68,6 +68,7 @@ OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
 _CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
 _UNIQUE = "23505"
 _FULL = "53100"
+_SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})  # the latter: for the log's index
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _FAILING = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
 _READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL: a transaction that may not write, an error of its disk
@@ -499,7 +500,8 @@ _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count
 
 
 def _is_full(error: sa.exc.DBAPIError) -> bool:
-    return "database or disk is full" in str(error.orig) or getattr(error.orig, "sqlstate", None) == _FULL
+    code, state = getattr(error.orig, "sqlite_errorcode", None), getattr(error.orig, "sqlstate", None)
+    return code in _SQLITE_FULL or state == _FULL
 
 
 def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
