@@ -7,7 +7,7 @@ Each request has a connection of its own. There are no streams and no threads; `
 from __future__ import annotations
 
 import http.client
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import cast
 from urllib.parse import urlencode, urlsplit
 
@@ -18,27 +18,7 @@ from serverless_gpu.wire.exchange import ANSWER_S, CONNECT_S, Exchange, Reply
 
 
 class BriefConnection(Exchange):
-    """One server and one token, for a few requests one after another.
-
-    Args:
-        url: as for `Exchange`.
-        token: as for `Exchange`.
-        patience_s: as for `Exchange`.
-        announce: as for `Exchange`.
-        ca: file with certificates to trust; "" for the system's.
-    """
-
-    def __init__(
-        self,
-        url: str | Callable[[], str],
-        token: str | Callable[[], str],
-        *,
-        patience_s: float = 0.0,
-        announce: Callable[[str], None] | None = None,
-        ca: str = "",
-    ) -> None:
-        super().__init__(url, token, patience_s=patience_s, announce=announce)
-        self._trust = load("serverless_gpu.wire.trust").trust(ca) if self.url.startswith("https://") else None
+    """One server and one token, for a few requests one after another; its arguments are those of `Exchange`."""
 
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
@@ -63,6 +43,7 @@ class BriefConnection(Exchange):
             host, port = parts.hostname or "", parts.port
         except ValueError as error:
             raise InvalidValue(f"{self.url} is not an address: {error}") from None
-        if self._trust is None:
+        if parts.scheme != "https":
             return http.client.HTTPConnection(host, port, timeout=CONNECT_S)
-        return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=self._trust)
+        context = load("serverless_gpu.wire.trust").trust(self._ca)
+        return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=context)

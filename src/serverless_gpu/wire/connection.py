@@ -47,7 +47,7 @@ class Connection(Exchange):
         announce: Callable[[str], None] | None = None,
         ca: str = "",
     ) -> None:
-        super().__init__(url, token, patience_s=patience_s, announce=announce)
+        super().__init__(url, token, patience_s=patience_s, announce=announce, ca=ca)
         self._client = httpx2.Client(
             timeout=httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
             limits=httpx2.Limits(max_connections=64, max_keepalive_connections=16, keepalive_expiry=60.0),

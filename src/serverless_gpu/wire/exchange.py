@@ -70,6 +70,7 @@ class Exchange(abc.ABC):
             more.
         patience_s: how long a server that is away is waited for, in seconds.
         announce: given one line when that wait begins and one when it is over.
+        ca: file with certificates to trust; "" for the system's.
 
     Attributes:
         url: where it is now, without a slash at its end.
@@ -82,6 +83,7 @@ class Exchange(abc.ABC):
         *,
         patience_s: float = 0.0,
         announce: Callable[[str], None] | None = None,
+        ca: str = "",
     ) -> None:
         self._address = _always(url) if isinstance(url, str) else url
         self.url = self._address().rstrip("/")
@@ -89,6 +91,7 @@ class Exchange(abc.ABC):
         self._token = self._whose()
         self._patience_s = patience_s
         self._announce = announce or (lambda _line: None)
+        self._ca = ca
         self._clock = SystemClock()
         self._closed = threading.Event()
 
