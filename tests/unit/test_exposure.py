@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.exposure import exposed_since, suspects
+from serverless_gpu.environment.restore.mending import mend_units
 from serverless_gpu.environment.restore.restoring import Order, Way, compile_rest, export, restore
 from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.errors import EnvironmentCorrupt
 from tests.unit.made_environments import Counting, Made, interpreter
 
 _LATER_NS = 50_000_000
@@ -96,3 +99,32 @@ def test_bytecode_that_was_written_to_is_thrown_away(made: Made, cache: Cache) -
     os.utime(bytecode, ns=(later_ns, later_ns))
     assert ".pyc was written to" in restore(snapshot.address, made.blobs, cache, way=LINKS).mended
     assert not restore(snapshot.address, made.blobs, cache, way=LINKS).mended
+
+
+def test_C2_a_change_through_links_is_found_where_another_tree_of_links_is_made(made: Made, cache: Cache) -> None:
+    first = restore(made.simple("alpha").address, made.blobs, cache, way=LINKS)
+    spoil(module(first.tree))
+    other = restore(made.simple("alpha", "beta").address, made.blobs, cache, way=LINKS)
+    assert "alpha/__init__.py" in other.mended
+    assert module(other.tree).read_text() == "name = 'alpha'\n"
+    assert not restore(made.simple("alpha", "gamma").address, made.blobs, cache, way=LINKS).mended
+
+
+def test_C2_no_tree_is_made_of_a_unit_that_is_written_to_again_and_again(
+    made: Made, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = restore(made.simple("alpha").address, made.blobs, cache, way=LINKS)
+    other = made.simple("alpha", "beta")
+    written = module(first.tree)
+
+    def mended_and_written_to(*asked: Any) -> tuple[str, ...]:
+        found = mend_units(*asked)
+        spoil(cache.unit(other.addresses()[0]) / "site" / "alpha" / "__init__.py")
+        return found
+
+    monkeypatch.setattr("serverless_gpu.environment.restore.restoring.mend_units", mended_and_written_to)
+    spoil(written)
+    with pytest.raises(EnvironmentCorrupt, match=r"alpha/__init__\.py"):
+        restore(other.address, made.blobs, cache, way=LINKS)
+    monkeypatch.undo()
+    assert module(restore(other.address, made.blobs, cache, way=LINKS).tree).read_text() == "name = 'alpha'\n"

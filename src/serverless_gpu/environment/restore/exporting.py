@@ -24,7 +24,7 @@ from serverless_gpu.environment.restore.exposure import linking
 from serverless_gpu.environment.restore.linking import Linked, Source, fill
 from serverless_gpu.environment.restore.locking import locked
 from serverless_gpu.environment.restore.places import delete, make_public
-from serverless_gpu.environment.restore.preparing import Prepared, compile_loaded, known_snapshot, prepare
+from serverless_gpu.environment.restore.preparing import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.trees import MAKING_S_MAX, assembled
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.mending import read_snapshot
@@ -103,7 +103,7 @@ def export(address: str, blobs: Blobs, cache: Cache, order: Order, *, report: Re
         snapshot = known_snapshot(cache, address) or read_snapshot(blobs, address)
         prepared = prepare(snapshot, blobs, cache, order.python, report)
         with locked(cache.making_lock(address), wait_s=MAKING_S_MAX):
-            compile_loaded(prepared, cache, report)
+            cache.compile(loaded_jobs(prepared, cache), prepared.base.path, report)
         try:
             linked = _make(prepared, cache, target, copies=order.copies)
         except OSError as error:

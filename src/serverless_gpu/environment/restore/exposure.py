@@ -11,6 +11,8 @@ touched again after ours. What changed after it is read.
 
 Bytecode has times of its own, and comes later: it is suspicious when it was written to after it was linked.
 
+Who makes links looks at each file right before (`linking.py`): the directories are listed once for both.
+
 Failure cases: a clock that is set back hides a change that also puts the file's time back; a unit that vanishes
 meanwhile (whoever asks for it finds it missing).
 """
@@ -70,7 +72,7 @@ def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
     waiting = [f"{unit}/{area}" for area in ("site", "prefix")]
     while waiting:
         here = waiting.pop()
-        in_cache = here.endswith("/__pycache__")
+        found = bytecode if here.endswith("/__pycache__") else own
         try:
             directory = os.open(here, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -80,18 +82,29 @@ def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(f"{here}/{entry.name}")
-                    elif not entry.is_symlink():
-                        status = entry.stat(follow_symlinks=False)
-                        if in_cache:
-                            if status.st_mtime_ns > since_ns and status.st_nlink > 1:
-                                bytecode.append(f"{here}/{entry.name}")
-                        elif status.st_mtime_ns == _MTIME_NS and status.st_ctime_ns <= since_ns:
-                            continue
-                        elif not _came_later(f"{here}/{entry.name}", status):
-                            own.append(f"{here}/{entry.name}")
+                    elif not entry.is_symlink() and is_suspect(
+                        here, entry.name, entry.stat(follow_symlinks=False), since_ns
+                    ):
+                        found.append(f"{here}/{entry.name}")
         finally:
             os.close(directory)
     return own, bytecode
+
+
+def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) -> bool:
+    """Return whether a file of a unit may have been written to.
+
+    Args:
+        folder: its directory; only the last names of the path count.
+        name: in it.
+        status: of the file.
+        since_ns: from `exposed_since`.
+    """
+    if folder.endswith("/__pycache__"):
+        return status.st_mtime_ns > since_ns and status.st_nlink > 1
+    if status.st_mtime_ns == _MTIME_NS and status.st_ctime_ns <= since_ns:
+        return False
+    return not _came_later(f"{folder}/{name}", status)
 
 
 def _came_later(path: str, status: os.stat_result) -> bool:

@@ -1,8 +1,12 @@
-"""Filling a directory from units: a hard link per file, a copy where a link is refused, generated files first.
+"""Filling a directory from units: a hard link per file, a copy where a link is refused, and generated files.
 
-    1 generated files and links     what is there already is not replaced: they win
-    2 directories of several units  here, one after another: first the directories in them, then files, then links
-    3 all that is below them        has one unit each; two processes (`forking.py`) do it
+    1 directories of several units  here, one after another
+    2 all that is below them        has one unit each, or generated files only; two processes (`forking.py`) do it
+
+In each directory generated files and links come first, then the directories in it, then files of units, then their
+links. What is there already is not replaced.
+
+A file of a unit that links lead to already is looked at before it is linked (`exposure.py`).
 
 Where units share a path a directory wins, then the first unit, as in an overlay. Each directory is made, opened without
 following a link, filled relative to its descriptor, and then given its mode; so no path is followed through a link of a
@@ -11,8 +15,8 @@ the 65,000th of a file (EMLINK): those files are copied.
 
 Lives here: the work on a fresh directory nobody else knows. Must not: know where it goes, or what a unit is.
 
-Failure cases: any OSError, the directory is then to be thrown away; a directory of one unit that is a file of another
-(EnvironmentRejected).
+Failure cases: any OSError, or a file that may have been written to (`Linked.suspect`): the directory is then to be
+thrown away; a directory of one unit that is a file of another (EnvironmentRejected).
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ import errno
 import os
 import posixpath
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from serverless_gpu.environment.restore.assembly import Part
+from serverless_gpu.environment.restore.exposure import is_suspect
 from serverless_gpu.environment.restore.forking import divide
 from serverless_gpu.errors import EnvironmentRejected
 
@@ -43,10 +48,12 @@ class Linked(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         copies: paths of the copied files, relative to the tree.
         directories: time of each directory, by its path relative to the tree.
+        suspect: path, relative to the tree, of a file that may have been written to since it was linked before, or "".
     """
 
     linked: int = 0
     why_copied: str = ""
+    suspect: str = ""
     copies: tuple[str, ...] = ()
     directories: dict[str, int] = {}
 
@@ -59,29 +66,37 @@ class Linked(msgspec.Struct, frozen=True, kw_only=True):
         return Linked(
             linked=self.linked + other.linked,
             why_copied=self.why_copied or other.why_copied,
+            suspect=self.suspect or other.suspect,
             copies=self.copies + other.copies,
             directories=self.directories | other.directories,
         )
 
 
 class Source(NamedTuple):
-    """Where the content of a part comes from: directories, the first of which wins; whether it is copied anyway; and
-    about how many files each directory has, if that is known."""
+    """Where the content of a part comes from.
+
+    Attributes:
+        directories: the first of which wins.
+        copies: whether files are copied, not linked.
+        files: about how many each directory has, if that is known.
+        since_ns: since when links to each are known to be right; 0 for one that is not looked at.
+    """
 
     part: Part
     directories: Sequence[Path]
     copies: bool = False
     files: Sequence[int] = ()
+    since_ns: Sequence[int] = ()
 
 
 class _Origin(NamedTuple):
-    """A directory of a unit: the number of the unit in its order, where it is, whether it is copied, and how many files
-    the unit has."""
+    """A directory of a unit; `number` is the unit's in its order, `files` and `since_ns` are the unit's, too."""
 
     number: int
     path: str
     copies: bool
     files: int
+    since_ns: int
 
 
 def fill(tree: Path, sources: Sequence[Source], *, read_only: bool = False) -> Linked:
@@ -92,13 +107,10 @@ def fill(tree: Path, sources: Sequence[Source], *, read_only: bool = False) -> L
         sources: its parts, outer ones first.
         read_only: whether nobody may write to its directories afterwards.
     """
-    made = {str(tree)}
-    for source in sources:
-        write_generated(tree / source.part.at, source.part, made)
-    filler = _Filler(str(tree), read_only=read_only)
+    filler = _Filler(str(tree), _generated(sources), read_only=read_only)
     merging = _Merging(filler, sources)
     merging.run()
-    below = sorted(merging.below.items(), key=lambda item: -item[1].files)
+    below = sorted(merging.below.items(), key=lambda item: -item[1].files if item[1] else 0)
 
     def work(numbers: Iterator[int]) -> Linked:
         for number in numbers:
@@ -107,12 +119,45 @@ def fill(tree: Path, sources: Sequence[Source], *, read_only: bool = False) -> L
         return filler.taken()
 
     merged = filler.taken()
-    linked = sum(divide(len(below), work, Linked), merged)
-    for directory in made:
-        path = directory[len(str(tree)) + 1 :]
-        if path not in linked.directories:
-            filler.seal(path)
-    return linked + filler.taken()
+    if not any(origin for _, origin in below):  # some generated files: a fork would cost more
+        return merged + work(iter(range(len(below))))
+    return sum(divide(len(below), work, Linked), merged)
+
+
+class _Folder(msgspec.Struct):
+    """What is generated in one directory: files with their modes, targets of links, and names of directories."""
+
+    files: dict[str, tuple[bytes, int]] = {}
+    links: dict[str, str] = {}
+    directories: set[str] = set()
+
+
+_NOTHING = _Folder()
+
+
+def _generated(sources: Sequence[Source]) -> dict[str, _Folder]:
+    """Return what is generated, by directory; where two parts want the same path the inner one has it."""
+    folders: dict[str, _Folder] = {}
+
+    def folder(path: str) -> _Folder:
+        if path not in folders:
+            folders[path] = _Folder()
+            if path:
+                above, _, name = path.rpartition("/")
+                folder(above).directories.add(name)
+        return folders[path]
+
+    for source in sources:
+        part = source.part
+        for below in ("", *part.directories):
+            folder(posixpath.join(part.at, below).rstrip("/"))
+        for path, content in part.files.items():
+            above, _, name = posixpath.join(part.at, path).rpartition("/")
+            folder(above).files[name] = (content, 0o555 if path in part.executable else 0o444)
+        for path, target in part.links.items():
+            above, _, name = posixpath.join(part.at, path).rpartition("/")
+            folder(above).links[name] = target
+    return folders
 
 
 class _Listing(NamedTuple):
@@ -121,25 +166,27 @@ class _Listing(NamedTuple):
     directories: list[str]
     files: list[str]
     links: list[str]
+    suspects: list[str]
 
 
 class _Merging:
     """The directories that several units share, or that parts lie in: made here, before anything else.
 
     Attributes:
-        below: directories that one unit has alone, and are empty as yet.
+        below: directories that one unit has alone, or none, and are empty as yet.
     """
 
     def __init__(self, filler: _Filler, sources: Sequence[Source]) -> None:
         self._filler = filler
         self._parts: dict[str, list[_Origin]] = {}
-        self.below: dict[str, _Origin] = {}
+        self.below: dict[str, _Origin | None] = {}
         number = 0
         for source in sources:
             origins = self._parts.setdefault(source.part.at, [])
             for index, directory in enumerate(source.directories):
                 files = source.files[index] if source.files else 0
-                origins.append(_Origin(number, str(directory), source.copies, files))
+                since_ns = source.since_ns[index] if source.since_ns else 0
+                origins.append(_Origin(number, str(directory), source.copies, files, since_ns))
                 number += 1
         self._shared = {at[:end] for at in self._parts for end in _ends(at)}
 
@@ -153,8 +200,8 @@ class _Merging:
         for name, found in inside.items():
             below = posixpath.join(path, name)
             found += self._parts.pop(below, [])
-            if len(found) == 1 and below not in self._shared:
-                self.below[below] = found[0]
+            if len(found) <= 1 and below not in self._shared:
+                self.below[below] = found[0] if found else None
             else:
                 self._merge(below, found)
 
@@ -169,18 +216,24 @@ class _Filler:
 
     Args:
         tree: absolute path.
+        generated: what is generated in it, by directory.
         read_only: whether nobody may write to its directories afterwards.
     """
 
-    def __init__(self, tree: str, *, read_only: bool) -> None:
+    def __init__(self, tree: str, generated: Mapping[str, _Folder], *, read_only: bool) -> None:
         self._tree = tree
+        self._generated = generated
         self._mode = 0o555 if read_only else 0o755
         self._begin()
 
     def taken(self) -> Linked:
         """Return what came of the work since this was asked last."""
         linked = Linked(
-            linked=self._linked, why_copied=self._why, copies=tuple(self._copies), directories=self._directories
+            linked=self._linked,
+            why_copied=self._why,
+            suspect=self._suspect,
+            copies=tuple(self._copies),
+            directories=self._directories,
         )
         self._begin()
         return linked
@@ -188,13 +241,9 @@ class _Filler:
     def _begin(self) -> None:
         self._linked = 0
         self._why = ""
+        self._suspect = ""
         self._copies: list[str] = []
         self._directories: dict[str, int] = {}
-
-    def seal(self, path: str) -> None:
-        """Give a directory its mode, when everything is in it."""
-        with _opened(os.path.join(self._tree, path)) as directory:
-            self._seal(directory, path)
 
     def merge(self, path: str, origins: Sequence[_Origin]) -> dict[str, list[_Origin]]:
         """Fill a directory, and make those in it; return where what belongs into these comes from."""
@@ -204,31 +253,63 @@ class _Filler:
             listed = []
             for origin in origins:
                 source = opened.enter_context(_opened(origin.path))
-                listing = _list(source)
+                listing = _list(source, path, origin.since_ns)
                 listed.append((source, listing, origin.copies))
                 for name in listing.directories:
                     inside.setdefault(name, []).append(origin._replace(path=f"{origin.path}/{name}"))
+            for name in self._generated.get(path, _NOTHING).directories:
+                inside.setdefault(name, [])
             self._fill(directory, path, listed)
         return inside
 
-    def fill_all(self, path: str, origin: _Origin) -> None:
-        """Fill a directory, and everything below it, from one unit."""
-        with _opened(os.path.join(self._tree, path)) as directory, _opened(origin.path) as source:
-            self._fill_all(directory, source, path, copies=origin.copies)
+    def fill_all(self, path: str, origin: _Origin | None) -> None:
+        """Fill a directory, and everything below it, from one unit or with what is generated alone."""
+        with _opened(os.path.join(self._tree, path)) as directory:
+            if origin is None:
+                self._fill_generated(directory, path)
+                return
+            with _opened(origin.path) as source:
+                self._fill_all(directory, source, path, origin)
 
-    def _fill_all(self, directory: int, source: int, path: str, *, copies: bool) -> None:
-        listing = _list(source)
-        self._fill(directory, path, [(source, listing, copies)])
+    def _fill_generated(self, directory: int, path: str) -> None:
+        self._fill(directory, path, [])
+        for name in self._generated[path].directories:
+            with _opened(name, directory) as inner:
+                self._fill_generated(inner, f"{path}/{name}")
+
+    def _fill_all(self, directory: int, source: int, path: str, origin: _Origin) -> None:
+        listing = _list(source, path, origin.since_ns)
+        self._fill(directory, path, [(source, listing, origin.copies)])
         for name in listing.directories:
-            # Not by their paths: these are long, and every name in them costs.
-            with _opened(name, directory) as inner, _opened(name, source) as below:
-                self._fill_all(inner, below, f"{path}/{name}", copies=copies)
+            # Not by their paths: these are long, and every name in them costs. Nor by `_opened`, which costs as much.
+            inner = os.open(name, _DIRECTORY, dir_fd=directory)
+            try:
+                below = os.open(name, _DIRECTORY, dir_fd=source)
+                try:
+                    self._fill_all(inner, below, f"{path}/{name}", origin)
+                finally:
+                    os.close(below)
+            finally:
+                os.close(inner)
+        if (generated := self._generated.get(path)) is not None:
+            for name in generated.directories.difference(listing.directories):
+                with _opened(name, directory) as inner:
+                    self._fill_generated(inner, f"{path}/{name}")
 
     def _fill(self, directory: int, path: str, listed: Sequence[tuple[int, _Listing, bool]]) -> None:
+        if (generated := self._generated.get(path)) is not None:
+            for name, (content, mode) in generated.files.items():
+                _write(name, content, mode, directory)
+            for name, target in generated.links.items():
+                os.symlink(target, name, dir_fd=directory)
+            for name in generated.directories:
+                self._make(directory, path, name)
         for _, listing, _ in listed:
             for name in listing.directories:
                 self._make(directory, path, name)
         for source, listing, copies in listed:
+            if listing.suspects and not self._suspect:
+                self._suspect = posixpath.join(path, listing.suspects[0])
             self._count(path, _link(listing.files, source, directory, copies=copies))
         for source, listing, _ in listed:
             for name in listing.links:
@@ -287,8 +368,8 @@ def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> Li
     return Linked(linked=linked, why_copied=why, copies=tuple(copied))
 
 
-def _list(directory: int) -> _Listing:
-    listing = _Listing([], [], [])
+def _list(directory: int, path: str, since_ns: int) -> _Listing:
+    listing = _Listing([], [], [], [])
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_symlink():
@@ -297,32 +378,27 @@ def _list(directory: int) -> _Listing:
                 listing.directories.append(entry.name)
             else:
                 listing.files.append(entry.name)
+                if since_ns and is_suspect(path, entry.name, entry.stat(follow_symlinks=False), since_ns):
+                    listing.suspects.append(entry.name)
     return listing
 
 
-def write_generated(directory: Path, part: Part, made: set[str] | None = None) -> None:
+def write_generated(directory: Path, part: Part) -> None:
     """Write the generated files, links and directories of a part.
 
     Args:
-        directory: made when needed; nothing in it is replaced.
+        directory: a new one, made here; the one above it is there.
         part: what to write.
-        made: directories that are known to be there; those made here are added.
     """
-    made = set() if made is None else made
-    for below in ("", *part.directories):
-        _make_directory(os.path.join(directory, below) if below else str(directory), made)
-    for path, content in part.files.items():
-        target = os.path.join(directory, path)
-        _make_directory(os.path.dirname(target), made)
-        mode = 0o555 if path in part.executable else 0o444
-        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(content)
-            os.fchmod(fd, mode)
-    for path, link in part.links.items():
-        target = os.path.join(directory, path)
-        _make_directory(os.path.dirname(target), made)
-        os.symlink(link, target)
+    os.mkdir(directory, 0o755)
+    fill(directory, [Source(msgspec.structs.replace(part, at=""), ())])
+
+
+def _write(name: str, content: bytes, mode: int, directory: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(name, flags, 0o600, dir_fd=directory), "wb") as file:
+        file.write(content)
+        os.fchmod(file.fileno(), mode)
 
 
 def link_new(source: Path, target: Path) -> None:
@@ -332,8 +408,12 @@ def link_new(source: Path, target: Path) -> None:
         source: a directory of a unit.
         target: the same directory in the tree; made when needed.
     """
-    made: set[str] = set()
-    _make_directory(str(target), made)
+    try:
+        target.mkdir()
+        target.chmod(0o755)  # whatever the umask is: others use the tree, too
+    except FileExistsError:
+        if target.is_symlink() or not target.is_dir():
+            raise _mixed(str(target)) from None
     with os.scandir(source) as entries:
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     files = [name for name in names if name.endswith(".pyc")]  # others are half-written
@@ -360,22 +440,6 @@ def _copy(name: str, source: int, target: int, *, writable: bool) -> bool:
     finally:
         os.close(reading)
     return True
-
-
-def _make_directory(path: str, made: set[str]) -> None:
-    if path in made:
-        return
-    try:
-        os.mkdir(path, 0o755)
-        os.chmod(path, 0o755)  # whatever the umask is: others use the tree, too
-    except FileExistsError:
-        if os.path.islink(path) or not os.path.isdir(path):
-            raise _mixed(path) from None
-    except FileNotFoundError:
-        _make_directory(os.path.dirname(path), made)
-        _make_directory(path, made)
-        return
-    made.add(path)
 
 
 def _mixed(path: str) -> EnvironmentRejected:

@@ -65,7 +65,7 @@ def changed_units(snapshot: Snapshot, cache: Cache) -> tuple[str, ...]:
     return tuple(what.partition("/")[2] or what for what in cache.look(snapshot))
 
 
-def said(changes: tuple[str, ...]) -> str:
+def said(changes: Sequence[str]) -> str:
     """Return the sentence for receipts and logs, or ""."""
     if not changes:
         return ""

@@ -88,17 +88,15 @@ def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
     return accept
 
 
-def compile_loaded(prepared: Prepared, cache: Cache, report: Report) -> int:
-    """Compile what the caller had loaded, as far as it has no bytecode; the caller holds the making lock.
+def loaded_jobs(prepared: Prepared, cache: Cache) -> dict[str, list[Job]]:
+    """Return what to compile, by unit: what the caller had loaded and has no bytecode.
 
     A few short files are left to whoever imports them, and to `compile_rest`: a process takes longer to start.
     """
     work: dict[str, list[Job]] = {}
     for address, jobs in _loaded(prepared.snapshot, cache, prepared.base.tag):
         work.setdefault(address, []).extend(jobs)
-    if sum(job.size for jobs in work.values() for job in jobs) <= FEW_BYTES:
-        return 0
-    return cache.compile(work, prepared.base.path, report)
+    return work if sum(job.size for jobs in work.values() for job in jobs) > FEW_BYTES else {}
 
 
 def _hints(snapshot: Snapshot, python: str) -> Iterator[str]:

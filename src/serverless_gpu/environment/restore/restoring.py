@@ -33,13 +33,14 @@ from serverless_gpu.environment.restore.disks import full, is_full, occupied_byt
 from serverless_gpu.environment.restore.exporting import Exported, Order, export
 from serverless_gpu.environment.restore.locking import locked
 from serverless_gpu.environment.restore.mending import changed_units, mend_units, said
-from serverless_gpu.environment.restore.preparing import Prepared, compile_loaded, known_snapshot, prepare
+from serverless_gpu.environment.restore.preparing import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.pythons import ask, find_python
 from serverless_gpu.environment.restore.trees import (
     LAYERS_MAX,
     MAKING_S_MAX,
     Mount,
     Ready,
+    UnitSuspect,
     forget_links,
     link_bytecode,
     make_links,
@@ -146,16 +147,29 @@ def restore(
     try:
         ensured = Ensured(directories={})
         snapshot = known_snapshot(cache, address) or read_snapshot(blobs, address)
-        changes = mend_units(snapshot, blobs, cache, report) + changed_units(snapshot, cache)
-        ready = read_ready(cache, snapshot, _way_for(snapshot, way).mode)
+        way = _way_for(snapshot, way)
+        ready = read_ready(cache, snapshot, way.mode)
+        changes: list[str] = []
+
+        def look() -> None:
+            changes.extend(mend_units(snapshot, blobs, cache, report))
+
+        if ready is not None or way.mode == "overlay":  # else whoever makes the links looks, which costs less
+            look()
+        changes += changed_units(snapshot, cache)
+        ready = read_ready(cache, snapshot, way.mode) if changes else ready
         if ready is not None and not ready.mounts and (what := tree_change(snapshot, cache, ready)):
-            changes += (what,)
+            changes.append(what)
             forget_links(snapshot, cache)
             ready = None
         if ready is None:
             prepared = prepare(snapshot, blobs, cache, python, report)
             ensured = prepared.ensured
-            ready = _make(prepared, cache, _way_for(snapshot, way), report)
+            try:
+                ready = _make(prepared, cache, way, look, report)
+            except UnitSuspect:
+                look()
+                ready = _make(prepared, cache, way, look, report)
         cache.touch(address)
         if ensured.fetched:
             with contextlib.suppress(OSError, StorageError):  # it is restored; the next restore evicts
@@ -163,7 +177,7 @@ def restore(
     finally:
         os.close(holding)
     ms = (cache.clock.boottime_ns() - began_ns) // 1_000_000
-    restored = _restored(snapshot, cache, ready, _way_for(snapshot, way), ensured, ms)
+    restored = _restored(snapshot, cache, ready, way, ensured, ms)
     return msgspec.structs.replace(restored, mended=said(changes))
 
 
@@ -203,13 +217,15 @@ def _way_for(snapshot: Snapshot, way: Way) -> Way:
     return way
 
 
-def _make(prepared: Prepared, cache: Cache, way: Way, report: Report) -> Ready:
+def _make(prepared: Prepared, cache: Cache, way: Way, look: Callable[[], None], report: Report) -> Ready:
     snapshot = prepared.snapshot
     with locked(cache.making_lock(snapshot.address), wait_s=MAKING_S_MAX):
         ready = read_ready(cache, snapshot, way.mode)
         if ready is not None:
             return ready  # somebody else has just made it
-        compile_loaded(prepared, cache, report)
+        if work := loaded_jobs(prepared, cache):
+            look()  # no source that was written to is compiled
+            cache.compile(work, prepared.base.path, report)
         report(Progress(phase="restore", files_total=snapshot.files, bytes_total=snapshot.size))
         make = make_overlay if way.mode == "overlay" else make_links
         ready = _with_space(cache, snapshot, lambda: make(snapshot, cache, prepared.base))

@@ -22,18 +22,23 @@ import msgspec
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import Part, Place, assemble, site_of
 from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.exposure import linking
+from serverless_gpu.environment.restore.exposure import exposed_since, linking
 from serverless_gpu.environment.restore.linking import Source, fill, link_new, write_generated
 from serverless_gpu.environment.restore.places import delete, exchange, make_public, read_document, write_document
 from serverless_gpu.environment.restore.pythons import Python
 from serverless_gpu.environment.restore.sharing import Sharing, make_layers
 from serverless_gpu.environment.restore.watching import Watched, change, watch
+from serverless_gpu.errors import EnvironmentCorrupt
 
 LAYERS_MAX = 480
 """The kernel takes 500 layers; some are ours."""
 MAKING_S_MAX = 3600.0
 """Nobody makes a tree, and its first bytecode, for longer."""
 _OURS = 2  # generated files, and an empty directory where there is nothing else
+
+
+class UnitSuspect(EnvironmentCorrupt):
+    """A unit that links lead to may have been changed through them."""
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +131,11 @@ def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -
 
 
 def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
-    """Make a tree of links of an environment; the caller holds its making lock."""
+    """Make a tree of links of an environment; the caller holds its making lock.
+
+    Raises:
+        UnitSuspect: a file may have been written to through an earlier link; no tree was made.
+    """
     final, name = _links(cache, snapshot)
     name.unlink(missing_ok=True)
     parts = _assemble(snapshot, cache, base, str(final))
@@ -135,6 +144,8 @@ def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
         make_public(fresh)
         with linking(cache):
             linked = fill(fresh, [_source(part, cache, files) for part in parts], read_only=True)
+            if linked.suspect:
+                raise UnitSuspect(f"{linked.suspect} may have been written to while a tree of links was made of it")
             cache.expose(snapshot.addresses())
         own = [*(os.path.join(part.at, path) for part in parts for path in part.files), *linked.copies]
         watched = watch(fresh, linked.directories, own)
@@ -233,7 +244,10 @@ def _directories(cache: Cache, part: Part) -> Sequence[Path]:
 
 def _source(part: Part, cache: Cache, files: Mapping[str, int]) -> Source:
     return Source(
-        _with_bytecode_room(part), _directories(cache, part), files=[files[address] for address in part.units]
+        _with_bytecode_room(part),
+        _directories(cache, part),
+        files=[files[address] for address in part.units],
+        since_ns=[exposed_since(cache.unit(address)) for address in part.units],
     )
 
 
