@@ -243,6 +243,7 @@ def test_a_supervisor_killed_in_the_meeting_ends_both(nodes: list[Node], where: 
     gang.settled()
     first, second = gang.crews
     assert (second.reason, first.reason) == (Reason.SUPERVISOR_KILLED, Reason.PEER_FAILED)
+    assert second.ending is not None and not second.ending.began, "crews that have not met run no user code"
     assert_nothing_is_left(nodes)
 
 

@@ -28,6 +28,7 @@ from serverless_gpu.node.protocol import Launch
 from serverless_gpu.node.remote import FILE as REMOTE
 
 LOCK = "supervisor.lock"
+_BEFORE_STARTING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.ALIVE, FactKind.FREED})
 _TRIES = 100
 _PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
 
@@ -118,6 +119,11 @@ def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
             return lock
     os.close(lock)
     return -1
+
+
+def may_have_begun(facts: list[Fact]) -> bool:
+    """Return whether user code may have begun: the supervisor writes `starting` before it tells the stem what to run."""
+    return any(fact.kind not in _BEFORE_STARTING for fact in facts)
 
 
 def has_begun(facts: list[Fact]) -> bool:

@@ -37,7 +37,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.reaching import connect
 from serverless_gpu.node.remote import Remote, write_remote
-from serverless_gpu.node.taking import has_begun, try_lock
+from serverless_gpu.node.taking import has_begun, may_have_begun, try_lock
 from serverless_gpu.node.uplink import starting
 from serverless_gpu.node.uplink.credentials import Credential
 from serverless_gpu.node.uplink.news import AT_ONCE_S, BEGUN_S, FIRST_OF_GANG_S, RECEIPT_S, SOME_TIME_S, SOON_S, News
@@ -401,7 +401,7 @@ class Minder:
             self._news.learn(SOME_TIME_S, state=State.STOPPING, sentence=sentence)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, _LOOK_S_MAX)
-        begun = bool(first_facts(self.directory))
+        begun = may_have_begun(first_facts(self.directory))
         stopped = settle(self.directory, self.remote, self._detail, self._clock, seen_ns=self._seen_ns)
         self._news.learn(AT_ONCE_S, begun=self._news.known.begun or begun, ending=stopped, finished=True)
 
