@@ -134,7 +134,7 @@ def numbered(url: str, clock: Clock | None = None) -> Database:
     return database
 
 
-def test_B7_a_server_that_was_replaced_ends_also_where_the_lock_is_free_again(postgres_url: str) -> None:
+def test_22B7_a_server_that_was_replaced_ends_also_where_the_lock_is_free_again(postgres_url: str) -> None:
     first = numbered(postgres_url)
     told: list[str] = []
     first.claim.on_gone = lambda: told.append("gone")
@@ -150,7 +150,7 @@ def test_B7_a_server_that_was_replaced_ends_also_where_the_lock_is_free_again(po
     first.close()
 
 
-def test_B7_no_transaction_of_an_older_generation_commits(
+def test_22B7_no_transaction_of_an_older_generation_commits(
     database: Database, open_again: Callable[[], Database]
 ) -> None:
     """Even where the lock failed: a lock file that was deleted, a session that PostgreSQL had not ended yet."""
@@ -165,7 +165,7 @@ def test_B7_no_transaction_of_an_older_generation_commits(
     assert second.read(names) == ["first", "second"]
 
 
-def test_B7_a_claim_waits_for_the_write_that_is_under_way(
+def test_22B7_a_claim_waits_for_the_write_that_is_under_way(
     database: Database, open_again: Callable[[], Database]
 ) -> None:
     database.number(now_ns=1)
@@ -189,7 +189,7 @@ def test_B7_a_claim_waits_for_the_write_that_is_under_way(
     assert second.read(names) == ["under way"]
 
 
-def test_B7_a_server_that_stood_still_looks_before_it_reads(postgres_url: str) -> None:
+def test_22B7_a_server_that_stood_still_looks_before_it_reads(postgres_url: str) -> None:
     clock = FakeClock()
     first = numbered(postgres_url, clock)
     end_session(postgres_url)

@@ -109,19 +109,19 @@ def ours(modules: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("--help",)])
-def test_B6_the_version_and_the_help_load_click_and_no_command(home: Path, arguments: Sequence[str]) -> None:
+def test_22B6_the_version_and_the_help_load_click_and_no_command(home: Path, arguments: Sequence[str]) -> None:
     modules = loaded_by(home, *arguments)
     assert ours(modules) - START == set()
     assert modules & (COSTLY | {"msgspec", "socket", "hashlib", "subprocess"}) == set()
 
 
-def test_B6_a_list_of_runs_loads_what_reads_directories_and_no_network(home: Path) -> None:
+def test_22B6_a_list_of_runs_loads_what_reads_directories_and_no_network(home: Path) -> None:
     modules = loaded_by(home, "runs")
     assert ours(modules) - LIST == set()
     assert modules & (COSTLY | {"subprocess", "ctypes"}) == set()
 
 
-def test_B6_a_list_of_runs_of_a_server_loads_the_connection_and_nothing_that_runs_anything(home: Path) -> None:
+def test_22B6_a_list_of_runs_of_a_server_loads_the_connection_and_nothing_that_runs_anything(home: Path) -> None:
     write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
     modules = loaded_by(home, "runs")
     assert ours(modules) - ASK == set()
@@ -129,7 +129,7 @@ def test_B6_a_list_of_runs_of_a_server_loads_the_connection_and_nothing_that_run
 
 
 @pytest.mark.parametrize("name", sorted(program.COMMANDS))
-def test_B6_the_table_of_commands_says_what_the_commands_say(name: str) -> None:
+def test_22B6_the_table_of_commands_says_what_the_commands_say(name: str) -> None:
     context = click.Context(program.sgpu)
     command = program.sgpu.get_command(context, name)
     assert command is not None and command.name == name
@@ -137,5 +137,5 @@ def test_B6_the_table_of_commands_says_what_the_commands_say(name: str) -> None:
     assert summary.get_short_help_str(200) == command.get_short_help_str(200)
 
 
-def test_B6_a_command_that_is_not_in_the_table_is_not_there() -> None:
+def test_22B6_a_command_that_is_not_in_the_table_is_not_there() -> None:
     assert program.sgpu.get_command(click.Context(program.sgpu), "start") is None
