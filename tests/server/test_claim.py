@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +21,7 @@ from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.server import claim as claim_room
 from serverless_gpu.server import migrations
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.systemd import TAKEN_OVER
 from serverless_gpu.server.tables import teams
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import Health, Version
@@ -148,6 +152,40 @@ def test_22B7_a_server_that_was_replaced_ends_also_where_the_lock_is_free_again(
     with pytest.raises(ServerUnavailable):
         first.write(add("two at once"))
     first.close()
+
+
+def test_22B7_a_lock_that_is_free_when_postgresql_starts_again_goes_to_the_server_of_the_last_generation(
+    postgres_url: str,
+) -> None:
+    """The one that stood still looks first and gets the lock: it leaves it to the one that lives."""
+    first = numbered(postgres_url)
+    end_session(postgres_url)
+    second = numbered(postgres_url)
+    end_session(postgres_url)
+    assert not first.claim.look() and first.claim.is_gone
+    assert second.claim.look() and not second.claim.is_gone
+    second.write(add("of the living one"))
+    assert second.read(names) == ["of the living one"]
+    first.close()
+    second.close()
+
+
+def test_22B7_a_server_process_that_goes_on_after_its_successor_ends_with_3(home: Path, postgres_url: str) -> None:
+    """`sgpu up` stands still, another server takes its database and ends; nothing but the database says so."""
+    command = [sys.executable, "-m", "serverless_gpu.cli", "up", "--no-node", "--no-mlflow", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--database", postgres_url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None and server.stderr is not None
+        assert " at http://" in server.stdout.readline()
+        server.send_signal(signal.SIGSTOP)
+        end_session(postgres_url)
+        successor = numbered(postgres_url)
+        successor.write(add("of the successor"))
+        successor.close()
+        server.send_signal(signal.SIGCONT)
+        assert server.wait(WAIT_S) == TAKEN_OVER == 3
+        assert "another server has taken the database over" in server.stderr.read()
 
 
 def test_22B7_no_transaction_of_an_older_generation_commits(
