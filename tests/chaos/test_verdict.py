@@ -58,6 +58,7 @@ def test_a_history_without_a_wrong_has_none() -> None:
             ),
         ),
         ("ledger", lambda: GOOD._replace(seen={"r1": SEEN._replace(charged_ms=9)})),
+        ("ledger", lambda: GOOD._replace(executions=(RAN._replace(end_ns=10**9),))),
         ("orphan", lambda: GOOD._replace(complaints=("orphan 7",))),
     ],
 )
