@@ -115,6 +115,17 @@ def faults(seed: int) -> Iterator[Fault]:
         )
 
 
+def faults_within(seed: int, seconds: float) -> Iterator[Fault]:
+    """Yield the faults that are planned within so many seconds: the same ones, however busy the machine is."""
+    planned_s = 0.0
+    for fault in faults(seed):
+        planned_s += fault.after_s
+        if planned_s > seconds:
+            return
+        yield fault
+        planned_s += fault.lasts_s
+
+
 def name_of(client: int, call: Call) -> str:
     """Return the name of a call: its tag, and that of what its ranks leave behind."""
     return f"c{client}-{call.number}"
