@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from serverless_gpu import attach, distributed
-from serverless_gpu.client.run import Run
+from serverless_gpu import Run, attach, distributed
 from serverless_gpu.errors import ServerlessGpuError
 from tests.chaos import plan
 from tests.chaos.work import work

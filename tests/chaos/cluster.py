@@ -36,6 +36,8 @@ from tests.remote.machines import Machine
 NODE_GPUS = 2
 ENDED_S = 240.0
 """How long runs and clients may take to end after the last fault: `partition_grace` and a minute, twice."""
+VICTIM_S = 20.0
+"""How long a fault waits for a process of its kind."""
 _SETTINGS = """
 partition_grace = "1m"
 mlflow = false
@@ -130,11 +132,16 @@ class Cluster:
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def strike(self, fault: plan.Fault) -> None:
-        """Do to its victim what a fault says; where there is no such victim now, nothing happens."""
-        at_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        target = getattr(self, f"_strike_{fault.victim.replace('-', '_')}")(fault)
-        if target is not None:
-            self.strikes.append(Strike(at_ns=at_ns, victim=fault.victim, run=target))
+        """Do to its victim what a fault says, as soon as there is such a victim; clients see to that."""
+        limit = time.monotonic() + VICTIM_S
+        while True:
+            at_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+            target = getattr(self, f"_strike_{fault.victim.replace('-', '_')}")(fault)
+            if target is not None:
+                self.strikes.append(Strike(at_ns=at_ns, victim=fault.victim, run=target))
+            if target is not None or time.monotonic() > limit:
+                return
+            _pause(0.02)
 
     def _strike_server(self, fault: plan.Fault) -> str:
         assert self._server is not None

@@ -29,18 +29,16 @@ def play(home: Path, database: str, *, seed: int, seconds: float) -> Outcome:
         home: of the server; an empty directory with a short path.
         database: url, or "" for SQLite in the home.
         seed: of calls and faults.
-        seconds: how long faults come.
+        seconds: how long faults come, by the plan: processes that start again add to it.
     """
     cluster = Cluster(home, database, seed)
     try:
         cluster.start()
         until = time.monotonic() + seconds
-        for fault in plan.faults(seed):
-            if time.monotonic() + fault.after_s > until:
-                threading.Event().wait(max(0.0, until - time.monotonic()))
-                break
+        for fault in plan.faults_within(seed, seconds):
             threading.Event().wait(fault.after_s)
             cluster.strike(fault)
+        threading.Event().wait(max(0.0, until - time.monotonic()))
         evidence = gather(cluster, seed, cluster.enough())
     finally:
         cluster.end()

@@ -71,7 +71,7 @@ _KINDS = (
     ("urgent", 8),
 )
 _SHAPES = ((1, 60), (2, 25), (4, 15))
-_VICTIMS = (
+_FAULTS = (
     ("server", 16),
     ("server-stopped", 14),
     ("uplink", 12),
@@ -81,6 +81,8 @@ _VICTIMS = (
     ("rank", 12),
     ("client", 12),
 )
+VICTIMS = tuple(victim for victim, _ in _FAULTS)
+"""Processes that faults happen to; `server-stopped` is the server, by SIGSTOP."""
 
 
 def calls(seed: int, client: int) -> Iterator[Call]:
@@ -103,7 +105,7 @@ def faults(seed: int) -> Iterator[Fault]:
     """Yield faults, without end."""
     chance = random.Random(f"faults {seed}")
     while True:
-        victim = _drawn(chance, _VICTIMS)
+        victim = _drawn(chance, _FAULTS)
         lasts_s = chance.uniform(0.0, 4.0) if victim == "server" else chance.uniform(1.0, 12.0)
         yield Fault(
             after_s=chance.uniform(*FAULT_GAP_S),
@@ -111,6 +113,17 @@ def faults(seed: int) -> Iterator[Fault]:
             lasts_s=lasts_s if victim.startswith("server") else 0.0,
             pick=chance.random(),
         )
+
+
+def faults_within(seed: int, seconds: float) -> Iterator[Fault]:
+    """Yield the faults that are planned within so many seconds: the same ones, however busy the machine is."""
+    planned_s = 0.0
+    for fault in faults(seed):
+        planned_s += fault.after_s
+        if planned_s > seconds:
+            return
+        yield fault
+        planned_s += fault.lasts_s
 
 
 def name_of(client: int, call: Call) -> str:

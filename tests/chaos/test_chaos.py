@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import plan
 from tests.chaos.driving import Outcome, play
 from tests.server.postgres import cluster
 
@@ -34,5 +35,7 @@ def test_ten_minutes_of_faults_on_postgresql_lose_nothing(home: Path) -> None:
 def _require(outcome: Outcome) -> None:
     print(outcome.text)
     assert not outcome.wrongs, outcome.text
-    assert outcome.evidence.strikes, "nothing was struck"
+    struck = {strike.victim for strike in outcome.evidence.strikes}
+    assert struck == set(plan.VICTIMS), "each kind of fault has come"
+    assert any(len(nodes) > 1 for seen in outcome.evidence.seen.values() for nodes in seen.nodes.values()), "no gang"
     assert any(told.outcome == "value" for told in outcome.evidence.told), "no call had a value"

@@ -58,6 +58,7 @@ def test_a_history_without_a_wrong_has_none() -> None:
             ),
         ),
         ("ledger", lambda: GOOD._replace(seen={"r1": SEEN._replace(charged_ms=9)})),
+        ("ledger", lambda: GOOD._replace(executions=(RAN._replace(end_ns=10**9),))),
         ("orphan", lambda: GOOD._replace(complaints=("orphan 7",))),
     ],
 )
@@ -79,3 +80,10 @@ def test_the_same_seed_is_the_same_history() -> None:
 
     assert first(3) == first(3) != first(4)
     assert all(1.0 <= fault.after_s <= 20.0 for fault in first(3) if isinstance(fault, plan.Fault))
+
+
+def test_so_many_seconds_have_the_same_faults_on_every_machine() -> None:
+    minute = list(plan.faults_within(20962, 60.0))
+    assert {fault.victim for fault in minute} == set(plan.VICTIMS)
+    assert sum(fault.after_s + fault.lasts_s for fault in minute[:-1]) + minute[-1].after_s <= 60.0
+    assert list(plan.faults_within(20962, 600.0))[: len(minute)] == minute

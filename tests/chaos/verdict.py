@@ -4,7 +4,7 @@ lost          a run that was accepted has no end, or its client no answer, or th
 doubled       user code of a rank ran twice in an attempt, or in more attempts than were asked for
 overlapping   a device was in two hands, or two attempts of a run were there at once
 unexplained   a run ended in a way that neither its call nor a fault accounts for
-ledger        what is charged is not what receipts say
+ledger        what is charged is not what receipts say, or less than user code used
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NamedTuple
 from tests.chaos import plan
 
 ENDED = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "TIMED_OUT", "BUDGET_STOPPED", "LOST"})
+UNSEEN_MS = {False: 100, True: 5_000}
+"""What a rank may have used unseen, by whether its run was struck: ranks outlive a killed supervisor by a moment."""
 WIDE = frozenset({"agent", "uplink", "server", "server-stopped"})
 """Victims that may cost any run its start; a rank, a stem or a supervisor costs its own run only."""
 
@@ -185,7 +187,15 @@ def _unexplained(evidence: Evidence) -> Iterator[str]:
 
 
 def _ledger(evidence: Evidence) -> Iterator[str]:
+    struck = {strike.run for strike in evidence.strikes}
+    used_ms: Counter[str] = Counter()
+    unseen_ms: Counter[str] = Counter()
+    for one in evidence.executions:
+        used_ms[one.run] += (one.end_ns - one.begin_ns) // 10**6
+        unseen_ms[one.run] += UNSEEN_MS[one.run in struck]
     for seen in evidence.seen.values():
         total = sum(amount or 0 for amount in seen.receipts_ms.values())
         if total != seen.charged_ms:
             yield f"ledger: {seen.run} is charged {seen.charged_ms} GPU-ms, and its receipts say {total}"
+        if seen.charged_ms < used_ms[seen.run] - unseen_ms[seen.run]:
+            yield f"ledger: {seen.run} used {used_ms[seen.run]} GPU-ms, and is charged {seen.charged_ms}"

@@ -159,7 +159,7 @@ def made(home: Path, monkeypatch: pytest.MonkeyPatch, database: str | None = Non
     return Server(read_settings(home, {"port": 0, "node": False, "database": database}), monkeypatch)
 
 
-def test_A1_rotate_replaces_key_and_tokens_and_says_what_people_have_to_do(
+def test_22A1_rotate_replaces_key_and_tokens_and_says_what_people_have_to_do(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = made(home, monkeypatch)
@@ -171,7 +171,7 @@ def test_A1_rotate_replaces_key_and_tokens_and_says_what_people_have_to_do(
     assert rotated.nodes == ("n1",)  # of another machine than this one
 
 
-def test_A1_a_rotation_that_was_killed_anywhere_is_finished_by_the_next_one(
+def test_22A1_a_rotation_that_was_killed_anywhere_is_finished_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, killed_at = made(tmp_path / "first", monkeypatch), 0

@@ -144,7 +144,7 @@ def make_user(machine: Machine, name: str) -> None:
         connection.ask("POST", "/users", PrincipalRequest(name=name), answer=TokenMade)
 
 
-def test_B8_servers_of_one_database_replace_each_other_in_a_shared_directory(two: tuple[Machine, Machine]) -> None:
+def test_22B8_servers_of_one_database_replace_each_other_in_a_shared_directory(two: tuple[Machine, Machine]) -> None:
     first, second = two
     first.start("node=false", *SHORT)
     make_user(first, "of-the-first")
@@ -165,7 +165,7 @@ def test_B8_servers_of_one_database_replace_each_other_in_a_shared_directory(two
     first.check()
 
 
-def test_B7_a_server_whose_successor_is_gone_ends_and_writes_nothing(two: tuple[Machine, Machine]) -> None:
+def test_22B7_a_server_whose_successor_is_gone_ends_and_writes_nothing(two: tuple[Machine, Machine]) -> None:
     first, second = two
     first.start("node=false", *SHORT)
     share_directory(first, second)

@@ -143,7 +143,7 @@ def _number(page: str, pattern: str) -> int:
     return _NUMBERS[found] if found in _NUMBERS else int(found)
 
 
-def test_D8_both_pages_say_how_long_devices_are_kept_before_a_higher_class_may_have_them() -> None:
+def test_22D8_both_pages_say_how_long_devices_are_kept_before_a_higher_class_may_have_them() -> None:
     server = (ROOT / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
     minutes, policy = QueuePolicy().preempt_after_s / 60, QueuePolicy()
     assert _number(_PAGE, r"has had its devices for (\w+) minutes \(`queue_preempt_after`\)") == minutes
@@ -152,7 +152,7 @@ def test_D8_both_pages_say_how_long_devices_are_kept_before_a_higher_class_may_h
     assert _number(server, r"(\w+) times at most\. They are stopped") == policy.preemptions_max
 
 
-def test_D8_what_a_pool_lends_is_asked_back_at_once_and_a_lower_class_after_ten_minutes() -> None:
+def test_22D8_what_a_pool_lends_is_asked_back_at_once_and_a_lower_class_after_ten_minutes() -> None:
     assert "Who borrowed is asked at once, however young" in _PAGE
     research = Pool(name="research", reserved=True, lends=True)
     terms = Terms(policy=QueuePolicy(), pools={research.name: research})

@@ -73,7 +73,7 @@ def test_another_order_of_the_same_is_said() -> None:
     assert [one.sentence() for one in compare(BEFORE, after)] == ["sys.path changed: the same units in another order"]
 
 
-def test_A6_what_else_an_address_covers_is_said() -> None:
+def test_22A6_what_else_an_address_covers_is_said() -> None:
     old = msgspec.structs.replace(BEFORE, version=1, address=snapshot_address_1(PYTHON, BEFORE.roots))
     moved = make_snapshot(PYTHON, BEFORE.roots, Facts(originals=("/elsewhere",)))
     noted = make_snapshot(PYTHON, BEFORE.roots, Facts(python="/usr/bin/python3"))

@@ -214,7 +214,7 @@ def test_copies_can_be_edited_and_links_cannot(place: Place, tmp_path: Path) -> 
     assert copied.st_nlink == 1 and copied.st_mode & 0o200
 
 
-def test_A5_capture_repairs_a_unit_that_points_at_other_bytes(place: Place) -> None:
+def test_22A5_capture_repairs_a_unit_that_points_at_other_bytes(place: Place) -> None:
     address = place.capture()
     store = open_store(place.home / "environments" / "store", {})
     blobs = Blobs(store)

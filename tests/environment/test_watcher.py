@@ -98,7 +98,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_C3_watches_report_what_a_full_look_finds(library: Library, change: str) -> None:
+def test_22C3_watches_report_what_a_full_look_finds(library: Library, change: str) -> None:
     watches = library.watch()
     assert watches.ask() == watches.ask() == ""
     CHANGES[change](library)
@@ -107,7 +107,7 @@ def test_C3_watches_report_what_a_full_look_finds(library: Library, change: str)
 
 
 @pytest.mark.parametrize("change", [switch_top, rename_above])
-def test_C3_another_directory_in_the_place_of_the_library_shows_by_itself(
+def test_22C3_another_directory_in_the_place_of_the_library_shows_by_itself(
     tmp_path: Path, change: Callable[[Library], None]
 ) -> None:
     plain = Library(tmp_path, links=False)  # whose stat would show it as well
@@ -117,7 +117,7 @@ def test_C3_another_directory_in_the_place_of_the_library_shows_by_itself(
     plain.close()
 
 
-def test_C3_reads_bytecode_and_other_directories_are_no_change(library: Library) -> None:
+def test_22C3_reads_bytecode_and_other_directories_are_no_change(library: Library) -> None:
     watches = library.watch()
     for path in library.real.rglob("*.py"):
         path.read_bytes()
@@ -130,7 +130,7 @@ def test_C3_reads_bytecode_and_other_directories_are_no_change(library: Library)
 
 
 @pytest.mark.parametrize("flushed", [True, False])
-def test_C3_a_write_through_a_mapping_shows_although_no_event_tells_of_it(
+def test_22C3_a_write_through_a_mapping_shows_although_no_event_tells_of_it(
     library: Library, mapping: ExitStack, flushed: bool
 ) -> None:
     watches = library.watch()
@@ -144,7 +144,7 @@ def test_C3_a_write_through_a_mapping_shows_although_no_event_tells_of_it(
     assert library.is_changed()
 
 
-def test_C3_a_mapping_from_before_the_watches_shows_when_it_ends(library: Library) -> None:
+def test_22C3_a_mapping_from_before_the_watches_shows_when_it_ends(library: Library) -> None:
     """Until then only a first write to a page moves the file's times: `watcher.py` says so."""
     with (library.real / "a" / "data.bin").open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
         watches = library.watch()
@@ -152,7 +152,7 @@ def test_C3_a_mapping_from_before_the_watches_shows_when_it_ends(library: Librar
     assert "was changed" in watches.ask()
 
 
-def test_C3_more_events_than_the_queue_holds_count_as_a_change(library: Library) -> None:
+def test_22C3_more_events_than_the_queue_holds_count_as_a_change(library: Library) -> None:
     watches = library.watch()
     queue = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
     files = [library.real / "a" / "__pycache__" / "x", library.real / "old.pyc", library.real / "older.pyc"]
@@ -161,7 +161,7 @@ def test_C3_more_events_than_the_queue_holds_count_as_a_change(library: Library)
     assert "queue" in watches.ask()
 
 
-def test_C3_more_opened_files_than_are_compared_count_as_a_change(
+def test_22C3_more_opened_files_than_are_compared_count_as_a_change(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watches = library.watch()
@@ -172,7 +172,7 @@ def test_C3_more_opened_files_than_are_compared_count_as_a_change(
     assert watches.ask() == "more than 2 files were opened"
 
 
-def test_C3_a_mount_over_a_directory_of_the_library_shows(library: Library) -> None:
+def test_22C3_a_mount_over_a_directory_of_the_library_shows(library: Library) -> None:
     watches = library.watch()
     with small_disk("1m", at=library.real / "a" / "deep"):
         assert watches.ask() == "something was mounted or unmounted"
@@ -185,14 +185,14 @@ def test_C3_a_mount_over_a_directory_of_the_library_shows(library: Library) -> N
     [0x6969, 0xFF534D42, 0xFE534D42, 0x65735546, 0x01021997, 0x794C7630],
     ids=["nfs", "cifs", "smb2", "fuse", "9p", "overlay"],
 )
-def test_C3_file_systems_that_change_unseen_are_not_watched(
+def test_22C3_file_systems_that_change_unseen_are_not_watched(
     library: Library, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
     monkeypatch.setattr(watcher, "file_system", lambda path: kind)
     assert f"file system of type {kind:#x}" in library.refusal()
 
 
-def test_C3_watches_are_left_for_others(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_22C3_watches_are_left_for_others(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library.watch()
     (tmp_path / "limit").write_text("10\n")
     monkeypatch.setattr(watcher, "_LIMIT", str(tmp_path / "limit"))
@@ -205,7 +205,7 @@ def test_C3_watches_are_left_for_others(library: Library, monkeypatch: pytest.Mo
     ("method", "code", "says"),
     [("_watch", errno.ENOSPC, "max_user_watches"), ("__init__", errno.EMFILE, "max_user_instances")],
 )
-def test_C3_used_up_watches_and_queues_are_named(
+def test_22C3_used_up_watches_and_queues_are_named(
     library: Library, monkeypatch: pytest.MonkeyPatch, method: str, code: int, says: str
 ) -> None:
     library.watch()
@@ -217,12 +217,12 @@ def test_C3_used_up_watches_and_queues_are_named(
     assert says in library.refusal()
 
 
-def test_C3_what_changed_since_the_capture_is_not_the_baseline(library: Library) -> None:
+def test_22C3_what_changed_since_the_capture_is_not_the_baseline(library: Library) -> None:
     write_in_place(library.real / "b.py")
     assert library.refusal() == "the environment has changed meanwhile"
 
 
-def test_C3_what_changes_while_the_watches_are_placed_is_not_the_baseline(
+def test_22C3_what_changes_while_the_watches_are_placed_is_not_the_baseline(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library.watch()
@@ -237,13 +237,13 @@ def test_C3_what_changes_while_the_watches_are_placed_is_not_the_baseline(
     assert library.refusal() == "the environment has changed meanwhile: a file or directory was changed"
 
 
-def test_C3_too_many_links_to_other_places_are_not_watched(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_22C3_too_many_links_to_other_places_are_not_watched(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     library.watch()
     monkeypatch.setattr(watcher, "COMPARED_MAX", 0)
     assert "links to other places" in library.refusal()
 
 
-def test_C3_a_mount_concerns_what_lies_above_and_below_it() -> None:
+def test_22C3_a_mount_concerns_what_lies_above_and_below_it() -> None:
     def line(point: str) -> str:
         return f"29 1 8:1 / {point} rw - ext4 /dev/vda rw"
 
@@ -251,7 +251,7 @@ def test_C3_a_mount_concerns_what_lies_above_and_below_it() -> None:
     assert mounts_about(["/v/a b"], "\n".join(lines)) == frozenset(lines[:4])
 
 
-def test_C3_watches_of_no_use_are_placed_less_and_less_often() -> None:
+def test_22C3_watches_of_no_use_are_placed_less_and_less_often() -> None:
     patience = Patience()
     pauses = []
     for _ in range(6):

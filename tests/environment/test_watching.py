@@ -134,14 +134,14 @@ def caller(tmp_path: Path) -> Iterator[Caller]:
     started.close()
 
 
-def test_C3_a_question_is_answered_without_a_look_while_nothing_happens(caller: Caller) -> None:
+def test_22C3_a_question_is_answered_without_a_look_while_nothing_happens(caller: Caller) -> None:
     caller.wait_placed()
     for _ in range(3):
         assert caller.changes() == ()
     assert caller.said() == ["placed"]
 
 
-def test_C3_a_change_is_found_captured_and_watched_again(caller: Caller) -> None:
+def test_22C3_a_change_is_found_captured_and_watched_again(caller: Caller) -> None:
     caller.wait_placed()
     assert caller.changes() == ()
     write_in_place(caller.library.other_name)
@@ -154,7 +154,7 @@ def test_C3_a_change_is_found_captured_and_watched_again(caller: Caller) -> None
     assert caller.hear(Checked) == Checked(number=known.number) and caller.said().count("look") == looks >= 1
 
 
-def test_C3_a_touched_file_is_looked_at_and_watched_again(caller: Caller) -> None:
+def test_22C3_a_touched_file_is_looked_at_and_watched_again(caller: Caller) -> None:
     caller.wait_placed()
     assert caller.changes() == ()
     os.utime(caller.library.real / "b.py")
@@ -166,7 +166,7 @@ def test_C3_a_touched_file_is_looked_at_and_watched_again(caller: Caller) -> Non
     assert "every file of it is looked at: b.py was changed" in caller.close()
 
 
-def test_C3_a_killed_watching_process_costs_a_look(caller: Caller) -> None:
+def test_22C3_a_killed_watching_process_costs_a_look(caller: Caller) -> None:
     process = caller.wait_placed()
     assert caller.changes() == ()
     process.kill()
@@ -175,7 +175,7 @@ def test_C3_a_killed_watching_process_costs_a_look(caller: Caller) -> None:
     assert "the watching process has ended" in caller.close()
 
 
-def test_C3_a_watching_process_that_stands_still_costs_a_second_and_is_ended(caller: Caller) -> None:
+def test_22C3_a_watching_process_that_stands_still_costs_a_second_and_is_ended(caller: Caller) -> None:
     process = caller.wait_placed()
     process.send(signal.SIGSTOP)
     write_in_place(caller.library.real / "b.py")
@@ -185,7 +185,7 @@ def test_C3_a_watching_process_that_stands_still_costs_a_second_and_is_ended(cal
 
 
 @pytest.mark.parametrize("end", ["killed", "its caller is gone"])
-def test_C3_the_watching_process_ends_with_its_service(caller: Caller, end: str) -> None:
+def test_22C3_the_watching_process_ends_with_its_service(caller: Caller, end: str) -> None:
     process = caller.wait_placed()
     if end == "killed":
         process.send(signal.SIGSTOP)
@@ -198,7 +198,7 @@ def test_C3_the_watching_process_ends_with_its_service(caller: Caller, end: str)
     process.wait_gone()
 
 
-def test_C3_another_capture_of_unchanged_libraries_has_watches_of_its_own(caller: Caller) -> None:
+def test_22C3_another_capture_of_unchanged_libraries_has_watches_of_its_own(caller: Caller) -> None:
     caller.wait_placed()
     assert caller.changes() == ()
     caller.store.rename(caller.store.with_name("lost"))

@@ -106,6 +106,12 @@ def supervisor(home: Path, run_id: str) -> Process:
     return Process(wait_for(look, "the run has a supervisor"))
 
 
+def kill_own_supervisor(home: str) -> None:
+    """Kill the supervisor of the run that this is a rank of, as code of its user can, and wait to be ended, too."""
+    supervisor(Path(home), os.environ["SGPU_RUN_ID"]).kill()
+    time.sleep(LIMIT_S)
+
+
 def run_directories(home: Path) -> list[str]:
     """Return the runs that have a directory."""
     return sorted(os.listdir(home / "runs")) if (home / "runs").exists() else []

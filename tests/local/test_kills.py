@@ -181,7 +181,7 @@ def test_a_stale_socket_of_an_agent_does_not_matter(own: Path) -> None:
 # --- supervisor, zygote, stem, rank -----------------------------------------------------------------------------------
 
 
-def test_A8_a_killed_supervisor_ends_its_ranks_within_a_second_and_is_paid(own: Path, where: str) -> None:
+def test_22A8_a_killed_supervisor_ends_its_ranks_within_a_second_and_is_paid(own: Path, where: str) -> None:
     def train(where: str, rank: int = -1) -> int:
         if rank == 0:
             leave_children(where)

@@ -96,7 +96,7 @@ WAYS: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_C3_a_call_runs_what_was_written_before_it(
+def test_22C3_a_call_runs_what_was_written_before_it(
     own: Path, small: SmallEnvironment, watched: Dialogue, tmp_path: Path, way: str
 ) -> None:
     assert watched.ask("call(work.value)") == "'one'"
@@ -105,7 +105,7 @@ def test_C3_a_call_runs_what_was_written_before_it(
 
 
 @pytest.mark.parametrize("victim", ["sgpu-watch", "sgpu-snapshots"])
-def test_C3_a_killed_process_loses_no_change(
+def test_22C3_a_killed_process_loses_no_change(
     own: Path, small: SmallEnvironment, watched: Dialogue, victim: str
 ) -> None:
     (watching,) = placed(own)
@@ -116,7 +116,7 @@ def test_C3_a_killed_process_loses_no_change(
     assert watched.ask("call(work.value)") == "'two'"
 
 
-def test_C3_a_forked_child_of_a_watched_caller_runs_what_it_wrote(
+def test_22C3_a_forked_child_of_a_watched_caller_runs_what_it_wrote(
     own: Path, small: SmallEnvironment, watched: Dialogue
 ) -> None:
     path = small.site / "toy" / "__init__.py"
@@ -125,7 +125,7 @@ def test_C3_a_forked_child_of_a_watched_caller_runs_what_it_wrote(
     assert watched.ask("call(work.value)") == "'two'", "the parent's watches saw it as well"
 
 
-def test_C3_watches_end_with_their_caller(own: Path, watched: Dialogue) -> None:
+def test_22C3_watches_end_with_their_caller(own: Path, watched: Dialogue) -> None:
     (watching,) = placed(own)
     watched.process.kill()
     watching.wait_gone()

@@ -123,7 +123,9 @@ def test_cores_are_shared_among_the_ranks(warm: Path, monkeypatch: pytest.Monkey
         assert distributed(gpus=size, quiet=True)(threads).distributed() == [[share, str(share), str(share)]] * size
 
 
-def test_C7_openblas_has_its_share_and_no_thread_before_it_is_used(warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_22C7_openblas_has_its_share_and_no_thread_before_it_is_used(
+    warm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def count() -> tuple[list[int], int]:
         threads = len(os.listdir("/proc/self/task"))
         return [library.read() for library in sys.modules["_sgpu_inside.blas"].libraries], threads
@@ -137,7 +139,7 @@ def test_C7_openblas_has_its_share_and_no_thread_before_it_is_used(warm: Path, m
             assert threads == 1, "threads that spin would take the cores from the other ranks"
 
 
-def test_C7_a_warm_interpreter_lies_in_huge_pages_once_its_first_run_has_ended(
+def test_22C7_a_warm_interpreter_lies_in_huge_pages_once_its_first_run_has_ended(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_collapse():
@@ -486,7 +488,7 @@ if os.getppid() != 1 and not os.fork():
 """
 
 
-def test_A11_what_start_up_code_leaves_ends_with_the_run_that_it_was_started_for(
+def test_22A11_what_start_up_code_leaves_ends_with_the_run_that_it_was_started_for(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = distributed(gpus=1, quiet=True)(len)

@@ -96,7 +96,7 @@ def test_logs_go_on_with_the_next_attempt(served: Path) -> None:
         sgpu("run", "preempt", run.id)
 
 
-def test_D7_logs_of_one_attempt_are_those_of_that_one_alone(served: Path, tmp_path: Path) -> None:
+def test_22D7_logs_of_one_attempt_are_those_of_that_one_alone(served: Path, tmp_path: Path) -> None:
     program = f"[ -e {tmp_path}/was ] && {{ echo second; exit 0; }}; touch {tmp_path}/was; echo first; exit 1"
     words = ("--gpu-type", "H100", "--retries", "1", "--env", "live", "--detach", "sh", "-c", program)
     run_id = sgpu("submit", *words).stdout.strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu import distributed
-from serverless_gpu.errors import NotFound, ServerProblem
+from serverless_gpu.errors import NodeLost, NotFound, ServerProblem
 from serverless_gpu.model.attempt import State
 from serverless_gpu.units import micros_for
-from tests.local.observe import wait_for
+from tests.local.observe import kill_own_supervisor, wait_for
 from tests.remote.fake_server import FakeServer
 from tests.remote.test_commands import sgpu
 
@@ -74,3 +75,31 @@ def test_a_run_of_a_server_says_what_it_costs_before_meanwhile_and_afterwards(pr
     assert f"cost: {cost}" in sgpu("show", run.id).stdout.splitlines()
     told = json.loads(sgpu("show", "--json", run.id).stdout)
     assert (told["cost"]["micros"], told["micros"], told["cost"]["is_final"]) == (cost.micros, cost.micros, True)
+
+
+@distributed(gpus=2, gpu_type="H100", remote=True, env="live", quiet=True, tags={"of": "the-last-act"})
+def work_then_end_its_supervisor(home: str) -> None:
+    """Use two GPUs for half a second, and kill the process that would say so."""
+    time.sleep(0.5)
+    kill_own_supervisor(home)
+
+
+@pytest.mark.slow
+def test_22A8_a_run_that_kills_its_own_supervisor_pays_and_its_budget_sees_it(priced: Path) -> None:
+    sgpu("budget", "set", "last-act", "--tag", "of=the-last-act", "--per", "month", "--money", "1000000")
+    try:
+        run = work_then_end_its_supervisor.submit(str(priced))
+        with pytest.raises(NodeLost) as caught:
+            run.results(60)
+        assert caught.value.reason == "supervisor_killed"
+        wait_for(lambda: run.cost().is_final, "the ledger has it", limit_s=60)
+        cost, receipt = run.cost(), run.receipt(60)
+        assert cost.gpu_ms == cost.billed_ms == receipt.gpu_ms >= 2 * 500
+        assert cost.micros == micros_for(cost.billed_ms, _MICROS)
+
+        def used() -> object:
+            return json.loads(sgpu("budget", "show", "last-act", "--json").stdout)["used"]
+
+        wait_for(lambda: used() == cost.micros, "the budget has the same")
+    finally:
+        sgpu("budget", "delete", "last-act")

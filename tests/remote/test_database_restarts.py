@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
+from serverless_gpu.ambient import new_run_id
 from tests.local.conftest import FAKES
 from tests.local.observe import cancel_all, wait_for
 from tests.remote.conftest import end_node
 from tests.remote.server_process import ServerProcess
+from tests.remote.test_commands import spawn
 from tests.server.postgres import cluster
 
 pytestmark = pytest.mark.slow
@@ -49,5 +51,32 @@ def test_F35_a_run_that_ends_while_the_database_is_away_is_not_lost_and_not_repe
             assert [path.read_text() for path in began] == ["once\n", "once\n"]
         finally:
             cancel_all(home)
+            server.kill(signal.SIGTERM)
+            end_node(home)
+
+
+def test_22B9_commands_about_a_run_say_that_the_database_is_away_and_exit_with_75(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster() as postgres:
+        server = ServerProcess(home, f"database={postgres.url(postgres.new_database())}", "node=false")
+        server.start()
+        try:
+            run = wait_for_go.submit(str(tmp_path))
+            postgres.stop()
+            monkeypatch.setenv("SERVERLESS_GPU_PATIENCE", "0.5")
+            for command in ("attach", "show", "result"):
+                for run_id in (run.id, new_run_id()):
+                    with spawn(command, run_id) as asking:
+                        _, err = asking.communicate(timeout=60)
+                    assert (asking.returncode, "there is no run" in err) == (75, False), err
+                    assert "database" in err
+            postgres.start()
+            monkeypatch.delenv("SERVERLESS_GPU_PATIENCE")
+            with spawn("show", new_run_id()) as asking:
+                _, err = asking.communicate(timeout=60)
+            assert (asking.returncode, "there is no run" in err) == (1, True), err
+            run.cancel()
+        finally:
             server.kill(signal.SIGTERM)
             end_node(home)

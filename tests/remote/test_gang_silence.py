@@ -28,7 +28,7 @@ def pool(home: Path) -> Iterator[Machines]:
 
 
 @pytest.mark.parametrize("silent", ["n1", "n2"])
-def test_C8_a_gang_whose_uplink_is_gone_for_good_gives_the_other_nodes_devices_back(
+def test_22C8_a_gang_whose_uplink_is_gone_for_good_gives_the_other_nodes_devices_back(
     pool: Machines, tmp_path: Path, silent: str
 ) -> None:
     """With rank 0 on the silent node, and on the other one."""

@@ -71,7 +71,7 @@ def test_F73_a_node_that_is_cut_off_ends_an_attempt_in_time_and_the_run_goes_on_
 
 
 @pytest.mark.parametrize(("has_saved", "attempts"), [(False, 2), (True, 3)])
-def test_D2_a_run_that_saves_nothing_new_under_a_time_limit_ends_after_a_few_attempts(
+def test_22D2_a_run_that_saves_nothing_new_under_a_time_limit_ends_after_a_few_attempts(
     own_server: ServerProcess, home: Path, monkeypatch: pytest.MonkeyPatch, has_saved: bool, attempts: int
 ) -> None:
     made = CliRunner().invoke(sgpu, ["policy", "set", "short", "--max-run", "1s", "--unsaved-attempts", "2"])

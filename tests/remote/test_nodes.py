@@ -67,7 +67,7 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     assert sgpu("node", "release", node, uuid).stdout == f"{uuid} of {node} was not left out\n"
 
 
-def test_A3_machines_are_invited_and_approved(node: str, served: Path, tmp_path: Path) -> None:
+def test_22A3_machines_are_invited_and_approved(node: str, served: Path, tmp_path: Path) -> None:
     path = tmp_path / "join.json"
     said = sgpu("node", "invite", "--uses", "10", "--for", "1h", "--out", str(path)).stdout
     assert said.startswith(f"{path} lets in 10 machines until ") and path.stat().st_mode & 0o777 == 0o600

@@ -28,7 +28,7 @@ def machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made.close()
 
 
-def test_B3_who_waits_for_a_run_that_was_lost_gets_a_sentence(machine: Machine, tmp_path: Path) -> None:
+def test_22B3_who_waits_for_a_run_that_was_lost_gets_a_sentence(machine: Machine, tmp_path: Path) -> None:
     wait_for(lambda: has_identity(machine.home), "what the start wrote is in the file itself", limit_s=WAIT_S)
     run = work.submit(str(tmp_path), 1)  # the caller knows that it is accepted: it does not ask for it again
     machine.send(signal.SIGKILL)

@@ -12,7 +12,7 @@ from tests.remote.calling import WAIT_S, answer, called, go, runs_of
 from tests.remote.server_process import ServerProcess
 
 
-def test_A1_runs_go_on_over_a_rotation_and_new_ones_start(own_server: ServerProcess, tmp_path: Path) -> None:
+def test_22A1_runs_go_on_over_a_rotation_and_new_ones_start(own_server: ServerProcess, tmp_path: Path) -> None:
     going = called(tmp_path / "going", 90)
     wait_for(lambda: runs_of(tmp_path / "going") == 1, "the run has begun", WAIT_S)
     own_server.kill(signal.SIGTERM)

@@ -49,7 +49,7 @@ def until_stderr_says(process: subprocess.Popen[str], words: str) -> str:
 
 @pytest.mark.parametrize("command", ABOUT_ONE_RUN, ids=" ".join)
 @pytest.mark.parametrize("wanted", [new_run_id(), "abc"], ids=["whole", "part"])
-def test_B1_a_command_about_a_run_says_that_the_server_is_away(
+def test_22B1_a_command_about_a_run_says_that_the_server_is_away(
     away: Path, command: tuple[str, ...], wanted: str
 ) -> None:
     with pytest.raises(ServerUnavailable, match=f"run '{wanted}' is not on this machine, and the server at") as raised:
@@ -59,33 +59,33 @@ def test_B1_a_command_about_a_run_says_that_the_server_is_away(
 
 
 @pytest.mark.parametrize("command", ["attach", "show", "logs", "result"])
-def test_B1_the_latest_run_is_not_taken_from_this_machine_alone(away: Path, command: str) -> None:
+def test_22B1_the_latest_run_is_not_taken_from_this_machine_alone(away: Path, command: str) -> None:
     with pytest.raises(ServerUnavailable, match="the latest run may be the server's, and the server at"):
         sgpu(command)
 
 
-def test_B1_a_list_of_runs_is_of_this_machine_and_ends_with_75(away: Path) -> None:
+def test_22B1_a_list_of_runs_is_of_this_machine_and_ends_with_75(away: Path) -> None:
     with spawn("runs", "--json") as listing:
         out, err = listing.communicate(timeout=60)
     assert (listing.returncode, out) == (TEMPORARY, "[]\n")
     assert "does not answer" in err and "only runs of this machine are listed" in err
 
 
-def test_B1_cancel_without_a_name_does_not_say_that_nothing_runs(away: Path) -> None:
+def test_22B1_cancel_without_a_name_does_not_say_that_nothing_runs(away: Path) -> None:
     done = sgpu("cancel")
     assert done.exit_code == 2
     assert "None is running here; runs of the server are not known: the server at" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["queue", "usage"])
-def test_B1_other_commands_end_at_once_with_75(away: Path, command: str) -> None:
+def test_22B1_other_commands_end_at_once_with_75(away: Path, command: str) -> None:
     with spawn(command) as asking:
         out, err = asking.communicate(timeout=60)
     assert (asking.returncode, out) == (TEMPORARY, "")
     assert err.startswith(f"sgpu: the server at {NOBODY} does not answer") and "waiting" not in err
 
 
-def test_B1_a_token_that_is_refused_is_not_a_run_that_is_not_there(
+def test_22B1_a_token_that_is_refused_is_not_a_run_that_is_not_there(
     fake: FakeServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.refuse_tokens = True
@@ -93,12 +93,12 @@ def test_B1_a_token_that_is_refused_is_not_a_run_that_is_not_there(
         sgpu("show", new_run_id())
 
 
-def test_B1_attach_in_python_says_that_the_server_is_away(away: Path) -> None:
+def test_22B1_attach_in_python_says_that_the_server_is_away(away: Path) -> None:
     with pytest.raises(ServerUnavailable, match="does not answer"):
         serverless_gpu.attach(new_run_id())
 
 
-def test_B1_attach_in_python_says_that_the_server_is_not_named_well(
+def test_22B1_attach_in_python_says_that_the_server_is_not_named_well(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVERLESS_GPU_SERVER", NOBODY)
@@ -106,7 +106,7 @@ def test_B1_attach_in_python_says_that_the_server_is_not_named_well(
         serverless_gpu.attach(new_run_id())
 
 
-def test_B1_a_command_waits_for_a_server_that_is_started_again(fake: FakeServer, home: Path) -> None:
+def test_22B1_a_command_waits_for_a_server_that_is_started_again(fake: FakeServer, home: Path) -> None:
     script = fake.script()
     run = train.submit(0.1)
     script.say(State.RUNNING)
@@ -119,7 +119,7 @@ def test_B1_a_command_waits_for_a_server_that_is_started_again(fake: FakeServer,
     assert out.startswith("CANCELLED") and "the server is back, after" in err
 
 
-def test_B1_how_a_run_ended_is_told_after_a_real_server_was_killed(own_server: ServerProcess) -> None:
+def test_22B1_how_a_run_ended_is_told_after_a_real_server_was_killed(own_server: ServerProcess) -> None:
     run = start("sh", "-c", "exit 3")
     run.wait(60)
     own_server.kill()
@@ -154,7 +154,7 @@ def wait(run: serverless_gpu.Run[object]) -> object:
 
 
 @pytest.mark.parametrize("use", [ask, wait])
-def test_B5_a_call_finds_its_server_when_port_and_token_changed(
+def test_22B5_a_call_finds_its_server_when_port_and_token_changed(
     fake: FakeServer, home: Path, tmp_path: Path, use: Callable[[serverless_gpu.Run[object]], object]
 ) -> None:
     script = fake.script()
@@ -166,7 +166,7 @@ def test_B5_a_call_finds_its_server_when_port_and_token_changed(
     assert run.results(timeout=60) == [7]
 
 
-def test_B5_a_command_that_waits_finds_its_server_when_port_and_token_changed(fake: FakeServer, home: Path) -> None:
+def test_22B5_a_command_that_waits_finds_its_server_when_port_and_token_changed(fake: FakeServer, home: Path) -> None:
     fake.script().say(State.RUNNING)
     run = train.submit(0.1)
     fake.stop()
@@ -177,7 +177,7 @@ def test_B5_a_command_that_waits_finds_its_server_when_port_and_token_changed(fa
     assert (waiting.returncode, out[:9]) == (0, "CANCELLED"), err
 
 
-def test_B5_another_server_or_another_principal_is_not_asked(
+def test_22B5_another_server_or_another_principal_is_not_asked(
     fake: FakeServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVERLESS_GPU_PATIENCE", "0.2")
@@ -207,7 +207,7 @@ KEEPING = (
 
 
 @pytest.mark.parametrize(("command", "why"), KEEPING, ids=[" ".join(command) for command, _ in KEEPING])
-def test_B2_a_command_that_keeps_something_refuses_a_home_that_cannot_be_written(
+def test_22B2_a_command_that_keeps_something_refuses_a_home_that_cannot_be_written(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], why: str
 ) -> None:
     spare = tmp_path / "t"
@@ -226,7 +226,7 @@ def test_B2_a_command_that_keeps_something_refuses_a_home_that_cannot_be_written
     assert list(spare.iterdir()) == []
 
 
-def test_B2_a_remote_call_refuses_a_home_whose_server_cannot_be_read(
+def test_22B2_a_remote_call_refuses_a_home_whose_server_cannot_be_read(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -235,7 +235,7 @@ def test_B2_a_remote_call_refuses_a_home_whose_server_cannot_be_read(
         train.submit(0.1)
 
 
-def test_B2_a_remote_call_goes_on_in_a_temporary_directory_where_variables_name_the_server(
+def test_22B2_a_remote_call_goes_on_in_a_temporary_directory_where_variables_name_the_server(
     fake: FakeServer, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -110,7 +110,7 @@ def test_first_fit_leaves_nothing_free_that_a_waiting_job_could_have(jobs: list[
     assert all(moment.smallest > 16 - moment.used for moment in moments(jobs, spans))
 
 
-def test_of_equals_the_one_that_was_ahead_before_comes_first() -> None:
+def test_22C_of_equals_the_one_that_was_ahead_before_comes_first() -> None:
     jobs = made((0, 13, 1), (0, 8, 2), (0, 5, 1))  # at 5 the first has 8 s left, as the second has
     assert replayed(jobs, cluster_of(1, 2), "srtf") == [[(0, 5), (13, 21)], [(5, 13)], [(0, 5)]]
 
@@ -122,7 +122,7 @@ def test_of_equals_the_one_that_was_ahead_before_comes_first() -> None:
     ),
     st.sampled_from(sorted(KEYS)),
 )
-def test_equals_keep_the_order_of_the_previous_pass(rows: list[tuple[int, int, int]], policy: str) -> None:
+def test_22C_equals_keep_the_order_of_the_previous_pass(rows: list[tuple[int, int, int]], policy: str) -> None:
     jobs = made(*((float(submit), float(duration), gpus) for submit, duration, gpus in rows))
     assert replayed(jobs, cluster_of(2, 2), policy) == sorted_again(jobs, cluster_of(2, 2), policy)
 

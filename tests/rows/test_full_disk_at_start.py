@@ -101,7 +101,7 @@ def test_F27_what_was_not_used_for_longest_goes_first(lone_server: Path, small: 
             assert [each.reason for each in first.attempts(run_id)] == ["completed"]
 
 
-def test_B4_a_server_on_a_full_disk_says_which_disk_and_what_to_do() -> None:
+def test_22B4_a_server_on_a_full_disk_says_which_disk_and_what_to_do() -> None:
     with small_disk("1m") as disk:
         with contextlib.suppress(OSError), (disk / "filled").open("wb", buffering=0) as file:
             while True:

@@ -77,7 +77,7 @@ def view(machine: Machine, run_id: str) -> RunView:
         return connection.ask("GET", f"/runs/{run_id}", answer=RunView)
 
 
-def test_B4_a_disk_that_turns_read_only_is_said_and_what_it_emptied_is_settled(
+def test_22B4_a_disk_that_turns_read_only_is_said_and_what_it_emptied_is_settled(
     machine: Machine, disk: FailingDisk, tmp_path: Path
 ) -> None:
     run = submitted(machine, tmp_path, -1)
@@ -114,7 +114,7 @@ def busy(machine: Machine) -> int:
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 300, b'{"run_id": "01'])
-def test_B4_an_attempt_whose_file_was_damaged_is_gone_on_with(tmp_path: Path, content: bytes) -> None:
+def test_22B4_an_attempt_whose_file_was_damaged_is_gone_on_with(tmp_path: Path, content: bytes) -> None:
     home = Home(tmp_path)
     directory = home.make_attempt("01kaz5w8000000000000000000", 2)
     (directory / "remote.json").write_bytes(content)

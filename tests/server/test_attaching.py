@@ -400,14 +400,14 @@ def test_a_node_that_knows_no_longest_run_is_told_a_timeout(services: Services, 
 # --- D7: a default time limit, a default or compulsory team ----------------------------------------------------------
 
 
-def test_D7_a_run_gets_the_time_limit_and_the_team_of_its_policy(services: Services) -> None:
+def test_22D7_a_run_gets_the_time_limit_and_the_team_of_its_policy(services: Services) -> None:
     put(services, "p", timeout_s=3600.0, team="ads")
     attach(services, "p", "user", "alice")
     spec = stored(services, ALICE).spec
     assert (spec.timeout_s, spec.team, spec.policy) == (3600.0, "ads", "p")
 
 
-def test_D7_a_run_without_the_team_that_its_policy_requires_is_refused(services: Services) -> None:
+def test_22D7_a_run_without_the_team_that_its_policy_requires_is_refused(services: Services) -> None:
     put(services, "p", team_required=True)
     attach(services, "p", "user", "alice")
     attach(services, "p", "user", "bob")
@@ -419,7 +419,7 @@ def test_D7_a_run_without_the_team_that_its_policy_requires_is_refused(services:
     assert stored(services, one).spec.team == "search"
 
 
-def test_D7_a_policy_names_no_team_that_is_not_there(services: Services) -> None:
+def test_22D7_a_policy_names_no_team_that_is_not_there(services: Services) -> None:
     with pytest.raises(NotFound, match="there is no team 'nowhere'"):
         put(services, "p", team="nowhere")
 
@@ -427,7 +427,7 @@ def test_D7_a_policy_names_no_team_that_is_not_there(services: Services) -> None
 # --- several at once, and who may be CRITICAL -------------------------------------------------------------------------
 
 
-def test_D3_a_mandatory_policy_applies_beside_the_one_that_a_run_names(services: Services, clock: FakeClock) -> None:
+def test_22D3_a_mandatory_policy_applies_beside_the_one_that_a_run_names(services: Services, clock: FakeClock) -> None:
     Agents(services).hello(NODE, hello())
     put(services, "loose", gpus_per_run=8)
     put(services, "free", default_tags={"a": "b"})
@@ -450,7 +450,7 @@ def test_D3_a_mandatory_policy_applies_beside_the_one_that_a_run_names(services:
     assert (chosen.spec.policy, chosen.spec.policies) == ("free", ("house",))
 
 
-def test_D3_the_cap_of_a_mandatory_policy_holds_whatever_else_runs_name(services: Services, clock: FakeClock) -> None:
+def test_22D3_the_cap_of_a_mandatory_policy_holds_whatever_else_runs_name(services: Services, clock: FakeClock) -> None:
     Agents(services).hello(NODE, hello())
     put(services, "house", mandatory=True, gpus_at_once=4)
     attach(services, "house", "user", "bob")
@@ -467,14 +467,14 @@ def test_D3_the_cap_of_a_mandatory_policy_holds_whatever_else_runs_name(services
     assert "usage policy 'house' allows bob 4 GPUs at once: 4 are in use" in services.sentences.of(ids[1])
 
 
-def test_D3_what_comes_with_a_request_is_no_policy(services: Services) -> None:
+def test_22D3_what_comes_with_a_request_is_no_policy(services: Services) -> None:
     run = stored(services, BOB, policies=("made-up",), attempts_max=1000, unsaved_max=1000, total_run_s=1e9)
     spec = run.spec
     assert (spec.policy, spec.policies, spec.attempts_max, spec.total_run_s) == (None, (), None, None)
     assert spec.unsaved_max == UNSAVED_MAX
 
 
-def test_D2_a_policy_bounds_attempts_and_the_time_of_all(services: Services) -> None:
+def test_22D2_a_policy_bounds_attempts_and_the_time_of_all(services: Services) -> None:
     put(services, "p", attempts_max=5, total_run_s=3600.0, unsaved_max=2)
     attach(services, "p", "user", "bob")
     spec = stored(services, BOB, resume=True).spec
@@ -484,7 +484,7 @@ def test_D2_a_policy_bounds_attempts_and_the_time_of_all(services: Services) -> 
             put(services, "q", **said)
 
 
-def test_D4_critical_is_granted_by_role_or_by_an_attached_policy(services: Services) -> None:
+def test_22D4_critical_is_granted_by_role_or_by_an_attached_policy(services: Services) -> None:
     operator = Caller(name="root", role="operator")
     put(services, "urgent", priorities=tuple(Priority))
     for who, named in ((BOB, None), (ALICE, "urgent")):  # attached to nobody, a policy grants nothing

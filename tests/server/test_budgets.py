@@ -404,7 +404,7 @@ def notices_of(spent: Spent) -> list[dict[str, object]]:
 # --- A8: a supervisor that was killed ---------------------------------------------------------------------------------
 
 
-def test_A8_a_run_that_kills_its_supervisor_is_billed_and_budgets_see_it(spent: Spent) -> None:
+def test_22A8_a_run_that_kills_its_supervisor_is_billed_and_budgets_see_it(spent: Spent) -> None:
     spent.set(limit_micros=1_000 * UNIT)
     run_id = spent.submit(gpus=2)
     spent.start(run_id)
@@ -414,7 +414,7 @@ def test_A8_a_run_that_kills_its_supervisor_is_billed_and_budgets_see_it(spent: 
     assert (spent.view().used, spent.view().held) == (20 * UNIT, 0)
 
 
-def test_A8_a_lost_supervisor_is_free_only_with_evidence(spent: Spent) -> None:
+def test_22A8_a_lost_supervisor_is_free_only_with_evidence(spent: Spent) -> None:
     spent.set(limit_micros=1_000 * UNIT)
     run_id = spent.submit(gpus=2)
     spent.start(run_id)
@@ -435,7 +435,7 @@ def test_A8_a_lost_supervisor_is_free_only_with_evidence(spent: Spent) -> None:
 MEMBER = Caller(name="alice", role="member", token_id="t", teams=("search", "vision"))
 
 
-def test_A9_a_members_run_without_a_team_counts_for_the_budgets_of_all_their_teams(
+def test_22A9_a_members_run_without_a_team_counts_for_the_budgets_of_all_their_teams(
     spent: Spent, database: Database
 ) -> None:
     for team in ("search", "vision"):
@@ -463,14 +463,14 @@ def test_A9_a_members_run_without_a_team_counts_for_the_budgets_of_all_their_tea
     assert spent.submit(BOB), "others are not concerned"
 
 
-def test_A9_a_members_run_without_a_team_uses_the_teams_fair_share(spent: Spent) -> None:
+def test_22A9_a_members_run_without_a_team_uses_the_teams_fair_share(spent: Spent) -> None:
     run = spent.find(spent.submit(MEMBER))
     assert run.team == "" and wanted(run, now_ns=spent.clock.wall_ns()).team == "search"
     assert wanted(spent.find(spent.submit(MEMBER, team="vision")), now_ns=0).team == "vision"
     assert wanted(spent.find(spent.submit(BOB)), now_ns=0).team == ""
 
 
-def test_A9_past_use_counts_for_the_same_team_after_a_restart_of_the_server(spent: Spent, database: Database) -> None:
+def test_22A9_past_use_counts_for_the_same_team_after_a_restart_of_the_server(spent: Spent, database: Database) -> None:
     run_id = spent.submit(MEMBER)
     spent.start(run_id)
     spent.go_on(10, run_id)
@@ -482,7 +482,7 @@ def test_A9_past_use_counts_for_the_same_team_after_a_restart_of_the_server(spen
 # --- D6: what is said, what is held, and a budget that is opened again ------------------------------------------------
 
 
-def test_D6_a_hard_budget_warns_closes_with_what_is_used_and_tells_others_that_they_go_on(spent: Spent) -> None:
+def test_22D6_a_hard_budget_warns_closes_with_what_is_used_and_tells_others_that_they_go_on(spent: Spent) -> None:
     spent.set(kind="user", scope="alice", limit_micros=150 * UNIT, hard=True)
     first, second = spent.submit(), spent.submit()
     spent.start(first)
@@ -506,7 +506,7 @@ def test_D6_a_hard_budget_warns_closes_with_what_is_used_and_tells_others_that_t
     assert not any("this one goes on" in sentence for _, sentence in spent.told(second))
 
 
-def test_D6_runs_whose_like_are_short_use_most_of_a_small_hard_budget(spent: Spent) -> None:
+def test_22D6_runs_whose_like_are_short_use_most_of_a_small_hard_budget(spent: Spent) -> None:
     """Each would hold a minute; eight at once would close it at a fifth."""
     for _ in range(3):
         run_id = spent.submit(name="short", payload=Command(argv=("true",)))
@@ -537,7 +537,7 @@ def test_D6_runs_whose_like_are_short_use_most_of_a_small_hard_budget(spent: Spe
     assert 540_000 < used <= 600_000 and not spent.view().sentence.count("closed")
 
 
-def test_D6_a_closed_budget_is_opened_again_by_an_operator(spent: Spent) -> None:
+def test_22D6_a_closed_budget_is_opened_again_by_an_operator(spent: Spent) -> None:
     spent.set(limit_micros=130 * UNIT, hard=True)
     with pytest.raises(InvalidValue, match="is open"):
         budgeting.reopen_budget(spent.services, ROOT, "llm")
@@ -566,7 +566,7 @@ def test_D6_a_closed_budget_is_opened_again_by_an_operator(spent: Spent) -> None
         budgeting.reopen_budget(spent.services, ROOT, "none")
 
 
-def test_D6_a_day_of_berlin_begins_an_hour_before_that_of_utc(
+def test_22D6_a_day_of_berlin_begins_an_hour_before_that_of_utc(
     spent: Spent, database: Database, clock: FakeClock
 ) -> None:
     """A run from 22:30 until 23:30 UTC: half of its charge is of the day before, while it goes on and afterwards."""
@@ -591,7 +591,7 @@ def test_D6_a_day_of_berlin_begins_an_hour_before_that_of_utc(
         spent.set("mars", limit_micros=UNIT, time_zone="Mars/Olympus")
 
 
-def test_D6_a_budget_of_a_team_follows_the_time_zone_of_the_team(spent: Spent, database: Database) -> None:
+def test_22D6_a_budget_of_a_team_follows_the_time_zone_of_the_team(spent: Spent, database: Database) -> None:
     database.write(partial(identity.create_team, name="search", now_ns=0))
     spent.set("search", kind="team", scope="search", limit_micros=100 * UNIT, period=Period.DAY)
     assert (spent.view("search").time_zone, spent.view("search").start_ns) == ("UTC", NOVEMBER)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +21,7 @@ from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.server import claim as claim_room
 from serverless_gpu.server import migrations
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.systemd import TAKEN_OVER
 from serverless_gpu.server.tables import teams
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import Health, Version
@@ -134,7 +138,7 @@ def numbered(url: str, clock: Clock | None = None) -> Database:
     return database
 
 
-def test_B7_a_server_that_was_replaced_ends_also_where_the_lock_is_free_again(postgres_url: str) -> None:
+def test_22B7_a_server_that_was_replaced_ends_also_where_the_lock_is_free_again(postgres_url: str) -> None:
     first = numbered(postgres_url)
     told: list[str] = []
     first.claim.on_gone = lambda: told.append("gone")
@@ -150,7 +154,41 @@ def test_B7_a_server_that_was_replaced_ends_also_where_the_lock_is_free_again(po
     first.close()
 
 
-def test_B7_no_transaction_of_an_older_generation_commits(
+def test_22B7_a_lock_that_is_free_when_postgresql_starts_again_goes_to_the_server_of_the_last_generation(
+    postgres_url: str,
+) -> None:
+    """The one that stood still looks first and gets the lock: it leaves it to the one that lives."""
+    first = numbered(postgres_url)
+    end_session(postgres_url)
+    second = numbered(postgres_url)
+    end_session(postgres_url)
+    assert not first.claim.look() and first.claim.is_gone
+    assert second.claim.look() and not second.claim.is_gone
+    second.write(add("of the living one"))
+    assert second.read(names) == ["of the living one"]
+    first.close()
+    second.close()
+
+
+def test_22B7_a_server_process_that_goes_on_after_its_successor_ends_with_3(home: Path, postgres_url: str) -> None:
+    """`sgpu up` stands still, another server takes its database and ends; nothing but the database says so."""
+    command = [sys.executable, "-m", "serverless_gpu.cli", "up", "--no-node", "--no-mlflow", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--database", postgres_url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None and server.stderr is not None
+        assert " at http://" in server.stdout.readline()
+        server.send_signal(signal.SIGSTOP)
+        end_session(postgres_url)
+        successor = numbered(postgres_url)
+        successor.write(add("of the successor"))
+        successor.close()
+        server.send_signal(signal.SIGCONT)
+        assert server.wait(WAIT_S) == TAKEN_OVER == 3
+        assert "another server has taken the database over" in server.stderr.read()
+
+
+def test_22B7_no_transaction_of_an_older_generation_commits(
     database: Database, open_again: Callable[[], Database]
 ) -> None:
     """Even where the lock failed: a lock file that was deleted, a session that PostgreSQL had not ended yet."""
@@ -165,7 +203,7 @@ def test_B7_no_transaction_of_an_older_generation_commits(
     assert second.read(names) == ["first", "second"]
 
 
-def test_B7_a_claim_waits_for_the_write_that_is_under_way(
+def test_22B7_a_claim_waits_for_the_write_that_is_under_way(
     database: Database, open_again: Callable[[], Database]
 ) -> None:
     database.number(now_ns=1)
@@ -189,7 +227,7 @@ def test_B7_a_claim_waits_for_the_write_that_is_under_way(
     assert second.read(names) == ["under way"]
 
 
-def test_B7_a_server_that_stood_still_looks_before_it_reads(postgres_url: str) -> None:
+def test_22B7_a_server_that_stood_still_looks_before_it_reads(postgres_url: str) -> None:
     clock = FakeClock()
     first = numbered(postgres_url, clock)
     end_session(postgres_url)

@@ -87,7 +87,7 @@ def test_all_may_exit_once_all_have_returned(services: Services, database: Datab
     assert wrong(database) == []
 
 
-def test_C8_a_crew_that_has_returned_does_not_wait_for_a_silent_one(
+def test_22C8_a_crew_that_has_returned_does_not_wait_for_a_silent_one(
     services: Services, database: Database, run_id: str
 ) -> None:
     """Its devices are free then. The silent crew still says how the attempt ends, and may be heard of again."""
@@ -107,7 +107,7 @@ def test_C8_a_crew_that_has_returned_does_not_wait_for_a_silent_one(
     assert stored(database, run_id).reason is Reason.COMPLETED and wrong(database) == []
 
 
-def test_C8_a_crew_that_has_returned_is_held_while_another_one_works_or_a_stop_was_asked_for(
+def test_22C8_a_crew_that_has_returned_is_held_while_another_one_works_or_a_stop_was_asked_for(
     services: Services, database: Database, run_id: str
 ) -> None:
     began(services, run_id)
@@ -119,7 +119,7 @@ def test_C8_a_crew_that_has_returned_is_held_while_another_one_works_or_a_stop_w
     assert (answer.release, answer.stop) == (False, StopReason.CANCEL)
 
 
-def test_C8_a_crew_that_is_given_up_fails_the_run_whose_other_crew_has_left(
+def test_22C8_a_crew_that_is_given_up_fails_the_run_whose_other_crew_has_left(
     services: Services, database: Database, run_id: str
 ) -> None:
     began(services, run_id)
@@ -243,7 +243,7 @@ def test_a_node_is_told_to_look_until_its_crew_has_reported(
     assert services.looks.of("node-2") == ()
 
 
-def test_C8_an_order_to_look_brings_what_the_crew_would_be_answered(
+def test_22C8_an_order_to_look_brings_what_the_crew_would_be_answered(
     services: Services, database: Database, run_id: str
 ) -> None:
     """So ranks exit, or end, without another request; the crew is asked to report until it has."""

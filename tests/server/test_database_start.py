@@ -16,7 +16,7 @@ from tests.remote.server_process import ServerProcess
 from tests.server.postgres import Cluster
 
 
-def test_B9_a_database_that_starts_is_waited_for_and_both_is_said(postgres: Cluster) -> None:
+def test_22B9_a_database_that_starts_is_waited_for_and_both_is_said(postgres: Cluster) -> None:
     name = postgres.new_database()
     postgres.stop()
     lines: list[str] = []
@@ -33,7 +33,7 @@ def test_B9_a_database_that_starts_is_waited_for_and_both_is_said(postgres: Clus
     assert lines[1:] == ["the database answers"]
 
 
-def test_B9_the_wait_has_an_end(postgres: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_22B9_the_wait_has_an_end(postgres: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_start, "START_S", 0.1)
     name = postgres.new_database()
     postgres.stop()
@@ -60,11 +60,11 @@ def test_B9_the_wait_has_an_end(postgres: Cluster, monkeypatch: pytest.MonkeyPat
         ("the database does not answer: fe_sendauth: no password supplied", False),
     ],
 )
-def test_B9_only_what_time_changes_is_waited_for(message: str, is_worth_a_wait: bool) -> None:
+def test_22B9_only_what_time_changes_is_waited_for(message: str, is_worth_a_wait: bool) -> None:
     assert is_temporary(message) is is_worth_a_wait
 
 
-def test_B9_a_server_that_starts_before_its_database_comes_up_with_it(tmp_path: Path, postgres: Cluster) -> None:
+def test_22B9_a_server_that_starts_before_its_database_comes_up_with_it(tmp_path: Path, postgres: Cluster) -> None:
     url = postgres.url(postgres.new_database())
     postgres.stop()
     server = ServerProcess(tmp_path, f"database={url}", "node=false", "port=0")

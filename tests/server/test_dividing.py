@@ -109,7 +109,7 @@ def test_a_share_that_cannot_be_is_refused(
     assert written(services) == []
 
 
-def test_D1_shares_say_what_is_due_what_was_used_and_what_counts() -> None:
+def test_22D1_shares_say_what_is_due_what_was_used_and_what_counts() -> None:
     there = [
         StoredShare(kind="team", name="search", weight=70.0, set_ns=1),
         StoredShare(kind="team", name="ads", weight=29.0, set_ns=1),

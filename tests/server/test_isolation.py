@@ -89,7 +89,7 @@ def state(services: Services, run_id: str) -> State:
 
 
 @pytest.mark.usefixtures("people")
-def test_A1_runs_of_a_second_principal_wait_until_an_administrator_accepts_it(services: Services) -> None:
+def test_22A1_runs_of_a_second_principal_wait_until_an_administrator_accepts_it(services: Services) -> None:
     theirs, own = submit(services, "bob"), submit(services, "root")
     scheduler = Scheduler(services)
     tick(services, scheduler)
@@ -117,7 +117,7 @@ def test_A1_runs_of_a_second_principal_wait_until_an_administrator_accepts_it(se
 
 
 @pytest.mark.usefixtures("people")
-def test_A1_an_engine_reserves_nothing_for_a_second_principal(services: Services) -> None:
+def test_22A1_an_engine_reserves_nothing_for_a_second_principal(services: Services) -> None:
     """A pool whose nodes are an engine's, as those of Ray are."""
     (node,) = services.database.read(nodes.every)
     engine = SimulatedEngine([EngineNode(name=node.name, devices=node.hello.devices)], Reservations())
@@ -135,7 +135,7 @@ def test_A1_an_engine_reserves_nothing_for_a_second_principal(services: Services
 
 
 @pytest.mark.usefixtures("people")
-def test_A1_taking_it_back_keeps_new_runs_waiting_and_leaves_those_that_run(services: Services) -> None:
+def test_22A1_taking_it_back_keeps_new_runs_waiting_and_leaves_those_that_run(services: Services) -> None:
     dividing.put_pool(services, ROOT, "default", ALLOW)
     first, scheduler = submit(services, "bob"), Scheduler(services)
     tick(services, scheduler)
@@ -152,7 +152,7 @@ def test_A1_taking_it_back_keeps_new_runs_waiting_and_leaves_those_that_run(serv
 
 
 @pytest.mark.usefixtures("people")
-def test_A1_a_decision_that_was_taken_back_meanwhile_holds_in_the_transaction_that_places(services: Services) -> None:
+def test_22A1_a_decision_that_was_taken_back_meanwhile_holds_in_the_transaction_that_places(services: Services) -> None:
     dividing.put_pool(services, ROOT, "default", ALLOW)
     run_id, scheduler = submit(services, "bob"), Scheduler(services)
     planning = scheduler._planning
@@ -164,7 +164,7 @@ def test_A1_a_decision_that_was_taken_back_meanwhile_holds_in_the_transaction_th
 
 
 @pytest.mark.usefixtures("people")
-def test_A1_only_the_first_administrator_is_the_first_principal(services: Services) -> None:
+def test_22A1_only_the_first_administrator_is_the_first_principal(services: Services) -> None:
     def first() -> str:
         return services.database.read(isolation.first_administrator)
 
@@ -186,7 +186,7 @@ def test_A1_only_the_first_administrator_is_the_first_principal(services: Servic
 
 
 @pytest.mark.usefixtures("people")
-def test_A1_a_run_that_waits_for_isolation_takes_no_room_of_a_cap(services: Services) -> None:
+def test_22A1_a_run_that_waits_for_isolation_takes_no_room_of_a_cap(services: Services) -> None:
     planning = Planning(services)
     waiting = [submit(services, "bob") for _ in range(3)]
     reading = planning.read()
@@ -195,7 +195,7 @@ def test_A1_a_run_that_waits_for_isolation_takes_no_room_of_a_cap(services: Serv
 
 
 @pytest.mark.usefixtures("people")
-def test_A1_the_operator_is_asked_once_and_the_answer_is_audited(services: Services) -> None:
+def test_22A1_the_operator_is_asked_once_and_the_answer_is_audited(services: Services) -> None:
     submit(services, "bob")
     asked: list[Exposure] = []
 
@@ -218,7 +218,7 @@ def test_A1_the_operator_is_asked_once_and_the_answer_is_audited(services: Servi
     assert said == [("server", "unset")]
 
 
-def test_A1_a_database_of_the_first_revision_is_upgraded_undecided_and_its_tokens_get_an_end(
+def test_22A1_a_database_of_the_first_revision_is_upgraded_undecided_and_its_tokens_get_an_end(
     tmp_path: Path,
 ) -> None:
     """A server that has several users already: after the upgrade nobody has decided."""
@@ -251,7 +251,7 @@ def test_A1_a_database_of_the_first_revision_is_upgraded_undecided_and_its_token
         assert kept.expires_ns == T0 + int(identity.TOKEN_EXPIRY_S * 1e9)
 
 
-def test_A1_a_real_server_warns_keeps_apart_and_is_told_otherwise(
+def test_22A1_a_real_server_warns_keeps_apart_and_is_told_otherwise(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admin = server.connection()
@@ -285,7 +285,7 @@ def test_A1_a_real_server_warns_keeps_apart_and_is_told_otherwise(
     assert msgspec.json.decode(sgpu("pools", "--json")[0])[0]["isolation"] == "unset"
 
 
-def test_A1_a_start_shows_who_shares_a_uid_with_whom(server: Served) -> None:
+def test_22A1_a_start_shows_who_shares_a_uid_with_whom(server: Served) -> None:
     server.connection().ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade)
     server.stop()
     server.wait_stopped()
@@ -310,7 +310,7 @@ FOUND = Exposure(principals=("bob",), had_runs=("bob",), undecided=("default",),
 
 
 @pytest.mark.parametrize(("typed", "answer"), [("y\n", True), ("\n", False)])
-def test_A1_an_upgrade_asks_on_a_terminal_and_says_how_to_rotate(
+def test_22A1_an_upgrade_asks_on_a_terminal_and_says_how_to_rotate(
     typed: str, answer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = Terminal()
@@ -321,7 +321,7 @@ def test_A1_an_upgrade_asks_on_a_terminal_and_says_how_to_rotate(
     assert "May runs of several principals share one operating-system user in default?" in shown.getvalue()
 
 
-def test_A1_without_a_terminal_it_warns_and_leaves_it_open(
+def test_22A1_without_a_terminal_it_warns_and_leaves_it_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
@@ -333,7 +333,7 @@ def test_A1_without_a_terminal_it_warns_and_leaves_it_open(
     assert "the code of bob can read secrets" in capsys.readouterr().err
 
 
-def test_A1_a_server_is_rotated_while_it_is_stopped_and_says_what_is_left_to_do(server: Served) -> None:
+def test_22A1_a_server_is_rotated_while_it_is_stopped_and_says_what_is_left_to_do(server: Served) -> None:
     made = server.connection().ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade)
     secret = SecretRequest(value=b"hi")
     server.connection().ask("PUT", "/secrets/HF", secret, answer=SecretView)

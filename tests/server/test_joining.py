@@ -73,7 +73,7 @@ def test_a_machine_gets_an_agents_token_of_its_own_and_how_it_joins(api: Api, to
     assert api.audited()[-1][:2] == ("node", "node.join")
 
 
-def test_A3_a_join_token_lets_in_so_many_homes_and_each_has_a_token_of_its_own(api: Api) -> None:
+def test_22A3_a_join_token_lets_in_so_many_homes_and_each_has_a_token_of_its_own(api: Api) -> None:
     token = api.do(api.admin, "POST", "/nodes/invite", {"uses": 2})["token"]
     tokens = {}
     for number in (2, 3):
@@ -89,7 +89,7 @@ def test_A3_a_join_token_lets_in_so_many_homes_and_each_has_a_token_of_its_own(a
     assert api.ask(token, "POST", "/agents/join", {"name": "gpu-4", "machine": "m3", "instance": "i3"})[0] == 403
 
 
-def test_A3_the_servers_own_join_file_lets_in_one_machine_and_a_start_renews_it(
+def test_22A3_the_servers_own_join_file_lets_in_one_machine_and_a_start_renews_it(
     api: Api, database: Database, token: str, tmp_path: Path
 ) -> None:
     api.do(token, "POST", "/agents/join", REQUEST)
@@ -100,7 +100,7 @@ def test_A3_the_servers_own_join_file_lets_in_one_machine_and_a_start_renews_it(
     api.do(renewed, "POST", "/agents/join", other)
 
 
-def test_A3_a_join_token_expires(api: Api, database: Database, token: str, tmp_path: Path) -> None:
+def test_22A3_a_join_token_expires(api: Api, database: Database, token: str, tmp_path: Path) -> None:
     api.clock.advance(INVITED_S + 1)
     assert api.ask(token, "POST", "/agents/join", REQUEST)[0] == 401
     assert join_token(database, tmp_path / "server", now_ns=api.clock.wall_ns()) != token
@@ -109,14 +109,14 @@ def test_A3_a_join_token_expires(api: Api, database: Database, token: str, tmp_p
     assert api.ask(invited, "POST", "/agents/join", REQUEST)[0] == 401
 
 
-def test_A3_a_join_token_for_a_name_lets_in_no_other(api: Api) -> None:
+def test_22A3_a_join_token_for_a_name_lets_in_no_other(api: Api) -> None:
     token = api.do(api.admin, "POST", "/nodes/invite", {"name": "gpu-2"})["token"]
     status, said = api.ask(token, "POST", "/agents/join", {**REQUEST, "name": "gpu-3"})
     assert (status, said["message"]) == (403, "the join token is for a node named 'gpu-2', not 'gpu-3'")
     api.do(token, "POST", "/agents/join", REQUEST)
 
 
-def test_A3_a_nodes_own_token_lets_in_no_other_and_joins_again_after_a_boot(api: Api, token: str) -> None:
+def test_22A3_a_nodes_own_token_lets_in_no_other_and_joins_again_after_a_boot(api: Api, token: str) -> None:
     own = api.do(token, "POST", "/agents/join", REQUEST)["token"]
     for secret in (own, api.node):
         assert api.ask(secret, "POST", "/agents/join", {"name": "x", "machine": "m", "instance": "i"})[0] == 403
@@ -131,12 +131,12 @@ def test_A3_a_nodes_own_token_lets_in_no_other_and_joins_again_after_a_boot(api:
 @pytest.mark.parametrize(
     "body", [{"uses": 0}, {"uses": 1001}, {"expires_s": 0}, {"expires_s": 1e9}, {"name": "a", "uses": 2}]
 )
-def test_A3_an_invitation_has_bounds(api: Api, body: dict[str, Any]) -> None:
+def test_22A3_an_invitation_has_bounds(api: Api, body: dict[str, Any]) -> None:
     assert api.ask(api.admin, "POST", "/nodes/invite", body)[0] == 400
 
 
 @pytest.mark.parametrize("role", ["operator", "member", "viewer", "agent"])
-def test_A3_only_administrators_invite_and_approve(api: Api, role: str) -> None:
+def test_22A3_only_administrators_invite_and_approve(api: Api, role: str) -> None:
     secret = api.user("somebody", role)
     assert api.ask(secret, "POST", "/nodes/invite", {})[0] == 403
     assert api.ask(secret, "POST", "/nodes/approve", {"name": "n"})[0] == 403
@@ -159,7 +159,7 @@ def test_nobody_else_gets_the_token_of_ray(api: Api, role: str) -> None:
     assert api.ask(secret, "POST", "/agents/join", REQUEST)[0] == 403
 
 
-def test_A3_asked_again_it_gets_another_and_the_first_is_revoked(api: Api, token: str) -> None:
+def test_22A3_asked_again_it_gets_another_and_the_first_is_revoked(api: Api, token: str) -> None:
     first = api.do(token, "POST", "/agents/join", REQUEST)["token"]
     second = api.do(token, "POST", "/agents/join", REQUEST)["token"]
     assert api.ask(first, "POST", "/agents", hello("gpu-2", "m2", "i2"))[0] == 401

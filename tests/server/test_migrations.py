@@ -104,7 +104,7 @@ def test_tables_made_at_once_and_by_revisions_are_the_same(bare: Callable[[], Da
     assert database.read(shape) == made[0]
 
 
-def test_A3_an_upgrade_binds_each_nodes_token_to_the_node_that_used_it_last(bare: Callable[[], Database]) -> None:
+def test_22A3_an_upgrade_binds_each_nodes_token_to_the_node_that_used_it_last(bare: Callable[[], Database]) -> None:
     database = bare()
 
     def before(connection: sa.Connection) -> None:
@@ -134,7 +134,7 @@ def test_A3_an_upgrade_binds_each_nodes_token_to_the_node_that_used_it_last(bare
     assert [tuple(row) for row in bound] == [("t1", "late", "m", "home of late", 5, 5, "upgrade")]
 
 
-def test_C5_an_upgrade_writes_the_tags_of_accounts_as_rows(bare: Callable[[], Database]) -> None:
+def test_22C5_an_upgrade_writes_the_tags_of_accounts_as_rows(bare: Callable[[], Database]) -> None:
     database = bare()
     tags: list[dict[str, str]] = [{}, {"a": "1", 'b"\\': "ü"}, {"a": ""}, {"a": "x\0y", "o\0": "v"}, {"a": "1"}]
 

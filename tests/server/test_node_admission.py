@@ -65,12 +65,12 @@ def said(name: str = "n1", machine: str = "m1", instance: str = "i1") -> dict[st
         (Identity(name="n1", machine="m2", instance="i1"), Answer.MOVED),
     ],
 )
-def test_A3_a_token_is_good_for_one_name_and_one_home(identity: Identity, answer: Answer | None) -> None:
+def test_22A3_a_token_is_good_for_one_name_and_one_home(identity: Identity, answer: Answer | None) -> None:
     found = judge(Binding(node=HOME, approved=True), identity)
     assert found is answer or (answer is None and isinstance(found, Refused))
 
 
-def test_A3_a_token_that_nobody_gave_to_a_node_waits() -> None:
+def test_22A3_a_token_that_nobody_gave_to_a_node_waits() -> None:
     assert judge(None, HOME) is Answer.PENDING
     assert judge(Binding(node=HOME, approved=False), HOME) is Answer.PENDING
     other = Identity(name="n2", machine="m1", instance="i1")
@@ -78,7 +78,7 @@ def test_A3_a_token_that_nobody_gave_to_a_node_waits() -> None:
     assert judge(Binding(node=Identity(name="", machine=""), approved=True), HOME) is Answer.BOUND
 
 
-def test_A3_a_node_that_is_upgraded_says_its_instance_from_then_on() -> None:
+def test_22A3_a_node_that_is_upgraded_says_its_instance_from_then_on() -> None:
     before = Binding(node=Identity(name="n1", machine="m1"), approved=True)
     assert judge(before, HOME) is Answer.BOUND
     assert isinstance(judge(before, Identity(name="n1", machine="m2", instance="i1")), Refused)
@@ -95,7 +95,7 @@ def test_A3_a_node_that_is_upgraded_says_its_instance_from_then_on() -> None:
         ("", "p2", True, False),  # a version that does not say which process it is
     ],
 )
-def test_A3_a_second_process_is_one_that_comes_while_the_first_is_connected(
+def test_22A3_a_second_process_is_one_that_comes_while_the_first_is_connected(
     before: str, now: str, connected: bool, refused: bool
 ) -> None:
     assert second_process(before, now, connected=connected) is refused
@@ -104,7 +104,7 @@ def test_A3_a_second_process_is_one_that_comes_while_the_first_is_connected(
 # a copied token -------------------------------------------------------------------------------------------------------
 
 
-def test_A3_a_second_node_with_a_nodes_token_gets_no_orders(services: Services, agents: Agents) -> None:
+def test_22A3_a_second_node_with_a_nodes_token_gets_no_orders(services: Services, agents: Agents) -> None:
     """As the attack went: another process of the machine, with `node.token`, under another name."""
     node = token_of(services, "node.token")
     real = agents.hello(node, hello(instance="i1"))
@@ -116,7 +116,7 @@ def test_A3_a_second_node_with_a_nodes_token_gets_no_orders(services: Services, 
     assert [found.name for found in services.database.read(nodes.every)] == ["n1"]
 
 
-def test_A3_a_forgotten_nodes_token_is_still_its_own(services: Services, agents: Agents) -> None:
+def test_22A3_a_forgotten_nodes_token_is_still_its_own(services: Services, agents: Agents) -> None:
     node = token_of(services, "node.token")
     first = agents.hello(node, hello(instance="i1")).node
     services.database.write(lambda connection: nodes.forget(connection, first, at_ns=1))
@@ -125,7 +125,7 @@ def test_A3_a_forgotten_nodes_token_is_still_its_own(services: Services, agents:
     assert agents.hello(node, hello(instance="i1")).node == first
 
 
-def test_A3_refusals_and_what_becomes_of_tokens_are_in_the_audit(api: Api) -> None:
+def test_22A3_refusals_and_what_becomes_of_tokens_are_in_the_audit(api: Api) -> None:
     api.do(api.node, "POST", "/agents", said())
     for _ in range(3):
         assert api.ask(api.node, "POST", "/agents", said("thief"))[0] == 403
@@ -152,7 +152,7 @@ def connected(services: Services, node: Caller, node_id: str, process: str) -> I
         loop.close()
 
 
-def test_A3_a_second_process_of_a_home_takes_over_only_when_the_first_is_gone(
+def test_22A3_a_second_process_of_a_home_takes_over_only_when_the_first_is_gone(
     services: Services, agents: Agents, clock: FakeClock
 ) -> None:
     node = token_of(services, "node.token")
@@ -177,7 +177,7 @@ def test_A3_a_second_process_of_a_home_takes_over_only_when_the_first_is_gone(
         agents.heartbeat(node, node_id, Heartbeat(devices=H100, instance="i1", process="p1"))
 
 
-def test_A3_a_machine_that_was_cut_off_or_has_booted_joins_again(
+def test_22A3_a_machine_that_was_cut_off_or_has_booted_joins_again(
     services: Services, agents: Agents, clock: FakeClock
 ) -> None:
     node = token_of(services, "node.token")
@@ -193,7 +193,7 @@ def test_A3_a_machine_that_was_cut_off_or_has_booted_joins_again(
 # new names ------------------------------------------------------------------------------------------------------------
 
 
-def test_A3_a_new_name_waits_for_an_administrator(api: Api) -> None:
+def test_22A3_a_new_name_waits_for_an_administrator(api: Api) -> None:
     secret = api.do(api.admin, "POST", "/tokens", {"principal": "node", "scopes": ["agent"]})["secret"]
     for _ in range(2):
         status, refused = api.ask(secret, "POST", "/agents", said("new"))
@@ -220,7 +220,7 @@ def test_A3_a_new_name_waits_for_an_administrator(api: Api) -> None:
     ]
 
 
-def test_A3_two_that_wait_under_one_name_are_told_apart_by_their_tokens(api: Api) -> None:
+def test_22A3_two_that_wait_under_one_name_are_told_apart_by_their_tokens(api: Api) -> None:
     made = [api.do(api.admin, "POST", "/tokens", {"principal": "node", "scopes": ["agent"]}) for _ in range(2)]
     for number, one in enumerate(made):
         api.ask(one["secret"], "POST", "/agents", said("new", instance=f"i{number}"))
@@ -232,7 +232,7 @@ def test_A3_two_that_wait_under_one_name_are_told_apart_by_their_tokens(api: Api
     assert [one["state"] for one in api.do(api.admin, "GET", "/nodes")["nodes"]] == ["UP"]
 
 
-def test_A3_so_many_nodes_may_wait(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_22A3_so_many_nodes_may_wait(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_tokens, "PENDING_MAX", 1)
     for name in ("one", "two"):
         secret = api.do(api.admin, "POST", "/tokens", {"principal": "node", "scopes": ["agent"]})["secret"]
@@ -244,7 +244,7 @@ def test_A3_so_many_nodes_may_wait(api: Api, monkeypatch: pytest.MonkeyPatch) ->
 # the server's own node ------------------------------------------------------------------------------------------------
 
 
-def test_A3_the_servers_own_token_is_its_machines_and_follows_its_home(
+def test_22A3_the_servers_own_token_is_its_machines_and_follows_its_home(
     database: Database, tmp_path: Path, services: Services
 ) -> None:
     def start(node: Identity | None) -> str:

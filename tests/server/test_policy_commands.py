@@ -90,7 +90,7 @@ def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: S
         said("policy", "show", "llm")
 
 
-def test_D3_a_policy_is_made_mandatory_and_its_holders_see_that(server: Served, said: Said) -> None:
+def test_22D3_a_policy_is_made_mandatory_and_its_holders_see_that(server: Served, said: Said) -> None:
     admin = server.connection()
     bob = admin.ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade).secret
     made = said(
@@ -131,7 +131,7 @@ def test_what_does_not_read_like_an_option_is_said(said: Said, arguments: tuple[
     assert done.exit_code == 2 and says in done.output
 
 
-def test_D7_a_policy_s_time_limit_and_team_are_set_and_taken_away(server: Served, said: Said) -> None:
+def test_22D7_a_policy_s_time_limit_and_team_are_set_and_taken_away(server: Served, said: Said) -> None:
     server.connection().ask("POST", "/teams", TeamRequest(name="ads"), answer=TeamView)
     made = said("policy", "set", "p", "--timeout", "2h", "--team", "ads", "--require-team").stdout
     says = "any on-demand pool; time limit 2 h 00 min by itself; team ads by itself; needs a team"

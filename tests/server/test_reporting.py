@@ -113,7 +113,7 @@ def test_a_whole_life_in_one_report_is_told_in_order(services: Services, databas
     assert again.events == () and again.ended is not None and again.settled is not None
 
 
-def test_C9_the_scheduler_looks_once_at_all_that_an_ending_report_changed(
+def test_22C9_the_scheduler_looks_once_at_all_that_an_ending_report_changed(
     services: Services, database: Database, run_id: str
 ) -> None:
     found: list[bool] = []
@@ -506,7 +506,7 @@ def test_reports_of_many_attempts_at_once_do_not_disturb_each_other(services: Se
     assert len(rows(database, tables.facts)) == 4 * len(ids)
 
 
-def test_D2_a_checkpoint_that_a_node_sees_is_progress_of_the_run(services: Services, database: Database) -> None:
+def test_22D2_a_checkpoint_that_a_node_sees_is_progress_of_the_run(services: Services, database: Database) -> None:
     run_id = add_run(database, resume=True, max_run_s=8.0)
     at_limit = Ending(state=State.TIMED_OUT, reason=Reason.TIMEOUT, began=True, stopped=msgspec.Raw(b"{}"))
     for fence, saved, unsaved in ((1, 0, 1), (2, 0, 2), (3, 3, 0), (4, 3, 1), (5, 3, 2), (6, 3, 3)):
@@ -518,7 +518,7 @@ def test_D2_a_checkpoint_that_a_node_sees_is_progress_of_the_run(services: Servi
     assert (run.state, run.reason) == (State.FAILED, Reason.NO_PROGRESS)
 
 
-def test_D2_the_next_attempt_says_what_a_lost_one_had_saved(services: Services, database: Database) -> None:
+def test_22D2_the_next_attempt_says_what_a_lost_one_had_saved(services: Services, database: Database) -> None:
     run_id = add_run(database, resume=True)
     for fence in range(1, 7):
         place(database, run_id)
@@ -527,7 +527,7 @@ def test_D2_the_next_attempt_says_what_a_lost_one_had_saved(services: Services, 
         assert stored(database, run_id).unsaved == 1
 
 
-def test_D2_no_report_speaks_of_attempts_that_were_not_made(services: Services, run_id: str) -> None:
+def test_22D2_no_report_speaks_of_attempts_that_were_not_made(services: Services, run_id: str) -> None:
     for saved in (-1, 2):
         with pytest.raises(InvalidValue, match="is said to see checkpoints of attempt"):
             say(services, run_id, saved=saved)

@@ -178,7 +178,7 @@ def test_output_without_a_run_goes(
     assert services.logs.run_sizes() == {}
 
 
-def test_B10_output_of_a_run_that_the_database_lost_stays(
+def test_22B10_output_of_a_run_that_the_database_lost_stays(
     looking: Retention, services: Services, clock: FakeClock
 ) -> None:
     """It is the only copy, and says that something was lost."""

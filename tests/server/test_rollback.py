@@ -70,7 +70,9 @@ def empty_mark(home: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [delete_log, damage_log, delete_database, empty_mark])
-def test_B3_a_server_whose_database_was_rolled_back_does_not_start(home: Path, damage: Callable[[Path], None]) -> None:
+def test_22B3_a_server_whose_database_was_rolled_back_does_not_start(
+    home: Path, damage: Callable[[Path], None]
+) -> None:
     killed(home)
     damage(home)
     with pytest.raises(ServerProblem, match="the database was rolled back") as caught, served(home):
@@ -82,7 +84,7 @@ def test_B3_a_server_whose_database_was_rolled_back_does_not_start(home: Path, d
         pass
 
 
-def test_B3_an_operator_goes_on_without_what_is_lost(home: Path) -> None:
+def test_22B3_an_operator_goes_on_without_what_is_lost(home: Path) -> None:
     lost = killed(home)
     delete_log(home)
     with served(home, accept_rollback=True) as server:
@@ -95,13 +97,13 @@ def test_B3_an_operator_goes_on_without_what_is_lost(home: Path) -> None:
         assert server.connection().ask("GET", f"/runs/{kept}", answer=RunView).id == kept
 
 
-def test_B3_a_server_that_was_killed_starts_again(home: Path) -> None:
+def test_22B3_a_server_that_was_killed_starts_again(home: Path) -> None:
     kept = killed(home)
     with served(home) as server:
         assert server.connection().ask("GET", f"/runs/{kept}", answer=RunView).id == kept
 
 
-def test_B3_a_restored_server_starts_and_goes_on_with_a_mark_of_its_own(home: Path, tmp_path: Path) -> None:
+def test_22B3_a_restored_server_starts_and_goes_on_with_a_mark_of_its_own(home: Path, tmp_path: Path) -> None:
     with served(home) as server:
         submit(server.connection())
         made = backing_up.back_up(read_settings(home), tmp_path / "backups", clock=SystemClock())
@@ -119,7 +121,7 @@ def test_B3_a_restored_server_starts_and_goes_on_with_a_mark_of_its_own(home: Pa
         pass
 
 
-def test_B3_postgresql_a_database_that_is_behind_its_mark_is_refused(
+def test_22B3_postgresql_a_database_that_is_behind_its_mark_is_refused(
     home: Path, postgres: Cluster, postgres_template: str
 ) -> None:
     """A standby that lacked the last transactions, or an older dump, under the same address."""
@@ -141,13 +143,13 @@ def test_B3_postgresql_a_database_that_is_behind_its_mark_is_refused(
         pass
 
 
-def test_B3_postgresql_another_database_is_no_rollback(home: Path, postgres: Cluster, postgres_template: str) -> None:
+def test_22B3_postgresql_another_database_is_no_rollback(home: Path, postgres: Cluster, postgres_template: str) -> None:
     for name in (postgres.new_database(postgres_template), postgres.new_database(postgres_template)):
         with served(home, database=postgres.url(name)):
             pass
 
 
-def test_B8_a_server_that_shares_the_directory_of_one_with_another_database_is_refused(
+def test_22B8_a_server_that_shares_the_directory_of_one_with_another_database_is_refused(
     home: Path, tmp_path: Path, postgres: Cluster, postgres_template: str
 ) -> None:
     mine, other = (postgres.url(postgres.new_database(postgres_template)) for _ in range(2))
@@ -168,7 +170,7 @@ def test_B8_a_server_that_shares_the_directory_of_one_with_another_database_is_r
         assert server.connection().ask("GET", f"/runs/{run}", answer=RunView).id == run
 
 
-def test_B8_a_server_with_sqlite_shares_its_directory_with_nobody(home: Path, tmp_path: Path) -> None:
+def test_22B8_a_server_with_sqlite_shares_its_directory_with_nobody(home: Path, tmp_path: Path) -> None:
     beside = tmp_path / "beside"
     beside.mkdir()
     (beside / "server").symlink_to(home / "server")
@@ -178,7 +180,7 @@ def test_B8_a_server_with_sqlite_shares_its_directory_with_nobody(home: Path, tm
                 pass
 
 
-def test_B10_files_of_runs_that_the_database_does_not_know_are_named(home: Path) -> None:
+def test_22B10_files_of_runs_that_the_database_does_not_know_are_named(home: Path) -> None:
     with served(home):
         pass
     lost, placed = "01kaz5w8000000000000000000", "01kaz5w8000000000000000001"
@@ -207,13 +209,13 @@ def test_B10_files_of_runs_that_the_database_does_not_know_are_named(home: Path)
         (None, "it is empty"),
     ],
 )
-def test_B3_a_database_is_compared_with_its_mark(found: Position | None, said: str) -> None:
+def test_22B3_a_database_is_compared_with_its_mark(found: Position | None, said: str) -> None:
     mark = HighWaterMark(position=HERE, at_ns=1)
     assert rollback(None, found) == ""
     assert said in rollback(mark, found) and bool(said) == bool(rollback(mark, found))
 
 
-def test_B3_a_mark_survives_a_torn_write_and_never_goes_back(tmp_path: Path) -> None:
+def test_22B3_a_mark_survives_a_torn_write_and_never_goes_back(tmp_path: Path) -> None:
     path = tmp_path / "mark"
     mark = MarkFile(path, HERE, now_ns=1)
     mark.commit(11)

@@ -9,7 +9,7 @@ import pytest
 from tests.crash.test_rotation import made
 
 
-def test_A1_rotate_works_on_both_databases_also_in_small_portions(
+def test_22A1_rotate_works_on_both_databases_also_in_small_portions(
     home: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serverless_gpu.server.rotation._AT_ONCE", 1)

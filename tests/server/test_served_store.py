@@ -143,7 +143,7 @@ def stored_and_condemned(storage: Storage) -> Snapshot:
     return secret
 
 
-def test_A4_a_member_cannot_learn_the_keys_of_condemned_objects(storage: Storage, server: str) -> None:
+def test_22A4_a_member_cannot_learn_the_keys_of_condemned_objects(storage: Storage, server: str) -> None:
     secret = stored_and_condemned(storage)
     listed = {entry.key for entry in read_condemned(served_directory(storage)).entries}
     assert f"snapshots/{secret.address}" in listed
@@ -164,7 +164,7 @@ def test_A4_a_member_cannot_learn_the_keys_of_condemned_objects(storage: Storage
     assert operator.get(CONDEMNED)
 
 
-def test_A4_a_capture_is_told_about_the_keys_that_it_names(storage: Storage, server: str) -> None:
+def test_22A4_a_capture_is_told_about_the_keys_that_it_names(storage: Storage, server: str) -> None:
     secret = stored_and_condemned(storage)
     unit = next(iter(secret.addresses()))
     member = served(server, "member")
@@ -180,7 +180,7 @@ def test_A4_a_capture_is_told_about_the_keys_that_it_names(storage: Storage, ser
     assert Documents(member).missing_units([unit]) == (unit,), "a capture puts it again"
 
 
-def test_A4_a_capture_through_a_server_rescues_what_was_condemned(storage: Storage, server: str) -> None:
+def test_22A4_a_capture_through_a_server_rescues_what_was_condemned(storage: Storage, server: str) -> None:
     secret = stored_and_condemned(storage)
     again = capture(Documents(served(server, "member")), CONTENT)
     assert again == secret

@@ -57,20 +57,20 @@ serve(read_settings(Path(sys.argv[1]), {"port": 0, "node": False}), ready=ready)
 """
 
 
-def test_C4_a_server_process_shortens_what_keeps_its_event_loop_waiting(tmp_path: Path) -> None:
+def test_22C4_a_server_process_shortens_what_keeps_its_event_loop_waiting(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-c", _STARTS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=120
     )
     assert found.stdout == "True 0.001\n"
 
 
-def test_C4_a_server_in_a_thread_leaves_the_process_as_it_is(home: Path) -> None:
+def test_22C4_a_server_in_a_thread_leaves_the_process_as_it_is(home: Path) -> None:
     before = (gc.get_freeze_count(), sys.getswitchinterval())
     with served(home):
         assert (gc.get_freeze_count(), sys.getswitchinterval()) == before
 
 
-def test_C4_the_event_loop_neither_reads_nor_writes_large_json(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_22C4_the_event_loop_neither_reads_nor_writes_large_json(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: dict[str, str] = {}
 
     def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:

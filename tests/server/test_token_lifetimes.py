@@ -41,7 +41,7 @@ def use(database: Transactions, secret: str, now_ns: int) -> None:
     database.write(lambda connection: identity.note_use(connection, [identity.token_id(secret)], now_ns=now_ns))
 
 
-def test_A12_the_first_tokens_end_after_90_days(database: Database, tmp_path: Path) -> None:
+def test_22A12_the_first_tokens_end_after_90_days(database: Database, tmp_path: Path) -> None:
     first = first_tokens(database, tmp_path, login="root", now_ns=T0)
     joining = join_token(database, tmp_path, now_ns=T0)
     invited_ns = int(INVITED_S * 1e9)
@@ -50,7 +50,7 @@ def test_A12_the_first_tokens_end_after_90_days(database: Database, tmp_path: Pa
         assert is_good(database, secret, T0 + life_ns - 1) and not is_good(database, secret, T0 + life_ns)
 
 
-def test_A12_a_node_that_uses_its_token_keeps_it_and_others_end(database: Database, tmp_path: Path) -> None:
+def test_22A12_a_node_that_uses_its_token_keeps_it_and_others_end(database: Database, tmp_path: Path) -> None:
     first = first_tokens(database, tmp_path, login="root", now_ns=T0)
     joining = join_token(database, tmp_path, now_ns=T0)
     for day in range(0, 400, 20):
@@ -64,7 +64,7 @@ def test_A12_a_node_that_uses_its_token_keeps_it_and_others_end(database: Databa
     assert not is_good(database, first.node_token, T0 + 600 * DAY_NS)  # what has ended stays ended
 
 
-def test_A12_a_token_whose_end_was_said_is_not_renewed(services: Services) -> None:
+def test_22A12_a_token_whose_end_was_said_is_not_renewed(services: Services) -> None:
     database, now_ns = services.database, services.clock.wall_ns()
     database.write(lambda c: identity.create_principal(c, PrincipalRequest(name="root", role="admin"), now_ns=now_ns))
     service = PrincipalRequest(name=NODE, kind="service", role="agent")
@@ -79,7 +79,7 @@ def test_A12_a_token_whose_end_was_said_is_not_renewed(services: Services) -> No
     assert ends == [short.token.expires_ns, later_ns + LIFE_NS]
 
 
-def test_A12_tokens_that_an_older_version_made_get_an_end(database: Database, tmp_path: Path) -> None:
+def test_22A12_tokens_that_an_older_version_made_get_an_end(database: Database, tmp_path: Path) -> None:
     first = first_tokens(database, tmp_path, login="root", now_ns=T0)
     revoked = identity.new_secret()
 
@@ -102,7 +102,7 @@ def test_A12_tokens_that_an_older_version_made_get_an_end(database: Database, tm
     )
 
 
-def test_A12_the_administrators_file_has_another_token_before_the_one_in_it_ends(
+def test_22A12_the_administrators_file_has_another_token_before_the_one_in_it_ends(
     database: Database, tmp_path: Path
 ) -> None:
     clock = FakeClock()
@@ -124,7 +124,7 @@ def test_A12_the_administrators_file_has_another_token_before_the_one_in_it_ends
 
 
 @pytest.mark.parametrize("days", [100, 1_000])
-def test_A12_a_server_that_was_off_until_its_tokens_ended_starts_with_new_ones(
+def test_22A12_a_server_that_was_off_until_its_tokens_ended_starts_with_new_ones(
     database: Database, tmp_path: Path, days: int
 ) -> None:
     first = first_tokens(database, tmp_path, login="root", now_ns=T0)

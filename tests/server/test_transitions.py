@@ -245,7 +245,7 @@ def test_F73_who_cannot_go_on_has_timed_out_and_is_told_by_whose_limit(
     assert (run.state, run.reason, run.detail) == (State.TIMED_OUT, Reason.TIMEOUT, says)
 
 
-def test_D2_a_run_whose_attempts_save_nothing_ends_as_that_and_says_how_often(database: Database) -> None:
+def test_22D2_a_run_whose_attempts_save_nothing_ends_as_that_and_says_how_often(database: Database) -> None:
     add_people(database, "alice")
     add_node(database)
     run_id = add_run(database, resume=True, policy="llm", max_run_s=8.0)
@@ -263,7 +263,7 @@ def test_D2_a_run_whose_attempts_save_nothing_ends_as_that_and_says_how_often(da
     )
 
 
-def test_D2_a_policy_bounds_the_attempts_of_a_run_and_their_time(database: Database) -> None:
+def test_22D2_a_policy_bounds_the_attempts_of_a_run_and_their_time(database: Database) -> None:
     add_people(database, "alice")
     add_node(database)
     said: dict[str, Any] = {"resume": True, "policy": "llm", "max_run_s": 8.0, "unsaved_max": 99}

@@ -190,7 +190,7 @@ def test_what_is_cut_is_in_the_totals_and_said(services: Services) -> None:
 
 @pytest.mark.parametrize("by", [("tag:stage",), ("tag:stage", "user"), ("day", f"tag:{ODD_KEY}"), ("tag:none",)])
 @pytest.mark.parametrize("tags_of_groups", ["few accounts", "many accounts"])
-def test_C5_a_cut_report_by_tag_is_the_head_of_the_whole_where_accounts_are_many(
+def test_22C5_a_cut_report_by_tag_is_the_head_of_the_whole_where_accounts_are_many(
     services: Services, by: tuple[str, ...], tags_of_groups: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(connection: sa.Connection) -> None:
@@ -215,7 +215,7 @@ def test_C5_a_cut_report_by_tag_is_the_head_of_the_whole_where_accounts_are_many
     assert {group.key for group in cut.groups} == {group.key for group in dearest}
 
 
-def test_C5_a_report_by_tag_parses_no_json_of_accounts(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_22C5_a_report_by_tag_parses_no_json_of_accounts(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     services.database.write(lambda connection: fill(connection, 3, 40))
     monkeypatch.setattr(usage_sums, "ACCOUNTS_FEW", 3)
     said: list[str] = []

@@ -90,7 +90,7 @@ def test_nobody_is_shown_the_digests_by_which_a_run_could_have_the_call_of_anoth
     assert b"dddd" not in msgspec.json.encode(view)
 
 
-def test_A4_only_the_owner_is_shown_the_address_by_which_the_code_of_a_run_can_be_read(database: Database) -> None:
+def test_22A4_only_the_owner_is_shown_the_address_by_which_the_code_of_a_run_can_be_read(database: Database) -> None:
     add_people(database, "alice")
     run = msgspec.structs.replace(stored(database, add_run(database)), snapshot="d" * 64)
     assert views.run_view(run, reader="alice").snapshot == "d" * 64

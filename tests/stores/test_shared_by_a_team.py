@@ -89,7 +89,7 @@ def put_honest(store: Store) -> Unit:
     return unit
 
 
-def test_A5_a_unit_whose_packs_hold_something_else_is_refused_and_the_honest_one_comes_in(team: Team) -> None:
+def test_22A5_a_unit_whose_packs_hold_something_else_is_refused_and_the_honest_one_comes_in(team: Team) -> None:
     mallory, alice = team.store("member"), team.store("member")
     bad = poisoned(make_unit(CONTENT, "0" * 64), mallory)
     with pytest.raises(EnvironmentRejected, match=r"cannot be stored: its packs hold other bytes than 'site/thing.py'"):
@@ -102,14 +102,14 @@ def test_A5_a_unit_whose_packs_hold_something_else_is_refused_and_the_honest_one
     assert Blobs(alice).read_unit(unit.address) == unit
 
 
-def test_A5_an_honest_unit_replaces_one_that_an_earlier_server_let_in(team: Team) -> None:
+def test_22A5_an_honest_unit_replaces_one_that_an_earlier_server_let_in(team: Team) -> None:
     bad = poisoned(make_unit(CONTENT, "0" * 64), team.own)
     team.own.put({f"units/{bad.address}": encode(bad)})
     unit = put_honest(team.store("member"))
     assert Blobs(team.own).read_unit(bad.address) == unit
 
 
-def test_A5_an_honest_unit_of_an_earlier_server_stays_beside_another_layout(team: Team) -> None:
+def test_22A5_an_honest_unit_of_an_earlier_server_stays_beside_another_layout(team: Team) -> None:
     old = put_honest(team.own)
     more = make_pack(CONTENT + b"\n" * 9)
     again = replace(old, packs=(digest_of(more),), blocks=(replace(old.blocks[0], length=len(more), size=26),))
@@ -119,7 +119,7 @@ def test_A5_an_honest_unit_of_an_earlier_server_stays_beside_another_layout(team
     assert Blobs(team.own).read_unit(old.address) == old
 
 
-def test_A5_a_node_has_a_poisoned_unit_removed_and_the_next_capture_heals_it(team: Team, tmp_path: Path) -> None:
+def test_22A5_a_node_has_a_poisoned_unit_removed_and_the_next_capture_heals_it(team: Team, tmp_path: Path) -> None:
     made = Made(Blobs(team.own))
     snapshot = made.simple("alpha")
     (address,) = snapshot.addresses()
@@ -135,7 +135,7 @@ def test_A5_a_node_has_a_poisoned_unit_removed_and_the_next_capture_heals_it(tea
     fetch(snapshot, team.store("agent"), tmp_path / "node")
 
 
-def test_A5_repair_believes_nobody(team: Team) -> None:
+def test_22A5_repair_believes_nobody(team: Team) -> None:
     unit = put_honest(team.own)
     other = poisoned(make_unit(b"y" * 40, "0" * 64, name="other"), team.own)
     team.own.put({f"units/{other.address}": encode(other)})
@@ -145,7 +145,7 @@ def test_A5_repair_believes_nobody(team: Team) -> None:
     assert repair(Blobs(team.store("member")), [unit.address]) == ()
 
 
-def test_A5_a_pack_that_rots_in_the_store_is_removed_when_its_unit_is_put_again(team: Team) -> None:
+def test_22A5_a_pack_that_rots_in_the_store_is_removed_when_its_unit_is_put_again(team: Team) -> None:
     unit = put_honest(team.own)
     pack = f"packs/{unit.packs[0]}"
     team.own.put({pack: b"z" * unit.blocks[0].length})
@@ -156,7 +156,7 @@ def test_A5_a_pack_that_rots_in_the_store_is_removed_when_its_unit_is_put_again(
 
 
 @pytest.mark.parametrize("kind", ["memory", "directory"])
-def test_A5_a_poisoned_unit_in_a_store_of_ones_own_is_found_by_its_content(tmp_path: Path, kind: str) -> None:
+def test_22A5_a_poisoned_unit_in_a_store_of_ones_own_is_found_by_its_content(tmp_path: Path, kind: str) -> None:
     store = MemoryStore() if kind == "memory" else DirectoryStore(tmp_path / "store")
     snapshot = Made(Blobs(store)).simple("alpha")
     (address,) = snapshot.addresses()
@@ -177,7 +177,7 @@ def large_unit(*, blocks: int = 3) -> tuple[Unit, dict[str, bytes]]:
     return unit, packs
 
 
-def test_A5_files_of_several_blocks_are_compared_to_their_end() -> None:
+def test_22A5_files_of_several_blocks_are_compared_to_their_end() -> None:
     unit, packs = large_unit()
     read: list[str] = []
 
@@ -196,7 +196,7 @@ def test_A5_files_of_several_blocks_are_compared_to_their_end() -> None:
         check_content(unit, lambda digest, length: b"no frame" * 100)
 
 
-def test_A5_blocks_that_jump_between_packs_are_not_read_again_and_again() -> None:
+def test_22A5_blocks_that_jump_between_packs_are_not_read_again_and_again() -> None:
     contents = [b"%03d" % number for number in range(60)]
     frames = [make_pack(content) for content in contents]
     store = MemoryStore()
@@ -221,7 +221,7 @@ def test_A5_blocks_that_jump_between_packs_are_not_read_again_and_again() -> Non
         check_content(jumping, lambda digest, length: store.get(f"packs/{digest}", 0, length))
 
 
-def test_A5_a_unit_is_verified_once_for_all_who_send_it() -> None:
+def test_22A5_a_unit_is_verified_once_for_all_who_send_it() -> None:
     unit, packs = large_unit()
     reads: list[str] = []
 
@@ -283,7 +283,7 @@ MEANINGS: dict[str, Callable[[Snapshot], Snapshot]] = {
 
 
 @pytest.mark.parametrize("meaning", MEANINGS)
-def test_A6_whatever_a_restore_acts_on_is_covered_by_the_address(meaning: str) -> None:
+def test_22A6_whatever_a_restore_acts_on_is_covered_by_the_address(meaning: str) -> None:
     snapshot = two_units(MemoryStore())
     other = MEANINGS[meaning](snapshot)
     assert snapshot_address(other) != snapshot.address
@@ -291,7 +291,7 @@ def test_A6_whatever_a_restore_acts_on_is_covered_by_the_address(meaning: str) -
         check_snapshot(other)
 
 
-def test_A6_a_member_cannot_put_another_meaning_under_an_address(team: Team) -> None:
+def test_22A6_a_member_cannot_put_another_meaning_under_an_address(team: Team) -> None:
     alice, mallory = team.store("member"), team.store("member")
     snapshot = two_units(alice)
     for other in MEANINGS.values():
@@ -301,7 +301,7 @@ def test_A6_a_member_cannot_put_another_meaning_under_an_address(team: Team) -> 
     assert Blobs(alice).read_snapshot(snapshot.address) == snapshot
 
 
-def test_A6_the_first_snapshot_of_an_address_stays_and_is_young_again(team: Team) -> None:
+def test_22A6_the_first_snapshot_of_an_address_stays_and_is_young_again(team: Team) -> None:
     alice, mallory = team.store("member"), team.store("member")
     snapshot = two_units(alice)
     Blobs(alice).write_snapshot(snapshot)
@@ -313,7 +313,7 @@ def test_A6_the_first_snapshot_of_an_address_stays_and_is_young_again(team: Team
     assert next(iter(team.own.list("snapshots"))).put_ns >= first.put_ns
 
 
-def test_A6_a_snapshot_that_was_altered_in_the_store_is_replaced(team: Team) -> None:
+def test_22A6_a_snapshot_that_was_altered_in_the_store_is_replaced(team: Team) -> None:
     snapshot = two_units(team.own)
     team.own.put({f"snapshots/{snapshot.address}": b"rotten"})
     Blobs(team.store("member")).write_snapshot(snapshot)
@@ -324,7 +324,7 @@ def version_1(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, version=1, address=snapshot_address_1(snapshot.interpreter, snapshot.roots))
 
 
-def test_A6_snapshots_of_version_1_stay_usable_and_the_first_of_them_stays(team: Team, tmp_path: Path) -> None:
+def test_22A6_snapshots_of_version_1_stay_usable_and_the_first_of_them_stays(team: Team, tmp_path: Path) -> None:
     old = version_1(Made(Blobs(team.own)).simple("alpha", "beta"))
     team.own.put({f"snapshots/{old.address}": encode(old)})
     assert "site-packages" in str(next(Path(fetch(old, team.store("agent"), tmp_path / "node")).rglob("alpha")))
@@ -333,7 +333,7 @@ def test_A6_snapshots_of_version_1_stay_usable_and_the_first_of_them_stays(team:
     assert Blobs(team.own).read_snapshot(old.address) == old
 
 
-def test_A6_a_snapshot_of_version_1_is_compared_with_its_units_when_it_comes_in(team: Team) -> None:
+def test_22A6_a_snapshot_of_version_1_is_compared_with_its_units_when_it_comes_in(team: Team) -> None:
     old = version_1(two_units(team.own))
     member = team.store("member")
     for meaning in ("order", "size", "files"):
@@ -343,7 +343,7 @@ def test_A6_a_snapshot_of_version_1_is_compared_with_its_units_when_it_comes_in(
     assert Blobs(team.own).read_snapshot(old.address) == old
 
 
-def test_A6_members_get_their_order_when_a_snapshot_is_made() -> None:
+def test_22A6_members_get_their_order_when_a_snapshot_is_made() -> None:
     snapshot = two_units(MemoryStore())
     again = make_snapshot(PYTHON, reordered(snapshot).roots, snapshot.facts)
     assert again == snapshot

@@ -72,7 +72,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 
 @pytest.mark.skipif(bool(CANNOT_MOUNT), reason=f"no mounts here: {CANNOT_MOUNT}")
-def test_A7_the_agent_has_a_mounted_environment_looked_at_every_ten_minutes(agent: Agent, tmp_path: Path) -> None:
+def test_22A7_the_agent_has_a_mounted_environment_looked_at_every_ten_minutes(agent: Agent, tmp_path: Path) -> None:
     snapshot = Made(Blobs(DirectoryStore(tmp_path / "store"))).simple("alpha")
     wanted = Wanted(snapshot=snapshot.address, store=str(tmp_path / "store"), mode="overlay")
     assert [agent.ask(wanted) for _ in range(3)] == [False, True, True]

@@ -250,7 +250,7 @@ def test_marks_are_reached_at_80_95_and_100_per_cent(use: int, reached: tuple[in
         (0, 4.0, 61.0, 76),  # a long grace is held in full
     ],
 )
-def test_D6_a_run_holds_what_its_like_would_still_use(
+def test_22D6_a_run_holds_what_its_like_would_still_use(
     used_s: int, longest_s: float | None, grace_s: float, seconds: int
 ) -> None:
     one = spender(used_s=used_s, grace_s=grace_s, longest_s=longest_s)
@@ -262,7 +262,7 @@ def test_D6_a_run_holds_what_its_like_would_still_use(
         assert held(waits, NOW).micros == seconds * 1_000_000, "its start may take long, and is not used time"
 
 
-def test_D6_a_stop_that_was_asked_keeps_its_grace_whatever_was_learned() -> None:
+def test_22D6_a_stop_that_was_asked_keeps_its_grace_whatever_was_learned() -> None:
     assert held(spender(used_s=9, longest_s=4.0, grace_s=30.0, stop_ns=NOW), NOW).micros == 45_000_000
 
 
@@ -277,13 +277,13 @@ def test_D6_a_stop_that_was_asked_keeps_its_grace_whatever_was_learned() -> None
         (100, 0, False, (80, 95, FULL)),
     ],
 )
-def test_D6_what_runs_hold_of_a_hard_budget_counts_for_a_warning(
+def test_22D6_what_runs_hold_of_a_hard_budget_counts_for_a_warning(
     use: int, hold: int, hard: bool, reached: tuple[int, ...]
 ) -> None:
     assert standing_at(100, use, hold, hard=hard).reached == reached
 
 
-def test_D6_a_budget_that_stops_runs_is_closed_and_not_at_100_per_cent() -> None:
+def test_22D6_a_budget_that_stops_runs_is_closed_and_not_at_100_per_cent() -> None:
     standing = judge(money(20), NOTHING, [spender("a", used_s=4), spender("b", used_s=4)], NOW)
     assert standing.stop == ("a", "b") and standing.reached == (80, 95, CLOSED)
     standing = judge(money(100), NOTHING, [spender("a", used_s=4), spender("b", used_s=4)], NOW)

@@ -223,7 +223,7 @@ def asks(directory: Path, spec: RunSpec) -> None:
     (directory / "spec.json").write_bytes(msgspec.json.encode({"spec": spec}))
 
 
-def test_D2_the_probe_of_a_node_sees_what_an_attempt_and_those_before_it_saved(tmp_path: Path) -> None:
+def test_22D2_the_probe_of_a_node_sees_what_an_attempt_and_those_before_it_saved(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "r" / "3"
     directory.mkdir(parents=True)
     saved = tmp_path / "checkpoints" / "r"
@@ -239,7 +239,7 @@ def test_D2_the_probe_of_a_node_sees_what_an_attempt_and_those_before_it_saved(t
     assert probe.newest() == 0  # nobody asks
 
 
-def test_D2_a_file_system_that_hangs_is_waited_for_a_bounded_time(tmp_path: Path) -> None:
+def test_22D2_a_file_system_that_hangs_is_waited_for_a_bounded_time(tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
     directory = tmp_path / "runs" / "r" / "1"

@@ -75,7 +75,7 @@ def test_two_dashes_before_the_arguments_are_for_sgpu(
     assert isinstance(seen[0].payload, Command) and seen[0].payload.argv == argv
 
 
-def test_D7_submit_takes_an_idle_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_22D7_submit_takes_an_idle_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RunSpec] = []
 
     class Launched:

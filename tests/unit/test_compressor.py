@@ -8,7 +8,7 @@ from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE, Co
 
 
 @pytest.mark.parametrize("level", [LEVEL_LOCAL, LEVEL_REMOTE])
-def test_C1_frames_are_the_same_whatever_was_compressed_before(level: int) -> None:
+def test_22C1_frames_are_the_same_whatever_was_compressed_before(level: int) -> None:
     compressor = Compressor(level)
     for content in (b"a" * 100_000, b"b", bytes(range(256)) * 5000, b"a" * 100_000):
         frame = compressor.compress(memoryview(content))

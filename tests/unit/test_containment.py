@@ -36,7 +36,7 @@ def sleeper(paths: tuple[Path, ...]) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_A11_all_that_is_left_is_killed_but_a_stem_may_leave(root: CgroupRoot) -> None:
+def test_22A11_all_that_is_left_is_killed_but_a_stem_may_leave(root: CgroupRoot) -> None:
     containment = Containment(root.make(ZYGOTE))
     stem, daemon = sleeper(containment.paths), sleeper(containment.paths)
     containment.note_stem_cgroups(own := root.make())
@@ -50,7 +50,7 @@ def test_A11_all_that_is_left_is_killed_but_a_stem_may_leave(root: CgroupRoot) -
     stem.wait()
 
 
-def test_A11_what_says_that_it_is_a_stem_and_never_leaves_is_killed(root: CgroupRoot) -> None:
+def test_22A11_what_says_that_it_is_a_stem_and_never_leaves_is_killed(root: CgroupRoot) -> None:
     containment = Containment(root.make(ZYGOTE))
     stem = sleeper(containment.paths)
     containment.note_stem(stem.pid)
@@ -60,7 +60,7 @@ def test_A11_what_says_that_it_is_a_stem_and_never_leaves_is_killed(root: Cgroup
     assert containment.end(2 * SECOND_NS)
 
 
-def test_A11_a_stem_without_cgroups_stays_and_is_spared(root: CgroupRoot) -> None:
+def test_22A11_a_stem_without_cgroups_stays_and_is_spared(root: CgroupRoot) -> None:
     containment = Containment(root.make(ZYGOTE))
     stem = sleeper(containment.paths)
     containment.note_stem_cgroups(())
@@ -71,7 +71,7 @@ def test_A11_a_stem_without_cgroups_stays_and_is_spared(root: CgroupRoot) -> Non
     assert containment.end(61 * SECOND_NS)
 
 
-def test_A11_without_cgroups_descendants_are_killed() -> None:
+def test_22A11_without_cgroups_descendants_are_killed() -> None:
     zygote = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert zygote.stdout is not None and zygote.stdout.readline()
     (daemon,) = map(int, Path(f"/proc/{zygote.pid}/task/{zygote.pid}/children").read_text().split())
@@ -83,7 +83,7 @@ def test_A11_without_cgroups_descendants_are_killed() -> None:
         zygote.kill()
 
 
-def test_A11_a_new_agent_kills_what_zygotes_of_one_that_is_gone_have_left(root: CgroupRoot) -> None:
+def test_22A11_a_new_agent_kills_what_zygotes_of_one_that_is_gone_have_left(root: CgroupRoot) -> None:
     paths = root.make(ZYGOTE)
     daemon = sleeper(paths)
     (running,) = {path.name for path in root.make()}

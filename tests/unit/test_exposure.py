@@ -101,7 +101,7 @@ def test_bytecode_that_was_written_to_is_thrown_away(made: Made, cache: Cache) -
     assert not restore(snapshot.address, made.blobs, cache, way=LINKS).mended
 
 
-def test_C2_a_change_through_links_is_found_where_another_tree_of_links_is_made(made: Made, cache: Cache) -> None:
+def test_22C2_a_change_through_links_is_found_where_another_tree_of_links_is_made(made: Made, cache: Cache) -> None:
     first = restore(made.simple("alpha").address, made.blobs, cache, way=LINKS)
     spoil(module(first.tree))
     other = restore(made.simple("alpha", "beta").address, made.blobs, cache, way=LINKS)
@@ -110,7 +110,7 @@ def test_C2_a_change_through_links_is_found_where_another_tree_of_links_is_made(
     assert not restore(made.simple("alpha", "gamma").address, made.blobs, cache, way=LINKS).mended
 
 
-def test_C2_no_tree_is_made_of_a_unit_that_is_written_to_again_and_again(
+def test_22C2_no_tree_is_made_of_a_unit_that_is_written_to_again_and_again(
     made: Made, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = restore(made.simple("alpha").address, made.blobs, cache, way=LINKS)

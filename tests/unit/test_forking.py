@@ -41,37 +41,37 @@ def run(body: str, count: int = 5) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [2, 2048, 5000])
-def test_C2_each_piece_is_done_once(count: int) -> None:
+def test_22C2_each_piece_is_done_once(count: int) -> None:
     said = run("return [number for number in numbers]", count)
     numbers = [int(number) for line in said for number in line.strip("[]").split(",") if number.strip()]
     assert len(said) == 2
     assert sorted(numbers) == list(range(count))
 
 
-def test_C2_two_processes_work() -> None:
+def test_22C2_two_processes_work() -> None:
     one, other = run("return [os.getpid()]")
     assert one != other
 
 
 @pytest.mark.parametrize("who", ["==", "!="])
-def test_C2_an_error_of_either_process_is_raised(who: str) -> None:
+def test_22C2_an_error_of_either_process_is_raised(who: str) -> None:
     body = f"if os.getpid() {who} us: raise FileExistsError(17, 'File exists', '/there')\n    return list(numbers)"
     assert run(body) == ["FileExistsError 17 /there [Errno 17] File exists: '/there'"]
 
 
-def test_C2_what_the_rules_refuse_in_the_fork_is_raised() -> None:
+def test_22C2_what_the_rules_refuse_in_the_fork_is_raised() -> None:
     body = "if os.getpid() != us: raise EnvironmentRejected('a file in one unit')\n    return list(numbers)"
     (said,) = run(body)
     assert said.startswith("EnvironmentRejected") and "a file in one unit" in said
 
 
-def test_C2_a_fork_that_is_killed_is_said() -> None:
+def test_22C2_a_fork_that_is_killed_is_said() -> None:
     body = "if os.getpid() != us: os.kill(os.getpid(), signal.SIGKILL)\n    return list(numbers)"
     (said,) = run(body)
     assert f"ended by signal {int(signal.SIGKILL)}" in said
 
 
-def test_C2_a_process_with_threads_does_all_of_it_itself() -> None:
+def test_22C2_a_process_with_threads_does_all_of_it_itself() -> None:
     stop = threading.Event()
     other = threading.Thread(target=stop.wait)
     other.start()

@@ -18,11 +18,11 @@ MAPS = """\
 """
 
 
-def test_C7_whole_ranges_of_private_memory_without_a_file(tmp_path: Path) -> None:
+def test_22C7_whole_ranges_of_private_memory_without_a_file(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_text(MAPS)
     assert huge_pages.ranges(str(maps)) == [0x200000, 0x7F0000200000]
 
 
-def test_C7_where_the_kernel_does_not_say_there_are_none(tmp_path: Path) -> None:
+def test_22C7_where_the_kernel_does_not_say_there_are_none(tmp_path: Path) -> None:
     assert huge_pages.ranges(str(tmp_path / "nothing")) == []

@@ -19,7 +19,7 @@ def program(path: Path, mode: int = 0o755) -> str:
     return str(path)
 
 
-def test_A11_this_interpreter_and_links_to_it_may_be_named(tmp_path: Path) -> None:
+def test_22A11_this_interpreter_and_links_to_it_may_be_named(tmp_path: Path) -> None:
     check_python(sys.executable)
     (tmp_path / "bin").mkdir(mode=0o755)
     for name in ("python", "python3.12", "python3.13t", "pypy3", "python3-dbg", "mine"):
@@ -27,7 +27,7 @@ def test_A11_this_interpreter_and_links_to_it_may_be_named(tmp_path: Path) -> No
         check_python(str(tmp_path / "bin" / name))
 
 
-def test_A11_what_is_no_python_of_a_trusted_place_is_refused(tmp_path: Path) -> None:
+def test_22A11_what_is_no_python_of_a_trusted_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     os.chmod(tmp_path / "open", 0o777)
     good = program(tmp_path / "shut" / "python")
@@ -60,7 +60,7 @@ def test_A11_what_is_no_python_of_a_trusted_place_is_refused(tmp_path: Path) -> 
         ("-Werror", "-Wignore::DeprecationWarning", "-X", "utf8", "-X", "dev", "-Xpycache_prefix=/tmp/x"),
     ],
 )
-def test_A11_options_that_change_how_it_behaves_are_taken(flags: tuple[str, ...]) -> None:
+def test_22A11_options_that_change_how_it_behaves_are_taken(flags: tuple[str, ...]) -> None:
     check_flags(flags)
 
 
@@ -82,6 +82,6 @@ def test_A11_options_that_change_how_it_behaves_are_taken(flags: tuple[str, ...]
         ("-B",) * (FLAGS_MAX + 1),
     ],
 )
-def test_A11_options_that_name_code_are_refused(flags: tuple[str, ...]) -> None:
+def test_22A11_options_that_name_code_are_refused(flags: tuple[str, ...]) -> None:
     with pytest.raises(InvalidValue, match=r"is not started with the option|takes at most"):
         check_flags(flags)

@@ -109,27 +109,51 @@ def ours(modules: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("--help",)])
-def test_B6_the_version_and_the_help_load_click_and_no_command(home: Path, arguments: Sequence[str]) -> None:
+def test_22B6_the_version_and_the_help_load_click_and_no_command(home: Path, arguments: Sequence[str]) -> None:
     modules = loaded_by(home, *arguments)
     assert ours(modules) - START == set()
     assert modules & (COSTLY | {"msgspec", "socket", "hashlib", "subprocess"}) == set()
 
 
-def test_B6_a_list_of_runs_loads_what_reads_directories_and_no_network(home: Path) -> None:
+def test_22B6_a_list_of_runs_loads_what_reads_directories_and_no_network(home: Path) -> None:
     modules = loaded_by(home, "runs")
     assert ours(modules) - LIST == set()
     assert modules & (COSTLY | {"subprocess", "ctypes"}) == set()
 
 
-def test_B6_a_list_of_runs_of_a_server_loads_the_connection_and_nothing_that_runs_anything(home: Path) -> None:
+def test_22B6_a_list_of_runs_of_a_server_loads_the_connection_and_nothing_that_runs_anything(home: Path) -> None:
     write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
     modules = loaded_by(home, "runs")
     assert ours(modules) - ASK == set()
     assert modules & {"asyncio", "cloudpickle", "httpx2", "multiprocessing", "sqlalchemy", "sqlite3"} == set()
 
 
+def cpu_s(home: Path, code: str) -> float:
+    """Return the CPU time of a program of Python; nothing of this package is loaded by its start-up."""
+    own = {name: text for name, text in os.environ.items() if not name.startswith("SERVERLESS_GPU")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**own, "SERVERLESS_GPU_HOME": str(home), "PYTHONPATH": str(SOURCE)},
+        stdout=subprocess.DEVNULL,
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize(("arguments", "ratio"), [(("--version",), 6.0), (("runs",), 14.0)])
+def test_22B6_a_command_takes_no_more_than_a_few_times_the_cpu_of_an_empty_program(
+    home: Path, arguments: Sequence[str], ratio: float
+) -> None:
+    """The least of ten turns: what others do on this machine adds to each, and to the empty program as well."""
+    command = f"import sys\nfrom serverless_gpu.cli import main\nsys.argv = ['sgpu', *{list(arguments)!r}]\nmain()"
+    turns = [(cpu_s(home, "pass"), cpu_s(home, command)) for _ in range(10)]
+    assert min(ours for _, ours in turns) <= ratio * min(nothing for nothing, _ in turns), turns
+
+
 @pytest.mark.parametrize("name", sorted(program.COMMANDS))
-def test_B6_the_table_of_commands_says_what_the_commands_say(name: str) -> None:
+def test_22B6_the_table_of_commands_says_what_the_commands_say(name: str) -> None:
     context = click.Context(program.sgpu)
     command = program.sgpu.get_command(context, name)
     assert command is not None and command.name == name
@@ -137,5 +161,5 @@ def test_B6_the_table_of_commands_says_what_the_commands_say(name: str) -> None:
     assert summary.get_short_help_str(200) == command.get_short_help_str(200)
 
 
-def test_B6_a_command_that_is_not_in_the_table_is_not_there() -> None:
+def test_22B6_a_command_that_is_not_in_the_table_is_not_there() -> None:
     assert program.sgpu.get_command(click.Context(program.sgpu), "start") is None

@@ -70,7 +70,7 @@ def test_one_that_dies_while_it_waits_has_returned_all_the_same() -> None:
 @pytest.mark.parametrize(
     "gone", [tuple(RankExited(rank=rank, signal=None) for rank in RANKS), (StemLost(detail="gone"),)]
 )
-def test_C8_a_node_whose_ranks_have_returned_and_exited_waits_for_no_other_node(gone: tuple[Event, ...]) -> None:
+def test_22C8_a_node_whose_ranks_have_returned_and_exited_waits_for_no_other_node(gone: tuple[Event, ...]) -> None:
     """Nothing of the attempt is left there to use its devices."""
     attempt, done = _play(*RETURNED, *gone[:-1])
     assert (attempt.state, attempt.phase) == (State.RUNNING, Phase.RETURNED)

@@ -52,7 +52,7 @@ def test_files_are_linked_and_directories_of_units_are_merged(tmp_path: Path) ->
     assert (tree / "a/b/x").samefile(one / "a/b/x")
 
 
-def test_C2_directories_get_their_mode_and_their_times_are_returned(tmp_path: Path) -> None:
+def test_22C2_directories_get_their_mode_and_their_times_are_returned(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one", a__b__x="1", c__y="1"), write(tmp_path / "two", a__z="2")
     tree = tree_of(tmp_path)
     linked = fill(tree, [Source(part(files={"g/made": b""}), [one, two])], read_only=True)
@@ -63,7 +63,7 @@ def test_C2_directories_get_their_mode_and_their_times_are_returned(tmp_path: Pa
     assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o555}
 
 
-def test_C2_a_part_within_another_part_is_merged_with_what_lies_there(tmp_path: Path) -> None:
+def test_22C2_a_part_within_another_part_is_merged_with_what_lies_there(tmp_path: Path) -> None:
     outer = write(tmp_path / "outer", lib__same="outer", lib__d__one="outer")
     inner = write(tmp_path / "inner", same="inner", d__two="inner")
     tree = tree_of(tmp_path)

@@ -8,7 +8,7 @@ from serverless_gpu.node.uplink.news import BEGUN_S, RECEIPT_S, SOON_S, News
 from serverless_gpu.testing import FakeClock
 
 
-def test_C9_that_user_code_began_goes_with_the_ending_of_a_short_run() -> None:
+def test_22C9_that_user_code_began_goes_with_the_ending_of_a_short_run() -> None:
     clock = FakeClock()
     news = News(clock)
     news.learn(BEGUN_S, begun=True, state=State.RUNNING)
@@ -20,7 +20,7 @@ def test_C9_that_user_code_began_goes_with_the_ending_of_a_short_run() -> None:
     assert not news.wait(0), "both are told"
 
 
-def test_C9_that_user_code_began_is_told_of_a_run_that_goes_on() -> None:
+def test_22C9_that_user_code_began_is_told_of_a_run_that_goes_on() -> None:
     clock = FakeClock()
     news = News(clock)
     news.learn(BEGUN_S, begun=True, state=State.RUNNING)

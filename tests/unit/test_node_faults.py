@@ -92,7 +92,7 @@ def test_only_what_is_new_is_read_and_half_a_line_waits(tmp_path: Path) -> None:
         ("", False),
     ],
 )
-def test_A10_a_record_that_a_process_wrote_is_not_the_kernels(
+def test_22A10_a_record_that_a_process_wrote_is_not_the_kernels(
     tmp_path: Path, gpus: FakeGpus, prefix: str, is_kernels: bool
 ) -> None:
     path = tmp_path / kernel_log.FAKE_FILE
@@ -103,7 +103,7 @@ def test_A10_a_record_that_a_process_wrote_is_not_the_kernels(
     log.close()
 
 
-def test_A10_what_is_written_to_dev_kmsg_is_no_fault(tmp_path: Path) -> None:
+def test_22A10_what_is_written_to_dev_kmsg_is_no_fault(tmp_path: Path) -> None:
     log = KernelLog(kernel_log.KERNEL, FakeClock())
     if log.problem or not os.access(kernel_log.KERNEL, os.W_OK):
         pytest.skip(f"{kernel_log.KERNEL} cannot be written here")

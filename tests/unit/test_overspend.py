@@ -275,7 +275,7 @@ def test_nothing_is_overspent_while_server_and_nodes_talk(seed: int) -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**32))
-def test_D6_only_runs_that_take_longer_than_their_like_overspend_by_their_grace(seed: int) -> None:
+def test_22D6_only_runs_that_take_longer_than_their_like_overspend_by_their_grace(seed: int) -> None:
     world = World(seed, cuts=False, learned=True)
     for _ in range(250):
         world.tick()

@@ -33,14 +33,16 @@ def at(text: str) -> int:
         (Period.MONTH, "2026-03-10T00:00", "2026-02-28T23:00", "2026-03-31T22:00", 743),
     ],
 )
-def test_D6_periods_are_of_the_budgets_time_zone(period: Period, moment: str, start: str, end: str, hours: int) -> None:
+def test_22D6_periods_are_of_the_budgets_time_zone(
+    period: Period, moment: str, start: str, end: str, hours: int
+) -> None:
     found = window(period, at(moment), BERLIN)
     assert (found.start_ns, found.end_ns) == (at(start), at(end))
     assert found.end_ns - found.start_ns == hours * HOUR_NS
 
 
 @given(st.sampled_from(Period), st.sampled_from(ZONES), st.integers(0, 60 * 366 * DAY_NS))
-def test_D6_windows_of_every_zone_follow_each_other_without_a_gap(
+def test_22D6_windows_of_every_zone_follow_each_other_without_a_gap(
     period: Period, zone: datetime.tzinfo, moment: int
 ) -> None:
     found = window(period, moment, zone)
@@ -50,7 +52,7 @@ def test_D6_windows_of_every_zone_follow_each_other_without_a_gap(
     assert found.start_ns // DAY_NS in found.days and (found.end_ns - 1) // DAY_NS in found.days
 
 
-def test_D6_a_day_whose_midnight_is_left_out_begins_with_its_first_moment() -> None:
+def test_22D6_a_day_whose_midnight_is_left_out_begins_with_its_first_moment() -> None:
     """Clocks in Brazil went from 23:59:59 to 01:00 on 2018-11-04."""
     zone = ZoneInfo("America/Sao_Paulo")
     day = local_day(at("2018-11-04T12:00"), zone)
@@ -64,7 +66,7 @@ def test_D6_a_day_whose_midnight_is_left_out_begins_with_its_first_moment() -> N
     before_ms=st.integers(0, 3_600_000),
     cuts=st.lists(st.integers(-10, 100_000_000), min_size=2, max_size=5).map(sorted),
 )
-def test_D6_parts_of_a_charge_add_up_to_it(
+def test_22D6_parts_of_a_charge_add_up_to_it(
     amount: int, gpus: int, took_ms: int, before_ms: int, cuts: list[int]
 ) -> None:
     start, end = 0, (before_ms + took_ms) * 1_000_000
@@ -77,6 +79,6 @@ def test_D6_parts_of_a_charge_add_up_to_it(
         assert part_until(amount, took_ms * gpus, gpus, start, end, before_ms * 1_000_000) == 0, "it began after that"
 
 
-def test_D6_a_zone_that_is_not_there_any_more_is_utc() -> None:
+def test_22D6_a_zone_that_is_not_there_any_more_is_utc() -> None:
     budget = Budget(scope=Scope(kind="everything"), period=Period.DAY, limit_micros=1, time_zone="Mars/Olympus")
     assert budget.zone is datetime.UTC

@@ -328,12 +328,12 @@ def test_what_travels_has_every_field_of_a_policy() -> None:
         (("must",), "free", "free"),
     ],
 )
-def test_D3_a_mandatory_policy_is_none_to_choose(own: tuple[str, ...], named: str | None, chosen: str) -> None:
+def test_22D3_a_mandatory_policy_is_none_to_choose(own: tuple[str, ...], named: str | None, chosen: str) -> None:
     attached = Attached(own=own)
     assert choose(attached, who="al", named=named, is_free=named == "free", mandatory={"must", "must-2"}) == chosen
 
 
-def test_D3_who_has_two_to_choose_from_says_which_and_cannot_name_a_mandatory_one_instead() -> None:
+def test_22D3_who_has_two_to_choose_from_says_which_and_cannot_name_a_mandatory_one_instead() -> None:
     for named in (None, "must"):
         with pytest.raises(PolicyViolation, match="2 usage policies") as caught:
             choose(Attached(own=("a", "b", "must")), who="al", named=named, mandatory={"must"})
@@ -346,7 +346,7 @@ def under(asked: RunSpec, *said: UsagePolicy, **given: Any) -> RunSpec:
 
 
 @given(first=policies(), second=policies(), asked=specs(), present=st.sets(st.sampled_from(TYPES)))
-def test_D3_what_is_within_several_policies_is_within_each_and_no_limit_is_larger(
+def test_22D3_what_is_within_several_policies_is_within_each_and_no_limit_is_larger(
     first: UsagePolicy, second: UsagePolicy, asked: RunSpec, present: set[str]
 ) -> None:
     try:
@@ -368,7 +368,7 @@ def test_D3_what_is_within_several_policies_is_within_each_and_no_limit_is_large
 
 
 @given(first=policies(), second=policies(), asked=specs())
-def test_D3_a_second_policy_lets_nothing_through_that_the_first_refuses(
+def test_22D3_a_second_policy_lets_nothing_through_that_the_first_refuses(
     first: UsagePolicy, second: UsagePolicy, asked: RunSpec
 ) -> None:
     second = msgspec.structs.replace(second, default_tags={}, gpu_types=(), pool="", pools=(), priorities=())
@@ -420,7 +420,7 @@ def test_D3_a_second_policy_lets_nothing_through_that_the_first_refuses(
         ),
     ],
 )
-def test_D3_a_refusal_names_the_policy(
+def test_22D3_a_refusal_names_the_policy(
     first: dict[str, Any], second: dict[str, Any], asked: dict[str, Any], says: str, hint: str
 ) -> None:
     with pytest.raises(PolicyViolation) as caught:
@@ -440,7 +440,7 @@ def test_D3_a_refusal_names_the_policy(
         ({"priorities": (NORMAL, BEST_EFFORT)}, {"priorities": (BEST_EFFORT,)}, {}, {"priority": BEST_EFFORT}),
     ],
 )
-def test_D3_the_strictest_rule_of_all_holds(
+def test_22D3_the_strictest_rule_of_all_holds(
     first: dict[str, Any], second: dict[str, Any], asked: dict[str, Any], got: dict[str, Any]
 ) -> None:
     found = under(spec(**asked), UsagePolicy(**first), UsagePolicy(**second))
@@ -456,7 +456,7 @@ def test_D3_the_strictest_rule_of_all_holds(
         (("H100", "A10"), ("A10",), None, "A10"),
     ],
 )
-def test_D3_a_run_gets_a_type_that_all_accept(
+def test_22D3_a_run_gets_a_type_that_all_accept(
     first: tuple[str, ...], second: tuple[str, ...], asked: str | None, got: str
 ) -> None:
     both = UsagePolicy(gpu_types=first), UsagePolicy(gpu_types=second)
@@ -478,7 +478,7 @@ def test_D3_a_run_gets_a_type_that_all_accept(
         ([NamedPolicy("a", UsagePolicy()), NamedPolicy("b", UsagePolicy(priorities=tuple(Priority)))], True),
     ],
 )
-def test_D4_critical_is_for_whom_a_role_or_an_attached_policy_grants_it(
+def test_22D4_critical_is_for_whom_a_role_or_an_attached_policy_grants_it(
     said: list[NamedPolicy], grants: bool, asked: Priority, by_role: bool
 ) -> None:
     if asked is not CRITICAL or grants or by_role:
@@ -489,7 +489,7 @@ def test_D4_critical_is_for_whom_a_role_or_an_attached_policy_grants_it(
     assert "priority='NORMAL' or 'BEST_EFFORT'" in caught.value.hint
 
 
-def test_D4_a_mandatory_policy_without_critical_takes_it_from_everybody() -> None:
+def test_22D4_a_mandatory_policy_without_critical_takes_it_from_everybody() -> None:
     said = [
         NamedPolicy("a", UsagePolicy(priorities=tuple(Priority))),
         NamedPolicy("b", UsagePolicy(priorities=(NORMAL,), mandatory=True)),

@@ -390,12 +390,12 @@ RESUMING = changed(QUEUED, may_resume=True, goes_on_at_limit=True)
 
 @pytest.mark.parametrize("ended", [AT_LIMIT, LOST_AGAIN, Ended(Reason.SUPERVISOR_LOST, began=True)], ids=str)
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
-def test_D2_attempts_in_a_row_that_saved_nothing_new_end_the_run(ended: Event, most: int) -> None:
+def test_22D2_attempts_in_a_row_that_saved_nothing_new_end_the_run(ended: Event, most: int) -> None:
     after = lived(changed(RESUMING, unsaved_max=most), [(ended, False)] * 100)
     assert (after.state, after.reason, after.fence) == (State.FAILED, Reason.NO_PROGRESS, most)
 
 
-def test_D2_only_attempts_in_a_row_count_that_nobody_stopped_and_that_saved_nothing() -> None:
+def test_22D2_only_attempts_in_a_row_count_that_nobody_stopped_and_that_saved_nothing() -> None:
     one: list[tuple[Event, bool]] = list(itertools.product([AT_LIMIT, LOST_AGAIN, MADE_ROOM], [True, False]))
     for attempts in itertools.product(one, repeat=4):
         after = lived(changed(RESUMING, unsaved_max=2), list(attempts))
@@ -406,7 +406,7 @@ def test_D2_only_attempts_in_a_row_count_that_nobody_stopped_and_that_saved_noth
         assert (after.reason is Reason.NO_PROGRESS) == is_over, attempts
 
 
-def test_D2_what_a_lost_attempt_had_saved_is_heard_from_the_next_one() -> None:
+def test_22D2_what_a_lost_attempt_had_saved_is_heard_from_the_next_one() -> None:
     after = lived(RESUMING, [(LOST_AGAIN, False)] * 2)
     assert (after.state, after.unsaved) == (State.QUEUED, 2)
     heard = changed(after, saved=2, unsaved=0)  # `runs.note_saved`, from a report of the third
@@ -423,7 +423,7 @@ def test_D2_what_a_lost_attempt_had_saved_is_heard_from_the_next_one() -> None:
     ],
     ids=str,
 )
-def test_D2_a_policy_bounds_attempts_whatever_the_next_one_would_be_for(given: dict[str, Any], ended: Ended) -> None:
+def test_22D2_a_policy_bounds_attempts_whatever_the_next_one_would_be_for(given: dict[str, Any], ended: Ended) -> None:
     run = changed(QUEUED, attempts_max=4, unsaved_max=99, **given)
     after = lived(run, [(ended, False)] * 9)
     assert (after.fence, after.reason, after.state in TERMINAL) == (4, over_because(ended), True)

@@ -81,7 +81,7 @@ def replaced(file: Path) -> None:
 
 @pytest.mark.parametrize("when", [later, rebooted])
 @pytest.mark.parametrize("change", [altered, replaced])
-def test_A7_a_file_that_keeps_its_size_and_time_is_found_and_fetched_again(
+def test_22A7_a_file_that_keeps_its_size_and_time_is_found_and_fetched_again(
     node: Node, when: Callable[[Node], None], change: Callable[[Path], None]
 ) -> None:
     snapshot = node.snapshot()
@@ -99,7 +99,7 @@ def test_A7_a_file_that_keeps_its_size_and_time_is_found_and_fetched_again(
     assert node.restore(snapshot).mended == "", "told once"
 
 
-def test_A7_a_directory_that_was_made_before_the_unit_came_is_found(node: Node, tmp_path: Path) -> None:
+def test_22A7_a_directory_that_was_made_before_the_unit_came_is_found(node: Node, tmp_path: Path) -> None:
     planted = tmp_path / "planted"
     planted.mkdir()
     (planted / "more.py").write_text("x = 2\n")
@@ -116,7 +116,7 @@ def test_A7_a_directory_that_was_made_before_the_unit_came_is_found(node: Node, 
     assert (sub / "more.py").read_text() == "x = 1\n"
 
 
-def test_A7_bytecode_that_was_written_to_or_planted_is_thrown_away_and_compiled_again(node: Node) -> None:
+def test_22A7_bytecode_that_was_written_to_or_planted_is_thrown_away_and_compiled_again(node: Node) -> None:
     snapshot = node.snapshot()
     node.restore(snapshot)
     compile_rest(snapshot.address, node.cache)
@@ -131,7 +131,7 @@ def test_A7_bytecode_that_was_written_to_or_planted_is_thrown_away_and_compiled_
     assert not list(unit.rglob("planted*"))
 
 
-def test_A7_what_describes_a_unit_is_part_of_its_seal(node: Node) -> None:
+def test_22A7_what_describes_a_unit_is_part_of_its_seal(node: Node) -> None:
     snapshot = node.snapshot()
     node.restore(snapshot)
     outline = node.unit(snapshot) / "outline"
@@ -143,7 +143,7 @@ def test_A7_what_describes_a_unit_is_part_of_its_seal(node: Node) -> None:
     assert outline.read_bytes() == good
 
 
-def test_A7_units_are_looked_at_once_in_a_while_and_not_at_each_start(
+def test_22A7_units_are_looked_at_once_in_a_while_and_not_at_each_start(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[Path] = []
@@ -169,7 +169,7 @@ def test_A7_units_are_looked_at_once_in_a_while_and_not_at_each_start(
     assert len(swept) == 4
 
 
-def test_A7_a_unit_of_an_earlier_version_is_read_once_and_is_no_alarm(
+def test_22A7_a_unit_of_an_earlier_version_is_read_once_and_is_no_alarm(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = node.snapshot()
@@ -198,7 +198,7 @@ def test_A7_a_unit_of_an_earlier_version_is_read_once_and_is_no_alarm(
     assert "holds other bytes" in node.restore(snapshot).mended
 
 
-def test_A7_links_bytecode_and_metadata_of_ours_are_no_change(node: Node) -> None:
+def test_22A7_links_bytecode_and_metadata_of_ours_are_no_change(node: Node) -> None:
     snapshot = node.snapshot()
     for way in (OVERLAY, LINKS, OVERLAY):
         node.restore(snapshot, way)
@@ -210,7 +210,7 @@ def test_A7_links_bytecode_and_metadata_of_ours_are_no_change(node: Node) -> Non
     assert (restored.mended, restored.units_fetched) == ("", 0)
 
 
-def test_A7_a_name_that_is_not_utf_8_is_a_change(node: Node) -> None:
+def test_22A7_a_name_that_is_not_utf_8_is_a_change(node: Node) -> None:
     snapshot = node.snapshot()
     node.restore(snapshot)
     unit = node.unit(snapshot)
@@ -219,7 +219,7 @@ def test_A7_a_name_that_is_not_utf_8_is_a_change(node: Node) -> None:
     assert "does not belong there" in node.restore(snapshot).mended
 
 
-def test_A7_a_forged_stamp_of_another_boot_is_not_believed(node: Node) -> None:
+def test_22A7_a_forged_stamp_of_another_boot_is_not_believed(node: Node) -> None:
     snapshot = node.snapshot()
     node.restore(snapshot)
     compile_rest(snapshot.address, node.cache)

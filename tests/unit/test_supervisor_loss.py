@@ -34,7 +34,7 @@ KILLED = (Reason.SUPERVISOR_KILLED, "")
         (LossEvidence(boot_id="a", boot_id_now=UNKNOWN_BOOT), Reason.SUPERVISOR_KILLED),
     ],
 )
-def test_A8_only_another_boot_that_is_known_is_evidence(evidence: LossEvidence, reason: Reason) -> None:
+def test_22A8_only_another_boot_that_is_known_is_evidence(evidence: LossEvidence, reason: Reason) -> None:
     assert judge_loss(evidence)[0] is reason
 
 
@@ -56,7 +56,7 @@ def test_A8_only_another_boot_that_is_known_is_evidence(evidence: LossEvidence, 
         ("", True, Reason.SUPERVISOR_KILLED),
     ],
 )
-def test_A8_only_what_the_run_cannot_bring_about_is_evidence(line: str, limited: bool, reason: Reason) -> None:
+def test_22A8_only_what_the_run_cannot_bring_about_is_evidence(line: str, limited: bool, reason: Reason) -> None:
     evidence = LossEvidence(boot_id="a", boot_id_now="a", pid=PID, is_memory_limited=limited, kernel_lines=(line,))
     assert judge_loss(evidence)[0] is reason
     without = msgspec.structs.replace(evidence, pid=None)
@@ -69,7 +69,7 @@ def test_A8_only_what_the_run_cannot_bring_about_is_evidence(line: str, limited:
     limited=st.booleans(),
     lines=st.lists(st.text(max_size=80)).map(tuple),
 )
-def test_A8_nothing_else_makes_a_lost_supervisor_free(
+def test_22A8_nothing_else_makes_a_lost_supervisor_free(
     boots: tuple[str, str], pid: int | None, limited: bool, lines: tuple[str, ...]
 ) -> None:
     evidence = LossEvidence(
@@ -80,7 +80,7 @@ def test_A8_nothing_else_makes_a_lost_supervisor_free(
     assert (reason is Reason.SUPERVISOR_LOST) is (set(boots) == {"a", "b"})
 
 
-def test_A8_both_reasons_are_the_same_but_for_who_pays() -> None:
+def test_22A8_both_reasons_are_the_same_but_for_who_pays() -> None:
     killed, lost = MEANINGS[Reason.SUPERVISOR_KILLED], MEANINGS[Reason.SUPERVISOR_LOST]
     assert (killed.state, killed.may_retry) == (lost.state, lost.may_retry) == (State.LOST, False)
     assert killed.is_billed and not lost.is_billed
@@ -117,7 +117,7 @@ LOST = Lost(run_id="r", fence=1, gpu_type="H100", world_size=2)
 
 
 @pytest.mark.parametrize(("seen_s", "tail"), [*itertools.product((None, 0.5, 10.0), ("", '{"attempt":"r:1","se'))])
-def test_A8_time_is_counted_to_the_last_sign_of_life(tmp_path: Path, seen_s: float | None, tail: str) -> None:
+def test_22A8_time_is_counted_to_the_last_sign_of_life(tmp_path: Path, seen_s: float | None, tail: str) -> None:
     clock, directory = FakeClock(), tmp_path / "r" / "1"
     clock.advance(1000)
     write_facts(directory, clock, *BEGUN, tail=tail)
@@ -136,7 +136,7 @@ def test_A8_time_is_counted_to_the_last_sign_of_life(tmp_path: Path, seen_s: flo
     assert (directory / "facts.jsonl").read_bytes() == again and read_receipt(directory) == receipt
 
 
-def test_A8_time_before_a_restart_is_counted_and_not_billed(tmp_path: Path) -> None:
+def test_22A8_time_before_a_restart_is_counted_and_not_billed(tmp_path: Path) -> None:
     clock, directory = FakeClock(), tmp_path / "r" / "1"
     clock.advance(1000)
     write_facts(directory, clock, *BEGUN, FactKind.ALIVE, boot_id="before")
@@ -149,7 +149,7 @@ def test_A8_time_before_a_restart_is_counted_and_not_billed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kinds", [(FactKind.RESERVED,), (*BEGUN, FactKind.EXITED), (*BEGUN, FactKind.FREED)])
-def test_A8_no_sign_of_life_is_added_where_nothing_is_used(tmp_path: Path, kinds: tuple[FactKind, ...]) -> None:
+def test_22A8_no_sign_of_life_is_added_where_nothing_is_used(tmp_path: Path, kinds: tuple[FactKind, ...]) -> None:
     clock, directory = FakeClock(), tmp_path / "r" / "1"
     clock.advance(1000)
     write_facts(directory, clock, *kinds)

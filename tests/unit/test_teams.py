@@ -20,7 +20,7 @@ from serverless_gpu.model.teams import share_team, teams_charged
         ("search", (), ("search",), "search"),
     ],
 )
-def test_A9_a_run_without_a_team_counts_for_all_teams_of_its_owner(
+def test_22A9_a_run_without_a_team_counts_for_all_teams_of_its_owner(
     team: str, member_of: tuple[str, ...], charged: tuple[str, ...], share: str
 ) -> None:
     assert teams_charged(team, member_of) == charged and share_team(team, member_of) == share
@@ -29,7 +29,7 @@ def test_A9_a_run_without_a_team_counts_for_all_teams_of_its_owner(
 
 
 @given(team=st.sampled_from(["", "a", "b"]), member_of=st.lists(st.sampled_from(["a", "b", "c"])).map(tuple))
-def test_A9_leaving_the_team_out_escapes_no_budget_and_no_share(team: str, member_of: tuple[str, ...]) -> None:
+def test_22A9_leaving_the_team_out_escapes_no_budget_and_no_share(team: str, member_of: tuple[str, ...]) -> None:
     without = teams_charged("", member_of)
     assert set(without) >= set(teams_charged(team, member_of)) if team in member_of else True
     assert (share_team("", member_of) in member_of) is bool(member_of)

@@ -50,13 +50,13 @@ def test_a_line_of_the_kernels_log_is_read(line: str, said: Said | None) -> None
         ("NVRM: Xid (PCI:0000:17:00): 13, Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Illegal Instruction", 13),
     ],
 )
-def test_A10_lines_of_real_drivers_are_still_read(line: str, number: int) -> None:
+def test_22A10_lines_of_real_drivers_are_still_read(line: str, number: int) -> None:
     said = xid.read(line)
     assert said is not None and (said.pci, said.number) == ("0000:17:00", number)
 
 
 @given(st.text(min_size=1))
-def test_A10_an_xid_inside_another_message_is_none(before: str) -> None:
+def test_22A10_an_xid_inside_another_message_is_none(before: str) -> None:
     assert xid.read(f"{before}NVRM: Xid (PCI:0000:17:00): 79, GPU has fallen off the bus.") is None
 
 

@@ -53,7 +53,7 @@ def test_libraries_that_cannot_be_listed_are_not_known_to_be_none(tmp_path: Path
     assert _libraries(str(maps)) == ["/view/lib/libcudart.so.12"]
 
 
-def test_A2_owners_have_different_keys_in_restored_environments_too() -> None:
+def test_22A2_owners_have_different_keys_in_restored_environments_too() -> None:
     key = Key("/usr/bin/python3", (), (), "a" * 64, owner="alice of sgpu+http://one")
     for owner in ("bob of sgpu+http://one", "alice of sgpu+http://two", ""):
         other = msgspec.structs.replace(key, owner=owner)

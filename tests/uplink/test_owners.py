@@ -61,7 +61,7 @@ def write_into_zygotes(path: str) -> None:
     os.rename(f"{path}.new", path)
 
 
-def test_A2_a_rank_cannot_write_the_memory_of_any_zygote(node: Node, tmp_path: Path) -> None:
+def test_22A2_a_rank_cannot_write_the_memory_of_any_zygote(node: Node, tmp_path: Path) -> None:
     node.run(len, "bob", owner="bob").settled()
     node.run(len, "alice", owner="alice").settled()
     mine = zygotes(node.home.root)
@@ -72,7 +72,7 @@ def test_A2_a_rank_cannot_write_the_memory_of_any_zygote(node: Node, tmp_path: P
     assert {seen[str(pid)] for pid in mine.values()} == {"PermissionError"}
 
 
-def test_A2_owners_share_no_zygote(node: Node) -> None:
+def test_22A2_owners_share_no_zygote(node: Node) -> None:
     node.run(len, "a", owner="bob").settled()
     zygotes(node.home.root)
     assert warm_and_why(node.run(len, "a", owner="bob")) == (True, "")
@@ -83,7 +83,7 @@ def test_A2_owners_share_no_zygote(node: Node) -> None:
     assert warm_and_why(node.run(len, "a", owner="bob")) == (True, "")
 
 
-def test_A2_a_run_of_nobody_in_particular_shares_no_zygote(node: Node) -> None:
+def test_22A2_a_run_of_nobody_in_particular_shares_no_zygote(node: Node) -> None:
     for _ in range(2):
         warm, why = warm_and_why(node.run(len, "a"))
         assert not warm and why.startswith("the server did not say whose run it is")
@@ -97,7 +97,7 @@ def call_here() -> None:
     distributed(gpus=1, quiet=True)(len).submit("a").cancel()
 
 
-def test_A2_a_call_from_inside_a_run_is_that_owners(node: Node) -> None:
+def test_22A2_a_call_from_inside_a_run_is_that_owners(node: Node) -> None:
     attempt = node.run(call_here, owner="alice").settled()
     assert attempt.reason is Reason.COMPLETED
     status = agent_status(node.home.root)
@@ -126,7 +126,7 @@ def poor(server: AgentServer) -> Iterator[Node]:
     yield Node(server)
 
 
-def test_A2_where_stems_get_no_user_namespace_runs_start_cold_and_say_why(poor: Node) -> None:
+def test_22A2_where_stems_get_no_user_namespace_runs_start_cold_and_say_why(poor: Node) -> None:
     poor.run(len, "a", owner="bob").settled()
     for owner in ("alice", "bob"):
         warm, why = warm_and_why(poor.run(len, "a", owner=owner))
@@ -135,7 +135,7 @@ def test_A2_where_stems_get_no_user_namespace_runs_start_cold_and_say_why(poor: 
     assert status is not None and {each.state for each in status.zygotes} <= {"cold", "starting"}
 
 
-def test_A11_an_interpreter_is_no_other_program_and_has_no_code_among_its_options(node: Node, tmp_path: Path) -> None:
+def test_22A11_an_interpreter_is_no_other_program_and_has_no_code_among_its_options(node: Node, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     shell = tmp_path / "python3"
     shell.write_text(f"#!/bin/sh\ntouch {marker}\n")

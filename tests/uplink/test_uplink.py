@@ -53,7 +53,7 @@ def large(size: int) -> bytes:
     return b"x" * size
 
 
-def test_C9_orders_that_come_together_are_acknowledged_together(node: Node) -> None:
+def test_22C9_orders_that_come_together_are_acknowledged_together(node: Node) -> None:
     numbers = range(1, 51)
     for seq in numbers:
         node.server.send(Stop(seq=seq, run_id="of-nobody", fence=1, reason=StopReason.CANCEL))

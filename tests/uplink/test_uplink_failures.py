@@ -412,7 +412,7 @@ def test_F40_output_arrives_whole_once_there_is_room(node: Node, where: str) -> 
 # --- the other processes of the node ----------------------------------------------------------------------------------
 
 
-def test_A8_a_killed_supervisor_is_billed_and_an_ending_once_its_ranks_are_gone(node: Node, where: str) -> None:
+def test_22A8_a_killed_supervisor_is_billed_and_an_ending_once_its_ranks_are_gone(node: Node, where: str) -> None:
     attempt = node.run(stay, where, ranks=2).running()
     ranks = [announced(Path(where), f"rank{number}")[0] for number in range(2)]
     supervisor(node.home.root, attempt.start.run_id).kill()

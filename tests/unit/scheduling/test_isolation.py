@@ -24,7 +24,7 @@ def second(run_id: str, gpus: int = 1, **options: object) -> Wanted:
     return msgspec.structs.replace(wanted(run_id, gpus), owner="bob", second_principal=True, **options)
 
 
-def test_A1_a_second_principal_waits_for_isolation_and_the_first_does_not() -> None:
+def test_22A1_a_second_principal_waits_for_isolation_and_the_first_does_not() -> None:
     made = planner([of("default", "n1", H100=2)], [second("r1", 1), wanted("r2", 1)])
     made.apply([PoolSeen(CLOSED)])
     assert [one.run_id for one in made.decide(1000).placements] == ["r2"]
@@ -36,7 +36,7 @@ def test_A1_a_second_principal_waits_for_isolation_and_the_first_does_not() -> N
     assert estimate.wait is not None and estimate.wait.reason is WaitReason.ISOLATION
 
 
-def test_A1_it_starts_once_that_is_accepted_and_what_runs_goes_on_when_it_is_taken_back() -> None:
+def test_22A1_it_starts_once_that_is_accepted_and_what_runs_goes_on_when_it_is_taken_back() -> None:
     made = planner([of("default", "n1", H100=2)], [second("r1", 1)])
     made.apply([PoolSeen(CLOSED)])
     assert made.decide(1000).placements == ()
@@ -47,7 +47,7 @@ def test_A1_it_starts_once_that_is_accepted_and_what_runs_goes_on_when_it_is_tak
     assert (decision.placements, decision.preemptions) == ((), ())
 
 
-def test_A1_an_open_pool_is_used_and_the_closed_one_is_not() -> None:
+def test_22A1_an_open_pool_is_used_and_the_closed_one_is_not() -> None:
     nodes = [of("default", "n1", H100=2), of("big", "n2", H100=2)]
     made = planner(nodes, [second("r1", 2), second("r2", 2)])
     made.apply([PoolSeen(CLOSED), PoolSeen(OPEN)])
@@ -60,7 +60,7 @@ def test_A1_an_open_pool_is_used_and_the_closed_one_is_not() -> None:
     assert named.basis == SENTENCE
 
 
-def test_A1_a_gang_over_nodes_waits_as_well_and_what_can_never_be_is_still_said() -> None:
+def test_22A1_a_gang_over_nodes_waits_as_well_and_what_can_never_be_is_still_said() -> None:
     nodes = [of("default", "n1", H100=2), of("default", "n2", H100=2)]
     made = planner(nodes, [second("r1", 4, several_nodes=True), second("r2", 64)])
     made.apply([PoolSeen(CLOSED)])
@@ -72,14 +72,14 @@ def test_A1_a_gang_over_nodes_waits_as_well_and_what_can_never_be_is_still_said(
     ]
 
 
-def test_A1_a_type_that_only_a_closed_pool_has_does_not_confuse_a_run_that_names_none() -> None:
+def test_22A1_a_type_that_only_a_closed_pool_has_does_not_confuse_a_run_that_names_none() -> None:
     made = planner([of("default", "n1", A100=2), of("big", "n2", H100=2)], [second("r1")])
     made.apply([PoolSeen(CLOSED), PoolSeen(OPEN)])
     assert [one.shares[0].node_id for one in made.decide(1000).placements] == ["id-n2"]
     assert made.impossible(second("r2")) == ""
 
 
-def test_A1_warnings_name_principals_pools_and_the_command() -> None:
+def test_22A1_warnings_name_principals_pools_and_the_command() -> None:
     assert sharing_warnings(principals=[], closed=["default"], shared=["big"]) == []
     shared, closed = sharing_warnings(principals=["bob"], closed=["default"], shared=["big"])
     assert "the code of bob can read secrets" in shared and "sgpu pool set big --isolation unset" in shared
@@ -89,7 +89,7 @@ def test_A1_warnings_name_principals_pools_and_the_command() -> None:
 
 
 @pytest.mark.parametrize("named", ["default", ""])
-def test_A1_a_reserved_pool_lends_nothing_to_a_second_principal(named: str) -> None:
+def test_22A1_a_reserved_pool_lends_nothing_to_a_second_principal(named: str) -> None:
     made = planner([of("default", "n1", H100=2)], [second("r1", pool=named)])
     made.apply([PoolSeen(Pool(name="default", reserved=True, single_principal=True))])
     assert made.decide(1000).placements == ()

@@ -124,7 +124,7 @@ def _looks_at_everything(patch: pytest.MonkeyPatch) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(_NODES, st.lists(_TICK, min_size=1, max_size=12))
-def test_C6_what_is_decided_is_what_a_planner_decides_that_looks_at_everything(
+def test_22C6_what_is_decided_is_what_a_planner_decides_that_looks_at_everything(
     owners: list[str], ticks: list[dict[str, Any]]
 ) -> None:
     quick = _World(owners)
@@ -137,7 +137,7 @@ def test_C6_what_is_decided_is_what_a_planner_decides_that_looks_at_everything(
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 4)), max_size=40))
-def test_C6_an_order_says_what_a_look_at_every_node_would_say(steps: list[tuple[int, int, int]]) -> None:
+def test_22C6_an_order_says_what_a_look_at_every_node_would_say(steps: list[tuple[int, int, int]]) -> None:
     members: dict[str, list[int]] = {str(number): [number] for number in range(6)}
 
     def look(entry: list[int], now_ns: int) -> tuple[tuple[int, int] | None, float]:
@@ -158,7 +158,7 @@ def test_C6_an_order_says_what_a_look_at_every_node_would_say(steps: list[tuple[
 
 
 @pytest.mark.parametrize("lends", [False, True])
-def test_C6_who_may_leave_is_asked_by_shapes_not_by_runs(monkeypatch: pytest.MonkeyPatch, lends: bool) -> None:
+def test_22C6_who_may_leave_is_asked_by_shapes_not_by_runs(monkeypatch: pytest.MonkeyPatch, lends: bool) -> None:
     looks = Counter[str]()
     for name in ("_site", "_search", "_order"):
         _count(monkeypatch, clearing.Clearing, name, looks)
@@ -166,7 +166,7 @@ def test_C6_who_may_leave_is_asked_by_shapes_not_by_runs(monkeypatch: pytest.Mon
     assert _decided(10, looks, lends=lends) == _decided(200, looks, lends=lends)
 
 
-def test_C6_where_nobody_may_be_asked_that_is_found_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_22C6_where_nobody_may_be_asked_that_is_found_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Counter[str]()
     _count(monkeypatch, clearing.Clearing, "_search", looks)
     assert _decided(50, looks, lends=False, preemptions_max=0) == {"_search": 4}

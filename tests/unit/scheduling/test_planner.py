@@ -237,7 +237,7 @@ def test_F82_who_is_not_let_into_a_reserved_pool_reads_who_is_and_who_is_lent_so
 _WEEK_S = 7 * 86_400.0
 
 
-def test_D5_beside_a_bound_of_seven_days_it_is_told_when_it_likely_starts() -> None:
+def test_22D5_beside_a_bound_of_seven_days_it_is_told_when_it_likely_starts() -> None:
     known = busy(node("n3", H100=8), 3, limit_s=_WEEK_S, expected_s=600.0)
     gangs = [wanted("r1", 8, limit_s=_WEEK_S), wanted("r2", 8, limit_s=_WEEK_S, expected_s=60.0)]
     decided = decide(gangs, [known])
@@ -255,7 +255,7 @@ def test_D5_beside_a_bound_of_seven_days_it_is_told_when_it_likely_starts() -> N
     assert (plain.is_bound, plain.likely_ns) == (True, None)
 
 
-def test_D5_who_has_no_promise_is_told_the_likely_time_and_not_seven_days() -> None:
+def test_22D5_who_has_no_promise_is_told_the_likely_time_and_not_seven_days() -> None:
     known = busy(node("n3", H100=1), 1, limit_s=_WEEK_S, expected_s=600.0)
     wait = decide([wanted("r1", 1)], [known]).wait("r1")
     assert (wait.at_ns, wait.is_bound, wait.likely_ns) == (600 * 10**9, False, None)

@@ -98,7 +98,7 @@ def test_a_burst_of_small_runs_does_not_starve_a_newcomers_gang(gpus: int, media
 
 
 @pytest.mark.parametrize(("short_s", "long_s"), [(2.0, 10.0), (1.0, 12.0), (1.0, 300.0)])
-def test_D1_teams_of_equal_weight_get_the_same_gpu_seconds_however_short_their_runs_are(
+def test_22D1_teams_of_equal_weight_get_the_same_gpu_seconds_however_short_their_runs_are(
     short_s: float, long_s: float
 ) -> None:
     world = World(nodes(1))
@@ -137,7 +137,7 @@ def _mixes(draw: st.DrawFn) -> list[list[float]]:
 )
 @example(mixes=[[1.0], [3600.0]], weights=[1, 1, 1, 1], devices=1, penalty_s=60.0)
 @example(mixes=[[2.0], [10.0]], weights=[1, 1, 1, 1], devices=4, penalty_s=60.0)
-def test_D1_any_mix_of_lengths_ends_within_three_per_cent_of_the_weights(
+def test_22D1_any_mix_of_lengths_ends_within_three_per_cent_of_the_weights(
     mixes: list[list[float]], weights: list[int], devices: int, penalty_s: float
 ) -> None:
     names = {f"t{number}": mix for number, mix in enumerate(mixes)}
@@ -171,7 +171,7 @@ def take_turns(mixes: dict[str, list[float]], policy: QueuePolicy, devices: int,
     return used
 
 
-def test_D1_the_advance_is_given_back_whole_when_a_run_ends_and_shows_until_then() -> None:
+def test_22D1_the_advance_is_given_back_whole_when_a_run_ends_and_shows_until_then() -> None:
     accounts = Fairness(QueuePolicy(half_life_s=600.0))
     accounts.settle(0)
     accounts.place("r", wanted("r", 2, "ann", "search"), 2.0)

@@ -233,7 +233,7 @@ def test_whatever_is_waited_for_the_sentence_is_short_and_whole(waits: Wait) -> 
 # --- latest times, and likely ones ------------------------------------------------------------------------------------
 
 
-def test_D5_a_latest_time_is_rounded_up_to_the_minute_and_others_are_not() -> None:
+def test_22D5_a_latest_time_is_rounded_up_to_the_minute_and_others_are_not() -> None:
     until = at("17:06") + 52_000_000_000
     bound = msgspec.structs.replace(_BERT, until_ns=until)
     told = sentence(wait(holders=(bound,), at_ns=until, is_bound=True), clock)
@@ -246,12 +246,12 @@ def test_D5_a_latest_time_is_rounded_up_to_the_minute_and_others_are_not() -> No
 
 
 @given(st.integers(0, 24 * _HOUR - _MINUTE))
-def test_D5_no_latest_time_is_before_the_one_that_was_promised(at_ns: int) -> None:
+def test_22D5_no_latest_time_is_before_the_one_that_was_promised(at_ns: int) -> None:
     told = at(latest(at_ns, clock))
     assert 0 <= told - at_ns < _MINUTE
 
 
-def test_D5_what_was_learned_is_told_beside_a_latest_time() -> None:
+def test_22D5_what_was_learned_is_told_beside_a_latest_time() -> None:
     week = {"until_ns": at("17:06"), "is_bound": True}
     known = holder("alice/bert-ft", 3, "17:06", **week, likely_ns=at("12:10"))
     told = sentence(wait(holders=(known,), at_ns=at("17:06"), is_bound=True, likely_ns=at("12:10")), clock)
