@@ -70,8 +70,10 @@ notebook: $(VENV)/.installed-notebook ## open the quickstart in JupyterLab
 demo: venv ## train a small model on 2 ranks, no GPU needed
 	@$(BIN)/python examples/digits_ddp.py
 
+# Each part's output comes whole when the part has ended; until then progress lines come past make, by descriptor 9.
 test: venv ## run the tests (no GPU, no network)
-	@$(MAKE) --no-print-directory --output-sync=target --keep-going -j$(words $(PARTS)) $(PARTS)
+	@exec 9>&1; TEST_PROGRESS_FD=9 \
+		$(MAKE) --no-print-directory --output-sync=target --keep-going -j$(words $(PARTS)) $(PARTS)
 
 # Most tests wait for processes: parts of them at once take little more than one. pytest-xdist does not do: its workers
 # have threads, and tests fork.
@@ -80,13 +82,13 @@ LOCAL := tests/chaos/ tests/docs/ tests/local/ tests/notebook/ tests/stores/ tes
 REMOTE := tests/crash/ tests/environment/ tests/examples/ tests/network/ tests/remote/
 
 test-part-local:
-	$(BIN)/python -m pytest $(LOCAL)
+	TEST_PART=local $(BIN)/python -m pytest $(LOCAL)
 
 test-part-remote:
-	$(BIN)/python -m pytest $(wildcard $(REMOTE))
+	TEST_PART=remote $(BIN)/python -m pytest $(wildcard $(REMOTE))
 
 test-part-others:
-	$(BIN)/python -m pytest $(filter-out $(LOCAL) $(REMOTE),$(wildcard tests/*/ tests/test_*.py))
+	TEST_PART=others $(BIN)/python -m pytest $(filter-out $(LOCAL) $(REMOTE),$(wildcard tests/*/ tests/test_*.py))
 
 HEAVY := $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import progress
 from tests.homes import PRELOAD, use_home
 
 # Socket methods that reach out (or let in); the address is the last positional argument of each.
@@ -29,6 +30,13 @@ os.environ["SERVERLESS_GPU_PRELOAD"] = PRELOAD
 
 # `nohup make test &` ignores SIGINT, and children would inherit that: tests press Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Show progress beside the output that `make test` holds back."""
+    lines = progress.from_variables(os.environ)
+    if lines is not None:
+        config.pluginmanager.register(lines, "progress")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

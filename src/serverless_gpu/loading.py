@@ -5,6 +5,8 @@
 Failure case: a file of the user's has the name of one of Python's modules, and our import gets it. What is raised then
 is often an AttributeError, which Python's `from … import …` would turn into "cannot import name", of this package. This
 module itself needs nothing that can be hidden: what it imports is loaded before any program runs.
+
+On Windows everything is refused with one sentence but the exceptions, the types of GPUs, and what prints the sentence.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
 
+_ON_WINDOWS = ("serverless_gpu.cli.output", "serverless_gpu.compute", "serverless_gpu.errors")
+
 
 def load(room: str) -> ModuleType:
     """Return a module of this package.
@@ -27,7 +31,11 @@ def load(room: str) -> ModuleType:
 
     Raises:
         ImportError: it cannot be imported; names the file that hides a module it needs.
+        HardwareError: this is Windows.
     """
+    if sys.platform == "win32" and room not in _ON_WINDOWS:
+        refusal: Exception = importlib.import_module("serverless_gpu.systems").windows_refusal()
+        raise refusal
     try:
         return importlib.import_module(room)
     except AttributeError as error:

@@ -49,7 +49,7 @@ def sgpu(*arguments: str, code: int = 0, environ: dict[str, str] | None = None) 
 def doctor(code: int = 0, **environ: str) -> dict[str, list[dict[str, str]]]:
     """Return what the doctor found, by code of the check."""
     done = subprocess.run(
-        [*COMMAND, "doctor", "--json"],
+        [*COMMAND, "doctor", "--json", "--limit", "50"],  # a busy machine looks slowly
         capture_output=True,
         text=True,
         timeout=60,

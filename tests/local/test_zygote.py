@@ -262,12 +262,37 @@ def test_start_up_variables_make_another_zygote_and_others_do_not(own: Path, mon
     assert receipt_of(run.submit("MY_SETTING")) == (True, "")
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     warm, reason = receipt_of(run.submit("MALLOC_ARENA_MAX"))
-    assert not warm and reason.endswith("the warm interpreter was started with other values of MALLOC_ARENA_MAX")
+    assert not warm and reason == (
+        "first run with this value of MALLOC_ARENA_MAX, which Python and its libraries read only when they start"
+    )
     status = agent_status(own)
     assert status is not None and len(status.zygotes) == 2
     assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, "")
     monkeypatch.delenv("MALLOC_ARENA_MAX")
     assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, ""), "the first one is still there"
+
+
+def test_23B10_what_libraries_set_themselves_leaves_the_next_run_warm(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the demo, whose scikit-learn sets variables of OpenMP when it is imported."""
+    monkeypatch.delenv("KMP_INIT_AT_FORK", raising=False)
+    monkeypatch.delenv("KMP_DUPLICATE_LIB_OK", raising=False)
+    run = distributed(gpus=1, quiet=True)(os.environ.get)
+    assert run.distributed("KMP_INIT_AT_FORK") == [None]
+    program = "import os, sklearn; print(os.environ['KMP_INIT_AT_FORK'], os.environ['KMP_DUPLICATE_LIB_OK'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    forks, duplicates = done.stdout.split()
+    monkeypatch.setenv("KMP_INIT_AT_FORK", forks)
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", duplicates)
+    wait_for(lambda: is_ready(own), "the warm interpreter is ready")
+    again = run.submit("KMP_INIT_AT_FORK")
+    assert receipt_of(again) == (True, "")
+    assert again.results() == [forks], "ranks have the variable all the same"
+    status = agent_status(own)
+    assert status is not None and len(status.zygotes) == 1
+    monkeypatch.setenv("KMP_INIT_AT_FORK", "TRUE")
+    assert receipt_of(run.submit("KMP_INIT_AT_FORK"))[0] is False, "no library sets this value"
 
 
 def test_names_of_one_interpreter_share_a_zygote_and_another_environment_has_its_own(own: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from serverless_gpu.environment.restore.pythons import candidates
 from serverless_gpu.environment.scan import interpreter
 from serverless_gpu.environment.scan.ignoring import outer_ignoring
 from serverless_gpu.node import spawning
-from serverless_gpu.node.spawning import PRELOAD, clean_variables, preload, startup_variables
+from serverless_gpu.node.spawning import PRELOAD, clean_variables, preload, separating_variables, startup_variables
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
 
@@ -93,3 +93,17 @@ def test_23A6_a_locale_whose_encoding_is_not_utf8_decides_how_an_interpreter_sta
     environ: dict[str, str], kept: dict[str, str]
 ) -> None:
     assert startup_variables(environ) == kept
+
+
+def test_23B10_what_libraries_set_themselves_separates_no_callers() -> None:
+    set_by_libraries = {
+        "KMP_DUPLICATE_LIB_OK": "True",
+        "KMP_INIT_AT_FORK": "FALSE",
+        "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+    own = {"OMP_NUM_THREADS": "2", "KMP_AFFINITY": "none"}
+    assert separating_variables({**own, **set_by_libraries}) == own
+    assert startup_variables(set_by_libraries) == set_by_libraries, "an interpreter of the caller's starts with them"
+    changed = {"KMP_INIT_AT_FORK": "TRUE", "KMP_DUPLICATE_LIB_OK": "0"}
+    assert separating_variables(changed) == changed

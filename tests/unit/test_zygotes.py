@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from serverless_gpu.node.inside.zygote import _libraries
 from serverless_gpu.node.spawning import one_name
@@ -21,10 +22,22 @@ def test_the_first_run_of_an_interpreter() -> None:
 
 
 def test_start_up_variables_that_differ_are_named() -> None:
-    near = Key(MINE.python, (), (("KMP_INIT_AT_FORK", "FALSE"), ("OMP_NUM_THREADS", "2")))
+    near = Key(MINE.python, (), (("MALLOC_ARENA_MAX", "2"), ("OMP_NUM_THREADS", "2")))
     far = Key(MINE.python, (), (("LD_PRELOAD", "a"), ("PYTHONHASHSEED", "0"), ("OMP_NUM_THREADS", "2")))
     assert first_run(MINE, [far, near]) == (
-        "the warm interpreter was started with other values of KMP_INIT_AT_FORK, OMP_NUM_THREADS"
+        "first run with this value of MALLOC_ARENA_MAX and OMP_NUM_THREADS, "
+        "which Python and its libraries read only when they start"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "listed"),
+    [(1, "V0"), (2, "V0 and V1"), (4, "V0, V1, V2 and V3"), (9, "V0, V1, V2 and 6 more variables")],
+)
+def test_23B10_a_cold_start_is_explained_in_one_sentence(count: int, listed: str) -> None:
+    other = Key(MINE.python, (), (*MINE.variables, *((f"V{number}", "1") for number in range(count))))
+    assert first_run(MINE, [other]) == (
+        f"first run with this value of {listed}, which Python and its libraries read only when they start"
     )
 
 

@@ -128,8 +128,18 @@ COMMANDS = {
 }
 
 
+_ON_LINUX = frozenset({"doctor", "gpus", "join", "mlflow", "server", "top", "up"})
+"""Commands that look at this machine as a node, or make it a server."""
+
+
 class _Commands(LazyGroup):
     """All commands. Ctrl-C is exit code 130 in each of them, and no word more than it has said itself."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command; refuse one that needs Linux elsewhere."""
+        if cmd_name in _ON_LINUX and sys.platform not in ("linux", "win32"):  # Windows: see `load`
+            load("serverless_gpu.systems").require_linux(f"nodes and servers, which `sgpu {cmd_name}` is for,")
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the one that was asked for."""

@@ -12,19 +12,19 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.errors import AgentUnavailable, HardwareError
+from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.requirements import require_for_runs
 from serverless_gpu.node.spawning import clean_process, clean_variables, open_log
+from serverless_gpu.systems import require_linux
 
 _START_S = 30.0
 _LAST_WORDS_BYTES = 2_000
@@ -41,8 +41,7 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
         HardwareError: this system cannot run ranks.
         StorageError: the sockets' directory cannot be used, or the home's file system refuses locks.
     """
-    if sys.platform != "linux":
-        raise HardwareError(f"ranks run on Linux, this is {sys.platform}", hint="use remote=True with a server")
+    require_linux("ranks")
     path = protocol.agent_socket(home.sockets())
     answer = _try_connect(path)
     if answer is not None:

@@ -71,6 +71,21 @@ STARTUP_PREFIXES = (
 )
 """Variables that are read once, when an interpreter or a library starts: they are part of what a zygote is."""
 
+SET_BY_LIBRARIES = {
+    "KMP_DUPLICATE_LIB_OK": ("True", "TRUE"),  # scikit-learn and threadpoolctl; torch's inductor
+    "KMP_INIT_AT_FORK": ("FALSE",),  # scikit-learn and joblib
+    "PYTHONBREAKPOINT": ("ray.util.rpdb.set_trace", "ray.util.rpdb._driver_set_trace"),  # ray
+    "PYTORCH_ENABLE_MPS_FALLBACK": ("1",),  # accelerate
+    "PYTORCH_NVML_BASED_CUDA_CHECK": ("1",),  # Lightning
+    "TORCHINDUCTOR_CACHE_DIR": (),  # torch's inductor: any directory
+    "TORCH_WARM_POOL": ("0",),  # torch's inductor
+}
+"""Start-up variables that libraries set in their own process when they are imported, and the values; () for any.
+
+Such a value tells which libraries the caller has imported, not how an interpreter has to start: a warm interpreter
+without it serves the caller as well. Ranks have it, as all variables of the caller.
+"""
+
 
 def clean_process(
     module: str, arguments: Sequence[object], *, fds: Sequence[int], log: int, environ: Mapping[str, str]
@@ -137,6 +152,17 @@ def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if encoding and encoding.replace("-", "").lower() != "utf8":
         found["LC_ALL"] = locale
     return dict(sorted(found.items()))
+
+
+def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the start-up variables that two callers of one zygote have in common: all but what libraries set."""
+    found = startup_variables(environ)
+    return {name: value for name, value in found.items() if not _is_set_by_library(name, value)}
+
+
+def _is_set_by_library(name: str, value: str) -> bool:
+    values = SET_BY_LIBRARIES.get(name)
+    return values is not None and (not values or value in values)
 
 
 def one_name(python: str) -> str:

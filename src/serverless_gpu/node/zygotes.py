@@ -41,10 +41,11 @@ from serverless_gpu.node.inside.channel import close_all, pair
 from serverless_gpu.node.processes import ZYGOTE, CgroupRoot, remove_cgroup
 from serverless_gpu.node.protocol import Context, original
 from serverless_gpu.node.restored import RestoredEnvironment
-from serverless_gpu.node.spawning import Interpreter, one_name, startup_variables, zygote_process
+from serverless_gpu.node.spawning import Interpreter, one_name, separating_variables, zygote_process
 
 RANKS_STANDBY_MAX = 16
 _PROBLEM_BYTES_MAX = 4_000
+_NAMES_MAX = 4
 
 StemTaker = Callable[[int, int], None]  # pid, descriptor
 ProblemTaker = Callable[[str], None]
@@ -85,7 +86,7 @@ class ZygoteRequest(NamedTuple):
     @property
     def key(self) -> Key:
         """Return what a zygote has to match."""
-        variables = tuple(startup_variables(self.context.environ).items())
+        variables = tuple(separating_variables(self.context.environ).items())
         address = "" if self.environment is None else self.environment.address
         return Key(one_name(self.context.python), self.context.flags, variables, address, self.owner)
 
@@ -105,7 +106,10 @@ def first_run(key: Key, others: Sequence[Key]) -> str:
         return "first run of this owner with this interpreter: owners share none"
     nearest = min((set(key.variables) ^ set(other.variables) for other in same), key=len)
     names = sorted({name for name, _ in nearest})
-    return f"the warm interpreter was started with other values of {', '.join(names)}"
+    if len(names) > _NAMES_MAX:
+        names[_NAMES_MAX - 1 :] = [f"{len(names) - _NAMES_MAX + 1} more variables"]
+    listed = " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part) if names else "its settings"
+    return f"first run with this value of {listed}, which Python and its libraries read only when they start"
 
 
 class Taker(NamedTuple):

@@ -54,6 +54,7 @@ from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.submission import Submission
+from serverless_gpu.systems import require_linux
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Target
@@ -91,6 +92,7 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
             that out.
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
+    require_linux("calls through a server", "their ranks import the packages that are captured here")
     home = remote_home(os.environ)
     server = server_of(home.root, os.environ)
     choice = choose(spec, os.environ, server.pools)

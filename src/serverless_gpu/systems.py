@@ -1,0 +1,36 @@
+"""Operating systems: Linux runs everything, macOS is a client of a server, Windows is refused.
+
+A part that needs Linux calls `require_linux` before it does anything. `loading.load` refuses Windows, where the standard
+library lacks modules that the client needs (fcntl, resource, termios).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from serverless_gpu.errors import HardwareError
+
+NAMES = {"darwin": "macOS", "win32": "Windows", "cygwin": "Cygwin"}
+_ON_MACOS = "run it on a Linux machine, for example by ssh; on macOS `sgpu login`, `sgpu runs` and `sgpu logs` ask a server"
+_WINDOWS = "serverless-gpu does not run on Windows, neither the client nor the ranks"
+_ON_WINDOWS = "install it in WSL 2, which is a Linux: `wsl --install`, and there `pip install serverless-gpu`"
+
+
+def require_linux(what: str, why: str = "") -> None:
+    """Refuse to go on where the kernel is not Linux.
+
+    Args:
+        what: what needs Linux, as the subject of a sentence in the plural: "ranks".
+        why: the reason, where it is not plain.
+
+    Raises:
+        HardwareError: this is another system.
+    """
+    if sys.platform != "linux":
+        name = NAMES.get(sys.platform, sys.platform)
+        raise HardwareError(f"{what} need Linux, and this is {name}{f': {why}' if why else ''}", hint=_ON_MACOS)
+
+
+def windows_refusal() -> HardwareError:
+    """Return the exception for any use of this package on Windows."""
+    return HardwareError(_WINDOWS, hint=_ON_WINDOWS)
