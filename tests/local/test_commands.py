@@ -79,6 +79,12 @@ def fail() -> None:
     raise ValueError("boom")
 
 
+def fail_at_rank_1(rank: int = 0) -> None:
+    """Fail in one rank, silently."""
+    if rank == 1:
+        raise ValueError("boom")
+
+
 def say_and_wait(where: str) -> None:
     """Print, and go on when a test says so."""
     print("first", flush=True)
@@ -121,6 +127,25 @@ def test_a_run_is_followed_to_its_end_and_listed_as_running_meanwhile(own: Path,
     (Path(where) / "go").touch()
     assert following.communicate(timeout=30)[0] == "last\n"
     assert following.returncode == 0
+
+
+def test_23B3_submit_shows_the_rank_that_failed_once(own: Path, tmp_path: Path) -> None:
+    text = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boom at rank 1')\ntime.sleep(60)\n"
+    (tmp_path / "train.py").write_text(text)
+    words = ("submit", "--local", "--gpus", "2", "--gpu-type", "H100")
+    err = sgpu(*words, str(tmp_path / "train.py"), code=1)
+    assert err.count("[rank 1] ValueError: boom at rank 1\n") == 1 and err.count("boom at rank 1") == 2  # its source line
+    hint = next(line for line in err.splitlines() if line.startswith("hint: "))
+    assert hint.startswith("hint: logs: `sgpu logs ") and " --rank 1`" in hint
+    all_shown = sgpu(*words, "--ranks-log", "1", str(tmp_path / "train.py"), code=1)
+    assert all_shown.count("ValueError: boom at rank 1") == 1  # shown live: not again
+
+
+def test_23B3_attach_shows_the_traceback_of_the_rank_that_raised(own: Path) -> None:
+    run = distributed(gpus=2, quiet=True)(fail_at_rank_1).submit()
+    run.wait(60)
+    err = sgpu("attach", run.id, code=1)
+    assert ", in fail_at_rank_1\n" in err and "\nsgpu: ValueError: boom\n" in err
 
 
 def test_an_interrupt_ends_following_and_not_the_run(own: Path, where: str) -> None:

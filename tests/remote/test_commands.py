@@ -20,6 +20,7 @@ from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.local.observe import wait_for
 from tests.remote.server_process import ServerProcess
 
+FAILS_AT_RANK_1 = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boom at rank 1')\ntime.sleep(60)\n"
 FOLLOWED = "echo one; echo two >&2; for i in $(seq 2000); do [ -e {gate} ] && break; sleep 0.05; done; echo three"
 
 
@@ -67,7 +68,24 @@ def test_logs_of_a_run_of_the_server(served: Path) -> None:
 def test_logs_of_a_rank_that_said_nothing_name_those_that_did(served: Path) -> None:
     run = start("sh", "-c", "[ $RANK = 0 ] || echo here", gpus=2)
     run.receipt(60)
-    assert sgpu("logs", run.id).stderr == f"run {run.id}: nothing of rank 0 on stdout or stderr; ranks that did: 1\n"
+    assert sgpu("logs", run.id).stderr == (
+        f"sgpu: rank 0 of run {run.id} wrote nothing to stdout or stderr; rank 1 did: sgpu logs {run.id} --rank 1\n"
+    )
+
+
+def test_23B3_submit_through_a_server_shows_the_rank_that_failed(served: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS_AT_RANK_1)
+    done = spawn("submit", "--gpus", "2", "--gpu-type", "H100", str(tmp_path / "train.py"))
+    _, err = done.communicate(timeout=60)
+    lines = err.splitlines()
+    assert done.returncode == 1 and lines.count("[rank 1] ValueError: boom at rank 1") == 1, err
+    hint = next(line for line in lines if line.startswith("hint: "))
+    assert hint.startswith("hint: logs: `sgpu logs ") and hint.endswith(" --rank 1`")
+    run_id = hint.split()[4]
+    assert f"serverless-gpu: last output of rank 1, all of it in `sgpu logs {run_id} --rank 1`:" in lines
+    shown = sgpu("logs", run_id)
+    assert shown.stderr.startswith(f"sgpu: rank 1 of run {run_id} failed; --rank N or --rank all shows others\n")
+    assert shown.stderr.endswith("ValueError: boom at rank 1\n")
 
 
 def test_logs_are_followed_until_the_run_ends(served: Path, tmp_path: Path) -> None:

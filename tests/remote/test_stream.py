@@ -322,7 +322,7 @@ def test_a_flood_is_said_to_be_elsewhere(fake: FakeServer, tmp_path: Path, capsy
     assert run.follow() is None
     out, err = capsys.readouterr()
     assert "[rank 0] start\n" in out and "[rank 0] end\n" in out and "xxx" not in out
-    assert f"— 5.0 kB not shown (too fast for a screen), in `sgpu logs {run.id}` —" in err
+    assert f"— 5.0 kB not shown (too fast for a screen), in `sgpu logs {run.id} --rank 0` —" in err
 
 
 def test_a_failure_names_its_node_and_where_the_output_is(fake: FakeServer) -> None:

@@ -259,10 +259,10 @@ def test_showing_loads_nothing_of_the_users(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "out", "err"),
     [
-        ((), "one\ntwo\nthree\n", "100%\nnot ended\n"),
-        (("--stream", "stdout"), "one\ntwo\nthree\n", ""),
-        (("--tail", "1"), "three\n", "not ended\n"),
-        (("--tail", "0"), "", ""),
+        (("--rank", "0"), "one\ntwo\nthree\n", "100%\nnot ended\n"),
+        (("--rank", "0", "--stream", "stdout"), "one\ntwo\nthree\n", ""),
+        (("--rank", "0", "--tail", "1"), "three\n", "not ended\n"),
+        (("--rank", "0", "--tail", "0"), "", ""),
         (("--rank", "1"), "other �\n", ""),
         (
             ("--rank", "all", "--tail", "2"),
@@ -272,9 +272,10 @@ def test_showing_loads_nothing_of_the_users(runs: Path) -> None:
         (
             ("--rank", "1", "--stream", "stderr"),
             "",
-            f"run {FIRST}: nothing of rank 1 on stderr; ranks that did: 0, 1\n",
+            f"sgpu: rank 1 of run {FIRST} wrote nothing to stderr; rank 0 did: sgpu logs {FIRST} --rank 0; "
+            f"how it ended: sgpu show {FIRST}\n",
         ),
-        (("--follow",), "one\ntwo\nthree\n", "100%\nnot ended\n"),
+        (("--rank", "0", "--follow"), "one\ntwo\nthree\n", "100%\nnot ended\n"),
     ],
     ids=str,
 )
@@ -283,8 +284,22 @@ def test_logs(runs: Path, arguments: tuple[str, ...], out: str, err: str) -> Non
     assert (result.stdout, result.stderr) == (out, err)
 
 
+def test_23B3_logs_of_a_failed_run_are_those_of_the_rank_that_failed(runs: Path) -> None:
+    result = sgpu("logs")
+    told = f"sgpu: rank 1 of run {FIRST} failed; --rank N or --rank all shows others\n"
+    assert (result.stdout, result.stderr) == ("other \ufffd\n", told)
+
+
+def test_23B3_a_rank_that_wrote_nothing_names_the_option_that_shows_the_others(runs: Path) -> None:
+    for path in (runs / FIRST / "1" / "logs").glob("0.*"):
+        path.unlink()
+    result = sgpu("logs", "--rank", "0")
+    told = f"sgpu: rank 0 of run {FIRST} wrote nothing to stdout or stderr; rank 1 did: sgpu logs {FIRST} --rank 1\n"
+    assert (result.stdout, result.stderr) == ("", told)
+
+
 def test_logs_byte_by_byte(runs: Path) -> None:
-    assert sgpu("logs", "--raw").stdout_bytes == b"one\ntwo\nthree\n 1%\r 50%\r100%\nnot ended"
+    assert sgpu("logs", "--raw", "--rank", "0").stdout_bytes == b"one\ntwo\nthree\n 1%\r 50%\r100%\nnot ended"
     assert sgpu("logs", "--raw", "--rank", "1").stdout_bytes == b"other \xff\n"
 
 

@@ -135,6 +135,12 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
 }
 
 
+def logs_hint(directory: Path, rank: int | None) -> str:
+    """Return where the output of a rank is, as an error says it."""
+    option = "" if rank is None else f" --rank {rank}"
+    return f"logs: `sgpu logs {RUN}{option}` (files: {directory / 'logs'})"
+
+
 @pytest.mark.parametrize(("ending", "cls", "message"), ENDINGS.values(), ids=ENDINGS)
 def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: type[RunError], message: str) -> None:
     error = make_exception(ending, directory, RUN, RunSpec(timeout_s=90.0))
@@ -142,7 +148,9 @@ def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: 
     ours = ending.reason in OURS
     log = directory.parents[2] / "agent.log"
     hint = (
-        f"the run's files: {directory}; what our own processes wrote: {log}" if ours else f"logs: {directory / 'logs'}"
+        f"the run's files: {directory}; what our own processes wrote: {log}"
+        if ours
+        else logs_hint(directory, error.rank)
     )
     if cls is RuntimeLost:
         hint = f"it is a process of the run's own user, who can have ended it; retries=1 makes another attempt; {hint}"
@@ -198,7 +206,7 @@ def test_a_run_that_was_stopped_for_idleness_says_what_keeps_one(directory: Path
     assert str(error) == (
         "the run did nothing for as long as idle_timeout allows: no device worked, and nothing was printed, for 6 s\n"
         "hint: work of a device, output or `attach` keeps a run; "
-        f"a larger idle_timeout= lets it stand longer; logs: {directory / 'logs'}"
+        f"a larger idle_timeout= lets it stand longer; {logs_hint(directory, None)}"
     )
 
 
@@ -414,14 +422,13 @@ def test_F45_a_lost_cluster_says_what_died_where_ray_wrote_and_what_came_of_it(d
     ending = stopped(Reason.ENGINE_HEAD_LOST, told, rank=0)
     error = make_exception(ending, directory, RUN, None)
     assert isinstance(error, EngineHeadLost)
-    assert str(error) == f"{told}\nhint: what Ray wrote: {directory}/ray; logs: {directory}/logs"
+    assert str(error) == f"{told}\nhint: what Ray wrote: {directory}/ray; {logs_hint(directory, 0)}"
     assert (error.rank, error.reason, error.code) == (0, "engine_head_lost", "engine_head_lost")
     assert error.__notes__ == ["the function then raised RayError: no head", "Traceback :\n  x"]
     elsewhere = make_exception(ending, directory, RUN, None, Origin(node="gpu7"))
     assert isinstance(elsewhere, EngineHeadLost)
-    assert (
-        elsewhere.hint == f"what Ray wrote is on node gpu7: ray/ in the run's directory there; logs: `sgpu logs {RUN}`"
-    )
+    logs = f"logs: `sgpu logs {RUN} --rank 0`"
+    assert elsewhere.hint == f"what Ray wrote is on node gpu7: ray/ in the run's directory there; {logs}"
     assert ending_text(ending, directory, RUN, None).splitlines()[0] == told
 
 

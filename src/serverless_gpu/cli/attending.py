@@ -9,7 +9,7 @@ import click
 from serverless_gpu.cli.cancellation import cancel
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.locating import locate
-from serverless_gpu.cli.output import say, say_lines
+from serverless_gpu.cli.output import say, say_failure
 from serverless_gpu.cli.run_details import show
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.client.attaching import attach as attach_to
@@ -26,8 +26,11 @@ def attach(run: str | None) -> None:
     are those of `sgpu submit`: how the run ended; 130 after Ctrl-C.
     """
     handle = attach_to(locate(this_home(), run).run_id)
-    error = handle.follow(only_looks=True)
-    say_lines(f"sgpu: run {handle.id} {handle.status()}" if error is None else f"sgpu: {error}", err=True)
+    error = handle.follow(only_looks=True, raises=False)
+    if error is None:
+        say(f"sgpu: run {handle.id} {handle.status()}", err=True)
+    else:
+        say_failure(error)
     sys.exit(exit_code(error))
 
 

@@ -4,7 +4,7 @@
                                                 ├─tail──▶ decode ─▶ TerminalDisplay   as in the call itself
     server: /runs/{run}/logs/{rank}/{stream}    ┘    └──── --raw ──────▶ the bytes
 
-Failure cases: those of `outputs.py` and `server/outputs.py`; a rank that wrote nothing (said), a run that ends while it
+Failure cases: those of `outputs.py` and `server/outputs.py`; a rank that wrote nothing (the command names those that did), a run that ends while it
 is followed (what was written last is still shown), a reader that goes away (click ends the command).
 """
 
@@ -23,6 +23,7 @@ from serverless_gpu.cli.outputs import Output, OwnOutput, Source, refuse_missing
 from serverless_gpu.cli.server.outputs import served_output
 from serverless_gpu.client.display import Display, TerminalDisplay
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.hang_report import ranks_text
 from serverless_gpu.node.history import read_run
 
 _LOOK_S = 0.1
@@ -30,7 +31,9 @@ _LOOK_S = 0.1
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--rank", default="0", show_default=True, metavar="N|all", help="The rank to show, or all of them.")
+@click.option(
+    "--rank", metavar="N|all", help="The rank to show, or all; without it, the rank that failed first, else rank 0."
+)
 @click.option(
     "--stream", type=click.Choice(["stdout", "stderr", "both"]), default="both", show_default=True, help="Which output."
 )
@@ -38,7 +41,7 @@ _LOOK_S = 0.1
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each.")
 @click.option("--follow", "-f", is_flag=True, help="Go on showing what is written until the run ends.")
 @click.option("--raw", is_flag=True, help="The bytes as they were written, all on stdout.")
-def logs(run: str | None, rank: str, stream: str, attempt: int | None, **options: Any) -> None:
+def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **options: Any) -> None:
     """Show what a run wrote: stdout on stdout, stderr on stderr.
 
     RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run. Of a run
@@ -58,7 +61,7 @@ def logs(run: str | None, rank: str, stream: str, attempt: int | None, **options
             if attempt is not None:
                 refuse_missing_attempt(found.run_id, attempt, 1)  # a run without a server has one
             output = OwnOutput(home, record)
-        ranks = _ranks(output, rank)
+        ranks = _default_ranks(output) if rank is None else _ranks(output, rank)
         streams = ("stdout", "stderr") if stream == "both" else (stream,)
         sources = [output.source(number, name) for number in ranks for name in streams]
         if tail is not None:
@@ -67,10 +70,29 @@ def logs(run: str | None, rank: str, stream: str, attempt: int | None, **options
         display = _display(raw=options["raw"], tagged=len(ranks) > 1)
         _show(sources, display, lambda: follow and output.goes_on(), output.look_s_max)
         if tail != 0 and not any(source.has_written for source in sources):
-            written = output.written()
-            others = f"; ranks that did: {', '.join(map(str, written))}" if written else ""
             where = "stdout or stderr" if stream == "both" else stream
-            click.echo(f"run {output.run_id}: nothing of rank {rank} on {where}{others}", err=True)
+            click.echo(f"sgpu: {_silence_text(output, ranks, where)}", err=True)
+
+
+def _default_ranks(output: Output) -> list[int]:
+    """Return the rank that failed first, and say which it is of several; rank 0 where none failed."""
+    failed = output.failed_rank()
+    if failed is not None and output.ranks() > 1:
+        click.echo(f"sgpu: rank {failed} of run {output.run_id} failed; --rank N or --rank all shows others", err=True)
+    return [failed or 0]
+
+
+def _silence_text(output: Output, ranks: Sequence[int], where: str) -> str:
+    """Return the sentence about ranks that wrote nothing, with the option that shows those that did."""
+    written = [rank for rank in output.written() if rank not in ranks]
+    subject = f"rank {ranks[0]}" if len(ranks) == 1 else "the ranks"
+    parts = [f"{subject} of run {output.run_id} wrote nothing to {where}"]
+    if written:
+        option = f"--rank {written[0]}" if len(written) == 1 else "--rank N"
+        parts.append(f"{ranks_text(written)} did: sgpu logs {output.run_id} {option}")
+    if output.failed_rank() in ranks:
+        parts.append(f"how it ended: sgpu show {output.run_id}")
+    return "; ".join(parts)
 
 
 def _ranks(output: Output, wanted: str) -> list[int]:

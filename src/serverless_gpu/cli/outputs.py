@@ -16,6 +16,7 @@ from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import queued_runs
+from serverless_gpu.client.outcome import failed_rank
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.history import NOT_STARTED, Record, is_live, read_run, touched_ns
 from serverless_gpu.node.home import Home
@@ -80,6 +81,10 @@ class Output(abc.ABC):
         """Return the ranks that wrote anything."""
 
     @abc.abstractmethod
+    def failed_rank(self) -> int | None:
+        """Return the first rank that failed; None where no rank did, or the run goes on."""
+
+    @abc.abstractmethod
     def source(self, rank: int, stream: str) -> Source:
         """Return one stream of one rank."""
 
@@ -109,6 +114,10 @@ class OwnOutput(Output):
         """Return the ranks that wrote anything."""
         paths = (self._record.directory / "logs").glob("*.std*")
         return sorted({int(path.stem) for path in paths if path.stem.isdecimal()})
+
+    def failed_rank(self) -> int | None:
+        """Return the first rank that failed; None where no rank did, or the run goes on."""
+        return None if self._record.stopped is None else failed_rank(self._record.stopped)
 
     def source(self, rank: int, stream: str) -> Source:
         """Return one stream of one rank."""

@@ -108,7 +108,7 @@ class LineDisplay(Display):
 
     def __init__(self, *, quiet: bool, logs: Path | str, clock: Clock | None) -> None:
         self._quiet = quiet
-        self._logs = logs if isinstance(logs, Path) else f"`{logs}`"
+        self._logs = logs
         self._clock = clock or SystemClock()
         self._screens = Screens()
         self._wait = WaitingLine()
@@ -117,7 +117,7 @@ class LineDisplay(Display):
     def failure(self, tails: Mapping[int, str]) -> None:
         """Print last lines, tagged like any others."""
         for rank, tail in tails.items():
-            self.say(f"last output of rank {rank}, all of it in {self._logs}:")
+            self.say(f"last output of rank {rank}, all of it in {self._logs_of(rank)}:")
             self._print(rank, "stderr", tail.split("\n"))
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
@@ -132,8 +132,12 @@ class LineDisplay(Display):
             self._since_ns = now_ns - ago_ns
         self._wait.tell(sentence, since_ns=self._since_ns)
 
+    def _logs_of(self, rank: int) -> str:
+        """Return where all output of a rank is: the directory, or the command that shows it."""
+        return str(self._logs) if isinstance(self._logs, Path) else f"`{self._logs} --rank {rank}`"
+
     def _log_of(self, rank: int, stream: str) -> str:
-        return str(self._logs / f"{rank}.{stream}") if isinstance(self._logs, Path) else self._logs
+        return str(self._logs / f"{rank}.{stream}") if isinstance(self._logs, Path) else self._logs_of(rank)
 
     def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
         """Return the line that says how much is missing and where it is."""

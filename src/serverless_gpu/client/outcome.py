@@ -143,7 +143,13 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
 
 
 def make_exception(
-    stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin = HERE
+    stopped: Stopped,
+    directory: Path,
+    run_id: str,
+    spec: RunSpec | None,
+    origin: Origin = HERE,
+    *,
+    with_tail: bool = True,
 ) -> BaseException:
     """Return the exception that tells how a run ended.
 
@@ -153,11 +159,12 @@ def make_exception(
         run_id: the run.
         spec: of the run, which has the limit it may have reached; None where nobody knows it.
         origin: where the directory's files come from.
+        with_tail: whether a note has the last output of the rank that failed.
     """
     rank, origin = _raised_by(stopped), _where(stopped, origin)
     error: BaseException
     if rank is None:
-        error = _ended(stopped, directory, run_id, spec, origin)
+        error = _ended(stopped, directory, run_id, spec, origin, with_tail=with_tail)
     else:
         error = _raised(rank, _detail(stopped), directory, run_id, origin)
     for text in (stopped.hint, *_consequences(stopped)):
@@ -166,15 +173,28 @@ def make_exception(
     return error
 
 
+def failed_rank(stopped: Stopped) -> int | None:
+    """Return the first rank that failed; None where no rank did."""
+    if stopped.state is not State.FAILED:
+        return None
+    failures = (stopped.cause, *stopped.consequences)
+    return next((each.rank for each in failures if each is not None and each.rank is not None), None)
+
+
 def carries_tail(stopped: Stopped) -> bool:
     """Return whether the exception for an ending has the last output of its rank in a note."""
     cause = stopped.cause
     return cause is not None and cause.rank is not None and _raised_by(stopped) is None and bool(stopped.log_tail)
 
 
-def untold_tails(stopped: Stopped) -> dict[int, str]:
-    """Return the last output of ranks, without that of the rank whose exception brings it along."""
-    told = stopped.cause.rank if stopped.cause is not None and carries_tail(stopped) else None
+def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
+    """Return the last output of ranks, without that of the rank whose exception brings it along.
+
+    Args:
+        stopped: how the run ended.
+        with_tail: whether the exception's notes are shown.
+    """
+    told = stopped.cause.rank if with_tail and stopped.cause is not None and carries_tail(stopped) else None
     return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
 
@@ -271,12 +291,22 @@ def _raised(rank: int, detail: str, directory: Path, run_id: str, origin: Origin
     )
 
 
-def _ended(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin) -> RunError:
+def _ended(
+    stopped: Stopped,
+    directory: Path,
+    run_id: str,
+    spec: RunSpec | None,
+    origin: Origin,
+    *,
+    with_tail: bool = True,
+) -> RunError:
     cause = stopped.cause
     rank = cause.rank if cause is not None and stopped.state is State.FAILED else None
     error = _CLASSES.get(stopped.reason, RunError)(
         _message(stopped, rank, directory, spec),
-        hint=_hint_elsewhere(stopped.reason, run_id, origin, rank) if origin.node else _hint(stopped.reason, directory),
+        hint=_hint_elsewhere(stopped.reason, run_id, origin, rank)
+        if origin.node
+        else _hint(stopped.reason, directory, _logs_text(run_id, rank, directory)),
         run_id=run_id,
         rank=rank,
         reason=stopped.reason.value,
@@ -292,7 +322,7 @@ def _ended(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None,
         stack = readable(_read(directory / "failures" / f"{rank}.stack"), f"{INSIDE}/")
         if stack:
             error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
-        if stopped.log_tail:
+        if stopped.log_tail and with_tail:
             # Python prints notes as they are, on a terminal too.
             lines = "\n".join(safe(line, tty=True) for line in stopped.log_tail.split("\n"))
             error.add_note(f"last output of rank {rank}:\n{lines}")
@@ -316,7 +346,14 @@ def _explain_loss(error: RunError, record: dict[str, object]) -> None:
             error.add_note("\n".join(safe(line, tty=True) for line in str(text).rstrip().split("\n")))
 
 
-def _hint(reason: Reason, directory: Path) -> str:
+def _logs_text(run_id: str, rank: int | None, directory: Path | None = None) -> str:
+    """Return where the output of a rank is: the command that shows it, and its files where they lie here."""
+    option = "" if rank is None else f" --rank {rank}"
+    files = "" if directory is None else f" (files: {directory / 'logs'})"
+    return f"logs: `sgpu logs {run_id}{option}`{files}"
+
+
+def _hint(reason: Reason, directory: Path, logs: str) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, *SUPERVISOR_GONE):
         killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
         files = f"the run's files: {directory}; what our own processes wrote: {directory.parents[2] / 'agent.log'}"
@@ -330,25 +367,25 @@ def _hint(reason: Reason, directory: Path) -> str:
     if reason is Reason.ENV_UNAVAILABLE:
         return f"what our own processes wrote: {directory.parents[2] / 'agent.log'}"
     if reason is Reason.IDLE:
-        return f"{_KEEPS}; logs: {directory / 'logs'}"
+        return f"{_KEEPS}; {logs}"
     if reason is Reason.NO_PROGRESS:
-        return f"{_SAVES}; logs: {directory / 'logs'}"
+        return f"{_SAVES}; {logs}"
     if reason is Reason.RESULT_STORAGE:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENGINE_HEAD_LOST:
-        return f"what Ray wrote: {files_of(str(directory))}; logs: {directory / 'logs'}"
-    return f"logs: {directory / 'logs'}"
+        return f"what Ray wrote: {files_of(str(directory))}; {logs}"
+    return logs
 
 
 def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | None) -> str:
+    logs = _logs_text(run_id, rank)
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.ENV_UNAVAILABLE, *SUPERVISOR_GONE):
         killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
         return f"{killed}what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
     if reason is Reason.ENGINE_HEAD_LOST:
-        return f"what Ray wrote is on node {origin.node}: ray/ in the run's directory there; logs: `sgpu logs {run_id}`"
+        return f"what Ray wrote is on node {origin.node}: ray/ in the run's directory there; {logs}"
     if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):
         return f"node {origin.node} needs space: `sgpu env gc` there helps"
-    logs = f"logs: `sgpu logs {run_id}{f' --rank {rank}' if rank else ''}`"  # of rank 0 without that
     advice = {Reason.IDLE: _KEEPS, Reason.NO_PROGRESS: _SAVES}.get(reason)
     return f"{advice}; {logs}" if advice else logs
 

@@ -276,12 +276,14 @@ class Run(Generic[R]):
         figure: Figure = load("serverless_gpu.client.plotting").plot(self._source, self._spec.name, self.status(), path)
         return figure
 
-    def follow(self, *, only_looks: bool = False) -> BaseException | None:
+    def follow(self, *, only_looks: bool = False, raises: bool = True) -> BaseException | None:
         """Show the run while it goes on; return what ended it, or None when its results are there.
 
         Args:
             only_looks: whether whoever looks did not ask for the run: it is shown, and Ctrl-C leaves it to itself,
                 whatever was asked for.
+            raises: whether the caller raises what ended the run, which shows its notes; else the last output of the
+                rank that failed is shown here, where it was not shown live.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C; the run was cancelled and its GPUs handed back, unless Ctrl-C came twice or
@@ -298,7 +300,7 @@ class Run(Generic[R]):
             self._ended(None)
             display.finish()
             if self._stopped is not None and self._stopped.tails:
-                display.failure(untold_tails(self._stopped))
+                display.failure(untold_tails(self._stopped, with_tail=raises))
             ended_well = self._stopped is not None and self._stopped.state is State.SUCCEEDED
             timeout = None if ended_well else _RECEIPT_AFTER_FAILURE_S
             if (
@@ -318,7 +320,7 @@ class Run(Generic[R]):
         finally:
             display.finish()
             self._display = None
-        return self._error(None)
+        return self._error(None, with_tail=raises)
 
     def _interrupted(self, display: Display) -> None:
         if self._spec.on_interrupt == "detach":
@@ -347,7 +349,7 @@ class Run(Generic[R]):
         ended = "cancelled" if self._state is State.CANCELLED else f"ended as {self._state}"
         display.say(f"{ended}; {gate}, after {format_duration_ms(took_ms)}")
 
-    def _error(self, timeout: float | None) -> BaseException | None:
+    def _error(self, timeout: float | None, *, with_tail: bool = True) -> BaseException | None:
         """Return what ended the run, to be raised by the public method: a user reads one frame of ours, not five."""
         if not self.wait(timeout):
             return TimeoutError(f"run {self.id} is still {self._state}")
@@ -356,7 +358,9 @@ class Run(Generic[R]):
         stopped = self._stopped
         if stopped is None or stopped.state is State.SUCCEEDED:
             return None
-        return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin)
+        return make_exception(
+            stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail
+        )
 
     def _abandoned(self, *, interrupted: bool) -> bool:
         """Return whether nobody is to wait for it: Ctrl-C came twice, or once (`interrupted`) where that detaches."""

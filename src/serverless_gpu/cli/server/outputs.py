@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.outputs import Output, Source, refuse_missing_attempt
+from serverless_gpu.cli.server.endings import fetch_ending
 from serverless_gpu.cli.server.reaching import patient_server
+from serverless_gpu.client.outcome import failed_rank
 from serverless_gpu.loading import load
-from serverless_gpu.model.attempt import TERMINAL
+from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.node.home import Home
 
 if TYPE_CHECKING:
@@ -75,6 +77,13 @@ class ServedOutput(Output):
         """Return the ranks that wrote anything."""
         ranks = range(min(self.ranks(), _ASKED_MAX))
         return [rank for rank in ranks if any(self._size(rank, stream) for stream in ("stdout", "stderr"))]
+
+    def failed_rank(self) -> int | None:
+        """Return the first rank that failed; None where no rank did, or another attempt was asked for."""
+        if self._view.state is not State.FAILED or self._fence != self._view.fence:
+            return None
+        found = fetch_ending(self._view)
+        return None if found is None else failed_rank(found.stopped)
 
     def source(self, rank: int, stream: str) -> Source:
         """Return one stream of one rank."""

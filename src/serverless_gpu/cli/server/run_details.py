@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 from serverless_gpu.ambient import format_moment
 from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.server.endings import fetch_ending
 from serverless_gpu.cli.server.reaching import patient_server
 from serverless_gpu.cli.server.runs import as_json, devices_text, moment_of, sentence_of, took_ms
 from serverless_gpu.cli.uses import use_lines
-from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.errors import NotFound
 from serverless_gpu.loading import load
 from serverless_gpu.model.attempt import TERMINAL, State
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.node.history import read_ending
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.runs import AttemptList, CrewView, FileList, RunView
 
 _FILES_MAX = 200
-_ENDING_S = 10.0
 
 
 def details(view: RunView) -> dict[str, object]:
@@ -93,10 +91,8 @@ def failure_text(view: RunView) -> str:
     """Return how a run failed, for reading; "" for one that goes on or did not fail. Nothing is unpickled."""
     if view.state not in TERMINAL or view.state is State.SUCCEEDED or not view.fence:
         return ""
-    run = attach(view.id)
-    run.wait(_ENDING_S)  # it has ended: what is waited for is the last message of its stream, with its files
-    stopped = read_ending(run.directory)
-    return "" if stopped is None else ending_text(stopped, run.directory, run.id, view.spec)
+    found = fetch_ending(view)
+    return "" if found is None else ending_text(found.stopped, found.directory, view.id, view.spec)
 
 
 def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:

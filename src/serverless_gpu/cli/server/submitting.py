@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from serverless_gpu.cli.amounts import Seconds
-from serverless_gpu.cli.output import say, say_lines
+from serverless_gpu.cli.output import say, say_failure
 from serverless_gpu.cli.server.command_line import SubmitCommand, command_of
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.cli.server.rehearsing import rehearse
@@ -73,9 +73,9 @@ def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **
         say(launch_command(spec).id)
         return
     run = launch_command(spec, watch=True)
-    error = run.follow()
+    error = run.follow(raises=False)
     if error is not None:
-        say_lines(f"sgpu: {error}", err=True)
+        say_failure(error)
     sys.exit(exit_code(error))
 
 

@@ -1,0 +1,35 @@
+"""How a run of the server ended, as commands read it: the last message of its stream, and the files that came with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from serverless_gpu.client.attaching import attach
+from serverless_gpu.node.history import read_ending
+
+if TYPE_CHECKING:
+    from serverless_gpu.node.stopped import Stopped
+    from serverless_gpu.wire.runs import RunView
+
+_ENDING_S = 10.0
+
+
+class Ending(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        stopped: the message.
+        directory: of the last attempt's files on this machine.
+    """
+
+    stopped: Stopped
+    directory: Path
+
+
+def fetch_ending(view: RunView) -> Ending | None:
+    """Return how a run that has ended did; None where the server does not say. Nothing is unpickled."""
+    run = attach(view.id)
+    run.wait(_ENDING_S)
+    stopped = read_ending(run.directory)
+    return None if stopped is None else Ending(stopped, run.directory)
