@@ -15,10 +15,12 @@ no JSON of ours (a proxy's page) → `ServerProblem` with its status.
 from __future__ import annotations
 
 import abc
+import os
 import random
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -248,11 +250,29 @@ class Exchange(abc.ABC):
                 hint=_trusted_by(said),
             )
         hint = "is `sgpu up` running there? `sgpu doctor` looks"
+        if proxy := proxy_variable(self.url, os.environ):
+            hint += f"; {proxy} is not used for a server: reach it directly, or through `ssh -L`"
         if self.url.startswith("http://") and is_no_http:
             hint = "it may speak TLS: then its address begins with https://"
         return ServerUnavailable(
             f"the server at {self.url} does not answer ({type(error).__name__}: {error})", hint=hint
         )
+
+
+def proxy_variable(url: str, environ: Mapping[str, str]) -> str:
+    """Return the variable that names a proxy for an address, "" where there is none or the address is of this machine.
+
+    Connections to a server pass no proxy: it would see the token. Somebody whose network has one may expect otherwise.
+
+    Args:
+        url: of the server.
+        environ: the variables; lower case wins, as in curl and requests.
+    """
+    parts = urlsplit(url)
+    if parts.hostname in ("localhost", "127.0.0.1", "::1"):
+        return ""
+    names = (f"{parts.scheme}_proxy", f"{parts.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
+    return next((name for name in names if environ.get(name)), "")
 
 
 def _always(text: str) -> Callable[[], str]:
