@@ -64,6 +64,18 @@ $(VENV)/.installed-ray: $(VENV)/.installed
 	@$(VENV)/ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[default,data,train,tune]'
 	@touch $@
 
+# Libraries of the programs that users write: they make an environment of their own, which sees ours behind its packages.
+$(VENV)/.installed-programs: $(VENV)/.installed-examples
+	@echo "installing into $(VENV)/programs: TRL, Lightning, Hydra, XGBoost and others, for tests of users' programs"
+	@$(BIN)/python -m venv $(VENV)/programs
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(VENV)/programs/bin/python -c 'import site; print(site.getsitepackages()[0])')/serverless_gpu_tests.pth"
+	@$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+		print(*extras["programs"], sep="\n")' > $(VENV)/programs/requirements.txt
+	@$(VENV)/programs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-r $(VENV)/programs/requirements.txt
+	@touch $@
+
 notebook: $(VENV)/.installed-notebook ## open the quickstart in JupyterLab
 	@$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) examples/quickstart.ipynb
 
@@ -90,13 +102,13 @@ test-part-remote:
 test-part-others:
 	TEST_PART=others $(BIN)/python -m pytest $(filter-out $(LOCAL) $(REMOTE),$(wildcard tests/*/ tests/test_*.py))
 
-HEAVY := $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray
+HEAVY := $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray $(VENV)/.installed-programs
 
 # One after the other: where other tests have the cores, Ray's processes do not meet in the 15 s that Ray gives them.
 test-spot: $(HEAVY) ## run some of the heavy tests: one of each kind
 	$(BIN)/python -m pytest -m "heavy and spot"
 
-test-all: test $(HEAVY) ## run all tests, the heavy ones, too: every example, MLflow, Ray
+test-all: test $(HEAVY) ## run all tests, the heavy ones, too: every example, users' programs, MLflow, Ray
 	$(BIN)/python -m pytest -m "heavy and not gpu"
 
 network: venv ## networks that break, wrong clocks, nodes of the protocol before (namespaces: needs root)

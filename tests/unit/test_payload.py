@@ -274,6 +274,39 @@ def test_a_returned_instance_leaves_the_callers_own_class_untouched(tmp_path: Pa
     assert run_script(script, tmp_path) == "good\n"
 
 
+SLOTS = """
+import sys
+from dataclasses import dataclass
+from serverless_gpu.node.inside import payload
+from tests.unit.rank_process import run_rank
+
+@dataclass(slots=True)
+class Config:
+    size: int
+
+class Hidden:
+    __slots__ = ("__value", "__dict__")
+    def __init__(self, value): self.__value = value; self.other = 2
+    def value(self): return self.__value
+
+directory = sys.argv[1]
+payload.dump((Config, Hidden(1)), directory + "/in.pkl")
+run_rank('''
+cls, hidden = payload.load(sys.argv[2])
+assert not hasattr(cls(1), "__dict__") and hidden.value() == 1 and hidden.__dict__ == {"other": 2}
+payload.dump([cls(3), hidden], sys.argv[3])
+''', directory + "/in.pkl", directory + "/out.pkl")
+config, hidden = payload.load(directory + "/out.pkl")
+assert config == Config(3) and (hidden.value(), hidden.other) == (1, 2)
+print("good")
+"""
+
+
+def test_23_a_class_with_slots_has_them_in_the_rank_and_its_instances_come_back(tmp_path: Path) -> None:
+    script = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n{SLOTS}"
+    assert run_script(script, tmp_path) == "good\n"
+
+
 def test_a_class_made_in_a_rank_arrives_whole(tmp_path: Path) -> None:
     path = tmp_path / "out.pkl"
     run_rank(

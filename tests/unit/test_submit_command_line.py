@@ -123,3 +123,14 @@ def test_23A4_a_script_that_is_not_executable_is_run_by_what_its_first_line_name
 
 def test_23A4_tracking_names_a_module_by_its_own_name() -> None:
     assert submitted_program(Command(argv=(sys.executable, "-m", "pkg.train", "x.py"))) == Program("pkg.train")
+
+
+def test_23A4_programs_of_an_environment_that_is_not_activated_are_found(
+    monkeypatch: pytest.MonkeyPatch, project: Path
+) -> None:
+    (project / "environment").mkdir()
+    (project / "environment" / "torchrun").write_text("#!/bin/sh\n")
+    (project / "environment" / "torchrun").chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(sys, "executable", str(project / "environment" / "python"))
+    assert command_of("torchrun", ["train.py"], is_here=True) == (("torchrun", "train.py"), "torchrun")

@@ -122,7 +122,7 @@ class RankEnvironment:
         caller = {original(name): original(value) for name, value in self._context.environ.items()}
         caller |= _secret_variables(self._launch.secrets)
         if self._command is not None:
-            caller["PATH"] = _path_with(caller.get("PATH", os.defpath), original(self._context.python))
+            caller["PATH"] = program_path(caller.get("PATH", os.defpath), original(self._context.python))
         return caller
 
 
@@ -133,7 +133,7 @@ def _secret_variables(secrets: Delivered | None) -> dict[str, str]:
     return {variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()}
 
 
-def _path_with(path: str, python: str) -> str:
+def program_path(path: str, python: str) -> str:
     """Return a PATH on which the environment's own programs are found, activated or not: `python`, `torchrun`."""
     own = os.path.dirname(python)
     return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import click
 
+from serverless_gpu.node.rank_environment import program_path
+
 MODULE = "-m"
 
 _HEAD_BYTES = 256
@@ -151,18 +153,19 @@ def _installed(name: str) -> ModuleSpec | None:
 
 
 def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
-    """Return how a program is started: one of PATH as it is, a file of the working directory by its path."""
-    if os.sep not in program and shutil.which(program) is not None:
+    """Return how a program is started: one of the ranks' PATH as it is, a file of the working directory by its path."""
+    path = program_path(os.environ.get("PATH", os.defpath), sys.executable)
+    if os.sep not in program and shutil.which(program, path=path) is not None:
         return (program,)
     if not Path(program).is_file():
         is_ours = os.sep in program and not os.path.isabs(program)  # on another machine it is a copy of this directory
         if is_here or is_ours:
             raise click.UsageError(f"there is no program {program!r} in PATH, and no such file in {os.getcwd()}")
         return (program,)
-    path = program if os.sep in program else os.path.join(os.curdir, program)
-    if os.access(path, os.X_OK):
-        return (path,)
-    return (*_interpreter(path), path)
+    file = program if os.sep in program else os.path.join(os.curdir, program)
+    if os.access(file, os.X_OK):
+        return (file,)
+    return (*_interpreter(file), file)
 
 
 def _interpreter(path: str) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ import os
 import pickle
 import sys
 import weakref
+from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -292,13 +293,28 @@ class _Pickler(_CloudPickler):
             return getattr, (builtins, "open")
         if self._arguments is not None and isinstance(value, self._arguments):
             return _reduce_arguments(value)
-        return super().reducer_override(value)
+        reduced = super().reducer_override(value)
+        return _with_slots(value, reduced) if isinstance(value, type) else reduced
 
     def _reduce_storage(self, storage: _UntypedStorage) -> Reduced:
         memory = _storage_memory(storage)
         if memory is None:
             return super().reducer_override(storage)
         return _untyped_storage, (pickle.PickleBuffer(memory),)
+
+
+def _with_slots(kind: type, reduced: Reduced) -> Reduced:
+    """Make a class that travels by value with its slots, which cloudpickle adds as a mere attribute.
+
+    Instances would have a dictionary as well in the rank, and those that it returns could not be loaded in the caller.
+    """
+    slots = kind.__dict__.get("__slots__")
+    # Other metaclasses make slots of their own, or allow none. An iterator of slots has been used up.
+    is_plain = type(kind) in (type, ABCMeta) and isinstance(slots, (str, tuple, list, dict))
+    if is_plain and isinstance(reduced, tuple) and reduced[0] is _cloudpickle._make_skeleton_class:
+        _, _, _, namespace, *_ = cast("tuple[object, object, object, dict[str, object], object, object]", reduced[1])
+        namespace["__slots__"] = slots
+    return reduced
 
 
 def _is_notebook_open(function: FunctionType) -> bool:
