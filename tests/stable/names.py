@@ -54,9 +54,9 @@ def sections() -> Sections:
     return found
 
 
-def exceptions() -> list[type[BaseException]]:
+def exceptions() -> list[type[errors.ServerlessGpuError]]:
     """Return every public exception class, the base first."""
-    classes = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
     return [cls for cls in classes if issubclass(cls, errors.ServerlessGpuError)]
 
 

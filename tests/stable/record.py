@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 
-from tests.stable import surface
+from tests.stable import recording, surface
 
 
 def main() -> int:
@@ -20,8 +20,6 @@ def main() -> int:
     if words.what == "home":
         if not words.date:
             parser.error("name the folder to record, as: python -m tests.stable.record home 2026-11")
-        from tests.stable import recording  # noqa: PLC0415  # it starts servers; writing the surface does not need it
-
         return recording.record(words.date)
     return _write_surface(breaking=words.breaking)
 
