@@ -31,19 +31,21 @@ if TYPE_CHECKING:
     from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction
     from serverless_gpu.client.decorator import distributed as distributed
     from serverless_gpu.client.run import Run as Run
+    from serverless_gpu.client.run_list import RunList as RunList
     from serverless_gpu.client.session import Session as Session
     from serverless_gpu.client.session import session as session
     from serverless_gpu.compute import GPUType as GPUType
     from serverless_gpu.model.receipt import Receipt as Receipt
 
 __all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "Session", "as_completed", "attach", "distributed"]
-__all__ += ["errors", "session"]
+__all__ += ["RunList", "errors", "session"]
 
 # Loaded when first asked for, so that `import serverless_gpu` costs a few milliseconds, in ranks too.
 _HOMES = {
     "DistributedFunction": "serverless_gpu.client.decorator",
     "distributed": "serverless_gpu.client.decorator",
     "Run": "serverless_gpu.client.run",
+    "RunList": "serverless_gpu.client.run_list",
     "as_completed": "serverless_gpu.client.completed",
     "attach": "serverless_gpu.client.attaching",
     "Session": "serverless_gpu.client.session",

@@ -11,7 +11,9 @@ import sys
 from serverless_gpu.errors import HardwareError
 
 NAMES = {"darwin": "macOS", "win32": "Windows", "cygwin": "Cygwin"}
-_ON_MACOS = "run it on a Linux machine, for example by ssh; on macOS `sgpu login`, `sgpu runs` and `sgpu logs` ask a server"
+_ON_MACOS = (
+    "run it on a Linux machine, for example by ssh; on macOS `sgpu login`, `sgpu runs` and `sgpu logs` ask a server"
+)
 _WINDOWS = "serverless-gpu does not run on Windows, neither the client nor the ranks"
 _ON_WINDOWS = "install it in WSL 2, which is a Linux: `wsl --install`, and there `pip install serverless-gpu`"
 

@@ -16,7 +16,7 @@ REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
 
 # How the reference calls an object of each class that users hold in hand.
-HANDLES = {"Run": "run", "DistributedFunction": "fn", "Session": "session"}
+HANDLES = {"Run": "run", "DistributedFunction": "fn", "RunList": "runs", "Session": "session"}
 VALUES = {"GPUType", "Receipt"}
 CLASSES = {name for name in serverless_gpu.__all__ if inspect.isclass(getattr(serverless_gpu, name))} - VALUES
 MODULES = {"runtime": runtime, "compute": compute, "launcher": launcher, "ray": ray, "testing": testing}

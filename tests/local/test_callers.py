@@ -248,7 +248,7 @@ def test_type_checkers_see_the_users_signature(tmp_path: Path) -> None:
             ["list[", "dict[", "float]]"],
             ["serverless_gpu.client.run.Run[", "dict["],
             ["dict[", "float]"],
-            ["list[", "serverless_gpu.client.run.Run[", "dict["],
+            ["serverless_gpu.client.run_list.RunList[", "dict["],
         ],
         strict=True,
     ):

@@ -8,8 +8,9 @@ import click
 
 from serverless_gpu.cli.cancellation import cancel
 from serverless_gpu.cli.choosing import this_home
+from serverless_gpu.cli.failures import say_failure
 from serverless_gpu.cli.locating import locate
-from serverless_gpu.cli.output import say, say_failure
+from serverless_gpu.cli.output import say
 from serverless_gpu.cli.run_details import show
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.client.attaching import attach as attach_to

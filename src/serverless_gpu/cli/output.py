@@ -7,9 +7,7 @@ import sys
 import click
 import msgspec
 
-from serverless_gpu.client.failures import text_of
 from serverless_gpu.client.terminal import safe
-from serverless_gpu.errors import ServerlessGpuError
 
 
 def print_json(value: object) -> None:
@@ -36,16 +34,3 @@ def say_lines(text: str, *, err: bool = False) -> None:
     """
     for line in text.split("\n"):
         say(line, err=err)
-
-
-def say_failure(error: BaseException) -> None:
-    """Print what ended a run on stderr: the traceback of the rank that raised, the error, and its notes.
-
-    Args:
-        error: of `Run.follow`.
-    """
-    cause = str(error.__cause__ or "").strip("\n")
-    text = str(error) if isinstance(error, ServerlessGpuError) else f"{type(error).__name__}: {text_of(error)}"
-    for part in (cause, f"sgpu: {text}", *getattr(error, "__notes__", [])):
-        if part:
-            say_lines(part, err=True)

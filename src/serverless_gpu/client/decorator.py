@@ -6,7 +6,8 @@ def train(lr): ...
 train(3e-4)                       the plain function, in this process
 train.distributed(lr=3e-4)        on 8 GPUs; blocks; one result per rank
 train.submit(lr=3e-4)             the same as a Run to wait for
-train.map([1e-4, 3e-4])           one Run per item
+train.map([1e-4, 3e-4])           one Run per item, in a list that has .results()
+train.starmap([(1e-4, 8), …])     the same, with the arguments of each in a tuple
 train.estimate(lr=3e-4)           when it would start; nothing is started
 """
 
@@ -24,8 +25,9 @@ from serverless_gpu.client.failures import without_own_frames
 from serverless_gpu.client.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run
+from serverless_gpu.client.run_list import RunList
 from serverless_gpu.client.snapshots import shared
-from serverless_gpu.errors import InvalidOption, ServerlessGpuError, UnknownGpuType
+from serverless_gpu.errors import ArgumentMismatch, InvalidOption, ServerlessGpuError, UnknownGpuType
 from serverless_gpu.loading import load
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Options, RunSpec, make_spec
@@ -35,6 +37,7 @@ from serverless_gpu.node.home import find_home
 if TYPE_CHECKING:
     from serverless_gpu.client.estimating import Estimate
 
+_WHERE_RETURN_EXCEPTIONS = "keywords of .map() go to the function; write .map(…).results(return_exceptions=True)"
 _ESTIMATING = "serverless_gpu.client.estimating"  # loaded when it is asked for: a call has no use for it
 
 P = ParamSpec("P")
@@ -119,23 +122,47 @@ class DistributedFunction(Generic[P, R]):
             raise without_own_frames(error) from error.__cause__
         return found
 
-    def map(self, items: Iterable[object], **kwargs: object) -> list[Run[R]]:
-        """Start one run per item, the item as the first argument, and return their handles.
+    def map(self, *iterables: Iterable[object], **kwargs: object) -> RunList[R]:
+        """Start one run per item and return their handles: `map(xs, ys)` calls f(x, y) for each pair, as `map` does.
 
         Runs beyond the free GPUs wait their turn. If one cannot be started, those that were are cancelled.
 
         Args:
-            items: first arguments.
+            iterables: the first arguments, the second ones and so on; the shortest decides how many runs there are.
             kwargs: keyword arguments for all of them.
+
+        Raises:
+            InvalidOption: nothing to map over, or something that cannot be iterated over.
         """
-        runs: list[Run[R]] = []
+        __tracebackhide__ = True
+        if not iterables:
+            raise InvalidOption("map takes at least one iterable of arguments", hint="for one call, write .submit()")
+        for iterable in iterables:
+            _refuse_single(iterable, "map", "write .map([…]), or .submit(…) for one call")
+        return self.starmap(zip(*iterables, strict=False), **kwargs)
+
+    def starmap(self, items: Iterable[Iterable[object]], **kwargs: object) -> RunList[R]:
+        """Start one run per item, whose elements are the positional arguments, as `itertools.starmap` does.
+
+        Args:
+            items: tuples of positional arguments.
+            kwargs: keyword arguments for all of them.
+
+        Raises:
+            InvalidOption: an item is not a tuple of arguments.
+        """
+        __tracebackhide__ = True
+        _refuse_single(items, "starmap", "write .starmap([(x, y), …])")
+        runs: RunList[R] = RunList()
         try:
             with shared():  # one look at the environment is enough for all of them
                 for item in items:
-                    runs.append(self._start((item,), kwargs))
-        except BaseException:
-            for run in runs:
-                run.cancel()
+                    _refuse_single(item, "starmap", "write .starmap([(x, y), …]), or .map(items)")
+                    runs.append(self._start(tuple(item), kwargs))
+        except BaseException as error:
+            runs.cancel()
+            if isinstance(error, ArgumentMismatch) and "return_exceptions" in kwargs:
+                raise ArgumentMismatch(error.message, hint=_WHERE_RETURN_EXCEPTIONS) from None
             raise
         return runs
 
@@ -143,12 +170,20 @@ class DistributedFunction(Generic[P, R]):
         """Launch a run; what refuses it is the caller's mistake, and our frames say nothing about that."""
         __tracebackhide__ = True  # IPython and pytest leave such frames out
         try:
-            return self._launch(args, kwargs, watch=watch)
+            run = self._launch(args, kwargs, watch=watch)
         except ServerlessGpuError as error:
             raise without_own_frames(error) from error.__cause__
+        if not watch:
+            run._note_started()
+        return run
 
     def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
         return launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
+
+
+def _refuse_single(items: object, name: str, hint: str) -> None:
+    if not isinstance(items, Iterable):
+        raise InvalidOption(f"{name} takes iterables of arguments, not {items!r}", hint=hint)
 
 
 def distributed(
@@ -168,7 +203,7 @@ def distributed(
         options: see the reference of options.
 
     Returns:
-        A decorator; what it returns has `.distributed`, `.submit`, `.map` and `.estimate`.
+        A decorator; what it returns has `.distributed`, `.submit`, `.map`, `.starmap` and `.estimate`.
 
     Raises:
         InvalidOption: an option does not exist, or has the wrong type.

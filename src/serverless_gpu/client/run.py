@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
@@ -37,14 +37,19 @@ from serverless_gpu.node import protocol
 from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from matplotlib.figure import Figure
 
     from serverless_gpu.client.metrics import Series
+    from serverless_gpu.client.started_runs import StartedRun
     from serverless_gpu.model.cost import Cost
 
 R = TypeVar("R")
 
+_FUTURES = "serverless_gpu.client.futures"  # loaded when it is asked for: a call has no use for it
 _RELAUNCHES = 3  # behind a damaged snapshot damaged units may be found, and behind these damaged packs
+_STARTED = "serverless_gpu.client.started_runs"
 _RECEIPT_AFTER_FAILURE_S = 0.05
 
 Relaunch = Callable[[], Source | None]
@@ -60,6 +65,8 @@ class Run(Generic[R]):
 
     def __init__(self, source: Source, spec: RunSpec) -> None:
         self.session = ""
+        self._started: StartedRun | None = None
+        self._future: Future[list[R]] | None = None
         self._spec = spec
         self._keep(source)
         self._relaunch: Relaunch | None = None
@@ -152,6 +159,41 @@ class Run(Generic[R]):
         if error is not None:
             raise error
         return [self._load(rank) for rank in range(self._source.world_size or 0)]
+
+    def done(self) -> bool:
+        """Return whether the run has ended, well or not."""
+        return self._ended(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return what ended the run, as `results` raises it; None when the run succeeded.
+
+        Args:
+            timeout: seconds to wait at most, or None.
+
+        Raises:
+            TimeoutError: the run has not ended by then; it goes on.
+        """
+        error = self._error(timeout)
+        if error is not None and not self.done():
+            raise error
+        return error
+
+    def future(self) -> Future[list[R]]:
+        """Return a `concurrent.futures.Future` of what `results` returns or raises, the same one each time.
+
+        For `concurrent.futures.wait`, callbacks and `asyncio.wrap_future`. Cancelling it does nothing: `cancel` of the
+        run stops the run.
+        """
+        self._refuse_session()
+        if self._future is None:
+            self._future = load(_FUTURES).future_of(self)
+        return self._future
+
+    def __await__(self) -> Generator[object, None, list[R]]:
+        """Wait in an event loop; return or raise as `results` does. A task that is cancelled leaves the run alone."""
+        self._refuse_session()
+        waiting: Generator[object, None, list[R]] = load(_FUTURES).results_of(self).__await__()
+        return waiting
 
     def result(self, rank: int = 0, timeout: float | None = None) -> R:
         """Return what one rank returned; as `results` otherwise.
@@ -358,15 +400,15 @@ class Run(Generic[R]):
         stopped = self._stopped
         if stopped is None or stopped.state is State.SUCCEEDED:
             return None
-        return make_exception(
-            stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail
-        )
+        return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
         """Return whether nobody is to wait for it: Ctrl-C came twice, or once (`interrupted`) where that detaches."""
         return self._left or (interrupted and self._spec.on_interrupt == "detach")
 
     def _say_that_it_goes_on(self) -> None:
+        """Print that the run goes on though its caller waits no longer."""
+        self._note_end()
         while_session = " while its session does" if self.session else ""
         TerminalDisplay(quiet=self._spec.quiet).say(
             f"run {self.id} goes on{while_session}; cancel() of its handle, or `sgpu cancel`, stops it"
@@ -462,17 +504,30 @@ class Run(Generic[R]):
                 pass
             case protocol.Stopped():
                 self._stopped, self._state = message, message.state
+                self._note_end()
             case protocol.Finished(receipt=receipt):
                 self._receipt = receipt
                 if self._stopped is None:  # a Ctrl-C between hearing it and taking it in
                     self._stopped = self._source.ending()
                     self._state = self._stopped.state
+                    self._note_end()
                 self._source.close()
             case protocol.Refused():
                 self._refused, self._state = message, State.FAILED
+                self._note_end()
                 self._source.close()
             case _:
                 pass
+
+    def _note_started(self) -> None:
+        """Have the run named at the end of this process, unless its end is seen before."""
+        if not self._spec.quiet:
+            is_remote = self._spec.remote
+            self._started = load(_STARTED).note_started(self.id, self.directory, is_remote=is_remote)
+
+    def _note_end(self) -> None:
+        if self._started is not None:
+            self._started.is_over = True
 
     def _relaunch_with(self, relaunch: Relaunch) -> None:
         """Have the run launched anew if its environment turns out to be damaged in the store."""
@@ -491,6 +546,8 @@ class Run(Generic[R]):
             return False
         self._source.close()
         self._keep(launched)
+        if self._started is not None:
+            self._started.run_id, self._started.directory = self.id, self.directory
         self._state, self._waiting, self._tracked = State.QUEUED, "", None
         return True
 
@@ -500,5 +557,6 @@ class Run(Generic[R]):
         if self._stopped is None:
             self._stopped = self._source.ending()
             self._state = self._stopped.state
+            self._note_end()
         if self._receipt is None:
             self._receipt = self._source.receipt()

@@ -30,6 +30,7 @@ from serverless_gpu.client.launch import Lender, hold, launch
 from serverless_gpu.client.own_sessions import own_sessions
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run
+from serverless_gpu.client.run_list import RunList
 from serverless_gpu.client.source import Note
 from serverless_gpu.errors import ServerlessGpuError, SessionEnded, UsageError
 from serverless_gpu.model.attempt import State
@@ -138,13 +139,22 @@ class Session:
         return self._bind(function).submit(*args, **kwargs)
 
     def map(
-        self, function: Callable[..., R] | DistributedFunction[..., R], items: Iterable[object], **kwargs: object
-    ) -> list[Run[R]]:
-        """Start one run per item, the item as the first argument, and return their handles.
+        self, function: Callable[..., R] | DistributedFunction[..., R], *iterables: Iterable[object], **kwargs: object
+    ) -> RunList[R]:
+        """Start one run per item and return their handles, as `map` of a decorated function does.
 
         As many run at once as the session's devices allow: decorate the function with `gpus=1` to have one each.
         """
-        return self._bind(function).map(items, **kwargs)
+        return self._bind(function).map(*iterables, **kwargs)
+
+    def starmap(
+        self,
+        function: Callable[..., R] | DistributedFunction[..., R],
+        items: Iterable[Iterable[object]],
+        **kwargs: object,
+    ) -> RunList[R]:
+        """Start one run per item, whose elements are the positional arguments, and return their handles."""
+        return self._bind(function).starmap(items, **kwargs)
 
     def close(self) -> None:
         """Wait for the session's runs, hand its devices back and print its receipt; a second call does nothing.

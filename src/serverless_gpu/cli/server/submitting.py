@@ -11,7 +11,8 @@ import click
 import msgspec
 
 from serverless_gpu.cli.amounts import Seconds
-from serverless_gpu.cli.output import say, say_failure
+from serverless_gpu.cli.failures import say_failure
+from serverless_gpu.cli.output import say
 from serverless_gpu.cli.server.command_line import SubmitCommand, command_of
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.cli.server.rehearsing import rehearse

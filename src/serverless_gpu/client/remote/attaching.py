@@ -7,13 +7,14 @@ What a run returned is loaded only where it is one's own: loading is running cod
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from serverless_gpu.client.remote.profile import is_configured
 from serverless_gpu.client.remote.server import server_of
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
-from serverless_gpu.node.home import Home
+from serverless_gpu.model.attempt import TERMINAL
+from serverless_gpu.node.home import Home, find_home
 
 
 def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
@@ -35,3 +36,13 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
     is_trusted = view.owner in trusted or view.owner == server.principal()
     untrusted = "" if is_trusted else view.owner
     return Run(Watched(server, view, home.remote / run_id, untrusted=untrusted), view.spec)
+
+
+def unfinished(run_ids: Sequence[str]) -> list[str]:
+    """Return which runs of the server have not ended; a server that is away is not waited for.
+
+    Raises:
+        ServerlessGpuError: the server refuses, or is away.
+    """
+    server = server_of(find_home(os.environ).root, os.environ)
+    return [run_id for run_id in run_ids if server.run(run_id, patiently=False).state not in TERMINAL]

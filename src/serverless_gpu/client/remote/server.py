@@ -184,9 +184,9 @@ class Server:
         """Return when a run would start; a server that is away is not waited for."""
         return self._prompt.ask("POST", "/estimates", request, answer=EstimateView)
 
-    def run(self, run_id: str) -> RunView:
+    def run(self, run_id: str, *, patiently: bool = True) -> RunView:
         """Return a run as it is now."""
-        return self._patient.ask("GET", f"/runs/{run_id}", answer=RunView)
+        return (self._patient if patiently else self._prompt).ask("GET", f"/runs/{run_id}", answer=RunView)
 
     def attempts(self, run_id: str) -> tuple[AttemptView, ...]:
         """Return all tries at a run, in order."""
