@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, Unpack, cast, ove
 
 import msgspec
 
-from serverless_gpu.client.failures import without_own_frames
+from serverless_gpu.client.failures import in_notebooks, without_own_frames
+from serverless_gpu.client.interrupts import terminable
 from serverless_gpu.client.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run
@@ -87,13 +88,14 @@ class DistributedFunction(Generic[P, R]):
             KeyboardInterrupt: Ctrl-C; the run was cancelled and its GPUs handed back.
         """
         __tracebackhide__ = True
-        run = self._start(args, kwargs, watch=True)
-        try:
-            error = run.follow()
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt from None  # one frame of ours, not the twenty that were waiting
+        with terminable():
+            run = self._start(args, kwargs, watch=True)
+            try:
+                error = run.follow()
+            except KeyboardInterrupt:
+                raise in_notebooks(KeyboardInterrupt()) from None  # one frame of ours, not the twenty that were waiting
         if error is not None:
-            raise error
+            raise in_notebooks(error)
         return run.results()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
@@ -116,7 +118,7 @@ class DistributedFunction(Generic[P, R]):
         try:
             found: Estimate = load(_ESTIMATING).estimate(self.__wrapped__, args, kwargs, self.spec)
         except ServerlessGpuError as error:
-            raise without_own_frames(error) from error.__cause__
+            raise in_notebooks(without_own_frames(error)) from error.__cause__
         return found
 
     def map(self, items: Iterable[object], **kwargs: object) -> list[Run[R]]:
@@ -145,7 +147,7 @@ class DistributedFunction(Generic[P, R]):
         try:
             return self._launch(args, kwargs, watch=watch)
         except ServerlessGpuError as error:
-            raise without_own_frames(error) from error.__cause__
+            raise in_notebooks(without_own_frames(error)) from error.__cause__
 
     def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
         return launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
