@@ -13,6 +13,7 @@
     │   └── SecretMissing          a secret that is named is not there
     ├── HardwareError              this machine cannot do what was asked
     │   ├── NoGpu · GpuTypeMismatch · NotEnoughGpus
+    │   └── NoSuitableNode           no node of the server could ever serve the run
     ├── StorageError               disk full, directory not writable
     ├── EnvironmentProblem         an environment cannot be captured, sent or restored
     │   ├── EnvironmentUnsupported   a kind of environment that cannot travel, or a file in it that cannot
@@ -54,7 +55,7 @@ the wire and into documentation; `status` is what an HTTP API answers for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 
@@ -170,6 +171,24 @@ class NotEnoughGpus(HardwareError):
     code = "not_enough_gpus"
 
 
+class NoSuitableNode(HardwareError):
+    """No node of the server could ever serve the run, so it was not queued.
+
+    Attributes:
+        gpus: how many devices were asked for, or None for all of a node's.
+        gpu_type: of which type, or None.
+        pool: in which pool, or "".
+        choices: requests that some node could serve: mappings with ``gpus``, ``gpu_type`` and ``pool``, each only where
+            it differs from what was asked for.
+    """
+
+    code = "no_suitable_node"
+    gpus: int | None = None
+    gpu_type: str | None = None
+    pool: str = ""
+    choices: Sequence[Mapping[str, int | str]] = ()
+
+
 class StorageError(ServerlessGpuError):
     """A file or directory could not be written."""
 
@@ -240,10 +259,15 @@ class ServerProblem(ServerlessGpuError):
 
 
 class ServerNotConfigured(ServerProblem):
-    """No server is configured for remote runs."""
+    """No server is configured for remote runs.
+
+    Attributes:
+        is_missing: whether there is none at all; else its file cannot be read.
+    """
 
     code = "server_not_configured"
     status = 400
+    is_missing: bool = False
 
 
 class ServerUnavailable(ServerProblem):

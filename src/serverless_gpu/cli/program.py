@@ -30,7 +30,7 @@ import click
 
 from serverless_gpu.cli.lazy_group import Entry, LazyGroup
 from serverless_gpu.cli.server.exit_codes import CANCELLED, exit_code
-from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.errors import ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.loading import load
 from serverless_gpu.version import __version__
 
@@ -147,6 +147,10 @@ class _Commands(LazyGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             sys.exit(CANCELLED)
+        except ServerNotConfigured as error:
+            if not error.is_missing:
+                raise
+            raise load("serverless_gpu.client.remedies").no_server(f"sgpu {ctx.invoked_subcommand}") from None
 
 
 @click.group(cls=_Commands, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, Unpack, cast, ove
 
 import msgspec
 
-from serverless_gpu.client.failures import without_own_frames
+from serverless_gpu.client.failures import in_notebooks, without_own_frames
+from serverless_gpu.client.interrupts import terminable
 from serverless_gpu.client.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.preflight import check_function
 from serverless_gpu.client.run import Run
@@ -90,13 +91,14 @@ class DistributedFunction(Generic[P, R]):
             KeyboardInterrupt: Ctrl-C; the run was cancelled and its GPUs handed back.
         """
         __tracebackhide__ = True
-        run = self._start(args, kwargs, watch=True)
-        try:
-            error = run.follow()
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt from None  # one frame of ours, not the twenty that were waiting
+        with terminable():
+            run = self._start(args, kwargs, watch=True)
+            try:
+                error = run.follow()
+            except KeyboardInterrupt:
+                raise in_notebooks(KeyboardInterrupt()) from None  # one frame of ours, not the twenty that were waiting
         if error is not None:
-            raise error
+            raise in_notebooks(error)
         return run.results()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
@@ -119,7 +121,7 @@ class DistributedFunction(Generic[P, R]):
         try:
             found: Estimate = load(_ESTIMATING).estimate(self.__wrapped__, args, kwargs, self.spec)
         except ServerlessGpuError as error:
-            raise without_own_frames(error) from error.__cause__
+            raise in_notebooks(without_own_frames(error)) from error.__cause__
         return found
 
     def map(self, *iterables: Iterable[object], **kwargs: object) -> RunList[R]:
@@ -172,7 +174,7 @@ class DistributedFunction(Generic[P, R]):
         try:
             run = self._launch(args, kwargs, watch=watch)
         except ServerlessGpuError as error:
-            raise without_own_frames(error) from error.__cause__
+            raise in_notebooks(without_own_frames(error)) from error.__cause__
         if not watch:
             run._note_started()
         return run

@@ -9,14 +9,18 @@ in words. Failure cases: the exception's class cannot be loaded here, or loading
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
 
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import RemoteError, RunError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.inside import failure
 
+E = TypeVar("E", bound=BaseException)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _CHAIN_MAX = 20
 _DEBUGGER_LEFT = ("bdb", "BdbQuit")
@@ -50,6 +54,52 @@ def without_own_frames(error: BaseException) -> BaseException:
         link.__traceback__ = frames
         link = link.__cause__
     return error
+
+
+class NotebookTraceback:
+    """Renders the traceback of an error for IPython: the caller's frames and the remote traceback, none of ours.
+
+    IPython leaves out frames with `__tracebackhide__`, but always shows the last one, which raised.
+    """
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (NotebookTraceback, ())  # the error can be pickled; elsewhere it is shown as any other
+
+    def __call__(self) -> list[str]:
+        """Return the lines; called by IPython, which falls back to its own where this raises."""
+        error = self._error
+        assert error is not None
+        shell = sys.modules["IPython"].get_ipython()
+        frames = _of_the_caller(error.__traceback__)
+        lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, frames, tb_offset=1)
+        return lines
+
+
+def in_notebooks(error: E) -> E:
+    """Return an error that a user caused, to be raised by a public method: IPython shows it without our frames.
+
+    Errors that are not meant for the user (a bug of ours) do not come here and keep all frames.
+    """
+    if "IPython" in sys.modules and not hasattr(error, "_render_traceback_"):
+        with contextlib.suppress(Exception):  # an exception class of the user's may refuse attributes
+            object.__setattr__(error, "_render_traceback_", NotebookTraceback(error))
+    return error
+
+
+def _of_the_caller(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this package."""
+    links: list[TracebackType] = []
+    while frames is not None:
+        if not frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            links.append(frames)
+        frames = frames.tb_next
+    kept: TracebackType | None = None
+    for link in reversed(links):
+        kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return kept
 
 
 def rebuild(

@@ -1,16 +1,21 @@
-"""Ctrl-C while a call blocks an event loop.
+"""Ctrl-C while a call blocks an event loop, and SIGTERM while a call waits.
 
 `asyncio.run` and an IPython kernel that runs an `async` cell take SIGINT for themselves: their handler only asks the
 current task to be cancelled, which happens when that task next awaits. A blocking call in it would go on to its end,
 with a stop button that does nothing. While we wait, SIGINT raises `KeyboardInterrupt` again. Handlers of the user's are
 left alone.
+
+A caller that SIGTERM ends without a word would leave a run in the queue that it alone waited for. While a call waits,
+SIGTERM acts as Ctrl-C does: `on_interrupt` decides about the run, then the process ends of SIGTERM all the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -34,3 +39,31 @@ def _of_a_loop(handler: object) -> bool:
     while isinstance(handler, functools.partial):
         handler = handler.func
     return str(getattr(handler, "__module__", "")).partition(".")[0] in _LOOPS
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM raise `KeyboardInterrupt` in this block, and end the process of SIGTERM after it.
+
+    Only where SIGTERM would end the process: a handler of the user's is left alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    received: list[int] = []
+
+    def receive(number: int, _frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, receive)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if received:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # closed, or replaced by the user
+                    stream.flush()
+            os.kill(os.getpid(), signal.SIGTERM)

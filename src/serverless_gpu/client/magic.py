@@ -23,7 +23,8 @@ from serverless_gpu.client.cells import compile_cell, ends_silently
 from serverless_gpu.client.decorator import distributed
 from serverless_gpu.client.failures import RemoteTraceback
 from serverless_gpu.client.launch import prewarm, should_prewarm
-from serverless_gpu.errors import InvalidOption, NotPicklable
+from serverless_gpu.client.remedies import explain
+from serverless_gpu.errors import InvalidOption, NoSuitableNode, NotPicklable
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.call import distributed_cell
 from serverless_gpu.units import parse_duration_s
@@ -70,6 +71,9 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
             results = decorate(distributed_cell).distributed(*code)  # type: ignore[call-arg]  # rank and world_size are filled in
         except NotPicklable as error:
             raise NotPicklable(_of_the_cell(error.message), hint=error.hint) from None
+        except NoSuitableNode as error:
+            explain(error, "command line")
+            raise
     if output:
         shell.user_ns[output] = results
     silent = ends_silently(cell) or all(value is None for value in results)
@@ -133,6 +137,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "resume": None,
     "retry_on_infra": None,
     "remote": None,
+    "wait": None,
 }
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, created_wall_ns
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
+from serverless_gpu.client.failures import in_notebooks
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.outcome import checked_rank, load_result, make_exception, untold_tails
 from serverless_gpu.client.own_sessions import advised
@@ -157,7 +158,7 @@ class Run(Generic[R]):
         self._refuse_session()
         error = self._error(timeout)
         if error is not None:
-            raise error
+            raise in_notebooks(error)
         return [self._load(rank) for rank in range(self._source.world_size or 0)]
 
     def done(self) -> bool:
@@ -205,7 +206,7 @@ class Run(Generic[R]):
         self._rank(rank)
         error = self._error(timeout)
         if error is not None:
-            raise error
+            raise in_notebooks(error)
         return self._load(self._rank(rank))  # once more: how many there are may have been unknown
 
     def _load(self, rank: int) -> R:

@@ -79,6 +79,7 @@ class Options(SessionOptions, total=False):
     """Everything `distributed` accepts beside `gpus`, `gpu_type`, `remote` and `timeout`."""
 
     idle_timeout: float | str
+    wait: bool
 
 
 class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +164,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         total_run_s: for how long user code runs in all attempts together, as its usage policy has it, or None.
         attempts_max: how many attempts whose user code begins the run gets, as its usage policy has it, or None.
         policies: mandatory usage policies that apply beside `policy`, as the server has it.
+        wait: whether a server queues the run although no node it knows could ever serve it.
         unsaved_max: attempts in a row that save nothing new, after which `resume` gives up; its usage policy has it.
     """
 
@@ -198,6 +200,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     attempts_max: int | None = None
     unsaved_max: int = UNSAVED_MAX
     policies: tuple[str, ...] = ()
+    wait: bool = False
 
     @property
     def limit_s(self) -> float | None:
@@ -306,6 +309,7 @@ def make_spec(
         hang_timeout_s=_seconds_or_none("hang_timeout", asked.get("hang_timeout")),
         environment=_environment(asked.get("env"), remote is True),
         idle_timeout_s=_seconds_or_none("idle_timeout", asked.get("idle_timeout")),
+        wait=flag("wait", asked.get("wait", False)),
     )
 
 

@@ -178,6 +178,7 @@ def assembled(
             measures=measures,
         )
         beside = _beside(settings, database, clock=clock, url=url, token=tokens.node_token)
+        engines: list[Engine] = []
         services = Services(
             settings=settings,
             clock=clock,
@@ -189,6 +190,7 @@ def assembled(
             health=Health(clock),
             low=database.reserve.problem,
             unwritable=lambda: database.write_problem,
+            engine_nodes=lambda: {node.name for each in engines for node in each.nodes()},
             ray_pool=(lambda: None) if beside is None else beside.pool,
             **storage._asdict(),
         )
@@ -202,6 +204,7 @@ def assembled(
         elif settings.node:
             engine = _this_machine(settings, url=url, token=tokens.node_token)
         if engine is not None:
+            engines.append(engine)
             stack.callback(engine.close)
         stack.enter_context(_looking_after(services, engine, database, beside, mark, operator.renewed))
         yield Assembly(

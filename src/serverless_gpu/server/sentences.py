@@ -23,7 +23,7 @@ import msgspec
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.values import Estimate, Reservation, TeamUse, Wait, Wanted
+from serverless_gpu.model.scheduling.values import Estimate, Reservation, TeamUse, Wait, WaitReason, Wanted
 
 ASKED_S = 30.0
 """Who was asked about is watched for so long: a stream asks every nine seconds."""
@@ -61,6 +61,7 @@ class Sentences:
         self._now: Callable[[], int] = lambda: 0
         self._decision = 0
         self._told: dict[str, tuple[Told, int, int]] = {}  # as of which time, and which decision
+        self._ends: Callable[[str], int | None] = lambda _run_id: None
         self._asked: OrderedDict[str, tuple[Told, int]] = OrderedDict()
 
     @contextlib.contextmanager
@@ -77,6 +78,14 @@ class Sentences:
                 yield
             finally:
                 self._decision += 1
+
+    def end_by(self, ends: Callable[[str], int | None]) -> None:
+        """Tell runs that nothing can ever serve when they end.
+
+        Args:
+            ends: returns that for a run, nanoseconds since 1970; None for never.
+        """
+        self._ends = ends
 
     def forget(self, run_ids: Iterable[str]) -> None:
         """Note that what was worked out about some runs does not hold any more."""
@@ -179,6 +188,8 @@ class Sentences:
         if wait is None:
             self._told.pop(run_id, None)
             return NOTHING
+        if wait.reason is WaitReason.UNSATISFIABLE:
+            wait = msgspec.structs.replace(wait, ends_ns=self._ends(run_id))
         told = Told(sentence=_sentence(wait, now_ns), wait=wait)
         self._told[run_id] = (told, now_ns, self._decision)
         return told

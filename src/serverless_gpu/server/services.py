@@ -12,7 +12,7 @@ adds a field here and a line there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol, TypeVar
 
 from sqlalchemy.engine import Connection
@@ -20,6 +20,7 @@ from sqlalchemy.engine import Connection
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.feasibility_memory import FeasibilityMemory
 from serverless_gpu.server.gang_progress import GangProgress
 from serverless_gpu.server.gathering import Meetings
 from serverless_gpu.server.health import Health
@@ -72,6 +73,8 @@ class Services:
         measures: what is counted, for Prometheus.
         health: whether the server can do its work.
         spending: how every budget stands.
+        feasible: which runs some node could serve.
+        engine_nodes: returns the names of the nodes that the server's engine has, before their agents say hello.
         ray_pool: returns how other machines join, or None where none can.
         unwritable: returns why the database takes no writes now, in words that name no one, or "".
         low: returns why the database takes no new runs, in words that name no one, or "".
@@ -98,6 +101,8 @@ class Services:
     measures: Measures = dataclasses.field(default_factory=Measures)
     health: Health = dataclasses.field(default_factory=Health)
     spending: Spending = dataclasses.field(default_factory=Spending)
+    feasible: FeasibilityMemory = dataclasses.field(default_factory=FeasibilityMemory)
+    engine_nodes: Callable[[], Collection[str]] = tuple
     ray_pool: Callable[[], RayPool | None] = lambda: None
     low: Callable[[], str] = lambda: ""
     unwritable: Callable[[], str] = lambda: ""

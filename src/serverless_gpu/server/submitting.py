@@ -33,7 +33,7 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import affording, allowing, audit, events, log_context, runs, views
+from serverless_gpu.server import affording, allowing, audit, events, feasibility, log_context, runs, views
 from serverless_gpu.server.allowing import Brought, Unread
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import check_reference
@@ -66,6 +66,7 @@ def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
     Raises:
         InvalidValue: it is not possible.
         PolicyViolation: it is not within its usage policy.
+        NoSuitableNode: no node could ever serve it, and it does not ask to wait for one.
         NotFound: parts of its call were not sent.
         EnvironmentMissing: its environment was not sent.
         SecretMissing: a secret that it names is not there.
@@ -153,6 +154,8 @@ def _create(
     allowed = allowing.allow(connection, services, new.spec, who, brought)
     new = msgspec.structs.replace(new, spec=allowed.spec, pool=allowed.pool)
     affording.refuse(connection, services, allowed, who)
+    if not feasibility.refuse(connection, services, runs.described(new, at_ns=at_ns)):
+        services.feasible.defer(new.id)
     run = runs.insert(connection, new, at_ns=at_ns)
     events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
     audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)

@@ -10,17 +10,18 @@ back, and counts as there until it is forgotten.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Mapping
 
-import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.run_lifecycle import Unsatisfiable
+from serverless_gpu.model.scheduling.feasibility import like
 from serverless_gpu.model.scheduling.values import Wanted
-from serverless_gpu.server import runs, transitions
+from serverless_gpu.server import feasibility, runs, transitions
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 
@@ -39,7 +40,9 @@ class Impossible:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._since: dict[str, int] = {}
+        self._ends_ns: dict[str, int] = {}
         self._looked_ns: int | None = None
+        services.sentences.end_by(self.ends_ns)
 
     def look(self, waiting: Mapping[str, Wanted], now_ns: int) -> int:
         """End some of those that have waited long enough; return how many there were.
@@ -48,6 +51,7 @@ class Impossible:
             waiting: everybody who waits.
             now_ns: boottime, nanoseconds.
         """
+        self._decide_deferred(waiting)
         after_s = self._services.settings.unsatisfiable_after_s
         is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9
         if not after_s or not is_due:
@@ -55,18 +59,43 @@ class Impossible:
         self._looked_ns = now_ns
         why = self._never(waiting.values())
         self._since = {run_id: self._since.get(run_id, now_ns) for run_id in why}
+        self._ends_ns = {run_id: at_ns for run_id, at_ns in self._ends_ns.items() if run_id in why}
         over = [run_id for run_id, since_ns in self._since.items() if now_ns - since_ns >= after_s * 1e9]
         for run_id in over[:AT_ONCE]:
             self._end(run_id, why[run_id])
         return len(over)
+
+    def _decide_deferred(self, waiting: Mapping[str, Wanted]) -> None:
+        """End runs that were queued before nodes were known, and that none of these could ever serve."""
+        for run_id in self._services.feasible.undecided():
+            wanted = waiting.get(run_id)
+            if wanted is None:
+                self._services.feasible.settle(run_id)
+                continue
+            is_decided, found = self._services.database.read(
+                functools.partial(feasibility.decide, services=self._services, asked=wanted)
+            )
+            if is_decided:
+                self._services.feasible.settle(run_id)
+            if found is not None:
+                self._end(run_id, self._services.sentences.impossible(wanted) or found.why)
+
+    def ends_ns(self, run_id: str) -> int | None:
+        """Return when a run that can never be served ends, nanoseconds since 1970; None for never."""
+        after_s, clock = self._services.settings.unsatisfiable_after_s, self._services.clock
+        if not after_s:
+            return None
+        if run_id not in self._ends_ns:
+            since_ns = self._since.setdefault(run_id, clock.boottime_ns())
+            self._ends_ns[run_id] = clock.wall_ns() + since_ns + round(after_s * 1e9) - clock.boottime_ns()
+        return self._ends_ns[run_id]
 
     def _never(self, waiting: Iterable[Wanted]) -> dict[str, str]:
         """Return why those can never be served for whom that is so; the same for all that want the same."""
         known: dict[Wanted, str] = {}
         found: dict[str, str] = {}
         for wanted in waiting:
-            alike = msgspec.structs.replace(wanted, run_id="", title="", queued_ns=0, not_before_ns=0, held="")
-            alike = msgspec.structs.replace(alike, avoid=frozenset(), expected_s=None, preemptions=0)
+            alike = like(wanted)
             if alike not in known:
                 known[alike] = self._services.sentences.impossible(alike)
             if known[alike]:

@@ -42,6 +42,22 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Base of what the server sends."""
 
 
+class ShortageView(Answer, frozen=True, kw_only=True):
+    """What a run asked for that no node could ever serve, and what some node could.
+
+    Attributes:
+        gpus: how many devices, or None for all of a node's.
+        gpu_type: of which type, or None.
+        pool: in which pool, or "".
+        choices: similar requests: each has ``gpus``, ``gpu_type`` and ``pool`` only where they differ.
+    """
+
+    gpus: int | None = None
+    gpu_type: str | None = None
+    pool: str = ""
+    choices: tuple[dict[str, int | str], ...] = ()
+
+
 class Problem(Answer, frozen=True, kw_only=True):
     """Any answer of 400 or more.
 
@@ -50,9 +66,11 @@ class Problem(Answer, frozen=True, kw_only=True):
         message: what happened, to which thing.
         hint: what to do next.
         run_id: the run it is about, or "".
+        shortage: with the code ``no_suitable_node``: what would work.
     """
 
     code: str
     message: str
     hint: str = ""
     run_id: str = ""
+    shortage: ShortageView | None = None

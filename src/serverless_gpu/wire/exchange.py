@@ -26,6 +26,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import (
+    NoSuitableNode,
     NotAuthenticated,
     ServerlessGpuError,
     ServerProblem,
@@ -297,6 +298,9 @@ def problem_of(reply: Reply) -> ServerlessGpuError:
     error = error_class(problem.code)(problem.message, hint=problem.hint)
     if problem.run_id and hasattr(error, "run_id"):
         error.run_id = problem.run_id
+    if problem.shortage is not None and isinstance(error, NoSuitableNode):
+        there = problem.shortage
+        error.gpus, error.gpu_type, error.pool, error.choices = there.gpus, there.gpu_type, there.pool, there.choices
     return error
 
 

@@ -72,6 +72,7 @@ class WaitView(Answer, frozen=True, kw_only=True):
         turns_ns: when that node changes hands by its calendar.
         words: what is to be said beyond that, or in place of it.
         likely_ns: when it likely starts, where earlier runs of those names say so and it is before `at_ns`.
+        ends_ns: when it ends without a start if nothing that could serve it joins; None for never.
     """
 
     reason: str
@@ -95,6 +96,7 @@ class WaitView(Answer, frozen=True, kw_only=True):
     turns_ns: int | None = None
     words: str = ""
     likely_ns: int | None = None
+    ends_ns: int | None = None
 
 
 def wait_view(wait: Wait) -> WaitView:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -17,8 +19,12 @@ from serverless_gpu.cli.server.command_line import SubmitCommand, command_of
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.cli.server.rehearsing import rehearse
 from serverless_gpu.client.decorator import parse_options
+from serverless_gpu.client.interrupts import terminable
 from serverless_gpu.client.launch import launch_command
+from serverless_gpu.client.remedies import explain, no_server
 from serverless_gpu.client.remote.variables import elsewhere
+from serverless_gpu.client.run import Run
+from serverless_gpu.errors import NoSuitableNode, ServerNotConfigured
 from serverless_gpu.model.spec import Command, Priority, RunSpec
 
 _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "grace", "idle_timeout", "env")
@@ -51,6 +57,7 @@ _RANKS_ALL = "all"
 @click.option("--priority", type=click.Choice([each.value for each in Priority], case_sensitive=False))
 @click.option("--env", type=click.Choice(["live", "snapshot"]), help="What it imports; the server's place decides.")
 @click.option("--ranks-log", default="0", show_default=True, metavar="N,…|all", help="Ranks whose output is shown.")
+@click.option("--wait", is_flag=True, help="Queue it although no node known could ever serve it.")
 @click.option("--local", is_flag=True, help="On this machine, without a server.")
 @click.option("--detach", is_flag=True, help="Print the run's identifier, alone on stdout, and leave it to itself.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be asked for, and when it would start.")
@@ -68,23 +75,44 @@ def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **
     _enter(options.pop("workdir"), options.pop("variables"), is_here=local)
     spec = _spec(program, arguments, remote=not local, options=options)
     if dry_run:
-        rehearse(spec, as_json=as_json)
+        with _in_words_of_the_shell(program):
+            rehearse(spec, as_json=as_json)
         return
     if detach:
-        say(launch_command(spec).id)
+        say(_launched(spec, program, watch=False).id)
         return
-    run = launch_command(spec, watch=True)
-    error = run.follow(raises=False)
+    with terminable():
+        error = _launched(spec, program, watch=True).follow(raises=False)
     if error is not None:
         say_failure(error)
     sys.exit(exit_code(error))
+
+
+def _launched(spec: RunSpec, program: str, *, watch: bool) -> Run[None]:
+    with _in_words_of_the_shell(program):
+        return launch_command(spec, watch=watch)
+
+
+@contextlib.contextmanager
+def _in_words_of_the_shell(program: str) -> Iterator[None]:
+    """Let a refusal name options as they are typed after `sgpu submit`."""
+    try:
+        yield
+    except NoSuitableNode as error:
+        explain(error, "command line")
+        raise
+    except ServerNotConfigured as error:
+        if error.is_missing:
+            typed = shlex.join(("sgpu", "submit", program))
+            raise no_server(typed, f"`sgpu submit --local {shlex.quote(program)} …` needs none") from None
+        raise
 
 
 def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapping[str, Any]) -> RunSpec:
     argv, name = command_of(program, arguments, is_here=not remote)
     given = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
     given |= _secrets(options["secrets"])
-    given |= {name: options[name] for name in ("resume", "retry_on_infra", "same_node")}
+    given |= {name: options[name] for name in ("resume", "retry_on_infra", "same_node", "wait")}
     given |= {"tags": _tags(options["tags"]), "ranks_log": _ranks(options["ranks_log"])}
     spec = parse_options(options["gpus"], options["gpu_type"], remote, options["timeout"], given)
     if isinstance(spec.ranks_log, tuple) and not any(rank < options["gpus"] for rank in spec.ranks_log):

@@ -180,11 +180,13 @@ def _read(path: Path) -> Profile:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise ServerNotConfigured(
+        missing = ServerNotConfigured(
             "remote=True needs a server, and none is configured",
             hint="`sgpu up` starts one on this machine, `sgpu login` takes one that is there; "
             "without remote, it runs on this machine",
-        ) from None
+        )
+        missing.is_missing = True
+        raise missing from None
     except OSError as error:
         raise ServerNotConfigured(f"{path} cannot be read: {error.strerror}") from None
     try:

@@ -40,11 +40,13 @@ from serverless_gpu.client.remote.server import Server, server_of
 from serverless_gpu.client.remote.stream import Away, EventStream
 from serverless_gpu.client.remote.uploading import upload
 from serverless_gpu.client.remote.watching import Watched
+from serverless_gpu.client.remedies import explain
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.tracking import Far, tracked
 from serverless_gpu.errors import (
     AlreadyFinished,
     InvalidValue,
+    NoSuitableNode,
     NotFound,
     ServerlessGpuError,
     ServerProblem,
@@ -114,6 +116,9 @@ def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
         source = _submit(server, request, root, watch=watch)
     except InvalidValue as error:
         raise choice.told(error) from error.__cause__
+    except NoSuitableNode as error:
+        explain(error, "python")
+        raise
     with contextlib.suppress(OSError):
         (root / "call.pkl").unlink()
     clean_now_and_then(home)

@@ -18,6 +18,9 @@ from serverless_gpu.model.scheduling.telling import some
 from serverless_gpu.model.scheduling.values import Node, Wanted
 
 
+NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
+
+
 def impossible(floor: Floor, wanted: Wanted, ask: Ask) -> str:
     """Return why nothing that has joined can ever serve a run, or "" when something can."""
     if not floor.places:
@@ -103,7 +106,7 @@ def _lacking(wanted: Wanted, eligible: Sequence[Node]) -> str:
     if wanted.gpu_type is None:
         types = sorted({name for node in eligible for name, count in node.total.items() if name != CPU and count})
         if not types:
-            return f'no node{where} has a GPU; gpu_type="CPU" runs on CPU slots'
+            return f"no node{where} has a GPU{NO_GPU_REMEDY}"
         if len(types) > 1:
             return f"there are several GPU types{where} ({', '.join(types)}), and gpu_type does not say which"
     fitting = [

@@ -35,7 +35,7 @@ def sentence(wait: Wait, clock: Clock) -> str:
         clock: how times are written.
     """
     if wait.reason in _INSTEAD and wait.words:
-        return wait.words
+        return wait.words if wait.ends_ns is None else f"{wait.words}; {_given_up(wait.ends_ns, clock)}"
     there = [] if wait.reason is WaitReason.UNSATISFIABLE else [*_there(wait, clock), *_start(wait, clock)]
     parts = [_needing(wait), *there, wait.words, _place(wait)]
     return "; ".join(part for part in parts if part) or _UNSEEN
@@ -196,6 +196,10 @@ def _start(wait: Wait, clock: Clock) -> list[str]:
         spare = format_duration_ms(round(wait.spare_s) * 1000)
         parts.append(f"with timeout= of at most {spare} it would start now")
     return parts
+
+
+def _given_up(ends_ns: int, clock: Clock) -> str:
+    return f"it waits for a node that could, until {latest(ends_ns, clock)} at the latest"
 
 
 def _at(at_ns: int, clock: Clock, *, is_bound: bool) -> str:

@@ -405,6 +405,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
             now, and its owner's from then on where something does.
         words: what is to be said beyond that, or in place of it.
         likely_ns: when it likely starts, where earlier runs of those names say so and it is before `at_ns`.
+        ends_ns: when it ends without a start if nothing that could serve it joins; None for never.
     """
 
     run_id: str
@@ -428,6 +429,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     turns_ns: int | None = None
     words: str = ""
     likely_ns: int | None = None
+    ends_ns: int | None = None
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,111 @@
+"""Could any of these nodes ever serve a run, and if none, which similar requests could they serve?
+
+    nodes, pools, what a run wants ─▶ never served? ── no ──▶ None
+                                          └── yes ─▶ Shortage: why · the same with another type, fewer devices, a pool
+
+Pure: the server's admission decides with it whether a run is refused before it is queued (F82 is for runs that are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from serverless_gpu.model.hardware import CPU
+from serverless_gpu.model.scheduling.impossible import NO_GPU_REMEDY
+from serverless_gpu.model.scheduling.planner import Planner
+from serverless_gpu.model.scheduling.values import Node, NodeSeen, Pool, PoolSeen, Wanted
+
+CHOICES_MAX = 6
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that some node could serve; each field only where it differs from what was asked for."""
+
+    gpus: int | None = None
+    gpu_type: str | None = None
+    pool: str = ""
+
+    def changes(self) -> dict[str, int | str]:
+        """Return what differs, by name of the option."""
+        fields = {"gpus": self.gpus, "gpu_type": self.gpu_type, "pool": self.pool}
+        return {name: value for name, value in fields.items() if value}
+
+
+class Shortage(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes that could never serve a run.
+
+    Attributes:
+        why: in words that name no option of a client.
+        choices: similar requests that these nodes could serve, the most similar first.
+    """
+
+    why: str
+    choices: tuple[Choice, ...] = ()
+
+
+def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: Wanted) -> Shortage | None:
+    """Return why none of these nodes could ever serve a run, or None when one could.
+
+    Args:
+        nodes: those that count, whether they can be used now or not.
+        pools: their pools.
+        wanted: the run.
+    """
+    planner = Planner()
+    planner.apply([*map(PoolSeen, pools), *map(NodeSeen, nodes)])
+    why = planner.impossible(wanted)
+    if not why:
+        return None
+    found = [choice for choice in _similar(nodes, wanted) if not planner.impossible(_changed(wanted, choice))]
+    return Shortage(why=why.removesuffix(NO_GPU_REMEDY), choices=tuple(_best(found)))
+
+
+def _similar(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Choice]:
+    """Yield requests that differ in as little as possible; GPUs come before CPU slots."""
+    pools = sorted({node.pool for node in nodes} - {wanted.pool, ""})
+    types = sorted({name for node in nodes for name, count in node.total.items() if count}, key=_gpus_first)
+    sizes = sorted({count for node in nodes for count in node.total.values() if count}, reverse=True)
+    fewer = [size for size in sizes if wanted.gpus is not None and size < wanted.gpus]
+    others = [name for name in types if name != wanted.gpu_type]
+    yield from (Choice(pool=pool) for pool in pools)
+    if wanted.gpu_type is not None:
+        yield from (Choice(gpus=size) for size in fewer)
+    for name in others:
+        yield Choice(gpu_type=name)
+        yield from (Choice(gpu_type=name, gpus=size) for size in fewer)
+    yield from (Choice(gpu_type=name, pool=pool) for pool in pools for name in others)
+
+
+def _gpus_first(name: str) -> tuple[bool, str]:
+    return name == CPU, name
+
+
+def _changed(wanted: Wanted, choice: Choice) -> Wanted:
+    return msgspec.structs.replace(wanted, **choice.changes())
+
+
+def _best(choices: Iterable[Choice]) -> Iterator[Choice]:
+    """Yield the first choice for each pool and type: of several numbers of devices that is the largest."""
+    seen: set[tuple[str, str | None]] = set()
+    for choice in choices:
+        key = (choice.pool, choice.gpu_type)
+        if key not in seen and len(seen) < CHOICES_MAX:
+            seen.add(key)
+            yield choice
+
+
+def like(wanted: Wanted) -> Wanted:
+    """Return what a run wants without what makes no difference to whether it can ever be served."""
+    return msgspec.structs.replace(
+        wanted,
+        run_id="",
+        title="",
+        queued_ns=0,
+        not_before_ns=0,
+        held="",
+        avoid=frozenset(),
+        expected_s=None,
+        preemptions=0,
+    )
