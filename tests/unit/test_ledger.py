@@ -326,7 +326,7 @@ def test_a_receipt_tells_all_in_eight_lines() -> None:
 def test_a_receipt_leaves_out_what_is_not_known_and_says_unpriced() -> None:
     assert BARE.text().splitlines() == [
         "run 01jabc · attempt 1 · SUCCEEDED",
-        "1 CPU slot · 1 rank · 0.040 slot-seconds, unpriced",
+        "1 CPU slot · 1 rank · 0.040 CPU slot-seconds, unpriced",
         "cold start (torch is not installed)",
     ]
 
@@ -340,7 +340,7 @@ def test_the_receipt_of_a_session_speaks_of_a_session() -> None:
     receipt = msgspec.structs.replace(BARE, runs=3, world_size=0)
     assert receipt.text().splitlines() == [
         "session 01jabc · SUCCEEDED",
-        "1 CPU slot · 3 runs · 0.040 slot-seconds idle, unpriced",
+        "1 CPU slot · 3 runs · 0.040 CPU slot-seconds idle, unpriced",
     ]
     page = receipt.html()
     assert "session 01jabc<" in page and "1 CPU slot · 3 runs<" in page and " idle, unpriced<" in page
@@ -352,7 +352,7 @@ def test_the_receipt_of_a_session_speaks_of_a_session() -> None:
     [
         (DeviceKind.GPU, GPUS, "2 H100 · 1 rank · 0.040 GPU-seconds, unpriced"),
         (DeviceKind.FAKE, GPUS, "2 H100 (fake) · 1 rank · 0.040 GPU-seconds, unpriced"),
-        (DeviceKind.CPU, GPUS, "2 CPU slots · 1 rank · 0.040 slot-seconds, unpriced"),
+        (DeviceKind.CPU, GPUS, "2 CPU slots · 1 rank · 0.040 CPU slot-seconds, unpriced"),
     ],
 )
 def test_a_receipt_says_what_the_devices_were(kind: DeviceKind, gpus: tuple[str, ...], text: str) -> None:

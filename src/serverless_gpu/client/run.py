@@ -358,9 +358,7 @@ class Run(Generic[R]):
         stopped = self._stopped
         if stopped is None or stopped.state is State.SUCCEEDED:
             return None
-        return make_exception(
-            stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail
-        )
+        return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
         """Return whether nobody is to wait for it: Ctrl-C came twice, or once (`interrupted`) where that detaches."""

@@ -12,7 +12,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.model import markup
-from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
 
 # A terminal's two lines: a receipt is read, not scrolled.
 _TEXT_LINE_MAX = 200
@@ -81,7 +81,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """What telemetry saw of all devices of an attempt.
 
     Attributes:
-        observed_ms: GPU-milliseconds that were looked at; `busy_ms` those in which a device worked.
+        observed_ms: device-milliseconds that were looked at; `busy_ms` those in which a device worked.
         peak_memory_bytes: the most of one device; None where that is not known.
     """
 
@@ -106,7 +106,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     """How the cost of a run's attempt comes about.
 
     Attributes:
-        billed_ms: GPU-milliseconds that are billed.
+        billed_ms: device-milliseconds that are billed.
         unbilled: why not all of those that were used are, in words; "" where they are.
         core_ms: core-milliseconds that are billed, where cores were limited; beyond those that are CPU slots.
         memory_mib_ms: MiB-milliseconds that are billed, where memory was limited.
@@ -146,7 +146,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         gpus: identifiers of the devices.
         kind: what the devices were.
         segments: where the time went.
-        gpu_ms: GPU-milliseconds that were used, from the start of user code until the devices were free.
+        gpu_ms: device-milliseconds that were used, from the start of user code until the devices were free.
         micros: cost in millionths of the currency unit; None when there is no price.
         currency: the currency's name.
         peak_memory_bytes: most host memory used, of several nodes on one of them; None when not known.
@@ -241,7 +241,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self._used(self.gpu_ms - self.bill.billed_ms)}: {self.bill.unbilled}"
 
     def _used(self, gpu_ms: int) -> str:
-        return units.format_gpu_ms(gpu_ms, unit="slot" if self.kind is DeviceKind.CPU else "GPU")
+        gpu_type = CPU if self.kind is DeviceKind.CPU else self.gpu_type
+        return units.format_gpu_ms(gpu_ms, unit=time_unit([gpu_type]))
 
     def text(self) -> str:
         """Return the receipt for a terminal: at most 8 lines, none of them empty."""
