@@ -4,7 +4,8 @@
     team     what it used in the last hour  >  3 × the median of its own hours in four weeks              once in a day
 
 In money where there are prices, else in the time of devices. Said in the log, the audit, the notices (`sgpu budget
-list`, the webhook) and, of a run, to the run. What was said is a row (`budget_warnings`, per cent 0), so that it is said once.
+list`, the webhook) and, of a run, to the run. What was said is a row (`budget_warnings`, per
+cent 0), so that it is said once.
 
 A team's hours are memory, read from the ledger at the start and read on from there: an entry is spread evenly over the
 time from its start to its end. What goes on is not in it before its day is over, so it is added for the last hour.
