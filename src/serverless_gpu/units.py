@@ -1,6 +1,6 @@
 """Durations, bytes, GPU time and money: integer arithmetic, and the one way each is written for people.
 
-Milliseconds, bytes, GPU-milliseconds and micros (millionths of a currency unit) are integers everywhere; a float
+Milliseconds, bytes, device-milliseconds and micros (millionths of a currency unit) are integers everywhere; a float
 never holds money or metered time. Nothing here knows about runs, clocks or prices in force.
 
 Failure cases: quantities that cannot be negative raise `ValueError`. The ``format_`` functions never fail on an
@@ -32,7 +32,7 @@ def gpu_milliseconds(gpus: int, ms: int) -> int:
         ms: how long they were held, in milliseconds.
 
     Returns:
-        GPU-milliseconds.
+        device-milliseconds.
 
     Raises:
         ValueError: a count or a time is negative.
@@ -48,7 +48,7 @@ def micros_for(gpu_ms: int, micros_per_gpu_hour: int) -> int:
     Call it once per attempt with the attempt's total: rounding parts would add up to more than the whole.
 
     Args:
-        gpu_ms: GPU-milliseconds.
+        gpu_ms: device-milliseconds.
         micros_per_gpu_hour: price of one GPU for one hour, in micros.
 
     Returns:
@@ -155,11 +155,11 @@ def is_any_below_cent(amounts: Iterable[int | None]) -> bool:
 
 
 def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
-    """Return GPU time for people: ``0.040 GPU-seconds``, ``12.3 GPU-seconds``, ``1.5 GPU-hours``.
+    """Return the time of devices for people: ``0.040 GPU-seconds``, ``12.3 GPU-seconds``, ``1.5 GPU-hours``.
 
     Args:
-        gpu_ms: GPU-milliseconds.
-        unit: what was held, where it was not GPUs.
+        gpu_ms: device-milliseconds.
+        unit: whose time it is, as `hardware.time_unit` says.
     """
     if gpu_ms < 0:
         return "-" + format_gpu_ms(-gpu_ms, unit=unit)

@@ -134,7 +134,9 @@ def test_23B3_submit_shows_the_rank_that_failed_once(own: Path, tmp_path: Path) 
     (tmp_path / "train.py").write_text(text)
     words = ("submit", "--local", "--gpus", "2", "--gpu-type", "H100")
     err = sgpu(*words, str(tmp_path / "train.py"), code=1)
-    assert err.count("[rank 1] ValueError: boom at rank 1\n") == 1 and err.count("boom at rank 1") == 2  # its source line
+    assert (
+        err.count("[rank 1] ValueError: boom at rank 1\n") == 1 and err.count("boom at rank 1") == 2
+    )  # its source line
     hint = next(line for line in err.splitlines() if line.startswith("hint: "))
     assert hint.startswith("hint: logs: `sgpu logs ") and " --rank 1`" in hint
     all_shown = sgpu(*words, "--ranks-log", "1", str(tmp_path / "train.py"), code=1)

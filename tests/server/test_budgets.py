@@ -273,7 +273,7 @@ def test_time_without_a_price_is_said_and_stops_nobody(database: Database, tmp_p
     spent.go_on(30, run_id)
     view = spent.view()
     assert (view.used, view.unpriced_ms) == (0, 30_000)
-    assert view.sentence.endswith("30.0 GPU-seconds have no price and count nothing: sgpu price set")
+    assert view.sentence.endswith("30.0 device-seconds have no price and count nothing: sgpu price set")
     assert spent.find(run_id).stop is None
     spent.go_on(11, run_id)
     assert spent.find(run_id).stop is StopReason.BUDGET

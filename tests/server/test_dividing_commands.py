@@ -54,9 +54,9 @@ def test_pools_shares_and_policies_are_set_and_listed_by_who_may(server: Served,
     assert said("share", "set", "user", "bob", "0.5") == "user bob has 0.5\n"
     for token in ("", bob):
         assert said("share", "list", token=token).splitlines() == [
-            "KIND  NAME    WEIGHT  DUE     USED             OF ALL USE  COUNTED",
-            "team  search  70      100.0%  0.0 GPU-seconds  0.0%        0.0 GPU-seconds",
-            "user  bob     0.5     -       -                -           -",
+            "KIND  NAME    WEIGHT  DUE     USED                OF ALL USE  COUNTED",
+            "team  search  70      100.0%  0.0 device-seconds  0.0%        0.0 device-seconds",
+            "user  bob     0.5     -       -                   -           -",
             "use counts half after 7 days",
         ]
     assert said("share", "remove", "user", "bob") == "user bob has 1 again\n"

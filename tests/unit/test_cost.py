@@ -75,9 +75,9 @@ def test_two_currencies_are_never_added() -> None:
 
 def test_what_goes_on_is_so_far_and_what_never_began_used_nothing() -> None:
     assert together([], waits_ms=5_000, is_final=False).text() == "nothing used · so far"
-    assert together([]).rows() == {"cost": "nothing used", "used": "0.0 GPU-seconds"}
+    assert together([]).rows() == {"cost": "nothing used", "used": "0.0 device-seconds"}
     going_on = AttemptUse(lines=(line(gpu_ms=1_000, billed_ms=1_000, micros=9),), gpu_type="CPU", is_final=False)
-    assert together([going_on]).text() == "0.000009 USD · 1.0 slot-seconds · so far"
+    assert together([going_on]).text() == "0.000009 USD · 1.0 CPU slot-seconds · so far"
 
 
 def test_what_the_platform_lost_is_nothing_to_pay() -> None:
@@ -106,6 +106,7 @@ def test_an_estimate_is_the_rate_times_the_limit_and_times_what_earlier_runs_too
         "4 of 5 earlier runs of its name took 20 min 00 s or less",
         at_timeout_gpu_ms=8 * HOUR_MS,
         expected_gpu_ms=8 * 1_200_000,
+        gpu_type="H100",
     )
     assert found.text() == f"about 7.97 USD, at most 23.92 USD: {found.basis}"
 
@@ -227,3 +228,10 @@ def test_what_an_hour_costs_is_what_the_ledger_charges_for_one(
     assert rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=cpus, memory_bytes=memory_bytes) == charged
     devices = Devices(gpu_type=gpu_type, count=gpus, cpus=cpus, memory_bytes=memory_bytes, tariff=tariff)
     assert estimated(devices, Lasting()).micros_per_hour == charged
+
+
+def test_23B9_the_time_of_cpu_slots_is_called_so_before_and_after_a_run() -> None:
+    estimate = estimated(Devices(gpu_type="CPU", count=2), Lasting(limit_s=60, expected_s=10))
+    assert estimate.text().startswith("about 20.0 CPU slot-seconds, at most 120.0 CPU slot-seconds: ")
+    used = AttemptUse(lines=(line(run_ms=500, gpu_ms=500, billed_ms=500),), gpu_type="CPU")
+    assert together([used]).rows()["used"] == "0.5 CPU slot-seconds"

@@ -136,7 +136,7 @@ def test_without_a_terminal_nothing_is_printed(monkeypatch: pytest.MonkeyPatch) 
     made.say("y")
 
 
-def test_a_receipt_is_said_line_by_line(capsys: Captured) -> None:
+def test_23B7_a_receipt_is_said_in_brief(capsys: Captured) -> None:
     receipt = Receipt(
         run_id="r",
         fence=1,
@@ -162,7 +162,7 @@ def test_a_receipt_is_said_line_by_line(capsys: Captured) -> None:
     )
     TerminalDisplay(quiet=False).receipt(receipt)
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "".join(f"serverless-gpu: {line}\n" for line in receipt.text().splitlines()))
+    assert (out, err) == ("", "".join(f"serverless-gpu: {line}\n" for line in receipt.brief()))
     TerminalDisplay(quiet=True).receipt(receipt)
     assert capsys.readouterr() == ("", "")
 

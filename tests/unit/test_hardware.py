@@ -23,6 +23,7 @@ from serverless_gpu.model.hardware import (
     matches,
     parse_fake,
     recognise,
+    time_unit,
 )
 
 MIB = 2**20
@@ -398,3 +399,19 @@ def test_a_type_with_negative_memory_is_refused() -> None:
 def test_fakes_are_there_instead_of_the_real_ones() -> None:
     assert census((*parse_fake("CPU:4,H100:2"), *cpu_slots(16))) == ({"CPU": 4, "H100": 2}, {})
     assert census(parse_fake("H100:2"), ["FAKE-H100-1", "gone"]) == ({"H100": 2}, {"H100": 1})
+
+
+@pytest.mark.parametrize(
+    ("types", "word"),
+    [
+        (["H100"], "GPU"),
+        (["H100", "A10"], "GPU"),
+        (["CPU"], "CPU slot"),
+        (["CPU", "CPU"], "CPU slot"),
+        (["CPU", "H100"], "device"),
+        ([""], "device"),
+        ([], "device"),
+    ],
+)
+def test_23B9_time_is_gpu_time_only_where_all_devices_are_gpus(types: list[str], word: str) -> None:
+    assert time_unit(types) == word

@@ -315,7 +315,7 @@ def test_a_receipt_tells_all_in_eight_lines() -> None:
         "run 01jabc · attempt 2 · FAILED · user_error",
         "2 H100 · 2 ranks · 371.0 GPU-seconds, 0.31 USD",
         "queued 0 ms · environment 12 ms · start 34 ms · first line 50 ms · run 3 min 05 s · stop 0.4 s · gate 0.1 s",
-        "warm start · peak memory 1.2 GB",
+        "warm start · host memory peak 1.2 GB",
         "gate: 2 GPUs verified free: no process, memory at baseline",
         "quarantined: GPU-b",
         "tags: job=nightly, team=search",
@@ -326,9 +326,68 @@ def test_a_receipt_tells_all_in_eight_lines() -> None:
 def test_a_receipt_leaves_out_what_is_not_known_and_says_unpriced() -> None:
     assert BARE.text().splitlines() == [
         "run 01jabc · attempt 1 · SUCCEEDED",
-        "1 CPU slot · 1 rank · 0.040 slot-seconds, unpriced",
+        "1 CPU slot · 1 rank · 0.040 CPU slot-seconds, unpriced",
         "cold start (torch is not installed)",
     ]
+
+
+def test_23B7_a_call_that_went_well_is_one_line() -> None:
+    receipt = msgspec.structs.replace(
+        BARE,
+        kind=DeviceKind.GPU,
+        gpu_type="H100",
+        gpus=GPUS,
+        segments=Segments(run_ms=41_000, gate_ms=21),
+        micros=20_000,
+        gate="2 GPUs verified free: no process, memory at baseline",
+        warm=True,
+        warm_reason="",
+        peak_memory_bytes=10**9,
+        tags={"team": "search"},
+        uses=(use(91.2, peak_memory_bytes=61_300_000_000),),
+    )
+    assert receipt.brief() == ("2 × H100 · 41.0 s · 0.02 USD · verified free in 21 ms",)
+    fake = msgspec.structs.replace(receipt, kind=DeviceKind.FAKE, micros=None, nodes=("n1", "n2"))
+    assert fake.brief() == ("2 × H100 (fake) on n1, n2 · 41.0 s · verified free in 21 ms",)
+    slots = msgspec.structs.replace(
+        receipt, kind=DeviceKind.CPU, gate="2 CPU slots free: no process of the run is left"
+    )
+    assert slots.brief() == ("2 CPU slots · 41.0 s · 0.02 USD · free in 21 ms",)
+
+
+def test_23B7_what_a_user_must_see_has_a_line_of_its_own() -> None:
+    why = "first run with this interpreter"
+    first = Segments(first_line_ms=5_000, run_ms=700, gate_ms=1)
+    receipt = msgspec.structs.replace(FULL, segments=first, warm=False, warm_reason=why)
+    assert receipt.brief() == (
+        "run 01jabc · FAILED · user_error · 2 × H100 · 0.7 s · 0.31 USD",
+        "devices not verified free: 2 GPUs verified free: no process, memory at baseline",
+        "quarantined: GPU-b",
+        f"cold start: your code began after 5.0 s, because no warm interpreter was ready ({why})",
+        "rank 1 failed as a consequence",
+        "12 lines dropped",
+    )
+    page = receipt.brief_html()
+    assert page.index("<summary") < page.index("<table") < page.index("quarantined: GPU-b</div>")
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        "1 of 2 GPUs not free: GPU-b: pid 4 holds 2.0 GiB",
+        "not known: the run's supervisor ended before it could look",
+        "nothing is known of the 2 devices on n2; n1: 2 GPUs verified free: no process",
+    ],
+)
+def test_23B7_devices_of_which_nothing_is_known_are_not_called_free(gate: str) -> None:
+    first, *others = msgspec.structs.replace(FULL, gate=gate, quarantined=()).brief()
+    assert "free" not in first and others[0] == f"devices not verified free: {gate}"
+
+
+def test_23B7_there_is_one_figure_for_host_memory() -> None:
+    uses = (use(35.0, peak_memory_bytes=10**9),)
+    receipt = msgspec.structs.replace(BARE, uses=uses, peak_memory_bytes=1_234_567_890)
+    assert receipt.text().count("GB") == 1 and "host memory peak 1.2 GB" in receipt.text()
 
 
 def test_printing_a_receipt_is_reading_it() -> None:
@@ -340,7 +399,7 @@ def test_the_receipt_of_a_session_speaks_of_a_session() -> None:
     receipt = msgspec.structs.replace(BARE, runs=3, world_size=0)
     assert receipt.text().splitlines() == [
         "session 01jabc · SUCCEEDED",
-        "1 CPU slot · 3 runs · 0.040 slot-seconds idle, unpriced",
+        "1 CPU slot · 3 runs · 0.040 CPU slot-seconds idle, unpriced",
     ]
     page = receipt.html()
     assert "session 01jabc<" in page and "1 CPU slot · 3 runs<" in page and " idle, unpriced<" in page
@@ -352,7 +411,7 @@ def test_the_receipt_of_a_session_speaks_of_a_session() -> None:
     [
         (DeviceKind.GPU, GPUS, "2 H100 · 1 rank · 0.040 GPU-seconds, unpriced"),
         (DeviceKind.FAKE, GPUS, "2 H100 (fake) · 1 rank · 0.040 GPU-seconds, unpriced"),
-        (DeviceKind.CPU, GPUS, "2 CPU slots · 1 rank · 0.040 slot-seconds, unpriced"),
+        (DeviceKind.CPU, GPUS, "2 CPU slots · 1 rank · 0.040 CPU slot-seconds, unpriced"),
     ],
 )
 def test_a_receipt_says_what_the_devices_were(kind: DeviceKind, gpus: tuple[str, ...], text: str) -> None:
@@ -421,7 +480,7 @@ def test_the_html_of_a_receipt_has_every_row_and_escapes_what_users_wrote() -> N
     assert "<script" not in page and "http" not in page
     rows = re.findall(r"<td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", page)
     assert [label for label, _ in rows] == [
-        "devices", "cost", "time", "start", "peak memory", "gate", "quarantined", "tags", "notes",
+        "devices", "cost", "time", "start", "host memory peak", "gate", "quarantined", "tags", "notes",
     ]  # fmt: skip
     assert dict(rows)["cost"] == "371.0 GPU-seconds, 0.31 USD"
 
@@ -437,7 +496,7 @@ def test_a_notebook_shows_a_receipt_as_table_and_as_text() -> None:
     BARE._repr_pretty_(printer, False)
     assert printer.written == BARE.text()
     assert BARE._repr_html_() == BARE.html()
-    assert [label for label in ("peak memory", "gate", "tags") if f">{label}<" in BARE.html()] == []
+    assert [label for label in ("host memory peak", "gate", "tags") if f">{label}<" in BARE.html()] == []
 
 
 def test_a_receipt_holds_no_control_characters_and_no_endless_line() -> None:

@@ -38,7 +38,10 @@ class Cell:
     def __init__(self, *, quiet: bool = False) -> None:
         self.clock = FakeClock()
         self.screen = Screen()
-        self.display = NotebookDisplay(quiet=quiet, logs=Path("/logs"), clock=self.clock, status=self.screen)
+        self.account = Screen()
+        self.display = NotebookDisplay(
+            quiet=quiet, logs=Path("/logs"), clock=self.clock, status=self.screen, account=self.account
+        )
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass, ticks as often as the display wants them."""
@@ -58,7 +61,7 @@ def test_lines_are_tagged_and_go_to_the_stream_they_were_written_to(capsys: Capt
     assert capsys.readouterr() == ("[rank 0] b\n", "")
 
 
-def test_a_run_from_its_queue_to_its_receipt() -> None:
+def test_23B7_a_run_from_its_queue_to_its_receipt_which_is_an_output_of_its_own() -> None:
     cell = Cell()
     cell.display.state("QUEUED", "")
     assert cell.screen.plain == []
@@ -76,9 +79,8 @@ def test_a_run_from_its_queue_to_its_receipt() -> None:
         "RUNNING for 1 s",
         "RUNNING for 2 s",
         "SUCCEEDED after 2.0 s",
-        FULL.text(),
     ]
-    assert cell.screen.shown[-1]["text/html"] == FULL.html()
+    assert cell.account.shown == [{"text/plain": "\n".join(FULL.brief()), "text/html": FULL.brief_html()}]
 
 
 def test_the_receipt_stands_whatever_comes_after_it() -> None:
@@ -89,7 +91,7 @@ def test_the_receipt_stands_whatever_comes_after_it() -> None:
     cell.display.finish()
     cell.display.state("SUCCEEDED", "late")
     cell.pass_time(1)
-    assert cell.screen.plain[-1] == FULL.text()
+    assert cell.account.plain == ["\n".join(FULL.brief())]
 
 
 def test_a_run_that_starts_at_once_shows_no_queue() -> None:
@@ -196,13 +198,13 @@ def test_quiet_shows_rank_lines_only(capsys: Captured) -> None:
     cell.pass_time(1)
     cell.display.finish()
     cell.display.receipt(FULL)
-    assert cell.screen.shown == []
+    assert (cell.screen.shown, cell.account.shown) == ([], [])
     assert capsys.readouterr() == ("[rank 0] line\n", "")
 
 
 def test_a_front_end_that_is_gone_costs_nothing_and_the_receipt_becomes_text(capsys: Captured) -> None:
     cell = Cell()
-    cell.screen.error = RuntimeError("no front end")
+    cell.screen.error = cell.account.error = RuntimeError("no front end")
     cell.display.state("RUNNING", "")
     cell.display.output(0, "stdout", "line\n")
     cell.pass_time(1)
@@ -210,7 +212,7 @@ def test_a_front_end_that_is_gone_costs_nothing_and_the_receipt_becomes_text(cap
     cell.display.receipt(FULL)
     out, err = capsys.readouterr()
     assert out == "[rank 0] line\n"
-    assert err.splitlines() == [f"serverless-gpu: {line}" for line in FULL.text().splitlines()]
+    assert err.splitlines() == [f"serverless-gpu: {line}" for line in FULL.brief()]
 
 
 class Refusing:

@@ -116,10 +116,11 @@ def test_gpu_time_is_seconds_below_an_hour_and_hours_above(gpu_ms: int, text: st
 
 
 @pytest.mark.parametrize(
-    ("gpu_ms", "text"), [(12_345, "12.3 slot-seconds"), (40, "0.040 slot-seconds"), (-5_400_000, "-1.5 slot-hours")]
+    ("gpu_ms", "text"),
+    [(12_345, "12.3 CPU slot-seconds"), (40, "0.040 CPU slot-seconds"), (-5_400_000, "-1.5 CPU slot-hours")],
 )
 def test_time_of_what_is_no_gpu_is_not_called_so(gpu_ms: int, text: str) -> None:
-    assert units.format_gpu_ms(gpu_ms, unit="slot") == text
+    assert units.format_gpu_ms(gpu_ms, unit="CPU slot") == text
 
 
 def test_gpu_milliseconds_are_gpus_times_milliseconds() -> None:

@@ -11,6 +11,7 @@ from serverless_gpu.cli.advice_sources import Kind, Past, remarks
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.model.advice import Advice, Mix, Slot
 from serverless_gpu.model.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, percent, price
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.unneeded import Unneeded
 from serverless_gpu.replay.queueing import Queue
 from serverless_gpu.units import format_duration_ms, format_gpu_ms, format_micros, is_any_below_cent
@@ -63,7 +64,7 @@ def lines(report: Report, *, explain: bool) -> Iterator[str]:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """Return the same for machines: money in micros, time in GPU-milliseconds, shares in per cent."""
+    """Return the same for machines: money in micros, time in device-milliseconds, shares in per cent."""
     advice, past = report.advice, report.past
     found: dict[str, object] = {
         "source": past.source,
@@ -115,13 +116,18 @@ def _head(report: Report) -> Iterator[str]:
     yield f"{report.gpu_type}: {past.source}, {_span(past)}"
     yield from remarks(past)
     others = sorted(((each.gpu_ms, name) for name, each in past.kinds.items() if each is not kind), reverse=True)
-    named = ", ".join(f"{name} {format_gpu_ms(gpu_ms)}" for gpu_ms, name in others[:4] if name != report.gpu_type)
+    named = ", ".join(
+        f"{name} {format_gpu_ms(gpu_ms, unit=time_unit([name]))}"
+        for gpu_ms, name in others[:4]
+        if name != report.gpu_type
+    )
     if named:
         yield f"also used, and not in this: {named}; --gpu-type says which"
+    word = time_unit([report.gpu_type])
     charged = f", charged {format_micros(kind.micros, report.currency)}" if kind.micros else ""
-    unpriced = f", {format_gpu_ms(kind.unpriced_ms)} unpriced" if kind.unpriced_ms and charged else ""
-    waited = f"; runs waited {format_gpu_ms(kind.waited_ns // 1_000_000)}" if kind.waited_ns else ""
-    yield f"used: {format_gpu_ms(kind.gpu_ms)}{charged}{unpriced}{waited}"
+    unpriced = f", {format_gpu_ms(kind.unpriced_ms, unit=word)} unpriced" if kind.unpriced_ms and charged else ""
+    waited = f"; runs waited {format_gpu_ms(kind.waited_ns // 1_000_000, unit=word)}" if kind.waited_ns else ""
+    yield f"used: {format_gpu_ms(kind.gpu_ms, unit=word)}{charged}{unpriced}{waited}"
     if advice is None:
         return
     curve, rates = advice.curve, advice.rates
@@ -211,7 +217,8 @@ def _queues(report: Report) -> list[str]:
         costs = "unpriced" if queue.waiting_micros is None else format_micros(queue.waiting_micros, report.currency)
         worth = "-" if queue.worth_micros is None else f"{price(queue.worth_micros)} per GPU-hour"
         instead = format_micros(queue.avoided_micros, report.currency)
-        rows.append([str(queue.slots), *waits, format_gpu_ms(queue.waited_ns // 1_000_000), costs, instead, worth])
+        waited = format_gpu_ms(queue.waited_ns // 1_000_000, unit=time_unit([report.gpu_type]))
+        rows.append([str(queue.slots), *waits, waited, costs, instead, worth])
     replayed = max(queue.runs + queue.too_large for queue in report.queues)
     shown = columns(rows)
     if any(queue.too_large for queue in report.queues):
@@ -227,7 +234,7 @@ def _runs(report: Report) -> list[str]:
         return ["runs: nothing is known of what their GPUs did"]
     if not report.runs:
         return ["runs: none that telemetry saw for 10 minutes had much more GPU than it used"]
-    rows = [["SAVES", "COST", "GPU TIME", "BUSY", "RUN", "ON", "ADVICE"]]
+    rows = [["SAVES", "COST", "USED", "BUSY", "RUN", "ON", "ADVICE"]]
     for run in report.runs[:_RUNS_MAX]:
         money = (
             "unpriced" if each is None else format_micros(each, report.currency)
@@ -235,7 +242,7 @@ def _runs(report: Report) -> list[str]:
         )
         name = "/".join(part for part in (run.owner, run.name) if part)
         name = name if len(name) <= _NAME_MAX else name[: _NAME_MAX - 1] + "…"
-        used = format_gpu_ms(run.gpu_ms)
+        used = format_gpu_ms(run.gpu_ms, unit=time_unit([run.gpu_type]))
         rows.append([*money, used, f"{run.busy_percent:.1f} %", f"{name} ({run.runs})", run.gpu_type, run.text()])
     more = len(report.runs) - _RUNS_MAX
     head = "runs that had more GPU than they used, by user and name:"

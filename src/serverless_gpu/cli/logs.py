@@ -4,8 +4,9 @@
                                                 ├─tail──▶ decode ─▶ TerminalDisplay   as in the call itself
     server: /runs/{run}/logs/{rank}/{stream}    ┘    └──── --raw ──────▶ the bytes
 
-Failure cases: those of `outputs.py` and `server/outputs.py`; a rank that wrote nothing (the command names those that did), a run that ends while it
-is followed (what was written last is still shown), a reader that goes away (click ends the command).
+Failure cases: those of `outputs.py` and `server/outputs.py`; a rank that wrote nothing (others are named),
+a run that ends while it is followed (what was written last is still shown), a reader that goes away
+(click ends the command).
 """
 
 from __future__ import annotations

@@ -265,8 +265,8 @@ class TerminalDisplay(LineDisplay):
             self.say(f"MLflow: {safe(url, tty=True)}")
 
     def receipt(self, receipt: Receipt) -> None:
-        """Print the receipt."""
-        for line in receipt.text().splitlines():
+        """Print the receipt in brief; `sgpu show` has the whole one."""
+        for line in receipt.brief():
             self.say(line)
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:

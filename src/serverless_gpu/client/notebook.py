@@ -1,8 +1,9 @@
 """What a person sees of a run in a notebook: the ranks' lines as the cell's output, and one status that is updated.
 
     ● RUNNING for 12 s                       one display, updated in place at most four times a second:
-      rank 0   40%|████      | 4/10            state, progress bars; at the end the receipt
+      rank 0   40%|████      | 4/10            state, progress bars
     [rank 0] loss 0.31                       ordinary stream output of the cell
+    ● 2 × H100 · 41 s · verified free …      the receipt: a second display, which comes last
 
 Lines are plain stream text, so that every front end shows them and `nbconvert` keeps them. A progress bar becomes a
 line when it is finished; until then it is in the status. What we say before the run starts (what it waits for) is in
@@ -110,6 +111,7 @@ class NotebookDisplay(LineDisplay):
         logs: where the whole output of the ranks is: a directory, or the command that shows it.
         clock: where time comes from.
         status: where the status is shown.
+        account: where the receipt is shown.
     """
 
     tick_s: float | None = _TICK_S
@@ -121,9 +123,11 @@ class NotebookDisplay(LineDisplay):
         logs: Path | str = Path("logs"),
         clock: Clock | None = None,
         status: StatusOutput | None = None,
+        account: StatusOutput | None = None,
     ) -> None:
         super().__init__(quiet=quiet, logs=logs, clock=clock)
         self._status = Status(status or KernelOutput(), self._clock)
+        self._account = Status(account or KernelOutput(), self._clock)
         self._state, self._sentence = "QUEUED", ""
         self._running_ns: int | None = None
         self._ran_ms: int | None = None
@@ -187,13 +191,13 @@ class NotebookDisplay(LineDisplay):
         self._show()
 
     def receipt(self, receipt: Receipt) -> None:
-        """Let the status become the receipt."""
+        """Show the receipt below the output of the ranks, in brief; the whole one unfolds."""
         if self._quiet:
             return
         self._accounted = True
-        self._status.show(receipt.text(), receipt.html(), now=True)
-        if self._status.broken:
-            _write("stderr", "".join(f"serverless-gpu: {line}\n" for line in receipt.text().splitlines()))
+        self._account.show("\n".join(receipt.brief()), receipt.brief_html(), now=True)
+        if self._account.broken:
+            _write("stderr", "".join(f"serverless-gpu: {line}\n" for line in receipt.brief()))
 
     def finish(self) -> None:
         """Print lines that never got their newline, and show the last state; a second call does nothing."""

@@ -15,7 +15,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.model import markup, pricing
-from serverless_gpu.model.hardware import CPU
+from serverless_gpu.model.hardware import CPU, time_unit
 from serverless_gpu.model.ledger import Line
 from serverless_gpu.model.metering import SEGMENTS
 from serverless_gpu.model.pricing import UNPRICED, Tariff
@@ -31,10 +31,10 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         micros: millionths of the currency unit; None where nothing that was used has a price.
         currency: its name.
-        gpu_ms: GPU-milliseconds that were used; `billed_ms` those that count: not where the platform failed.
-        unpriced_ms: GPU-milliseconds among them that have no price.
+        gpu_ms: device-milliseconds that were used; `billed_ms` those that count: not where the platform failed.
+        unpriced_ms: device-milliseconds among them that have no price.
         dbu_micros: millionths of a DBU.
-        queued_ms: milliseconds for which the run waited; the segments after it are GPU-milliseconds.
+        queued_ms: milliseconds for which the run waited; the segments after it are device-milliseconds.
         attempts: how many there were.
         is_final: whether nothing more will come.
         gpu_type: of the devices of the last attempt, or "".
@@ -114,7 +114,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def _used(self, gpu_ms: int) -> str:
-        return units.format_gpu_ms(gpu_ms, unit="slot" if self.gpu_type == CPU else "GPU")
+        return units.format_gpu_ms(gpu_ms, unit=time_unit([self.gpu_type]))
 
 
 class AttemptUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,8 +221,9 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
         expected_micros: at the duration that earlier runs of its name had; None where there were none, or no price.
         expected_s: that duration, in seconds.
         basis: what that rests on, or why it is unknown, in words.
-        at_timeout_gpu_ms: GPU-milliseconds at its time limit; None where it has none.
+        at_timeout_gpu_ms: device-milliseconds at its time limit; None where it has none.
         expected_gpu_ms: those at the expected duration; None where that is not known.
+        gpu_type: of the devices, or "".
     """
 
     currency: str
@@ -234,6 +235,7 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
     at_timeout_gpu_ms: int | None = None
     expected_gpu_ms: int | None = None
     resumes: bool = False
+    gpu_type: str = ""
 
     def text(self) -> str:
         """Return it in words, for example ``"about 7.97 USD, at most 23.92 USD: 8 H100 × 2.99 USD = …"``."""
@@ -259,7 +261,7 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
     def _amount(self, micros: int | None, gpu_ms: int | None) -> str:
         if micros is not None:
             return units.format_micros(micros, self.currency)
-        return "" if gpu_ms is None else units.format_gpu_ms(gpu_ms)
+        return "" if gpu_ms is None else units.format_gpu_ms(gpu_ms, unit=time_unit([self.gpu_type]))
 
 
 def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEstimate:
@@ -286,6 +288,7 @@ def estimated(devices: Devices, lasting: Lasting, *, advice: str = "") -> CostEs
         at_timeout_gpu_ms=None if most_ms is None else devices.count * most_ms,
         expected_gpu_ms=None if about_ms is None else devices.count * about_ms,
         resumes=lasting.resumes,
+        gpu_type=devices.gpu_type,
     )
 
 

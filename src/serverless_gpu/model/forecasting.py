@@ -6,7 +6,7 @@
                              something, over 4 weeks; at least 24 of them
 
 A median and not a mean: one night that went wrong must not make the next one usual. Amounts are integers of one kind,
-money or GPU-milliseconds; which one, the caller knows. Values only: no clock, no database.
+money or device-milliseconds; which one, the caller knows. Values only: no clock, no database.
 """
 
 from __future__ import annotations

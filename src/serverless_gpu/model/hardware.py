@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -132,6 +132,21 @@ def matches(wanted: str, device_type: str, own: Sequence[GpuType] = ()) -> bool:
 def families_of(gpu_type: str) -> tuple[str, ...]:
     """Return the families that a type is a member of, as the catalogue spells them."""
     return tuple(family for family, members in FAMILIES.items() if gpu_type in members)
+
+
+def time_unit(gpu_types: Iterable[str] = ()) -> str:
+    """Return the word for the time of devices, to which a reader adds ``-seconds`` or ``-hours``.
+
+    Args:
+        gpu_types: types of the devices whose time is added up; none, or "" among them, where they are not known.
+
+    Returns:
+        ``"GPU"`` for GPUs, also declared ones; ``"CPU slot"`` for CPU slots; ``"device"`` where both may add up.
+    """
+    types = set(gpu_types)
+    if types == {CPU}:
+        return "CPU slot"
+    return "GPU" if types and not types & {CPU, ""} else "device"
 
 
 def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:

@@ -37,7 +37,7 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
         attempt: the attempt, as ``run:fence``.
         gpu_type: type of its devices.
         gpus: the most devices it had at once.
-        gpu_ms: GPU-milliseconds that were used; `billed_ms` those that are billed.
+        gpu_ms: device-milliseconds that were used; `billed_ms` those that are billed.
         core_ms: core-milliseconds that are billed; `memory_mib_ms` likewise, for MiB.
         micros: cost in millionths of the currency unit; None when there is no price.
         core_micros: what of it is for cores; `memory_micros` for memory.
@@ -129,7 +129,7 @@ def bill_of(used: Charge, reason: Reason | None) -> Bill:
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """What one attempt used on one day (UTC), and what that costs.
 
-    The segments are GPU-milliseconds: how long each lasted, times the devices lent. `gpu_ms` is what counts as use
+    The segments are device-milliseconds: how long each lasted, times the devices lent. `gpu_ms` is what counts as use
     (user code until the devices were free, and idle devices of a session); `billed_ms` is that, less what came after
     the grace of a stop that we asked for, or 0 where the platform failed.
 

@@ -56,6 +56,20 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
     return f'<div style="{_BOX}">{_heading(state, sentence)}{body}</div>'
 
 
+def unfolding(state: str, lines: Sequence[str], whole: str) -> str:
+    """Return lines below each other, with the state's colour, and something larger that a reader can unfold.
+
+    Args:
+        state: for example ``"SUCCEEDED"``.
+        lines: text.
+        whole: HTML.
+    """
+    first, *others = (escape(line) for line in lines)
+    more = "".join(f"<div>{line}</div>" for line in others)
+    summary = f'<summary style="cursor:pointer">{_dot(state)} {first}</summary>'
+    return f'<div style="{_BOX}"><details>{summary}{whole}</details>{more}</div>'
+
+
 def link(url: str) -> str:
     """Return a link that opens beside the page; what is no web address is only text."""
     shown = escape(url)
@@ -69,6 +83,9 @@ def _value(value: str) -> str:
 
 
 def _heading(state: str, sentence: str) -> str:
-    dot = f'<span style="color:{_COLOURS.get(state, _NEUTRAL)}">●</span>'
     said = f' <span style="{_FAINT}">{escape(sentence)}</span>' if sentence else ""
-    return f"{dot} <b>{escape(state)}</b>{said}"
+    return f"{_dot(state)} <b>{escape(state)}</b>{said}"
+
+
+def _dot(state: str) -> str:
+    return f'<span style="color:{_COLOURS.get(state, _NEUTRAL)}">●</span>'

@@ -128,7 +128,7 @@ class DayUse:
     Attributes:
         start_ns: the first moment of it, nanoseconds since 1970; `end_ns` the last.
         gpus: the most devices it had at once.
-        segments: GPU-milliseconds of each of `SEGMENTS`.
+        segments: device-milliseconds of each of `SEGMENTS`.
         billed_ms: those of them that count.
         core_ms: core-milliseconds that count; `memory_mib_ms` likewise, for MiB.
     """

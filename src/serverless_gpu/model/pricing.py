@@ -80,7 +80,7 @@ def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) 
 
     Args:
         tariff: what the attempt pays.
-        gpu_ms: billed GPU-milliseconds.
+        gpu_ms: billed device-milliseconds.
         core_ms: billed core-milliseconds.
         memory_mib_ms: billed MiB-milliseconds.
 
@@ -126,7 +126,7 @@ def cost_parts(tariff: Tariff, gpu_ms: int, core_ms: int, memory_mib_ms: int) ->
 
     Args:
         tariff: what the attempt pays.
-        gpu_ms: billed GPU-milliseconds.
+        gpu_ms: billed device-milliseconds.
         core_ms: billed core-milliseconds.
         memory_mib_ms: billed MiB-milliseconds.
     """
@@ -140,7 +140,7 @@ def dbu_cost(tariff: Tariff, gpu_ms: int) -> int:
 
     Args:
         tariff: what the attempt pays.
-        gpu_ms: billed GPU-milliseconds.
+        gpu_ms: billed device-milliseconds.
     """
     return -(-gpu_ms * tariff.dbu_micros_per_hour // units.MS_PER_HOUR)
 

@@ -5,6 +5,7 @@ Made by the node that ran it (`node/account.py`); what it costs is `ledger.py`'s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.model import markup
-from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
 
 # A terminal's two lines: a receipt is read, not scrolled.
 _TEXT_LINE_MAX = 200
@@ -22,6 +23,16 @@ _IDLE_PERCENT = 0.5
 _IDLE_SAMPLES_MIN = 30
 
 _NODES_NAMED = 3
+
+# Of all processes of the run together. What a GPU holds is "GPU memory".
+_PEAK = "host memory peak"
+
+# How the sentences about the hand-back say it: `node/account.py` of one node, `gang_receipt.py` of several.
+_FREE = re.compile(r"\bfree\b")
+_NOT_FREE = re.compile(r"\bnot free\b|\bnot known\b|\bnothing is known\b")
+
+_WARNINGS_MAX = 8
+_WARNING_MAX = 400
 
 
 class Segments(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +92,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """What telemetry saw of all devices of an attempt.
 
     Attributes:
-        observed_ms: GPU-milliseconds that were looked at; `busy_ms` those in which a device worked.
+        observed_ms: device-milliseconds that were looked at; `busy_ms` those in which a device worked.
         peak_memory_bytes: the most of one device; None where that is not known.
     """
 
@@ -106,7 +117,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     """How the cost of a run's attempt comes about.
 
     Attributes:
-        billed_ms: GPU-milliseconds that are billed.
+        billed_ms: device-milliseconds that are billed.
         unbilled: why not all of those that were used are, in words; "" where they are.
         core_ms: core-milliseconds that are billed, where cores were limited; beyond those that are CPU slots.
         memory_mib_ms: MiB-milliseconds that are billed, where memory was limited.
@@ -146,7 +157,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         gpus: identifiers of the devices.
         kind: what the devices were.
         segments: where the time went.
-        gpu_ms: GPU-milliseconds that were used, from the start of user code until the devices were free.
+        gpu_ms: device-milliseconds that were used, from the start of user code until the devices were free.
         micros: cost in millionths of the currency unit; None when there is no price.
         currency: the currency's name.
         peak_memory_bytes: most host memory used, of several nodes on one of them; None when not known.
@@ -211,7 +222,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             "start": _start_text(self) if is_run else "",
             "environment": self.environment if is_run else "",
             "secrets": ", ".join(self.secrets),
-            "peak memory": peak if is_run else "",
+            _PEAK: peak if is_run else "",
             "gate": self.gate,
             "quarantined": ", ".join(self.quarantined),
             "tracked": self.tracked,
@@ -241,12 +252,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self._used(self.gpu_ms - self.bill.billed_ms)}: {self.bill.unbilled}"
 
     def _used(self, gpu_ms: int) -> str:
-        return units.format_gpu_ms(gpu_ms, unit="slot" if self.kind is DeviceKind.CPU else "GPU")
+        gpu_type = CPU if self.kind is DeviceKind.CPU else self.gpu_type
+        return units.format_gpu_ms(gpu_ms, unit=time_unit([gpu_type]))
+
+    def brief(self) -> tuple[str, ...]:
+        """Return what a call prints: one line, and one more for each thing that its user must see."""
+        return tuple(_printable(line, _WARNING_MAX) for line in (_summary(self), *_warnings(self)))
 
     def text(self) -> str:
-        """Return the receipt for a terminal: at most 8 lines, none of them empty."""
+        """Return the whole receipt for a terminal: at most 8 lines, none of them empty."""
         rows = self.rows()
-        peak = rows.get("peak memory")
+        peak = rows.get(_PEAK)
         copied = self.environment not in ("", "live")
         lines = (
             _joined(*_names(self), self.state, self.reason or ""),
@@ -255,7 +271,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             _joined(
                 rows.get("start", ""),
                 f"environment: {rows['environment']}" if copied and "environment" in rows else "",
-                f"peak memory {peak}" if peak else "",
+                f"{_PEAK} {peak}" if peak else "",
             ),
             _joined(*(f"{label}: {rows[label]}" for label in ("not billed", "gate") if label in rows)),
             f"quarantined: {rows['quarantined']}" if "quarantined" in rows else "",
@@ -269,8 +285,12 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     __str__ = text
 
+    def brief_html(self) -> str:
+        """Return what a call shows in a notebook: the lines of `brief`, and the whole receipt to unfold below them."""
+        return markup.unfolding(self.state, self.brief(), self.html())
+
     def html(self) -> str:
-        """Return the receipt for a notebook: the same as a table, everything in it escaped."""
+        """Return the whole receipt for a notebook: the same as a table, everything in it escaped."""
         shown = [(label, _printable(value)) for label, value in self.rows().items()]
         return markup.table(self.state, _printable(_joined(self.reason or "", *_names(self))), shown)
 
@@ -323,20 +343,93 @@ def _segments_text(segments: Segments) -> str:
 def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
     """Return what devices did: how busy, how full, how much it drew; and what a person should wonder about."""
     busy = [(use.busy_percent, max(1, use.samples)) for use in uses if use.busy_percent is not None]
+    idle = _idle_count(uses)
     peaks = [use.peak_memory_bytes for use in uses if use.peak_memory_bytes is not None]
     joules = sum(use.energy_joules or 0 for use in uses)
     throttled_s = max((use.throttled_s or 0 for use in uses), default=0)
     mean = sum(percent * count for percent, count in busy) / max(1, sum(count for _, count in busy))
-    idle = sum(percent < _IDLE_PERCENT for percent, count in busy if count >= _IDLE_SAMPLES_MIN)
     is_cpu = kind is DeviceKind.CPU
-    form = units.format_bytes if is_cpu else units.format_gpu_memory
+    peak = 0 if is_cpu else max(peaks, default=0)  # a slot's memory is the host's, which has a row of its own
     return _joined(
         f"{'CPU' if is_cpu else 'GPU'} {mean:.0f} % busy" if busy else "",
         f"{idle} of {len(uses)} did nothing" if 0 < idle < len(uses) else "",
-        f"{'' if is_cpu else 'GPU '}memory peak {form(max(peaks))}" if max(peaks, default=0) else "",
+        f"GPU memory peak {units.format_gpu_memory(peak)}" if peak else "",
         units.format_joules(joules) if joules else "",
         f"throttled for {units.format_duration_ms(round(throttled_s * 1000))}" if throttled_s >= 1 else "",
     )
+
+
+def _idle_count(uses: Sequence[DeviceUse]) -> int:
+    """Return how many devices did nothing, of those that were seen for long enough."""
+    seen = [use.busy_percent for use in uses if use.busy_percent is not None and use.samples >= _IDLE_SAMPLES_MIN]
+    return sum(percent < _IDLE_PERCENT for percent in seen)
+
+
+def _summary(receipt: Receipt) -> str:
+    """Return the one line of a call: ``2 × H100 · 41 s · 0.02 USD · verified free in 21 ms``.
+
+    One that did not succeed begins with how it ended, and a session with its name.
+    """
+    session = f"session {receipt.run_id}" if receipt.runs is not None else ""
+    state = "" if receipt.state == "SUCCEEDED" else _joined(receipt.state, receipt.reason or "")
+    run_ms = receipt.segments.run_ms
+    return _joined(
+        session or (f"run {receipt.run_id}" if state else ""),
+        state,
+        _count_text(receipt),
+        "" if receipt.runs is None else _size_text(receipt),
+        "" if run_ms is None or receipt.runs is not None else units.format_duration_ms(run_ms),
+        "" if receipt.micros is None else units.format_micros(receipt.micros, receipt.currency),
+        _freed_text(receipt),
+    )
+
+
+def _count_text(receipt: Receipt) -> str:
+    if not receipt.gpus:
+        return ""
+    where = f" on {nodes_text(receipt.nodes)}" if receipt.nodes else ""
+    devices = receipt.devices_text()
+    if receipt.kind is not DeviceKind.CPU:
+        count, _, rest = devices.partition(" ")
+        devices = f"{count} × {rest}"
+    return devices + where
+
+
+def _freed_text(receipt: Receipt) -> str:
+    """Return that the devices were handed back, and how long the proof took; "" where that is not so."""
+    if not _is_freed(receipt):
+        return ""
+    verified = "free" if receipt.kind is DeviceKind.CPU else "verified free"
+    gate_ms = receipt.segments.gate_ms
+    return verified if gate_ms is None else f"{verified} in {units.format_duration_ms(gate_ms)}"
+
+
+def _is_freed(receipt: Receipt) -> bool:
+    return not receipt.quarantined and bool(_FREE.search(receipt.gate)) and not _NOT_FREE.search(receipt.gate)
+
+
+def _warnings(receipt: Receipt) -> list[str]:
+    """Return what the user of a run must see, one line each; what does not apply is left out."""
+    idle, reason = _idle_count(receipt.uses), receipt.warm_reason
+    throttled_s = max((use.throttled_s or 0 for use in receipt.uses), default=0)
+    first_ms = receipt.segments.first_line_ms
+    is_cold = receipt.runs is None and not receipt.warm and bool(reason) and first_ms is not None
+    is_unproven = bool(receipt.gpus and receipt.gate) and not _is_freed(receipt)
+    lines = [
+        f"devices not verified free: {receipt.gate}" if is_unproven else "",
+        f"quarantined: {', '.join(receipt.quarantined)}" if receipt.quarantined else "",
+        f"not billed: {receipt.unbilled_text()}" if receipt.unbilled_text() else "",
+        f"cold start: your code began after {units.format_duration_ms(first_ms or 0)}, because no warm interpreter "
+        f"was ready ({reason})"
+        if is_cold
+        else "",
+        f"{idle} of {len(receipt.uses)} devices did nothing" if 0 < idle < len(receipt.uses) else "",
+        f"throttled for {units.format_duration_ms(round(throttled_s * 1000))}" if throttled_s >= 1 else "",
+        *receipt.notes,
+    ]
+    shown = [line for line in lines if line]
+    more = len(shown) - _WARNINGS_MAX
+    return [*shown[:_WARNINGS_MAX], *([f"and {more} more: sgpu show {receipt.run_id}"] if more > 0 else [])]
 
 
 def _start_text(receipt: Receipt) -> str:
@@ -348,7 +441,7 @@ def _joined(*parts: str) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _printable(line: str) -> str:
+def _printable(line: str, limit: int = _TEXT_LINE_MAX) -> str:
     """Return the line without control characters (tags and notes may hold any) and not over the limit."""
     clean = "".join(char if char.isprintable() else " " for char in line)
-    return clean if len(clean) <= _TEXT_LINE_MAX else clean[: _TEXT_LINE_MAX - 1] + "…"
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"

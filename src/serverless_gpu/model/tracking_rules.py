@@ -210,7 +210,7 @@ def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[s
         return {}
     if not tracking.run_id:
         found[_NOTE_TAG] = (
-            f"{found['sgpu.gpu_seconds']} GPU-seconds on {nodes} nodes"
+            f"{found['sgpu.gpu_seconds']} device-seconds on {nodes} nodes"
             + (f", {found['sgpu.cost']}" if "sgpu.cost" in found else "")
             + ". Each node has a receipt among the artifacts: `sgpu/receipt.json`, `sgpu/node_<i>/receipt.json`."
         )

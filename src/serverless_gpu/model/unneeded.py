@@ -36,7 +36,7 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
         owner: whose.
         name: of the run.
         gpu_type: of its devices.
-        gpu_ms: GPU-milliseconds that it used.
+        gpu_ms: device-milliseconds that it used.
         observed_ms: of those, how many telemetry saw; `busy_ms` those in which a device worked.
         peak_memory_bytes: the most of one device; None when that is not known.
     """

@@ -77,15 +77,15 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         runs: how many runs were first charged among these.
-        queued_ms: milliseconds that they waited for devices; the segments after it are GPU-milliseconds.
-        gpu_ms: GPU-milliseconds that were used; `billed_ms` those that count: not where the platform failed.
+        queued_ms: milliseconds that they waited for devices; the segments after it are device-milliseconds.
+        gpu_ms: device-milliseconds that were used; `billed_ms` those that count: not where the platform failed.
         unpriced_ms: those that count and have no price.
         core_ms: core-milliseconds that are billed; `memory_mib_ms` likewise MiB-milliseconds of host memory.
         micros: millionths of the currency unit; None where nothing of it has a price.
         dbu_micros: millionths of a DBU.
-        observed_ms: GPU-milliseconds that telemetry saw, of attempts that ended; `busy_ms` those with work.
-        provisional_ms: GPU-milliseconds of entries that may still be taken back: their nodes fell silent.
-        going_ms: GPU-milliseconds that are not in the ledger yet, of what goes on now.
+        observed_ms: device-milliseconds that telemetry saw, of attempts that ended; `busy_ms` those with work.
+        provisional_ms: device-milliseconds of entries that may still be taken back: their nodes fell silent.
+        going_ms: device-milliseconds that are not in the ledger yet, of what goes on now.
     """
 
     runs: int = 0

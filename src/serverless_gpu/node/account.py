@@ -233,7 +233,7 @@ class Account:
 
 
 def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, int | None, Bill]:
-    """Return what an attempt used and costs as its receipt says it: GPU-milliseconds, micros, and how they come about.
+    """Return what an attempt used and costs as its receipt says it: device-milliseconds, micros, and how they are made.
 
     Args:
         meter: that took its facts.

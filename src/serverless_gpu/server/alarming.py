@@ -3,8 +3,9 @@
     run      what it uses in an hour  >  3 × the median of its owner's last 50 runs of that name          once
     team     what it used in the last hour  >  3 × the median of its own hours in four weeks              once in a day
 
-In money where there are prices, else in GPU time. Said in the log, the audit, the notices (`sgpu budget list`, the
-webhook) and, of a run, to the run. What was said is a row (`budget_warnings`, per cent 0), so that it is said once.
+In money where there are prices, else in the time of devices. Said in the log, the audit, the notices (`sgpu budget
+list`, the webhook) and, of a run, to the run. What was said is a row (`budget_warnings`, per
+cent 0), so that it is said once.
 
 A team's hours are memory, read from the ledger at the start and read on from there: an entry is spread evenly over the
 time from its start to its end. What goes on is not in it before its day is over, so it is added for the last hour.
@@ -24,6 +25,7 @@ from serverless_gpu.model import forecasting
 from serverless_gpu.model.budget import NOTHING, Use, Window, used
 from serverless_gpu.model.days import DAY_NS, HOUR_NS
 from serverless_gpu.model.forecasting import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import accounts, audit, budgets, charges, notices, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
@@ -42,7 +44,7 @@ PAGE = 5_000
 MONEY, TIME = "micros", "gpu_ms"
 _log = logging.getLogger(__name__)
 _Hours = dict[int, tuple[int, int]]
-"""Money and GPU-milliseconds by hour since 1970."""
+"""Money and device-milliseconds by hour since 1970."""
 
 
 class Alarms:
@@ -188,7 +190,9 @@ class Alarms:
         currency = self._services.settings.currency
 
         def amount(value: int) -> str:
-            return units.format_micros(value, currency) if unit == MONEY else units.format_gpu_ms(value)
+            return (
+                units.format_micros(value, currency) if unit == MONEY else units.format_gpu_ms(value, unit=time_unit())
+            )
 
         return f"{amount(found.rate)} (usual: {amount(found.usual)})"
 

@@ -12,6 +12,7 @@ from serverless_gpu.model import access, budget_words, forecasting
 from serverless_gpu.model.access import Reach
 from serverless_gpu.model.budget import Budget, Scope, Standing
 from serverless_gpu.model.days import DAY_NS
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 from serverless_gpu.server import audit, budgets, identity, notices, policies, pools
 from serverless_gpu.server.affording import as_of
@@ -284,5 +285,5 @@ def _sentence(standing: Standing, currency: str) -> str:
         parts.append(f"{why}nothing new starts until {budget_words.next_day(standing)}")
     unpriced_ms = standing.used.unpriced_ms
     if unpriced_ms and standing.budget.limit_micros is not None:
-        parts.append(f"{format_gpu_ms(unpriced_ms)} have no price and count nothing: sgpu price set")
+        parts.append(f"{format_gpu_ms(unpriced_ms, unit=time_unit())} have no price and count nothing: sgpu price set")
     return "; ".join(parts)

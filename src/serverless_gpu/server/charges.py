@@ -48,8 +48,8 @@ class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         day: on which it ended.
-        gpu_ms: GPU-milliseconds that it used.
-        observed_ms: GPU-milliseconds that were looked at; `busy_ms` those in which a device worked.
+        gpu_ms: device-milliseconds that it used.
+        observed_ms: device-milliseconds that were looked at; `busy_ms` those in which a device worked.
         peak_memory_bytes: the most of one device; None where that is not known.
     """
 
@@ -65,7 +65,7 @@ class Sum(msgspec.Struct, frozen=True, kw_only=True):
     """What entries of one account and day add up to.
 
     Attributes:
-        unpriced_ms: GPU-milliseconds that are billed and have no price.
+        unpriced_ms: device-milliseconds that are billed and have no price.
         micros: of those that have one.
     """
 

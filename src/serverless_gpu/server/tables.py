@@ -444,7 +444,7 @@ utilisations = sa.Table(  # what telemetry saw of a crew's devices, by its recei
     sa.Column("day", sa.Integer, nullable=False),  # on which it ended
     sa.Column("gpus", sa.Integer, nullable=False),
     sa.Column("gpu_ms", sa.BigInteger, nullable=False),
-    sa.Column("observed_ms", sa.BigInteger, nullable=False),  # GPU-milliseconds that telemetry saw
+    sa.Column("observed_ms", sa.BigInteger, nullable=False),  # device-milliseconds that telemetry saw
     sa.Column("busy_ms", sa.BigInteger, nullable=False),  # and those in which a device worked
     sa.Column("peak_memory_bytes", sa.BigInteger),  # the most of one device
     sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),  # of its account

@@ -24,7 +24,7 @@ class BudgetView(Answer, frozen=True, kw_only=True):
         start_ns: when its period began, nanoseconds since 1970; `end_ns` when the next one begins.
         used: in the unit of the limit; `held` what goes on holds beside that.
         percent: of the limit that is used.
-        unpriced_ms: GPU-milliseconds of its runs that have no price, and count nothing for a budget of money.
+        unpriced_ms: device-milliseconds of its runs that have no price, and count nothing for a budget of money.
         going_on: how many attempts count for it now.
         forecast: what will be used at the end of the period at the rate of the last days.
         per_day: that rate.

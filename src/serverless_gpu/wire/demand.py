@@ -19,11 +19,11 @@ class DemandRow(Answer, frozen=True, kw_only=True):
         start_ns: nanoseconds since 1970; `end_ns` likewise.
         gpus: the most devices lent at once.
         queued_ms: for which the attempt waited; 0 but on its first day.
-        gpu_ms: GPU-milliseconds that count as use; `billed_ms` those that cost something, or would.
-        lent_ms: GPU-milliseconds for which devices were lent, all segments together.
+        gpu_ms: device-milliseconds that count as use; `billed_ms` those that cost something, or would.
+        lent_ms: device-milliseconds for which devices were lent, all segments together.
         micros: millionths of the currency unit; None where there is no price.
-        used_ms: GPU-milliseconds of the whole attempt, on each of its days; so are the next three.
-        observed_ms: GPU-milliseconds that telemetry saw; `busy_ms` those in which a device worked.
+        used_ms: device-milliseconds of the whole attempt, on each of its days; so are the next three.
+        observed_ms: device-milliseconds that telemetry saw; `busy_ms` those in which a device worked.
         peak_memory_bytes: the most of one device; None where that is not known.
     """
 

@@ -69,7 +69,8 @@ class ShareView(Answer, frozen=True, kw_only=True):
         kind: "team", or "user": one among the users of their team, or, without a team, among the teams.
         weight: against those of the others; who was not named has 1.
         due: part of all devices that is theirs while everybody in this list wants some; None for a user in a team.
-        used_gpu_s: GPU-seconds they have used, older use counting less; None for a user in a team.
+        used_gpu_s: device-seconds they have used, older use counting less, and a CPU slot as 1/32 of a GPU; None for a
+            user in a team.
         counted_gpu_s: what the scheduler counts against them: `used_gpu_s`, and a minute in advance
             (`queue_entry_penalty`) of the devices of each run that has any now; None for a user in a team.
         part: part of all use; None for a user in a team.

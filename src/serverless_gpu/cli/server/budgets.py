@@ -88,7 +88,7 @@ def show_budget(name: str, as_json: bool) -> None:
 @click.option("--tag", metavar="KEY=VALUE", help="What runs with a tag use; KEY alone: with any value of it.")
 @click.option("--everything", is_flag=True, help="What everybody uses.")
 @click.option("--money", metavar="AMOUNT", help="How much, in the server's currency.")
-@click.option("--gpu-hours", metavar="HOURS", help="How much time of devices.")
+@click.option("--gpu-hours", metavar="HOURS", help="How much GPU time; that of CPU slots does not count.")
 @click.option("--per", type=click.Choice([each.value for each in Period]), help="The usual is month.")
 @click.option("--time-zone", metavar="ZONE", help="Of its days, weeks and months, as Europe/Berlin; the usual is UTC.")
 @click.option("--hard/--soft", default=None, help="Whether runs are stopped at 100 %; else nothing new starts.")

@@ -14,6 +14,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.scheduling import telling
 from serverless_gpu.model.scheduling.uid_sharing import REVOKE
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
@@ -248,4 +249,4 @@ def _weighed(view: ShareView) -> list[str]:
 
 
 def _gpu_time(gpu_s: float | None) -> str:
-    return "-" if gpu_s is None else format_gpu_ms(round(gpu_s * 1000))
+    return "-" if gpu_s is None else format_gpu_ms(round(gpu_s * 1000), unit=time_unit())

@@ -1,4 +1,4 @@
-"""How a run of the server ended, as commands read it: the last message of its stream, and the files that came with it."""
+"""How a run of the server ended, as commands read it: the last message of its stream, and its files."""
 
 from __future__ import annotations
 

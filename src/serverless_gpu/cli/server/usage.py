@@ -17,6 +17,7 @@ from serverless_gpu.cli.server import usage_files
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.model import days
 from serverless_gpu.model import usage as model
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.usage import Amounts, Group, Unit, Window
 from serverless_gpu.units import format_gpu_ms, format_micros, is_any_below_cent
 from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RecordPage, UsageView
@@ -188,7 +189,7 @@ def _lines(view: UsageView) -> list[str]:
         rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
     dates = f"{days.format_day(view.from_day)} to {days.format_day(view.until_day - 1)}, UTC"
     waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
-    note = f"{dates}; {waiting}device-{unit.name}"
+    note = f"{dates}; {waiting}{_word(view)}-{unit.name}"
     return [*columns(rows), note, *_remarks(view), *(FORMULAS if has["observed_ms"] or has["idle_ms"] else ())]
 
 
@@ -210,7 +211,7 @@ def _chargeback_lines(view: UsageView) -> list[str]:
         used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         cost = _cost(total, exact=exact)
         rows.append(["all", "", f"{amounts.runs:,}", *used, cost, "100.00 %" if amounts.micros else "-"])
-    dates = f"{days.format_day(view.from_day)} to {days.format_day(view.until_day - 1)}, UTC; device-{unit.name}"
+    dates = f"{days.format_day(view.from_day)} to {days.format_day(view.until_day - 1)}, UTC; {_word(view)}-{unit.name}"
     return [*columns(rows), dates, *_remarks(view)]
 
 
@@ -221,32 +222,35 @@ def _chargeback_table(view: UsageView) -> usage_files.Table:
 def _remarks(view: UsageView) -> list[str]:
     """Return what must not be overlooked: what is cut, has no price, may change, or is not in the ledger yet."""
     found = []
+    word = _word(view)
     shown = {total.currency: total.amounts for total in model.totals(view.groups)}
     for total in view.totals if view.is_cut else ():
         part = shown.get(total.currency, Amounts())
         rest_ms = total.amounts.gpu_ms - part.gpu_ms
         money = (total.amounts.micros or 0) - (part.micros or 0)
-        found.append(
-            f"cut: others used {_used(rest_ms)} for {format_micros(money, total.currency)}; --limit shows more"
-        )
+        used = f"{format_gpu_ms(rest_ms, unit=word)} for {format_micros(money, total.currency)}"
+        found.append(f"cut: others used {used}; --limit shows more")
     for total in view.totals:
         amounts = total.amounts
         if amounts.unpriced_ms:
-            used = _used(amounts.unpriced_ms)
+            used = format_gpu_ms(amounts.unpriced_ms, unit=word)
             found.append(f"{used} have no price and are in no cost: `sgpu price set` gives what comes one")
         if amounts.provisional_ms:
-            used = _used(amounts.provisional_ms)
+            used = format_gpu_ms(amounts.provisional_ms, unit=word)
             found.append(f"{used} may still change: their nodes fell silent before they said how it ended")
         if amounts.going_ms:
-            used = _used(amounts.going_ms)
+            used = format_gpu_ms(amounts.going_ms, unit=word)
             found.append(f"{used} are not in the ledger yet: what goes on, up to the last sign of life")
     if view.is_going_cut:
         found.append(f"more than {view.going} attempts go on; what the others use is not in this")
     return found
 
 
-def _used(gpu_ms: int) -> str:
-    return format_gpu_ms(gpu_ms, unit="device")  # GPUs, and slots of a CPU
+def _word(view: UsageView) -> str:
+    """Return whose time the report adds up: of GPUs, of CPU slots, or of both where it does not tell them apart."""
+    if "gpu_type" not in view.by or view.is_cut:
+        return time_unit()
+    return time_unit(group.key[view.by.index("gpu_type")] for group in view.groups)
 
 
 def _told(view: UsageView) -> dict[str, object]:
