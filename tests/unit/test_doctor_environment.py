@@ -201,7 +201,7 @@ def test_downloads_from_the_hub() -> None:
 )
 def test_23B5_commands_to_copy_hold_in_a_path_with_spaces(module: str, error: str, code: str) -> None:
     python = "/home/me/a path/.venv/bin/python"
-    imports = replace(IMPORTS, modules={module: Imported(outcome="failed", error=error)})
+    imports = ImportFacts(modules={module: Imported(outcome="raised", error=error)})
     mends = [finding.mend for finding in found(code, Facts(python=python, imports=imports)) if finding.mend]
     broken = replace(INTERPRETER, broken=(Broken(package="a", version="1", requirement="b>=1"),))
     mends += [finding.mend for finding in found("requirements", Facts(python=python, interpreter=broken))]

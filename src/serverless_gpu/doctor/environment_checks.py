@@ -37,7 +37,8 @@ def _interpreter(facts: Facts) -> list[Finding]:
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         active = facts.environ.get(name)
         if active and active.rstrip("/") not in (found.prefix, found.base_prefix):
-            mend = f"{shlex.quote(active)}/bin/python -m serverless_gpu.cli doctor   (install serverless-gpu there if it is not)"
+            python = shlex.quote(f"{active}/bin/python")
+            mend = f"{python} -m serverless_gpu.cli doctor   (install serverless-gpu there if it is not)"
             return warning(f"{sentence}; but the active environment is {active} ({name})", mend)
     if "PYTHONHOME" in facts.environ:
         return warning(f"{sentence}; PYTHONHOME={facts.environ['PYTHONHOME']}", "unset PYTHONHOME")
@@ -176,13 +177,16 @@ def _matching(facts: Facts, pattern: re.Pattern[str], fine: str, mend: _Mend, on
 def _mend_numpy(facts: Facts, name: str) -> str:
     text = _text(facts.imports.modules[name]) if isinstance(facts.imports, ImportFacts) else ""
     older = (
-        f"   (or, while there is no newer one: {facts.python_command} -m pip install 'numpy<2')" if "NumPy 1" in text else ""
+        f"   (or, while there is no newer one: {facts.python_command} -m pip install 'numpy<2')"
+        if "NumPy 1" in text
+        else ""
     )
     return f"{facts.python_command} -m pip install --upgrade --force-reinstall numpy {_package(name)}{older}"
 
 
 def _mend_torchvision(facts: Facts, name: str) -> str:
-    return f"{facts.python_command} -m pip install --upgrade --force-reinstall torch torchvision   (both, from the same index)"
+    command = f"{facts.python_command} -m pip install --upgrade --force-reinstall torch torchvision"
+    return f"{command}   (both, from the same index)"
 
 
 def _mend_cuda_libraries(facts: Facts, name: str) -> str:
