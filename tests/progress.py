@@ -2,8 +2,8 @@
 
     [remote] 37 % · 312 of 845 · tests/remote/test_calls.py · 1 failed · 4 min
 
-`make test` names the part in TEST_PART and a descriptor in TEST_PROGRESS_FD, which leads past `--output-sync`. Lines are
-at least TEST_PROGRESS_S seconds apart; a failure has its line at once. No thread writes them: tests fork.
+`make test` names the part in TEST_PART and a descriptor in TEST_PROGRESS_FD, which leads past `--output-sync`. Lines
+are at least TEST_PROGRESS_S seconds apart; a failure has its line at once. No thread writes them: tests fork.
 """
 
 from __future__ import annotations

@@ -23,30 +23,37 @@ class System(NamedTuple):
     Attributes:
         platform: `sys.platform`.
         lacks_modules: modules that cannot be imported.
-        lacks_names: by module, beginnings of names that it does not have.
+        lacks_names: by module, beginnings of names that it does not have, with spaces between them.
         lacks_files: beginnings of paths that do not exist.
     """
 
     platform: str
     lacks_modules: frozenset[str]
-    lacks_names: dict[str, tuple[str, ...]]
+    lacks_names: dict[str, str]
     lacks_files: tuple[str, ...]
 
 
 _OF_LINUX = {
-    "os": ("pidfd_open", "memfd_create", "MFD_", "sched_", "SCHED_", "O_PATH", "O_TMPFILE", "O_DIRECT", "O_NOATIME")
-    + ("posix_fadvise", "posix_fallocate", "POSIX_FADV", "getxattr", "setxattr", "listxattr", "removexattr")
-    + ("copy_file_range", "splice", "SPLICE_", "eventfd", "EFD_", "setns", "unshare", "CLONE_", "getrandom", "GRND_")
-    + ("P_PIDFD", "getresuid", "getresgid", "setresuid", "setresgid", "RWF_"),
-    "signal": ("pidfd_send_signal", "sigtimedwait", "sigwaitinfo", "SIGRTM", "SIGPWR", "SIGSTKFLT", "SIGPOLL"),
-    "socket": ("AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG", "AF_CAN", "SOCK_CLOEXEC", "SOCK_NONBLOCK", "SO_PASS")
-    + ("SO_PEERCRED", "SO_PEERSEC", "SO_MARK", "SO_BINDTODEVICE", "SO_DOMAIN", "SO_PROTOCOL", "MSG_CMSG_CLOEXEC")
-    + ("SCM_CREDENTIALS", "TCP_USER_TIMEOUT", "TCP_QUICKACK", "TCP_DEFER", "TCP_CORK", "TCP_INFO"),
-    "select": ("epoll", "EPOLL"),
-    "time": ("CLOCK_BOOTTIME", "CLOCK_TAI"),
-    "errno": ("EBADFD", "EREMOTEIO", "ENOKEY", "EHWPOISON", "ERFKILL", "EUCLEAN", "ENOMEDIUM"),
-    "fcntl": ("F_SETPIPE", "F_GETPIPE", "F_ADD_SEALS", "F_GET_SEALS", "F_SEAL", "F_NOTIFY", "F_SETSIG", "DN_"),
-    "resource": ("prlimit", "RLIMIT_RT", "RLIMIT_NICE", "RLIMIT_SIGPENDING", "RLIMIT_MSGQUEUE", "RLIMIT_OFILE"),
+    "os": "pidfd_open memfd_create MFD_ sched_ SCHED_ O_PATH O_TMPFILE O_DIRECT O_NOATIME posix_fadvise "
+    "posix_fallocate POSIX_FADV getxattr setxattr listxattr removexattr copy_file_range splice SPLICE_ eventfd EFD_ "
+    "setns unshare CLONE_ getrandom GRND_ P_PIDFD getresuid getresgid setresuid setresgid RWF_",
+    "signal": "pidfd_send_signal sigtimedwait sigwaitinfo SIGRTM SIGPWR SIGSTKFLT SIGPOLL",
+    "socket": "AF_NETLINK AF_PACKET AF_VSOCK AF_ALG AF_CAN SOCK_CLOEXEC SOCK_NONBLOCK SO_PASS SO_PEERCRED SO_PEERSEC "
+    "SO_MARK SO_BINDTODEVICE SO_DOMAIN SO_PROTOCOL MSG_CMSG_CLOEXEC SCM_CREDENTIALS TCP_USER_TIMEOUT TCP_QUICKACK "
+    "TCP_DEFER TCP_CORK TCP_INFO",
+    "select": "epoll EPOLL",
+    "time": "CLOCK_BOOTTIME CLOCK_TAI",
+    "errno": "EBADFD EREMOTEIO ENOKEY EHWPOISON ERFKILL EUCLEAN ENOMEDIUM",
+    "fcntl": "F_SETPIPE F_GETPIPE F_ADD_SEALS F_GET_SEALS F_SEAL F_NOTIFY F_SETSIG DN_",
+    "resource": "prlimit RLIMIT_RT RLIMIT_NICE RLIMIT_SIGPENDING RLIMIT_MSGQUEUE RLIMIT_OFILE",
+}
+_OF_UNIX = {
+    "os": "fork register_at_fork getuid geteuid getgid getpgid killpg setsid statvfs uname chown mkfifo openpty "
+    "posix_spawn sendfile sysconf wait O_CLOEXEC O_DIRECTORY",
+    "signal": "SIGKILL SIGHUP SIGUSR SIGCHLD SIGALRM pthread_ setitimer",
+    "socket": "AF_UNIX SOCK_SEQPACKET SCM_RIGHTS send_fds recv_fds socketpair",
+    "select": "poll POLL",
+    "time": "CLOCK_ clock_gettime tzset",
 }
 _LINUX_FILES = ("/proc/", "/sys/", "/dev/shm", "/etc/machine-id")
 
@@ -60,23 +67,13 @@ WINDOWS = System(
     platform="win32",
     lacks_modules=MACOS.lacks_modules
     | {"fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty", "uvloop"},
-    lacks_names={
-        **{name: names for name, names in _OF_LINUX.items() if name not in ("fcntl", "resource")},
-        "os": _OF_LINUX["os"]
-        + ("fork", "register_at_fork", "getuid", "geteuid", "getgid", "getpgid", "killpg", "setsid", "statvfs", "uname")
-        + ("chown", "mkfifo", "openpty", "posix_spawn", "sendfile", "sysconf", "wait", "O_CLOEXEC", "O_DIRECTORY"),
-        "signal": _OF_LINUX["signal"] + ("SIGKILL", "SIGHUP", "SIGUSR", "SIGCHLD", "SIGALRM", "pthread_", "setitimer"),
-        "socket": _OF_LINUX["socket"] + ("AF_UNIX", "SOCK_SEQPACKET", "SCM_RIGHTS", "send_fds", "recv_fds", "socketpair"),
-        "select": ("epoll", "EPOLL", "poll", "POLL"),
-        "time": ("CLOCK_", "clock_gettime", "tzset"),
-    },
+    lacks_names={name: f"{_OF_LINUX.get(name, '')} {_OF_UNIX[name]}" for name in _OF_UNIX},
     lacks_files=_LINUX_FILES,
 )
 SYSTEMS = {"macOS": MACOS, "Windows": WINDOWS}
 
 # Loaded before the change: they decide by `sys.platform` what to load, and what that is exists on the other system.
-_OF_OTHERS = ("asyncio", "click", "httpx2", "multiprocessing", "platform", "subprocess", "sysconfig", "tempfile")
-_OF_OTHERS += ("urllib.request", "uuid", "webbrowser", "zoneinfo")
+_OF_OTHERS = "asyncio click httpx2 multiprocessing platform subprocess sysconfig tempfile urllib.request uuid zoneinfo"
 
 
 class _Missing:
@@ -99,11 +96,11 @@ def pretend(name: str) -> None:
         name: of `SYSTEMS`.
     """
     system = SYSTEMS[name]
-    for module in _OF_OTHERS:
+    for module in _OF_OTHERS.split():
         importlib.import_module(module)
     for module, beginnings in system.lacks_names.items():
         there = importlib.import_module(module)
-        for each in [each for each in vars(there) if each.startswith(beginnings)]:
+        for each in [each for each in vars(there) if each.startswith(tuple(beginnings.split()))]:
             delattr(there, each)
     for module in [module for module in sys.modules if module.partition(".")[0] in system.lacks_modules - {"posix"}]:
         del sys.modules[module]

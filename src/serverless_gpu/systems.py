@@ -1,7 +1,7 @@
 """Operating systems: Linux runs everything, macOS is a client of a server, Windows is refused.
 
-A part that needs Linux calls `require_linux` before it does anything. `loading.load` refuses Windows, where the standard
-library lacks modules that the client needs (fcntl, resource, termios).
+A part that needs Linux calls `require_linux` before it does anything. `loading.load` refuses Windows, where the
+standard library lacks modules that the client needs (fcntl, resource, termios).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from serverless_gpu.errors import HardwareError
 
 NAMES = {"darwin": "macOS", "win32": "Windows", "cygwin": "Cygwin"}
 _ON_MACOS = (
-    "run it on a Linux machine, for example by ssh; on macOS `sgpu login`, `sgpu runs` and `sgpu logs` ask a server"
+    "run it on a Linux machine, for example by ssh; on macOS commands that ask a server work: sgpu login, sgpu runs"
 )
 _WINDOWS = "serverless-gpu does not run on Windows, neither the client nor the ranks"
-_ON_WINDOWS = "install it in WSL 2, which is a Linux: `wsl --install`, and there `pip install serverless-gpu`"
+_ON_WINDOWS = "install it in WSL 2, which is Linux: `wsl --install`, and there `pip install serverless-gpu`"
 
 
 def require_linux(what: str, why: str = "") -> None:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -331,7 +332,7 @@ def test_an_environment_that_clashes(own: Path, tmp_path: Path) -> None:
     for code in ("torchvision", "numpy-abi", "cuda-libraries"):
         assert set(outcomes(found, code)) == {"failed"}
     mends = [finding["mend"] for finding in found["numpy-abi"]]
-    assert f"{sys.executable} -m pip install --upgrade --force-reinstall numpy pandas" in mends
+    assert f"{shlex.quote(sys.executable)} -m pip install --upgrade --force-reinstall numpy pandas" in mends
 
 
 def test_the_report_for_people(own: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -177,7 +178,7 @@ def test_output_into_a_pipe_that_nobody_reads_does_not_end_the_run(warm: Path, t
         f"    Path({str(tmp_path)!r}, 'done').touch()\n"
         "talk.distributed()\n"
     )
-    command = f"{sys.executable} {script} | head -n 1"
+    command = f"{shlex.quote(sys.executable)} {shlex.quote(str(script))} | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "[rank 0] line 0\n"
     assert (tmp_path / "done").exists()

@@ -26,7 +26,7 @@ def zygote_is_ready(home: Path) -> bool:
 
 def frames_of_ours(traceback: str) -> int:
     """Return how many frames of a shown traceback are this package's."""
-    return len(re.findall(r"^File \S*/serverless_gpu/", traceback, re.MULTILINE))
+    return len(re.findall(r"^File .*/serverless_gpu/", traceback, re.MULTILINE))
 
 
 # --- define, call, interrupt ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
     said = sgpu("submit", "--dry-run", *wished, str(script), "--lr", "1e-3")
     assert said.exit_code == 0
     assert said.stdout.splitlines()[:-1] == [
-        f"would run: {sys.executable} {script} --lr 1e-3",
+        f"would run: {shlex.join([sys.executable, str(script)])} --lr 1e-3",
         "called: train.py",
         "on: 4 GPUs of the only type there is, one process per GPU",
         f"where: {fake.url}, pool spare",

@@ -20,7 +20,11 @@ def test_23B13_commands_on_macos_ask_a_server(served: Path, tmp_path: Path) -> N
     run = start("sh", "-c", "echo one; echo two >&2")
     run.receipt(60)
     profile = find_profile(served, {})
-    variables = {"SERVERLESS_GPU_SERVER": profile.url, "SERVERLESS_GPU_TOKEN": profile.token, "SERVERLESS_GPU_HOME": str(tmp_path)}
+    variables = {
+        "SERVERLESS_GPU_SERVER": profile.url,
+        "SERVERLESS_GPU_TOKEN": profile.token,
+        "SERVERLESS_GPU_HOME": str(tmp_path),
+    }
 
     def sgpu(*arguments: str) -> str:
         program = "from tests.systems import pretend\npretend('macOS')\nfrom serverless_gpu.cli import main\nmain()"

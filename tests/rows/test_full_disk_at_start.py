@@ -17,7 +17,7 @@ from tests.local.small_environment import SmallEnvironment, with_requirements
 from tests.rows.machines import Machine
 from tests.small_disks import small_disk
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # calls that move tens of megabytes, on a busy machine
 
 WORK = """
 def where():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -109,7 +110,7 @@ def test_sgpu_server_unit_prints_it_with_this_machines_paths(home: Path) -> None
     said = CliRunner().invoke(sgpu, ["server", "unit"], catch_exceptions=False)
     assert said.exit_code == 0
     lines = said.output.splitlines()
-    assert f"ExecStart={sys.executable} -m serverless_gpu.cli up" in lines
+    assert f"ExecStart={shlex.quote(sys.executable)} -m serverless_gpu.cli up" in lines
     assert f"Environment=SERVERLESS_GPU_HOME={home}" in lines
     assert "TimeoutStopSec=120" in lines and "NoNewPrivileges=yes" in lines
 

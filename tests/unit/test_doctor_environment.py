@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from msgspec.structs import replace
 
@@ -191,3 +193,16 @@ def test_downloads_from_the_hub() -> None:
     assert one("hf-transfer", replace(facts, interpreter=newer))[0] is OK
     assert found("hf-transfer", replace(facts, interpreter=INTERPRETER)) == []
     assert found("hf-transfer", Facts(interpreter=INTERPRETER)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "code"),
+    [("pandas", NUMPY_ABI, "numpy-abi"), ("torch", CUDNN, "cuda-libraries"), ("numba", "ImportError: x", "imports")],
+)
+def test_23B5_commands_to_copy_hold_in_a_path_with_spaces(module: str, error: str, code: str) -> None:
+    python = "/home/me/a path/.venv/bin/python"
+    imports = ImportFacts(modules={module: Imported(outcome="raised", error=error)})
+    mends = [finding.mend for finding in found(code, Facts(python=python, imports=imports)) if finding.mend]
+    broken = replace(INTERPRETER, broken=(Broken(package="a", version="1", requirement="b>=1"),))
+    mends += [finding.mend for finding in found("requirements", Facts(python=python, interpreter=broken))]
+    assert len(mends) == 2 and all(shlex.split(mend)[0] == python for mend in mends), mends

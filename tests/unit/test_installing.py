@@ -57,7 +57,9 @@ def test_23B13_a_wheel_house_is_enough_to_install_and_to_call(home: Path, tmp_pa
     venv.create(prefix, with_pip=True)
     python = prefix / "bin" / "python"
     pip(python, "install", *options, "--no-index", "--find-links", wheels, "serverless-gpu")
-    done = subprocess.run([prefix / "bin" / "sgpu", "--version"], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [prefix / "bin" / "sgpu", "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.startswith("serverless-gpu, version ")
     (tmp_path / "call.py").write_text(CALL)
     done = subprocess.run([python, tmp_path / "call.py"], capture_output=True, text=True, check=False, timeout=90)

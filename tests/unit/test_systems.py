@@ -1,4 +1,4 @@
-"""The first hour on macOS and Windows, by recorded descriptions of them (`tests/systems.py`): imports, help, refusals."""
+"""The first hour on macOS and Windows, by recorded descriptions of them (`tests/systems.py`): imports, refusals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from serverless_gpu.cli.program import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 WINDOWS_REFUSAL = (
     "serverless-gpu does not run on Windows, neither the client nor the ranks\n"
-    "hint: install it in WSL 2, which is a Linux: `wsl --install`, and there `pip install serverless-gpu`"
+    "hint: install it in WSL 2, which is Linux: `wsl --install`, and there `pip install serverless-gpu`"
 )
 MACOS_HINT = (
-    "hint: run it on a Linux machine, for example by ssh; on macOS `sgpu login`, `sgpu runs` and `sgpu logs` ask a server"
+    "hint: run it on a Linux machine, for example by ssh; "
+    "on macOS commands that ask a server work: sgpu login, sgpu runs"
 )
 CALL = """
 from serverless_gpu import distributed
@@ -60,7 +61,9 @@ def test_23B13_help_and_version_work(system: str, arguments: list[str], tmp_path
 
 @pytest.mark.parametrize("system", ["macOS", "Windows"])
 def test_23B13_the_import_works(system: str, tmp_path: Path) -> None:
-    done = on(system, "import serverless_gpu\nfrom serverless_gpu import GPUType, errors\nprint(GPUType.H100.name)", tmp_path)
+    done = on(
+        system, "import serverless_gpu\nfrom serverless_gpu import GPUType, errors\nprint(GPUType.H100.name)", tmp_path
+    )
     assert (done.stdout, done.stderr) == ("H100\n", "")
 
 

@@ -7,6 +7,7 @@ What importing a package did is one set of facts for several rows: each takes th
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 
 from serverless_gpu.doctor.facts import Facts, Imported, ImportFacts, InterpreterFacts, Unknown
@@ -36,7 +37,8 @@ def _interpreter(facts: Facts) -> list[Finding]:
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         active = facts.environ.get(name)
         if active and active.rstrip("/") not in (found.prefix, found.base_prefix):
-            mend = f"{active}/bin/python -m serverless_gpu.cli doctor   (install serverless-gpu there if it is not)"
+            python = shlex.quote(f"{active}/bin/python")
+            mend = f"{python} -m serverless_gpu.cli doctor   (install serverless-gpu there if it is not)"
             return warning(f"{sentence}; but the active environment is {active} ({name})", mend)
     if "PYTHONHOME" in facts.environ:
         return warning(f"{sentence}; PYTHONHOME={facts.environ['PYTHONHOME']}", "unset PYTHONHOME")
@@ -48,7 +50,7 @@ def _imports(facts: Facts, imports: ImportFacts) -> list[Finding]:
     found: list[Finding] = []
     for name, imported in imports.modules.items():
         if imported.outcome == "hung":
-            trace = f"{facts.python} -X importtime -c 'import {name}'   (or: {_MORE_TIME})"
+            trace = f"{facts.python_command} -X importtime -c 'import {name}'   (or: {_MORE_TIME})"
             found += unknown(f"import {name} did not end: {imported.error}", trace)
         elif imported.outcome in _TROUBLE and not any(pattern.search(_text(imported)) for pattern in _KNOWN):
             last = imported.written.strip().rpartition("\n")[2] if imported.outcome == "crashed" else ""
@@ -82,12 +84,12 @@ def _libstdcxx(facts: Facts) -> list[Finding]:
 @about(lambda facts: facts.interpreter)
 def _requirements(facts: Facts, found: InterpreterFacts) -> list[Finding]:
     if found.broken_problem:
-        return unknown(found.broken_problem, f"{facts.python} -m pip check")
+        return unknown(found.broken_problem, f"{facts.python_command} -m pip check")
     findings = []
     for broken in found.broken:
         has = f"{broken.found} is installed" if broken.found else "it is not installed"
         sentence = f"{broken.package} {broken.version} requires {broken.requirement}, and {has}"
-        findings += warning(sentence, f"{facts.python} -m pip install '{broken.requirement}'")
+        findings += warning(sentence, f"{facts.python_command} -m pip install '{broken.requirement}'")
     return findings or ok("those of torch's family are met")
 
 
@@ -144,7 +146,7 @@ def _hf_transfer(facts: Facts) -> list[Finding]:
         return ok(f"huggingface_hub {hub} does not look at HF_HUB_ENABLE_HF_TRANSFER any more")
     if "hf-transfer" in packages:
         return ok("hf_transfer is installed")
-    mend = f"{facts.python} -m pip install hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)"
+    mend = f"{facts.python_command} -m pip install hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)"
     return failed("HF_HUB_ENABLE_HF_TRANSFER=1, and the package hf_transfer is not installed", mend)
 
 
@@ -175,26 +177,29 @@ def _matching(facts: Facts, pattern: re.Pattern[str], fine: str, mend: _Mend, on
 def _mend_numpy(facts: Facts, name: str) -> str:
     text = _text(facts.imports.modules[name]) if isinstance(facts.imports, ImportFacts) else ""
     older = (
-        f"   (or, while there is no newer one: {facts.python} -m pip install 'numpy<2')" if "NumPy 1" in text else ""
+        f"   (or, while there is no newer one: {facts.python_command} -m pip install 'numpy<2')"
+        if "NumPy 1" in text
+        else ""
     )
-    return f"{facts.python} -m pip install --upgrade --force-reinstall numpy {_package(name)}{older}"
+    return f"{facts.python_command} -m pip install --upgrade --force-reinstall numpy {_package(name)}{older}"
 
 
 def _mend_torchvision(facts: Facts, name: str) -> str:
-    return f"{facts.python} -m pip install --upgrade --force-reinstall torch torchvision   (both, from the same index)"
+    command = f"{facts.python_command} -m pip install --upgrade --force-reinstall torch torchvision"
+    return f"{command}   (both, from the same index)"
 
 
 def _mend_cuda_libraries(facts: Facts, name: str) -> str:
-    return f"{facts.python} -m pip install --force-reinstall torch"
+    return f"{facts.python_command} -m pip install --force-reinstall torch"
 
 
 def _mend_libstdcxx(facts: Facts, name: str) -> str:
-    command = f"{facts.python} -m pip install --force-reinstall {_package(name)}"
+    command = f"{facts.python_command} -m pip install --force-reinstall {_package(name)}"
     return f"{command}   (or unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng)"
 
 
 def _reinstall(facts: Facts, name: str) -> str:
-    return f"{facts.python} -m pip install --force-reinstall {_package(name)}"
+    return f"{facts.python_command} -m pip install --force-reinstall {_package(name)}"
 
 
 def _package(name: str) -> str:

@@ -5,6 +5,7 @@ An area that could not be looked at is `Unknown`, with the reason; so is every a
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 
 import msgspec
@@ -418,3 +419,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     interpreter: InterpreterFacts | Unknown = Unknown()
     imports: ImportFacts | Unknown = Unknown()
     tracking: TrackingFacts | Unknown = Unknown()
+
+    @property
+    def python_command(self) -> str:
+        """Return the interpreter as a word of a command line that a person copies into a shell."""
+        return shlex.quote(self.python)

@@ -16,7 +16,7 @@ OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 @about(lambda facts: facts.gpus)
 def _driver(facts: Facts, gpus: GpuFacts) -> list[Finding]:
     if gpus.binding_problem:
-        mend = f"{facts.python} -m pip install --force-reinstall nvidia-ml-py"
+        mend = f"{facts.python_command} -m pip install --force-reinstall nvidia-ml-py"
         return failed(f"GPUs cannot be looked for: {gpus.binding_problem}", mend)
     nvml = [entry.reason for entry in gpus.unavailable if entry.name == "NVML"]
     if nvml:
@@ -48,7 +48,7 @@ def _cuda_driver(facts: Facts) -> list[Finding]:
     newest = max((known for known, driver in OLDEST_DRIVERS.items() if driver <= _numbers(gpus.driver)), default=11)
     mend = (
         f"install a driver of at least {_dotted(oldest)}, or a torch for this one: "
-        f"{facts.python} -m pip install --force-reinstall torch --index-url "
+        f"{facts.python_command} -m pip install --force-reinstall torch --index-url "
         f"https://download.pytorch.org/whl/{_WHEELS[newest]}"
     )
     return failed(f"{named}, and CUDA {major} needs {_dotted(oldest)}", mend)
@@ -64,7 +64,7 @@ def _torch_cpu_only(facts: Facts) -> list[Finding]:
     if torch.cuda or torch.hip:
         return ok(f"torch {torch.version} is built for {'CUDA ' + torch.cuda if torch.cuda else 'ROCm ' + torch.hip}")
     wheel = _WHEELS.get(gpus.cuda[0] if gpus.cuda else 12, "cu126")
-    mend = f"{facts.python} -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel}"
+    mend = f"{facts.python_command} -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel}"
     return failed(f"torch {torch.version} is a CPU build, and this machine has {len(gpus.devices)} GPUs", mend)
 
 

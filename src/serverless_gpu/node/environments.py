@@ -39,8 +39,8 @@ from serverless_gpu.node.statuses import EnvironmentStatus
 
 KEPT_MAX = 8
 TRIES_MAX = 2
-ROOM_S = 30.0
-"""How long idle interpreters may take to leave their environments, when the disk is full: on a busy machine, seconds."""
+ROOM_S = 10.0
+"""How long interpreters that nobody uses may take to leave their environments, when the disk is full."""
 _REASONS = {
     StorageError.code: Reason.NODE_DISK,
     EnvironmentCorrupt.code: Reason.ENV_CORRUPT,

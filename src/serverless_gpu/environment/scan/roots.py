@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from typing import Literal
@@ -158,7 +159,8 @@ class _Search:
                     f"{place} is a conda environment, which cannot be captured: conda rewrites files it installs",
                     hint='env="live" uses it as it is, on this machine; for a snapshot, make a virtual environment '
                     "with its Python and install with pip into that all that you use, torch, too: "
-                    f"{place}/bin/python -m venv .venv && .venv/bin/python -m pip install serverless-gpu torch …",
+                    f"{shlex.quote(place)}/bin/python -m venv .venv && "
+                    ".venv/bin/python -m pip install serverless-gpu torch …",
                 )
         self.spots[key or spot.real] = spot
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ _KNOWN: tuple[tuple[str, Callable[[Attempted], str]], ...] = (
         "Detected out-of-date database schema",  # which it also says of a newer one
         lambda tried: (
             f"{tried.store} {OTHER_VERSION}; serve it with that one, or upgrade it, after a "
-            f"backup: {tried.python} -m mlflow db upgrade {tried.store}"
+            f"backup: {shlex.quote(tried.python)} -m mlflow db upgrade {shlex.quote(tried.store)}"
         ),
     ),
     (
