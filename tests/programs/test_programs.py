@@ -242,9 +242,10 @@ def test_a_script_for_torchrun_is_submitted(work: Path) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "launcher", [(), ("--per-node", "accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1")]
+    "launcher", [(), ("--per-node", "torchrun", "--nproc-per-node", "2")], ids=["ranks", "torchrun"]
 )
 def test_a_script_for_accelerate_launch_is_submitted(work: Path, launcher: tuple[str, ...]) -> None:
+    """Without `accelerate launch` itself, which starts one process where it finds no GPUs and no MPI."""
     submitted = sgpu(work, *SUBMIT, *launcher, "accelerate_script.py", "--output_dir", "out")
     assert submitted.code == 0, submitted.err
     assert "[rank 0] processes 2 equal True\n" in submitted.out
