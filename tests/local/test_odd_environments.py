@@ -401,6 +401,14 @@ def test_23C10_a_capture_and_the_doctor_name_the_limit_of_threads(own: Path, sma
     assert limit in done.stdout and "Traceback" not in done.stderr
 
 
+def test_23C10_a_server_names_the_limit_of_threads(own: Path) -> None:
+    started = sgpu("up", "--port", "0", "--no-node", before=refusing("no-threads"))
+    assert started.returncode == 1 and started.stderr.splitlines() == [
+        "sgpu: no thread can be started: the limit of processes and threads is reached",
+        "hint: raise it: `ulimit -u`, in a container `docker run --pids-limit=…` (Kubernetes: podPidsLimit of the node)",
+    ]
+
+
 def test_23C10_the_product_inside_an_archive_is_refused_with_one_sentence(own: Path, tmp_path: Path) -> None:
     archive = tmp_path / "product.zip"
     package = Path(serverless_gpu.__file__).parent
