@@ -6,6 +6,7 @@ The caller, and with it agent, supervisor and ranks, runs behind what `tests.odd
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import shutil
@@ -20,7 +21,11 @@ from pathlib import Path
 import pytest
 
 import serverless_gpu
+from serverless_gpu.client import preflight
+from serverless_gpu.environment.service import capture_error
+from serverless_gpu.errors import StorageError
 from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.server.space import NO_INODES, space_problem, why_full
 from serverless_gpu.testing import agent_status, stop_agent
 from tests.local.observe import run_script
 from tests.local.small_environment import Dialogue, SmallEnvironment
@@ -120,6 +125,22 @@ def test_23C3_a_home_without_file_locks_is_named_before_anything_starts(
     assert f"failed   locks             the file system of {own} refuses file locks: flock: {reason}" in report
 
 
+def test_23C3_places_for_backups_and_copies_of_the_audit_are_named(own: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from serverless_gpu.cli.server import audit_file\n"
+        "from serverless_gpu.server import backing_up; from serverless_gpu.errors import StorageError\n"
+        "for way in (backing_up._alone, audit_file.opened):\n"
+        "    try:\n        with way(Path(sys.argv.pop())): pass\n"
+        "    except StorageError as error: print(error)"
+    )
+    command = [*refusing("no-flock"), sys.executable, "-c", code, str(tmp_path / "audit"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    refused = "cannot be used: its file system refuses file locks (flock: Function not implemented)"
+    hint = "hint: name a place on a local disk"
+    expected = [f"{tmp_path} {refused}", hint, f"{tmp_path / 'audit'} {refused}", hint]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
 def test_23C10_a_server_names_the_home_in_which_sqlite_cannot_lock(own: Path) -> None:
     started = sgpu("up", "--port", "0", before=refusing("no-record-locks"))
     assert started.returncode == 1
@@ -191,6 +212,19 @@ def test_23C7_a_server_starts_in_a_home_without_hard_links(own: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert (own / "server" / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_23C7_secrets_of_a_run_need_symbolic_links_and_say_so(own: Path) -> None:
+    code = (
+        "import sys, pathlib; from serverless_gpu.node import secret_files as s; s.write(pathlib.Path(sys.argv[1]), {})"
+    )
+    command = [*refusing("no-symlinks"), sys.executable, "-c", code, str(own)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.stderr.splitlines()[-2:] == [
+        f"serverless_gpu.errors.StorageError: secrets cannot be linked to from {own}: its file system has no symbolic "
+        "links (Operation not permitted)",
+        "hint: set SERVERLESS_GPU_HOME to a directory on a file system that has them: ext4, xfs, NFS, tmpfs",
+    ]
 
 
 @pytest.mark.parametrize("before", [(), (*without("all"), *refusing("no-namespaces"))])
@@ -299,6 +333,16 @@ def test_23C9_a_home_that_cannot_be_made_for_want_of_inodes_says_so(few_files: P
     assert home.note.startswith(f"{few_files} cannot be written to (No inodes left on device)")
 
 
+def test_23C9_calls_captures_and_the_server_name_the_inodes_of_their_disk(few_files: Path) -> None:
+    few_files.joinpath("there").touch()
+    use_up_inodes(few_files)
+    with pytest.raises(StorageError, match=f"^no inodes left for {few_files}/call.pkl: its disk has room"):
+        preflight.pack(str(few_files / "call.pkl"), len, ("x",), {})
+    refused = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(few_files / "index"))
+    assert "no inodes left for" in str(capture_error(refused)) and "free some space" not in capture_error(refused).hint
+    assert space_problem(few_files) == f"the server's disk: {NO_INODES}" and why_full(few_files, refused) == NO_INODES
+
+
 def copied_python(directory: Path) -> Path:
     """Copy this Python, without what is installed for it; return the program."""
     program = Path(os.path.realpath(sys.executable))
@@ -357,6 +401,14 @@ def test_23C10_a_capture_and_the_doctor_name_the_limit_of_threads(own: Path, sma
         caller.close()
     done = sgpu("doctor", "--limit", "3", before=refusing("no-threads"))
     assert limit in done.stdout and "Traceback" not in done.stderr
+
+
+def test_23C10_a_server_names_the_limit_of_threads(own: Path) -> None:
+    started = sgpu("up", "--port", "0", "--no-node", before=refusing("no-threads"))
+    first, second = started.stderr.splitlines()
+    assert started.returncode == 1
+    assert first == "sgpu: no thread can be started: the limit of processes and threads is reached"
+    assert second.startswith("hint: raise it: `ulimit -u`")
 
 
 def test_23C10_the_product_inside_an_archive_is_refused_with_one_sentence(own: Path, tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ PLAIN = (
     ),
     Program("logging_config", r"INFO trainer: before\n(\[rank 0\] .*\n){2}INFO trainer: after\ndone\n"),
     Program("captured_config"),
+    Program("cached_functions", r"\[rank 0\] loading abc\ndone\n"),
     Program("iterators", r"the call to total .*argument `numbers` -> generator\n.*hint: make it inside .*\ndone\n"),
     Program("numpy_closure"),
     Program("figure"),
@@ -242,9 +243,10 @@ def test_a_script_for_torchrun_is_submitted(work: Path) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "launcher", [(), ("--per-node", "accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1")]
+    "launcher", [(), ("--per-node", "torchrun", "--nproc-per-node", "2")], ids=["ranks", "torchrun"]
 )
 def test_a_script_for_accelerate_launch_is_submitted(work: Path, launcher: tuple[str, ...]) -> None:
+    """Without `accelerate launch` itself, which starts one process where it finds no GPUs and no MPI."""
     submitted = sgpu(work, *SUBMIT, *launcher, "accelerate_script.py", "--output_dir", "out")
     assert submitted.code == 0, submitted.err
     assert "[rank 0] processes 2 equal True\n" in submitted.out

@@ -277,6 +277,7 @@ def test_a_returned_instance_leaves_the_callers_own_class_untouched(tmp_path: Pa
 SLOTS = """
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 from serverless_gpu.node.inside import payload
 from tests.unit.rank_process import run_rank
 
@@ -289,10 +290,15 @@ class Hidden:
     def __init__(self, value): self.__value = value; self.other = 2
     def value(self): return self.__value
 
+class Shape(NamedTuple):  # its class is made by another one, which allows no slots
+    rows: int = 1
+    def double(self): return Shape(2 * self.rows)
+
 directory = sys.argv[1]
-payload.dump((Config, Hidden(1)), directory + "/in.pkl")
+payload.dump((Config, Hidden(1), Shape()), directory + "/in.pkl")
 run_rank('''
-cls, hidden = payload.load(sys.argv[2])
+cls, hidden, shape = payload.load(sys.argv[2])
+assert shape.double() == (2,)
 assert not hasattr(cls(1), "__dict__") and hidden.value() == 1 and hidden.__dict__ == {"other": 2}
 payload.dump([cls(3), hidden], sys.argv[3])
 ''', directory + "/in.pkl", directory + "/out.pkl")
@@ -304,6 +310,51 @@ print("good")
 
 def test_23_a_class_with_slots_has_them_in_the_rank_and_its_instances_come_back(tmp_path: Path) -> None:
     script = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n{SLOTS}"
+    assert run_script(script, tmp_path) == "good\n"
+
+
+CACHES = """
+import sys
+from functools import cache, cached_property, lru_cache
+from serverless_gpu.node.inside import payload
+from tests.unit.rank_process import run_rank
+
+@lru_cache(maxsize=7)
+def load(name):
+    return [name]
+
+@cache
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+class Model:
+    @cached_property
+    def size(self):
+        return fibonacci(60)
+
+    @staticmethod
+    @cache
+    def name(): return "model"
+
+directory = sys.argv[1]
+load("a")
+payload.dump((load, fibonacci, Model()), directory + "/in.pkl")
+run_rank('''
+load, fibonacci, model = payload.load(sys.argv[2])
+assert load("a") is load("a") and load.cache_info()[:3] == (1, 1, 7), load.cache_info()
+assert model.size == fibonacci(60) == 1548008755920 and vars(model) == {"size": model.size} and model.name() == "model"
+payload.dump([model, load], sys.argv[3])
+''', directory + "/in.pkl", directory + "/out.pkl")
+model, load = payload.load(directory + "/out.pkl")
+assert type(model) is Model and model.size == 1548008755920 and load("b") == ["b"]
+import tokenize
+assert payload.loads(payload.dumps(tokenize._compile)) is tokenize._compile  # of a module: by reference
+print("good")
+"""
+
+
+def test_23_functions_and_properties_with_a_cache_travel(tmp_path: Path) -> None:
+    script = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n{CACHES}"
     assert run_script(script, tmp_path) == "good\n"
 
 

@@ -24,7 +24,7 @@ command runs (`lazy_group.py`).
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -164,5 +164,14 @@ def main() -> None:
     try:
         sgpu(prog_name="sgpu")
     except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal that cannot be written to
-        load("serverless_gpu.cli.output").say_lines(f"sgpu: {error}", err=True)
-        sys.exit(exit_code(error))
+        _end(error)
+    except RuntimeError as error:
+        threads = load("serverless_gpu.threads")
+        if not threads.is_thread_limit(error):
+            raise
+        _end(threads.thread_limit())
+
+
+def _end(error: ServerlessGpuError | OSError) -> NoReturn:
+    load("serverless_gpu.cli.output").say_lines(f"sgpu: {error}", err=True)
+    sys.exit(exit_code(error))

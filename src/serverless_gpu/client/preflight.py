@@ -15,17 +15,21 @@ import inspect
 import linecache
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.client.captured import explain_unpicklable, largest_captured
 from serverless_gpu.client.failures import text_of
 from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklable, StorageError
+from serverless_gpu.inodes import lacks_inodes
+from serverless_gpu.node.home import storage_error
 from serverless_gpu.node.inside import call, payload
 from serverless_gpu.units import format_bytes
 
 __all__ = ["Packed", "bind_arguments", "check_function", "check_travels", "explain_unpicklable"]
 __all__ += ["largest_captured", "pack"]
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SIZE_WARNED = 10_000_000
 _SOURCES_SIZE_MAX = 2_000_000
 _UNWRAP_MAX = 100
@@ -128,6 +132,8 @@ def pack(
             path, function=function, args=args, kwargs=kwargs, sources=_sources(function), reducer=reducer
         )
     except payload.PayloadNotWritten as error:
+        if error.errno in _FULL and lacks_inodes(Path(path)):
+            raise storage_error(error, Path(path)) from None
         message = f"the call cannot be written to {path}: {error.strerror}"
         raise StorageError(message, hint=_storage_hint(error)) from None
     except KeyboardInterrupt:
@@ -236,7 +242,7 @@ def _argument_hint(signature: inspect.Signature, args: Sequence[object], kwargs:
 
 
 def _storage_hint(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _FULL:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     return "set SERVERLESS_GPU_HOME to a directory you can write to"
 

@@ -69,6 +69,7 @@ from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.opening import is_remote, is_served, open_store
 from serverless_gpu.environment.watching import Patience, Watch
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
+from serverless_gpu.inodes import lacks_inodes
 from serverless_gpu.threads import is_thread_limit, thread_limit
 
 CHANGES_TOLD_MAX = 3
@@ -167,7 +168,7 @@ class Service:
                 self._say(_failed(ask.number, error))
         except OSError as error:
             for ask in asks:
-                self._say(_failed(ask.number, _storage(error)))
+                self._say(_failed(ask.number, capture_error(error)))
         except RuntimeError as error:
             if not is_thread_limit(error):
                 raise
@@ -368,7 +369,7 @@ def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer
         except BrokenPipeError:  # the service is gone, and so is whoever asked
             pass
         except OSError as error:
-            tell(_failed(number, _storage(error)))
+            tell(_failed(number, capture_error(error)))
         except RuntimeError as error:
             if not is_thread_limit(error):
                 raise
@@ -475,8 +476,15 @@ def _failed(number: int, error: ServerlessGpuError) -> Failed:
     return Failed(number=number, code=error.code, message=error.message, hint=error.hint)
 
 
-def _storage(error: OSError) -> StorageError:
+def capture_error(error: OSError) -> StorageError:
+    """Return the error a person gets where files of the environment or of the home are refused."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full and error.filename is not None and lacks_inodes(Path(os.fsdecode(error.filename))):
+        return StorageError(
+            f"the environment cannot be captured: no inodes left for {os.fsdecode(error.filename)}: its disk has room, "
+            "and cannot hold one more file",
+            hint="delete files there, or set SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
+        )
     return StorageError(
         f"the environment cannot be captured: {error}",
         hint="free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"

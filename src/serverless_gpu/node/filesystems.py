@@ -88,12 +88,23 @@ def require_symlinks(directory: Path) -> None:
         link.symlink_to("nowhere")
         link.unlink()
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise storage_error(error, directory) from error
-        raise StorageError(
-            f"environments cannot be restored to {directory}: its file system has no symbolic links ({error.strerror})",
-            hint="set SERVERLESS_GPU_HOME to a directory on a file system that has them: ext4, xfs, NFS, tmpfs",
-        ) from error
+        raise symlink_error(directory, error, f"environments cannot be restored to {directory}") from error
+
+
+def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
+    """Return the error a person gets for a symbolic link that could not be made in a directory.
+
+    Args:
+        directory: in which it was to be.
+        error: what the system said.
+        what: what cannot be done without it, with the directory's name.
+    """
+    if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+        return storage_error(error, directory)
+    return StorageError(
+        f"{what}: its file system has no symbolic links ({error.strerror})",
+        hint="set SERVERLESS_GPU_HOME to a directory on a file system that has them: ext4, xfs, NFS, tmpfs",
+    )
 
 
 def is_noexec(directory: Path) -> bool:
@@ -105,9 +116,16 @@ def is_noexec(directory: Path) -> bool:
     return bool(os.statvfs(directory).f_flag & os.ST_NOEXEC)
 
 
-def lock_error(place: Path, refusal: str) -> StorageError:
-    """Return the error a person gets for a file or directory whose file system refuses flock."""
-    return StorageError(f"{place} cannot be used: its file system refuses file locks (flock: {refusal})", hint=_MEND)
+def lock_error(place: Path, refusal: str, *, is_home: bool = True) -> StorageError:
+    """Return the error a person gets for a file or directory whose file system refuses flock.
+
+    Args:
+        place: the file or directory.
+        refusal: what the system said.
+        is_home: whether it lies in the home, and not where a command was asked to write.
+    """
+    hint = _MEND if is_home else "name a place on a local disk"
+    return StorageError(f"{place} cannot be used: its file system refuses file locks (flock: {refusal})", hint=hint)
 
 
 def _ask(directory: Path, lock: Callable[[int], None]) -> str:

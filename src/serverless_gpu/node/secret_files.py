@@ -25,6 +25,7 @@ from pathlib import Path
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import StorageError
+from serverless_gpu.node.filesystems import symlink_error
 from serverless_gpu.node.flocks import is_taken
 from serverless_gpu.node.home import storage_error
 
@@ -47,13 +48,16 @@ def write(directory: Path, values: Mapping[str, bytes]) -> Path:
         values: by name.
 
     Raises:
-        StorageError: there is no room. What could be in memory is never written to a disk.
+        StorageError: there is no room, or no symbolic link in the directory. What could be in memory is never written
+            to a disk.
     """
     remove(directory)
     if _is_in_memory():
         try:
             return _write_in_memory(directory, values)
         except OSError as error:
+            if error.filename2 is not None:  # of the link
+                raise symlink_error(directory, error, f"secrets cannot be linked to from {directory}") from None
             raise StorageError(
                 f"{_MEMORY} cannot take the secrets of the run: {error.strerror}",
                 hint=f"remove what is left in {_MEMORY}, or give it more room (docker run --shm-size=8g); secrets are "

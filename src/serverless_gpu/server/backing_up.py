@@ -35,6 +35,7 @@ from blake3 import blake3
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, ServerProblem, StorageError
+from serverless_gpu.node.filesystems import lock_error
 from serverless_gpu.serialized import from_json
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.version import __version__
@@ -313,4 +314,6 @@ def _alone(directory: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ServerProblem(f"another backup is being made in {directory}") from None
+        except OSError as error:
+            raise lock_error(directory, error.strerror or str(error), is_home=False) from error
         yield

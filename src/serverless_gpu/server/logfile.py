@@ -139,6 +139,9 @@ class LogFile(logging.handlers.RotatingFileHandler):
         if self._is_closed:
             return
         self._is_closed = True
+        if self._thread.ident is None:  # it could not be started, and nothing waits
+            super().close()
+            return
         deadline_s = time.monotonic() + CLOSING_S
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSING_S)

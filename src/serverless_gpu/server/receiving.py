@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 
-from serverless_gpu.server.space import FULL, KEPT_FREE_BYTES, check_room, free_bytes, full
+from serverless_gpu.server.space import FULL, KEPT_FREE_BYTES, check_room, free_bytes, full, why_full
 
 PIECE_BYTES = 1 << 20
 THREADS_MAX = 32
@@ -96,7 +96,7 @@ class Spool:
                     view = view[file.write(view) :]
         except OSError as error:
             if error.errno in FULL:
-                raise full(error.strerror or "the disk is full") from error
+                raise full(why_full(self._directory, error)) from error
             raise
         return file
 

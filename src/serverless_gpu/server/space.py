@@ -11,10 +11,12 @@ import os
 from pathlib import Path
 
 from serverless_gpu.errors import ServerStorageFull
+from serverless_gpu.inodes import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 KEPT_FREE_BYTES = 128 << 20
 """What bytes of users leave free."""
+NO_INODES = "it has room, but no inodes left, and cannot hold one more file"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -56,8 +58,15 @@ def full(why: str) -> ServerStorageFull:
     )
 
 
+def why_full(directory: Path, error: OSError) -> str:
+    """Return why a file could not be written on a disk that is full: it has no room, or no inodes."""
+    return NO_INODES if lacks_inodes(directory) else error.strerror or "the disk is full"
+
+
 def space_problem(directory: Path) -> str:
-    """Return what is wrong with the room on a disk, for the server's health; "" when there is enough."""
+    """Return what is wrong with the room and the inodes of a disk, for the server's health; "" when there is enough."""
+    if lacks_inodes(directory):
+        return f"the server's disk: {NO_INODES}"
     free = free_bytes(directory)
     if free is None or free > KEPT_FREE_BYTES:
         return ""

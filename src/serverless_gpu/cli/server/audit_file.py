@@ -20,6 +20,7 @@ import msgspec
 from serverless_gpu.client.result_files import refuse_other
 from serverless_gpu.errors import AuditBroken, InvalidValue
 from serverless_gpu.model.audit_chain import Head, Link, follow
+from serverless_gpu.node.filesystems import lock_error
 
 LINE_BYTES_MAX = 1 << 20
 _decode = msgspec.json.Decoder(Link).decode
@@ -54,6 +55,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], Head]]:
     Raises:
         AuditBroken: it is not as it was written.
         InvalidValue: somebody else adds to it, or what is there is no file.
+        StorageError: its file system refuses locks.
     """
     refuse_other(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -64,6 +66,8 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], Head]]:
             raise InvalidValue(
                 f"another process exports into {path}", hint="wait for it, or name another file"
             ) from None
+        except OSError as error:
+            raise lock_error(path, error.strerror or str(error), is_home=False) from error
         _cut_torn_line(file)
         head = whole(path)
         file.seek(0, os.SEEK_END)

@@ -19,6 +19,7 @@ import ast
 import builtins
 import ctypes
 import dis
+import functools
 import importlib.util
 import io
 import json
@@ -31,7 +32,7 @@ import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, prepare_class, resolve_bases
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 _CLOUDPICKLE_NAME = "_sgpu_cloudpickle"
@@ -152,7 +153,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from functools import _CacheParameters
+
     Reduced = _ReducedType
+    _ClassArguments = tuple[type, str, tuple[type, ...], dict[str, object], str, None]
 
     _CloudPickler = pickle.Pickler
 else:
@@ -293,6 +297,9 @@ class _Pickler(_CloudPickler):
             return getattr, (builtins, "open")
         if self._arguments is not None and isinstance(value, self._arguments):
             return _reduce_arguments(value)
+        reduced = _reduce_by_value(value)
+        if reduced is not NotImplemented:
+            return reduced
         reduced = super().reducer_override(value)
         return _with_slots(value, reduced) if isinstance(value, type) else reduced
 
@@ -309,12 +316,38 @@ def _with_slots(kind: type, reduced: Reduced) -> Reduced:
     Instances would have a dictionary as well in the rank, and those that it returns could not be loaded in the caller.
     """
     slots = kind.__dict__.get("__slots__")
-    # Other metaclasses make slots of their own, or allow none. An iterator of slots has been used up.
-    is_plain = type(kind) in (type, ABCMeta) and isinstance(slots, (str, tuple, list, dict))
-    if is_plain and isinstance(reduced, tuple) and reduced[0] is _cloudpickle._make_skeleton_class:
-        _, _, _, namespace, *_ = cast("tuple[object, object, object, dict[str, object], object, object]", reduced[1])
-        namespace["__slots__"] = slots
+    if not isinstance(slots, (str, tuple, list, dict)):  # none, or an iterator that has been used up
+        return reduced
+    if isinstance(reduced, tuple) and reduced[0] is _cloudpickle._make_skeleton_class:
+        made_by, name, bases, namespace, *_ = cast("_ClassArguments", reduced[1])
+        kind_of_kind, *_ = prepare_class(name, resolve_bases(bases), {"metaclass": made_by})
+        # Others, such as that of NamedTuple, make slots of their own and allow none.
+        if kind_of_kind in (type, ABCMeta):
+            namespace["__slots__"] = slots
     return reduced
+
+
+def _reduce_by_value(value: object) -> Reduced:
+    """Take apart what functools makes of a function that travels by value; NotImplemented for everything else."""
+    if type(value) is functools._lru_cache_wrapper:
+        found = _cloudpickle._lookup_module_and_qualname(value)
+        if found is None or _cloudpickle._is_registered_pickle_by_value(found[0]):
+            return _cached_function, (value.__wrapped__, value.cache_parameters())
+    if type(value) is functools.cached_property:  # it has a lock before Python 3.12
+        return _cached_property, (value.func, value.attrname)
+    return NotImplemented
+
+
+@portable
+def _cached_function(function: Callable[..., object], parameters: _CacheParameters) -> object:
+    return functools.lru_cache(**parameters)(function)
+
+
+@portable
+def _cached_property(function: Callable[..., object], name: str | None) -> object:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
 
 
 def _is_notebook_open(function: FunctionType) -> bool:
