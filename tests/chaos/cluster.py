@@ -17,9 +17,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile
@@ -196,7 +196,7 @@ class Cluster:
         return self._strike_rank(fault, "stem")
 
     def _strike_rank(self, fault: plan.Fault, which: str = "pid") -> str | None:
-        ranks = self._ranks()
+        ranks = [(run, place) for run, place, has_ended in self._ranks() if not has_ended and _has_stem(place)]
         if not ranks:
             return None
         run, place = ranks[int(fault.pick * len(ranks))]
@@ -217,7 +217,7 @@ class Cluster:
         with contextlib.suppress(AssertionError):
             wait_for(lambda: all(map(nothing_of_a_run, self._homes())), "nothing of a run is left", limit_s=ENDED_S)
         left = [f"something of a run is left in {home}" for home in self._homes() if not nothing_of_a_run(home)]
-        return left + [f"rank {place['pid']} of {run} is still there" for run, place in self._ranks()]
+        return left + [f"rank {place['pid']} of {run} is still there" for run, place, _ in self._ranks()]
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of `sgpu` as the administrator of the server."""
@@ -231,16 +231,16 @@ class Cluster:
         assert self._second is not None
         return [self.home, self._second.root]
 
-    def _ranks(self) -> list[tuple[str, dict[str, int]]]:
-        """Return ranks that live and have not reached the end of user code."""
+    def _ranks(self) -> list[tuple[str, dict[str, int], bool]]:
+        """Return ranks that live, and of each whether it has reached the end of user code."""
         found = []
         for path in sorted((self.where / "signs").iterdir()):
             lines = path.read_text().split("\n")
-            if len(lines) < 2 or lines[-2] == "end":
+            if len(lines) < 2:
                 continue
             place = json.loads(lines[0])
-            if _is_rank(place["pid"], place["stem"]):
-                found.append((path.name.split(".")[1], place))
+            if _is_there(place):
+                found.append((path.name.split(".")[1], place, lines[-2] == "end"))
         return found
 
     def _start_server(self) -> None:
@@ -283,10 +283,21 @@ def _pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def _is_rank(pid: int, stem: int) -> bool:
-    """Return whether a process is still the rank that left a sign: the stem is its parent, and it is no zombie."""
+def _fields(pid: int) -> list[str]:
+    """Return what the kernel says of a process after its name, from its state on; nothing where there is none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, ServerlessGpuError):
-        return False
-    return fields[0] != "Z" and int(fields[1]) == stem
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return []
+
+
+def _is_there(place: Mapping[str, int]) -> bool:
+    """Return whether the process that left a sign is there: it began at that tick, and is no zombie."""
+    fields = _fields(place["pid"])
+    return bool(fields) and fields[0] != "Z" and int(fields[19]) == place["started"]
+
+
+def _has_stem(place: Mapping[str, int]) -> bool:
+    """Return whether a rank's stem is its parent still."""
+    fields = _fields(place["pid"])
+    return bool(fields) and int(fields[1]) == place["stem"]

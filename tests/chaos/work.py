@@ -35,6 +35,7 @@ def work(where: str, name: str, kind: str, seconds: float) -> tuple[str, int]:
         "gpus": os.environ["SGPU_GPU_UUIDS"].split(","),
         "pid": os.getpid(),
         "stem": os.getppid(),
+        "started": int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]),
     }
     with Path(where, f"{name}.{run}.{fence}.{rank}.{os.getpid()}").open("x") as signs:
         signs.write(json.dumps(place) + "\n")

@@ -17,8 +17,10 @@ from typing import TypeVar
 from serverless_gpu import attach
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.facts import FactKind
 from serverless_gpu.node import protocol
 from serverless_gpu.node.flocks import is_held
+from serverless_gpu.node.history import first_facts
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.testing import agent_status
@@ -110,6 +112,12 @@ def kill_own_supervisor(home: str) -> None:
     """Kill the supervisor of the run that this is a rank of, as code of its user can, and wait to be ended, too."""
     supervisor(Path(home), os.environ["SGPU_RUN_ID"]).kill()
     time.sleep(LIMIT_S)
+
+
+def used_ms(home: Path, run_id: str) -> int:
+    """Return for how long the devices of a run's first attempt were in use until its user code wrote ``used``."""
+    (began,) = (fact for fact in first_facts(home / "runs" / run_id / "1") if fact.kind is FactKind.EXEC)
+    return (int((home / "used").read_text()) - began.boottime_ns) // 10**6
 
 
 def run_directories(home: Path) -> list[str]:

@@ -281,6 +281,15 @@ def test_23C5_where_nothing_can_be_written_one_line_says_so_and_what_helps(own: 
     ]
 
 
+def test_22B2_a_server_whose_home_is_read_only_is_refused_and_none_starts_elsewhere(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where there is room for another home
+    said = sgpu("up", "--port", "0", "--no-node", "--no-mlflow", before=read_only_root(tmp_path))
+    assert (said.returncode, said.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert said.stderr.startswith(f"sgpu: {own} cannot be written to (Read-only file system), and a server keeps its ")
+
+
 def test_23C5_a_home_that_can_be_written_beside_a_read_only_tmp_names_the_sockets(own: Path, tmp_path: Path) -> None:
     said = call(tmp_path, *read_only_root(own))
     assert said.splitlines() == [
