@@ -128,30 +128,6 @@ def test_22B6_a_list_of_runs_of_a_server_loads_the_connection_and_nothing_that_r
     assert modules & {"asyncio", "cloudpickle", "httpx2", "multiprocessing", "sqlalchemy", "sqlite3"} == set()
 
 
-def cpu_s(home: Path, code: str) -> float:
-    """Return the CPU time of a program of Python; nothing of this package is loaded by its start-up."""
-    own = {name: text for name, text in os.environ.items() if not name.startswith("SERVERLESS_GPU")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**own, "SERVERLESS_GPU_HOME": str(home), "PYTHONPATH": str(SOURCE)},
-        stdout=subprocess.DEVNULL,
-    )
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return used.ru_utime + used.ru_stime
-
-
-@pytest.mark.parametrize(("arguments", "ratio"), [(("--version",), 6.0), (("runs",), 14.0)])
-def test_22B6_a_command_takes_no_more_than_a_few_times_the_cpu_of_an_empty_program(
-    home: Path, arguments: Sequence[str], ratio: float
-) -> None:
-    """The least of ten turns: what others do on this machine adds to each, and to the empty program as well."""
-    command = f"import sys\nfrom serverless_gpu.cli import main\nsys.argv = ['sgpu', *{list(arguments)!r}]\nmain()"
-    turns = [(cpu_s(home, "pass"), cpu_s(home, command)) for _ in range(10)]
-    assert min(ours for _, ours in turns) <= ratio * min(nothing for nothing, _ in turns), turns
-
-
 @pytest.mark.parametrize("name", sorted(program.COMMANDS))
 def test_22B6_the_table_of_commands_says_what_the_commands_say(name: str) -> None:
     context = click.Context(program.sgpu)
