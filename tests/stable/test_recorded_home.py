@@ -27,6 +27,7 @@ STATES = {
     "refuses": "FAILED",
     "takes_long": "TIMED_OUT",
     "crashes": "FAILED",
+    "leaves_memory": "SUCCEEDED",
 }
 
 
@@ -96,6 +97,16 @@ def test_24_6_commands_read_recorded_runs(expected: Any, sgpu: Sgpu, tmp_path: P
 
 
 @pytest.mark.usefixtures("recorded_home")
+def test_24_6_a_recorded_quarantine_holds(expected: Any, sgpu: Sgpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = expected["runs"]["leaves_memory"]
+    assert serverless_gpu.attach(run_id).receipt().quarantined == ("FAKE-H100-0",)
+    monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:2")
+    first, second, *_ = sgpu("gpus").splitlines()
+    assert first.startswith("FAKE-H100-0 ") and run_id in first
+    assert second.startswith("FAKE-H100-1 ") and "after run" not in second
+
+
+@pytest.mark.usefixtures("recorded_home")
 def test_24_6_json_of_commands_has_the_recorded_fields(expected: Any, sgpu: Sgpu) -> None:
     known = {**expected["runs"], "environment": expected["environment"]}
     for words, then in expected["answers"].items():
@@ -134,7 +145,7 @@ def test_24_6_a_recorded_environment_is_shown_and_restored(expected: Any, sgpu: 
     assert module.read_text(encoding="utf-8") == 'TEXT = "hello from a recorded environment"\n'
     (code,) = target.glob("code/*/work.py")
     assert code.read_text(encoding="utf-8") == recording.SCRIPT
-    words = [target / "bin" / "python", "-c", "import greeting; print(greeting.TEXT)"]
+    words = [str(target / "bin" / "python"), "-c", "import greeting; print(greeting.TEXT)"]
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.startswith("hello")
 
 
