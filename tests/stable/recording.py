@@ -99,6 +99,15 @@ def crashes():
 
 
 @distributed(gpus=1, **OPTIONS)
+def doubles(value):
+    return 2 * value
+
+
+def uses_decorated(value):
+    return doubles(value)  # in this rank: the decorated function travels with the call
+
+
+@distributed(gpus=1, **OPTIONS)
 def leaves_memory():
     from serverless_gpu.testing import FakeGpus
 
@@ -114,7 +123,7 @@ if __name__ == "__main__":
         run.receipt(30)
     if not REMOTE:
         with serverless_gpu.session(gpus=1, gpu_type="H100") as session:
-            runs["in_session"] = session.submit(len, "four")
+            runs["in_session"] = session.submit(uses_decorated, 2)
             runs["in_session"].result()
         print("session", session.id)
         runs["leaves_memory"] = leaves_memory.submit()

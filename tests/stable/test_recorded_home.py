@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def test_24_6_a_recorded_run_is_repeated_by_hand(date: str, expected: Any, recor
     text = program.read_text(encoding="utf-8")
     for then, now in (
         ("/tmp/recorded/src", str(Path(serverless_gpu.__path__[0]).parent)),
+        ("/tmp/recorded/packages", sysconfig.get_path("purelib")),
         ("/tmp/recorded/home", str(recorded_home)),
         ("/tmp/recorded/project", str(recorded_home)),
     ):
