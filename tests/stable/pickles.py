@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +46,8 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 def held(value: object) -> Any:
     """Return what is in a value, as JSON has it."""
+    if isinstance(value, serverless_gpu.DistributedFunction):
+        return {"calls": value.__wrapped__.__qualname__, "spec": msgspec.to_builtins(value.spec)}
     if isinstance(value, BaseException):
         return {"class": type(value).__name__, "text": str(value), "args": list(value.args), **vars(value)}
     return msgspec.to_builtins(value)
@@ -58,6 +61,7 @@ def loaded(text: str) -> Any:
 def _values() -> Iterator[tuple[str, object]]:
     for cls in names.exceptions():
         yield f"error {cls.__name__}", _error(cls)
+    yield "DistributedFunction", serverless_gpu.distributed(gpus=2, gpu_type="CPU", tags={"a": "b"})(math.hypot)
     yield "GPUType", GPUType.H100
     for cls in (serverless_gpu.Receipt, *places.VALUES):
         yield cls.__name__, msgspec.convert(_EXAMPLES[cls.__name__], cls)

@@ -34,7 +34,7 @@ PLACE = Path("/tmp/recorded")
 PYTHON = PLACE / "python" / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
 _NAME = "recorded"
 _BYTES_MAX = 500_000
-_LEFT_OUT = ("locks", "server.db.reserve", "agent.log", "monitor.log", "uplink.log")
+_LEFT_OUT = ("server.db.reserve", "agent.log", "monitor.log", "uplink.log")
 """Files that hold nothing a later version reads, or megabytes of nothing."""
 
 ANSWERS = (
@@ -98,6 +98,22 @@ def crashes():
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@distributed(gpus=1, **OPTIONS)
+def doubles(value):
+    return 2 * value
+
+
+def uses_decorated(value):
+    return doubles(value)  # in this rank: the decorated function travels with the call
+
+
+@distributed(gpus=1, **OPTIONS)
+def leaves_memory():
+    from serverless_gpu.testing import FakeGpus
+
+    FakeGpus().set("FAKE-H100-0", memory_used_bytes=8 << 30)
+
+
 if __name__ == "__main__":
     runs = {"trains": trains.submit(4)}
     for function in (fails, refuses, takes_long, crashes):
@@ -107,9 +123,11 @@ if __name__ == "__main__":
         run.receipt(30)
     if not REMOTE:
         with serverless_gpu.session(gpus=1, gpu_type="H100") as session:
-            runs["in_session"] = session.submit(len, "four")
+            runs["in_session"] = session.submit(uses_decorated, 2)
             runs["in_session"].result()
         print("session", session.id)
+        runs["leaves_memory"] = leaves_memory.submit()
+        runs["leaves_memory"].receipt()
     for name, run in runs.items():
         print(name, run.id)
 """

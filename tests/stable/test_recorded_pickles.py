@@ -28,7 +28,11 @@ def test_24_6_a_recorded_pickle_loads(name: str, one: dict[str, Any]) -> None:
     value = pickles.loaded(one["pickle"])
     holds = json.loads(msgspec.json.encode(pickles.held(value)))
     assert _within(holds, one["holds"]), holds
-    public = {"GPUType": serverless_gpu.GPUType, "Receipt": serverless_gpu.Receipt}
+    public: dict[str, type] = {
+        "DistributedFunction": serverless_gpu.DistributedFunction,
+        "GPUType": serverless_gpu.GPUType,
+        "Receipt": serverless_gpu.Receipt,
+    }
     if name.startswith("error "):
         assert type(value) is getattr(errors, name.removeprefix("error "))
     elif name in public:
