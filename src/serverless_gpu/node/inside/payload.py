@@ -150,10 +150,9 @@ vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # its own does not 
 
 if TYPE_CHECKING:
     from _pickle import _ReducedType
+    from functools import _CacheParameters
 
     from typing_extensions import Buffer
-
-    from functools import _CacheParameters
 
     Reduced = _ReducedType
     _ClassArguments = tuple[type, str, tuple[type, ...], dict[str, object], str, None]
