@@ -169,8 +169,7 @@ def test_the_rest_of_the_machine_waits_by_name(warm: Path, capsys: pytest.Captur
         assert f"{names} are held by session {session.id} of " in run.waiting_for()
     run.results()
     said = capsys.readouterr().err
-    assert f"serverless-gpu: session {session.id} · SUCCEEDED" in said
-    assert "8 H100 (fake) · 0 runs" in said
+    assert f"serverless-gpu: session {session.id} · 8 × H100 (fake) · 0 runs · verified free in " in said
 
 
 def test_an_exception_in_the_block_cancels_its_runs(warm: Path, where: str) -> None:

@@ -39,17 +39,15 @@ def test_decorating_in_a_cell_warms_up_so_that_the_first_call_is_warm(kernel: Ke
     assert shown.result == "(True, '')"
 
 
-def test_a_call_shows_rank_lines_the_receipt_and_the_results(kernel: Kernel) -> None:
+def test_23B7_a_call_shows_rank_lines_the_receipt_below_them_and_the_results(kernel: Kernel) -> None:
     shown = kernel.run("work.distributed(21)")
     assert shown.error == ("", "")
     assert shown.result == "[0, 21]"
     assert (shown.text("stdout"), shown.text("stderr")) == ("[rank 0] rank 0 works\n", "")
-    (plain,) = shown.displayed("text/plain")
-    (page,) = shown.displayed("text/html")
-    lines = plain.splitlines()
-    assert re.fullmatch(r"run \w+ · attempt 1 · SUCCEEDED", lines[0])
-    assert lines[1].startswith("2 H100 (fake) · 2 ranks · ")
-    assert lines[-1].startswith("gate: ")
+    status, plain = shown.displayed("text/plain")
+    _, page = shown.displayed("text/html")
+    assert status.startswith("SUCCEEDED after ")
+    assert re.fullmatch(r"2 × H100 \(fake\) · [\d.]+ m?s · verified free in [\d.]+ m?s", plain)
     assert page.startswith("<div") and "<table" in page and "<b>SUCCEEDED</b>" in page and "<script" not in page
 
 
@@ -180,7 +178,7 @@ def test_progress_bars_are_in_the_status_until_they_are_done(kernel: Kernel, tmp
     assert "67%" not in streamed
     finished = [line for line in shown.text("stderr").splitlines() if "100%" in line]
     assert sorted(line[:8] for line in finished) == ["[rank 0]", "[rank 1]"]
-    assert shown.displayed()[0].startswith("run ")
+    assert shown.displayed()[0].startswith("SUCCEEDED after ")
     assert shown.result == "[None, None]"
 
 
@@ -265,8 +263,11 @@ def test_a_held_session_works_in_a_notebook(kernel: Kernel) -> None:
     )
     assert shown.error == ("", "")
     assert shown.result == "[0, 4]"
-    of_the_run, of_the_session = shown.displayed()
-    assert all("2 GPUs verified free" in receipt for receipt in (of_the_run, of_the_session))
+    status, of_the_run, of_the_session = shown.displayed()
+    assert status.startswith("SUCCEEDED after ")
+    assert all(
+        "2 × H100 (fake) · " in receipt and "verified free in " in receipt for receipt in (of_the_run, of_the_session)
+    )
     assert "[rank 0] rank 0 works" in shown.text("stdout")
 
 
@@ -287,7 +288,7 @@ def test_calls_work_where_an_event_loop_runs(kernel: Kernel, source: str) -> Non
     assert shown.error == ("", "")
     assert shown.result == "[0, 5]"
     assert shown.text() == "[rank 0] rank 0 works\n"
-    assert len(shown.displayed()) == 1
+    assert len(shown.displayed()) == 2
 
 
 FILES = """

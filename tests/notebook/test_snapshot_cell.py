@@ -35,9 +35,10 @@ def test_a_cell_runs_in_the_restored_copy(at_home: Path, tmp_path: Path) -> None
         ranks = eval(shown.result)
         assert [rank[:3] for rank in ranks] == [[0, "one", 1], [1, "one", 1]]
         assert all(rank[3].startswith(copy) for rank in ranks)
-        capture, run = shown.displayed()
+        capture, _, _ = shown.displayed()
+        *_, receipt = shown.displayed("text/html")
         assert capture.startswith("CAPTURED environment ") and "of it the project's code" in capture
-        assert "environment: snapshot " in run
+        assert ">environment<" in receipt and ">snapshot " in receipt
         beside.write_text("VALUE = 2\n")
         again = kernel.run("where.distributed()")
         assert [rank[2] for rank in eval(again.result)] == [2, 2]

@@ -69,7 +69,7 @@ def test_a_call_is_one_request_and_feels_like_a_local_one(
     assert train.distributed(lr=0.1) == [0.1]
     out, err = capsys.readouterr()
     assert out == "[rank 0] step 1\n"
-    assert "serverless-gpu: " in err and "1 GPU verified free" in err
+    assert "serverless-gpu: " in err and "1 × H100 (fake) · " in err and "verified free" in err
     fake.seen.clear()
     play(fake.script(), tmp_path, 0.2)
     assert train.distributed(lr=0.2) == [0.2]

@@ -397,6 +397,8 @@ def _count_text(receipt: Receipt) -> str:
 
 def _freed_text(receipt: Receipt) -> str:
     """Return that the devices were handed back, and how long the proof took; "" where that is not so."""
+    if not receipt.gpus:
+        return receipt.gate  # why there is nothing to hand back
     if not _is_freed(receipt):
         return ""
     verified = "free" if receipt.kind is DeviceKind.CPU else "verified free"

@@ -210,7 +210,7 @@ class ZygotePool:
         if zygote is not None:
             changed = zygote.stale()
             if changed is None and not zygote.dead:
-                return zygote, "" if zygote.ready else f"its zygote was still starting: {zygote.why}"
+                return zygote, "" if zygote.ready else f"the warm interpreter was still starting: {zygote.why}"
             self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
         zygote = self._warm(key, request)
         return zygote, zygote.why
