@@ -106,10 +106,8 @@ def _profile(home: Path) -> Profile:
     except ServerNotConfigured:
         if is_configured(home, os.environ):
             raise
-    raise ServerNotConfigured(
-        "this asks a server, and none is configured",
-        hint="`sgpu up` starts one on this machine, `sgpu login` takes one that is there",
-    )
+    context = click.get_current_context(silent=True)
+    raise no_server(context.command_path if context is not None else "sgpu")
 
 
 def _say(sentence: str) -> None:

@@ -224,6 +224,9 @@ class EventStream:
             problem, token = "it ended the stream", self._server.profile.token
             try:
                 for message in self._messages():
+                    if told:
+                        away_ms = (self._clock.boottime_ns() - away_ns) // 1_000_000
+                        self._put(Away(f"the server is back, after {format_duration_ms(away_ms)}"))
                     away_ns, told = 0, False
                     if self._taken(message):
                         pause_s = _PAUSE_S
