@@ -119,7 +119,7 @@ def failing(rank):
 """
 
 
-def test_an_exception_keeps_its_type_and_the_cell_shows_the_users_line(kernel: Kernel) -> None:
+def test_23B12_an_exception_keeps_its_type_and_the_cell_shows_the_users_frames_only(kernel: Kernel) -> None:
     kernel.run(FAILING)
     shown = kernel.run("failing.distributed()")
     assert shown.error[0] == "LookupError"
@@ -135,7 +135,7 @@ def test_an_exception_keeps_its_type_and_the_cell_shows_the_users_line(kernel: K
     )
 
 
-def test_a_wrong_call_is_told_without_our_frames(kernel: Kernel) -> None:
+def test_23B12_a_wrong_call_is_told_without_our_frames(kernel: Kernel) -> None:
     shown = kernel.run("work.distributed()")
     assert shown.error == ("ArgumentMismatch", "the arguments do not fit work(n, rank, world_size): missing n")
     assert frames_of_ours(shown.traceback) == 0

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.remote.conftest import end_node
 from tests.remote.fake_server import FakeServer
 from tests.remote.server_process import ServerProcess
 from tests.remote.test_commands import sgpu, spawn
+from tests.remote.test_stream import pickled
 
 
 def test_23B1_python_reads_what_would_work_in_options_of_python(served: Path) -> None:
@@ -105,3 +107,33 @@ def test_23B12_without_a_server_what_was_typed_is_named_and_local_offered(home: 
     assert refused.value.hint.endswith("`sgpu submit --local train.sh …` needs none")
     with pytest.raises(ServerNotConfigured, match="`sgpu queue` needs a server, and none is configured"):
         sgpu("queue")
+
+
+def test_23B12_a_caller_that_waited_for_its_server_says_once_that_it_is_back(
+    fake: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = fake.script()
+    run = distributed(gpus=1, gpu_type="H100", remote=True)(len).submit("x")
+    script.say(State.RUNNING)
+    wait_for(lambda: run.status() == "RUNNING", "it runs")
+    fake.stop()
+    ended = threading.Event()
+
+    def follow() -> None:
+        run.follow()
+        ended.set()
+
+    threading.Thread(target=follow, daemon=True).start()
+    said: list[str] = []
+
+    def says(words: str) -> bool:
+        said.append(capsys.readouterr().err)
+        return words in "".join(said)
+
+    wait_for(lambda: says("does not answer; waiting for it"), "it says that the server is away", limit_s=60)
+    fake.start()
+    wait_for(lambda: says("the server is back, after"), "it says that the server is back", limit_s=60)
+    script.end({"results/0.pkl": pickled(tmp_path, 1)})
+    assert ended.wait(60)
+    said.append(capsys.readouterr().err)
+    assert "".join(said).count("the server is back") == 1

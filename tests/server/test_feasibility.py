@@ -37,7 +37,10 @@ def join(services: Services, devices: str = "H100:2") -> str:
 def request(gpus: int = 1, gpu_type: str | None = "H100", *, wait: bool = False) -> RunRequest:
     new = new_run()
     spec = RunSpec(
-        resources=Resources(gpus=gpus, gpu_type=gpu_type), payload=Command(argv=("true",)), environment="live", wait=wait
+        resources=Resources(gpus=gpus, gpu_type=gpu_type),
+        payload=Command(argv=("true",)),
+        environment="live",
+        wait=wait,
     )
     target = Target(machine="m1", caller="m1", python="3.11", platform="linux-x86_64")
     return RunRequest(id=new.id, spec=spec, target=target, context=msgspec.Raw(b"{}"))
@@ -72,7 +75,9 @@ def test_23B1_drained_and_silent_nodes_count_for_a_day(services: Services, clock
     assert submit(services, request(2)).state is State.QUEUED
     clock.advance(2 * 3_600)
     Agents(services).hello(Caller(name="root", role="admin"), hello("n2", machine="m2", devices=parse_fake("CPU:4")))
-    with pytest.raises(NoSuitableNode, match="its files lie on a machine that is no node of this server; the run was not queued"):
+    with pytest.raises(
+        NoSuitableNode, match="its files lie on a machine that is no node of this server; the run was not queued"
+    ):
         submit(services, request(2))
 
 

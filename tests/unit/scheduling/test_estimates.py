@@ -82,6 +82,7 @@ def test_a_latest_time_that_is_past_is_not_told_again() -> None:
     decided.now_ns = 61 * S  # nobody has decided since, and it still waits
     assert decided.wait("r1").at_ns is None and "it starts" not in decided.said("r1")
 
+
 # --- what a cap of days says ------------------------------------------------------------------------------------------
 
 WEEK: dict[str, Any] = {"limit_s": 7 * 86_400.0, "capped": True}

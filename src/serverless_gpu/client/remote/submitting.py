@@ -32,6 +32,7 @@ from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.client.interrupts import interruptible
 from serverless_gpu.client.preflight import pack
 from serverless_gpu.client.process_state import refusal
+from serverless_gpu.client.remedies import explain
 from serverless_gpu.client.remote import variables
 from serverless_gpu.client.remote.copies import clean_now_and_then, write_whole
 from serverless_gpu.client.remote.pool_choice import choose
@@ -40,7 +41,6 @@ from serverless_gpu.client.remote.server import Server, server_of
 from serverless_gpu.client.remote.stream import Away, EventStream
 from serverless_gpu.client.remote.uploading import upload
 from serverless_gpu.client.remote.watching import Watched
-from serverless_gpu.client.remedies import explain
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.tracking import Far, tracked
 from serverless_gpu.errors import (

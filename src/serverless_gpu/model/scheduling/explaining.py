@@ -156,9 +156,7 @@ def _unknown(state: State, wanted: Wanted, ask: Ask, ahead: list[tuple[Wanted, L
         for held in where.runs.get(name, {}).values()
         if math.isinf(held.likely_ns) or _says_no_end(held.running.wanted)
     ]
-    open_ended += [
-        other.title for other, line in ahead if math.isinf(line.ask.spans(other)[0]) or _says_no_end(other)
-    ]
+    open_ended += [other.title for other, line in ahead if math.isinf(line.ask.spans(other)[0]) or _says_no_end(other)]
     if not open_ended:
         one = "several nodes" if is_several(state.floor, wanted, ask) else "one node"
         return f"nobody can say when enough of {one} is free"
@@ -170,9 +168,7 @@ def _says_no_end(wanted: Wanted) -> bool:
     return says_no_end(expected_s=wanted.expected_s, limit_s=wanted.limit_s, capped=wanted.capped)
 
 
-def _rests_on_caps(
-    state: State, shares: Iterable[Share], ahead: Iterable[Wanted], at_ns: int, now_ns: int
-) -> bool:
+def _rests_on_caps(state: State, shares: Iterable[Share], ahead: Iterable[Wanted], at_ns: int, now_ns: int) -> bool:
     """Return whether a time is no earlier than the end of a run that only a cap of days would end.
 
     Args:

@@ -17,7 +17,6 @@ from serverless_gpu.model.scheduling.spreading import most, sizes
 from serverless_gpu.model.scheduling.telling import some
 from serverless_gpu.model.scheduling.values import Node, Wanted
 
-
 NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
 ELSEWHERE_REMEDY = '; env="snapshot" takes them along'
 
