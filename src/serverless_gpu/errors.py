@@ -178,8 +178,8 @@ class NoSuitableNode(HardwareError):
         gpus: how many devices were asked for, or None for all of a node's.
         gpu_type: of which type, or None.
         pool: in which pool, or "".
-        choices: requests that some node could serve: mappings with ``gpus``, ``gpu_type`` and ``pool``, each only where
-            it differs from what was asked for.
+        choices: requests that some node could serve: mappings with ``gpus``, ``gpu_type``, ``pool`` and ``env``, each
+            only where it differs from what was asked for.
     """
 
     code = "no_suitable_node"

@@ -92,7 +92,7 @@ def test_the_shape_of_a_gang_is_what_machines_have(caller: Caller, gpus: int, gp
 
 
 def test_same_node_has_no_second_one_and_says_what_it_costs(caller: Caller) -> None:
-    run = caller.submit(place, gpus=16, gpu_type="H100", same_node=True)
+    run = caller.submit(place, gpus=16, gpu_type="H100", same_node=True, wait=True)
     wait_for(lambda: "without same_node=True 2 nodes would do" in run.waiting_for(), "it says why it waits")
     assert "needs 16 H100 on one node, and the largest has 8 (" in run.waiting_for()
     run.cancel()

@@ -1,6 +1,6 @@
 """Remedies in the syntax of the place where a request was typed: options of Python, of `sgpu submit`, of a cell magic.
 
-    NoSuitableNode(choices) ─▶ ``gpu_type="CPU"`` · ``--gpu-type CPU``, and how the run is queued all the same
+NoSuitableNode(choices) ─▶ ``gpu_type="CPU"`` · ``--gpu-type CPU``, and how the run is queued all the same
 """
 
 from __future__ import annotations

@@ -186,6 +186,7 @@ CHECKS = (
         title="The server's machines",
         symptoms=(
             "a remote run stays QUEUED: no node has joined",
+            "NoSuitableNode: …; the run was not queued",
             "sgpu nodes shows SILENT or GONE",
             "sgpu nodes shows DRAINING: takes nothing new: unkillable: after run …: process … could not be ended",
             "sgpu nodes shows DRAINING: takes nothing new: … drains it since …",

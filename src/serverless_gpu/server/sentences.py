@@ -150,7 +150,7 @@ class Sentences:
     def reservations(self) -> tuple[Reservation, ...]:
         """Return what is kept for whom."""
         with self._lock:
-            return () if self._planner is None else self._planner.reservations()
+            return () if self._planner is None else self._planner.told_reservations(self._now())
 
     def usage(self) -> dict[str, TeamUse]:
         """Return the decayed use of each team, GPU-seconds; users without a team under ``"~name"``."""

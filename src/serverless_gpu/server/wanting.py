@@ -74,6 +74,7 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
         preemptions=past.preemptions,
         grace_s=spec.grace_s,
         second_principal=past.second_principal,
+        capped=run.spec_now.is_capped,
     )
 
 

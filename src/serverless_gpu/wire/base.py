@@ -49,7 +49,7 @@ class ShortageView(Answer, frozen=True, kw_only=True):
         gpus: how many devices, or None for all of a node's.
         gpu_type: of which type, or None.
         pool: in which pool, or "".
-        choices: similar requests: each has ``gpus``, ``gpu_type`` and ``pool`` only where they differ.
+        choices: similar requests: each has ``gpus``, ``gpu_type``, ``pool`` and ``env`` only where they differ.
     """
 
     gpus: int | None = None

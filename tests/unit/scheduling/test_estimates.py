@@ -81,3 +81,40 @@ def test_a_latest_time_that_is_past_is_not_told_again() -> None:
     assert "it starts at second 60 at the latest" in decided.said("r1")
     decided.now_ns = 61 * S  # nobody has decided since, and it still waits
     assert decided.wait("r1").at_ns is None and "it starts" not in decided.said("r1")
+
+
+# --- what a cap of days says ------------------------------------------------------------------------------------------
+
+WEEK: dict[str, Any] = {"limit_s": 7 * 86_400.0, "capped": True}
+
+
+def test_23B8_runs_that_only_a_cap_of_days_ends_make_an_estimate_unknown() -> None:
+    decided = decide([], [busy(N1, 8, "root/two", **WEEK)])
+    found = decided.planner.estimate(wanted("r1", 8, **WEEK), 1000)
+    assert found.at_ns is None
+    assert found.basis == "no timeout was declared for root/two, and too few like them have ended to learn from"
+    assert found.wait is not None and found.wait.holders[0].until_ns is None
+
+
+def test_23B8_a_run_ahead_that_only_a_cap_of_days_ends_makes_an_estimate_unknown() -> None:
+    decided = decide([wanted("r1", 8, title="root/big", **WEEK)], [busy(N1, 8, "root/two", limit_s=60.0)])
+    found = decided.planner.estimate(wanted("r2", 8, **WEEK), 1000)
+    assert found.at_ns is None and "no timeout was declared for root/big" in found.basis
+
+
+def test_23B8_what_was_learned_and_what_was_declared_say_when() -> None:
+    learned = decide([], [busy(N1, 8, "root/two", expected_s=100.0, **WEEK)])
+    assert learned.planner.estimate(wanted("r1", 8, **WEEK), 1000).at_ns == 100 * S
+    declared = decide([], [busy(N1, 8, "root/two", limit_s=7 * 86_400.0)])
+    assert declared.planner.estimate(wanted("r1", 8, **WEEK), 1000).at_ns == 7 * 86_400 * S
+    by_policy = decide([], [busy(N1, 8, "root/two", limit_s=3600.0, capped=True)])
+    assert by_policy.planner.estimate(wanted("r1", 8, **WEEK), 1000).at_ns == 3600 * S
+
+
+def test_23B8_a_wait_and_the_queue_name_no_time_that_only_a_cap_of_days_says() -> None:
+    decided = decide([wanted("r1", 8, **WEEK)], [busy(N1, 8, "root/two", **WEEK)])
+    assert decided.said("r1") == "needs 8 H100 on one node; none free on n1; root/two holds 8; you are 1st"
+    (kept,) = decided.planner.reservations()
+    assert kept.at_ns is not None  # the scheduler keeps its bound
+    (told,) = decided.planner.told_reservations(1000)
+    assert told.at_ns is None

@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from serverless_gpu.cli.output import say
+from serverless_gpu.client.remedies import no_server
 from serverless_gpu.client.remote.profile import Profile, find_profile, is_configured, remote_home, reread
 from serverless_gpu.client.remote.profile import patience_s as configured_patience_s
 from serverless_gpu.errors import ServerNotConfigured
@@ -106,10 +109,8 @@ def _profile(home: Path) -> Profile:
     except ServerNotConfigured:
         if is_configured(home, os.environ):
             raise
-    raise ServerNotConfigured(
-        "this asks a server, and none is configured",
-        hint="`sgpu up` starts one on this machine, `sgpu login` takes one that is there",
-    )
+    context = click.get_current_context(silent=True)
+    raise no_server(context.command_path if context is not None else "sgpu")
 
 
 def _say(sentence: str) -> None:

@@ -30,6 +30,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.server import Server
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerProblem, ServerUnavailable
 from serverless_gpu.threads import start_thread
+from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import (
     AcceptedMessage,
@@ -224,6 +225,9 @@ class EventStream:
             problem, token = "it ended the stream", self._server.profile.token
             try:
                 for message in self._messages():
+                    if told:
+                        away_ms = (self._clock.boottime_ns() - away_ns) // 1_000_000
+                        self._put(Away(f"the server is back, after {format_duration_ms(away_ms)}"))
                     away_ns, told = 0, False
                     if self._taken(message):
                         pause_s = _PAUSE_S

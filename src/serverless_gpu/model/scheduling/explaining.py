@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -16,6 +16,7 @@ from serverless_gpu.model.scheduling import placing
 from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.floor import Floor
 from serverless_gpu.model.scheduling.isolation import isolation_problem, never_served
+from serverless_gpu.model.scheduling.learning import says_no_end
 from serverless_gpu.model.scheduling.places import Place
 from serverless_gpu.model.scheduling.preempting import may_ask, standing
 from serverless_gpu.model.scheduling.promising import Chosen, Seeker
@@ -122,7 +123,14 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
                 at_ns=None, basis=basis, place=place, wait=_Explained(state, wanted, ask, now_ns).wait(place)
             )
     found = Seeker(forecast, wanted, ask, now_ns).promise()
-    if found is None or found.at_ns is None:
+    if (
+        found is None
+        or found.at_ns is None
+        or (
+            found.likely_ns is None
+            and _rests_on_caps(state, found.shares, [other for other, _ in ahead], found.at_ns, now_ns)
+        )
+    ):
         wait = _Explained(state, wanted, ask, now_ns).wait(place)
         return Estimate(at_ns=None, basis=_unknown(state, wanted, ask, ahead), place=place, wait=wait)
     known = "declared" if found.is_bound and found.likely_ns is None else "declared and learned"
@@ -146,14 +154,61 @@ def _unknown(state: State, wanted: Wanted, ask: Ask, ahead: list[tuple[Wanted, L
         for where, types, _ in state.floor.reach(ask.shape).places()
         for name in types
         for held in where.runs.get(name, {}).values()
-        if math.isinf(held.likely_ns)
+        if math.isinf(held.likely_ns) or _says_no_end(held.running.wanted)
     ]
-    open_ended += [other.title for other, line in ahead if math.isinf(line.ask.spans(other)[0])]
+    open_ended += [other.title for other, line in ahead if math.isinf(line.ask.spans(other)[0]) or _says_no_end(other)]
     if not open_ended:
         one = "several nodes" if is_several(state.floor, wanted, ask) else "one node"
         return f"nobody can say when enough of {one} is free"
     named = ", ".join(some(sorted(set(open_ended))))
     return f"no timeout was declared for {named}, and too few like them have ended to learn from"
+
+
+def _says_no_end(wanted: Wanted) -> bool:
+    return says_no_end(expected_s=wanted.expected_s, limit_s=wanted.limit_s, capped=wanted.capped)
+
+
+def _rests_on_caps(state: State, shares: Iterable[Share], ahead: Iterable[Wanted], at_ns: int, now_ns: int) -> bool:
+    """Return whether a time is no earlier than the end of a run that only a cap of days would end.
+
+    Args:
+        state: of the planner.
+        shares: devices that are free at that time.
+        ahead: runs that have some of them before.
+        at_ns: the time.
+        now_ns: now.
+    """
+    if any(_says_no_end(other) and now_ns + (other.limit_s or 0.0) * 1e9 <= at_ns for other in ahead):
+        return True
+    return any(
+        _says_no_end(held.running.wanted) and held.bound_ns <= at_ns
+        for share in shares
+        if share.node_id in state.floor.places
+        for held in state.floor.places[share.node_id].runs.get(share.gpu_type, {}).values()
+    )
+
+
+def _is_far(state: State, kept: Reservation, now_ns: int) -> bool:
+    """Return whether the time of a reservation only says when a cap of days would end others."""
+    books = [state.floor.books.get((share.node_id, share.gpu_type)) for share in kept.shares]
+    names = {run_id for book in books if book is not None for run_id, _ in book.names} - {kept.run_id}
+    ahead = [other for other in map(state.queue.find, sorted(names)) if other is not None]
+    return _rests_on_caps(state, kept.shares, ahead, kept.at_ns or 0, now_ns)
+
+
+def reservations(state: State, now_ns: int) -> tuple[Reservation, ...]:
+    """Return what is kept for whom, with times that people can use: learned ones, or none, in place of a cap of days.
+
+    Args:
+        state: of the planner.
+        now_ns: the time.
+    """
+    return tuple(
+        msgspec.structs.replace(kept, at_ns=kept.likely_ns, is_bound=False)
+        if kept.at_ns is not None and _is_far(state, kept, now_ns)
+        else kept
+        for kept in state.reservations.values()
+    )
 
 
 def _node(state: State, shares: tuple[Share, ...]) -> str:
@@ -326,7 +381,10 @@ class _Explained:
         if place != 1 or where.free[gpu_type] >= count:
             return None, False, None
         likely, _ = Seeker(self._floor, self._wanted, self._ask, self._now_ns).when(where, gpu_type, count)
-        return None if math.isinf(likely) else int(likely), False, None  # nothing is kept for it: it may be later
+        share = Share(node_id=where.node.id, gpu_type=gpu_type, count=count)
+        if math.isinf(likely) or _rests_on_caps(self._state, (share,), (), int(likely), self._now_ns):
+            return None, False, None
+        return int(likely), False, None  # nothing is kept for it: it may be later
 
     def _promised(self) -> tuple[int | None, bool, int | None]:
         """Return the time of its reservation, whether that is the latest, and the time by what was learned.
@@ -339,6 +397,8 @@ class _Explained:
         likely_ns = kept.likely_ns if kept.likely_ns is not None and kept.likely_ns > self._now_ns else None
         if likely_ns is not None and not kept.is_bound:
             return likely_ns, False, None
+        if likely_ns is None and _is_far(self._state, kept, self._now_ns):
+            return None, False, None
         return kept.at_ns, kept.is_bound, likely_ns
 
     def _holders(self, rows: list[tuple[Place, str]], *, lacking: int = 0) -> tuple[Holder, ...]:
@@ -359,6 +419,8 @@ class _Explained:
                 if running.is_leaving and running.leaving_ns is not None:
                     gone = running.leaving_ns + running.wanted.grace_s * 1e9
                     until, is_bound = (gone, False) if self._now_ns < gone < until else (until, is_bound)
+                elif _says_no_end(running.wanted):
+                    until, is_bound = math.inf, False
                 title = held.running.wanted.title
                 holder = Holder(
                     title=title,

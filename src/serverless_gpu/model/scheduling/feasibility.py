@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.scheduling.impossible import NO_GPU_REMEDY
+from serverless_gpu.model.scheduling.impossible import ELSEWHERE_REMEDY, NO_GPU_REMEDY
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import Node, NodeSeen, Pool, PoolSeen, Wanted
 
@@ -26,10 +26,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int | None = None
     gpu_type: str | None = None
     pool: str = ""
+    env: str = ""
 
     def changes(self) -> dict[str, int | str]:
         """Return what differs, by name of the option."""
-        fields = {"gpus": self.gpus, "gpu_type": self.gpu_type, "pool": self.pool}
+        fields = {"gpus": self.gpus, "gpu_type": self.gpu_type, "pool": self.pool, "env": self.env}
         return {name: value for name, value in fields.items() if value}
 
 
@@ -59,7 +60,7 @@ def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: Wanted) -> Sh
     if not why:
         return None
     found = [choice for choice in _similar(nodes, wanted) if not planner.impossible(_changed(wanted, choice))]
-    return Shortage(why=why.removesuffix(NO_GPU_REMEDY), choices=tuple(_best(found)))
+    return Shortage(why=why.removesuffix(NO_GPU_REMEDY).removesuffix(ELSEWHERE_REMEDY), choices=tuple(_best(found)))
 
 
 def _similar(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Choice]:
@@ -69,6 +70,8 @@ def _similar(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Choice]:
     sizes = sorted({count for node in nodes for count in node.total.values() if count}, reverse=True)
     fewer = [size for size in sizes if wanted.gpus is not None and size < wanted.gpus]
     others = [name for name in types if name != wanted.gpu_type]
+    if wanted.machine:
+        yield Choice(env="snapshot")
     yield from (Choice(pool=pool) for pool in pools)
     if wanted.gpu_type is not None:
         yield from (Choice(gpus=size) for size in fewer)
@@ -83,15 +86,22 @@ def _gpus_first(name: str) -> tuple[bool, str]:
 
 
 def _changed(wanted: Wanted, choice: Choice) -> Wanted:
-    return msgspec.structs.replace(wanted, **choice.changes())
+    changes = choice.changes()
+    if changes.pop("env", None):
+        changes |= {"machine": ""}
+    return msgspec.structs.replace(wanted, **changes)
 
 
 def _best(choices: Iterable[Choice]) -> Iterator[Choice]:
-    """Yield the first choice for each pool and type: of several numbers of devices that is the largest."""
-    seen: set[tuple[str, str | None]] = set()
+    """Yield the first choice for each pool and type, with the largest number of devices; no pool and type where one is
+    enough.
+    """
+    seen: set[tuple[str, str, str | None]] = set()
     for choice in choices:
-        key = (choice.pool, choice.gpu_type)
-        if key not in seen and len(seen) < CHOICES_MAX:
+        key = (choice.env, choice.pool, choice.gpu_type)
+        is_double = bool(choice.pool and choice.gpu_type)
+        simpler = {(choice.env, choice.pool, None), (choice.env, "", choice.gpu_type)} if is_double else set()
+        if key not in seen and len(seen) < CHOICES_MAX and not seen & simpler:
             seen.add(key)
             yield choice
 

@@ -18,6 +18,7 @@ from serverless_gpu.model.scheduling.telling import some
 from serverless_gpu.model.scheduling.values import Node, Wanted
 
 NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
+ELSEWHERE_REMEDY = '; env="snapshot" takes them along'
 
 
 def impossible(floor: Floor, wanted: Wanted, ask: Ask) -> str:
@@ -73,7 +74,7 @@ def _nowhere(floor: Floor, wanted: Wanted, nodes: Sequence[Node]) -> str:
         pools = sorted({node.pool for node in nodes})
         return f"pool {wanted.pool!r} has no nodes; pools that have: {', '.join(pools)}"
     if wanted.machine and not any(node.machine == wanted.machine for node in nodes):
-        return 'its files lie on a machine that is no node of this server; env="snapshot" takes them along'
+        return f"its files lie on a machine that is no node of this server{ELSEWHERE_REMEDY}"
     here = [node for node in nodes if wanted.machine in ("", node.machine)]
     platforms = sorted({node.platform for node in here if node.platform})
     if wanted.platform and platforms and wanted.platform not in platforms:

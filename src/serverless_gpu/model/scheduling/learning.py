@@ -29,6 +29,13 @@ SEEN_MAX = 200
 """So many that ended are remembered of each size."""
 YOUNG_S = 3600.0
 """Where nothing was seen, a run is thought to run for as long again as it has, and for this at least."""
+CAP_TOLD_MAX_S = 86_400.0
+"""A limit that the owner did not declare says when a run ends only where it is no longer than that."""
+
+
+def says_no_end(*, expected_s: float | None, limit_s: float | None, capped: bool) -> bool:
+    """Return whether a run's limit is only a cap of days, as every run has, and nothing was learned of its like."""
+    return expected_s is None and capped and limit_s is not None and limit_s > CAP_TOLD_MAX_S
 
 
 def limit_s(timeout_s: float | None, grace_s: float, *, start_s: float = START_S) -> float | None:

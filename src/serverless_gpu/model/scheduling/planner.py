@@ -190,6 +190,10 @@ class Planner:
         """Return what is kept for whom, as of the last decision."""
         return tuple(self._state.reservations.values())
 
+    def told_reservations(self, now_ns: int) -> tuple[Reservation, ...]:
+        """Return what is kept for whom, with times that people can use: none that only a cap of days says."""
+        return explaining.reservations(self._state, now_ns)
+
     def usage(self, now_ns: int) -> dict[str, TeamUse]:
         """Return the decayed use of each team; users without a team are under ``"~name"``."""
         return self._state.fairness.usage(now_ns)

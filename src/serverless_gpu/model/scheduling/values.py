@@ -144,6 +144,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         beyond_s: what `limit_s` has, or would have, beyond what its owner declares: to start, and to leave.
         grace_s: how long it may take to leave once it is asked to.
         second_principal: whether its owner is another principal than the one that a `single_principal` pool serves.
+        capped: whether `limit_s` is what its server or usage policy sets, and its owner declared none that is shorter.
     """
 
     run_id: str
@@ -172,6 +173,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     grace_s: float = 30.0
     beyond_s: float = 0.0
     second_principal: bool = False
+    capped: bool = False
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True, gc=False):
