@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from serverless_gpu import attach, faults
+from serverless_gpu.cli import program
 from serverless_gpu.errors import CollectiveHang, RunCancelled, RunTimedOut
 from tests.local.observe import announced, wait_for
 from tests.ports import own_port
@@ -42,6 +44,14 @@ def test_F06_a_rank_that_raises_on_the_second_node_is_the_callers_exception(pool
     run = pool.submit(fail_in_the_last, str(tmp_path))
     with pytest.raises(ValueError, match="no luck in rank 3"):
         run.results(60)
+
+
+def test_23B3_the_rank_that_failed_on_the_second_node_is_shown(pool: Machines, tmp_path: Path) -> None:
+    run = pool.submit(fail_in_the_last, str(tmp_path))
+    run.wait(60)
+    attached, logs = (CliRunner().invoke(program.sgpu, [command, run.id]) for command in ("attach", "logs"))
+    assert attached.exit_code == 1 and "\nsgpu: ValueError: no luck in rank 3\nrank 3 on host n2, " in attached.stderr
+    assert logs.stderr.startswith(f"sgpu: rank 3 of run {run.id} failed; --rank N or --rank all shows others\n")
 
 
 def test_cancel_ends_both(pool: Machines, tmp_path: Path) -> None:

@@ -363,7 +363,7 @@ def test_23B7_what_a_user_must_see_has_a_line_of_its_own() -> None:
         "run 01jabc · FAILED · user_error · 2 × H100 · 0.7 s · 0.31 USD",
         "devices not verified free: 2 GPUs verified free: no process, memory at baseline",
         "quarantined: GPU-b",
-        f"cold start: your code began after 5.0 s, because no warm interpreter was ready ({why})",
+        f"cold start: your code began after 5.0 s; no Python with its packages loaded was ready ({why})",
         "rank 1 failed as a consequence",
         "12 lines dropped",
     )

@@ -421,8 +421,8 @@ def _warnings(receipt: Receipt) -> list[str]:
         f"devices not verified free: {receipt.gate}" if is_unproven else "",
         f"quarantined: {', '.join(receipt.quarantined)}" if receipt.quarantined else "",
         f"not billed: {receipt.unbilled_text()}" if receipt.unbilled_text() else "",
-        f"cold start: your code began after {units.format_duration_ms(first_ms or 0)}, because no warm interpreter "
-        f"was ready ({reason})"
+        f"cold start: your code began after {units.format_duration_ms(first_ms or 0)}; no Python with its "
+        f"packages loaded was ready ({reason})"
         if is_cold
         else "",
         f"{idle} of {len(receipt.uses)} devices did nothing" if 0 < idle < len(receipt.uses) else "",
