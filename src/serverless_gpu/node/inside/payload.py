@@ -334,7 +334,7 @@ def _reduce_by_value(value: object) -> Reduced:
             return _cached_function, (value.__wrapped__, value.cache_parameters())
     if type(value) is functools.cached_property:  # it has a lock before Python 3.12
         return _cached_property, (value.func, value.attrname)
-    return NotImplemented
+    return cast("Reduced", NotImplemented)
 
 
 @portable
