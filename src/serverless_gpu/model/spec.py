@@ -485,7 +485,7 @@ def _memory(value: object) -> int:
     if found < MEMORY_BYTES_MIN:
         raise InvalidValue(
             f"memory={value!r} is less than the {MEMORY_BYTES_MIN // 2**20} MiB that an interpreter needs",
-            hint="write a unit, for example memory='8GiB'; a number alone is bytes",
+            hint="write a unit, for example 8GiB; a number alone is bytes",
         )
     return found
 
