@@ -174,7 +174,9 @@ class Session:
         bound = self._bind(cls)
         plain = bound.__wrapped__
         if not isinstance(plain, type):
-            raise NotDistributable(f"session.actors takes a class, not {plain!r}", hint="call functions with session.distributed")
+            raise NotDistributable(
+                f"session.actors takes a class, not {plain!r}", hint="call functions with session.distributed"
+            )
         bind_arguments(plain, args, kwargs)
         spec = msgspec.structs.replace(bound.spec, hang_warning_s=0, hang_timeout_s=None)
 

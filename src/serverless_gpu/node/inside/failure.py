@@ -51,7 +51,7 @@ _JOINED_NOTE = (
     "where they are made: leave init_process_group out, or make them in the function, after it"
 )
 _MADE_NOTE = (
-    'the call has init=, so this rank has joined the process group before the function began: leave '
+    "the call has init=, so this rank has joined the process group before the function began: leave "
     "init_process_group out of the function, or init= out of the decorator"
 )
 _NO_GROUP = "Default process group has not been initialized"
