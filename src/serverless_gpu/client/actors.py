@@ -118,13 +118,7 @@ class Actors:
                     f"the actors of {self._cls.__qualname__} (run {self.run.id}) cannot be used: {self._ended_by}",
                     hint=_HINT,
                 )
-            try:
-                request = payload.dumps((name, tuple(args), dict(kwargs)))
-            except Exception as error:
-                raise NotPicklable(
-                    f"the arguments of {self._cls.__qualname__}.{name} cannot be pickled: {error}",
-                    hint="pass plain data, arrays or CPU tensors, and open files and connections in the method",
-                ) from error
+            request = self._request(name, args, kwargs)
             self._stop_timer()
             try:
                 for sock in self._socks.values():
@@ -137,6 +131,16 @@ class Actors:
             finally:
                 if not self._ended_by:
                     self._restart_timer()
+
+    def _request(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
+        try:
+            return payload.dumps((name, tuple(args), dict(kwargs)))
+        except Exception as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
+            cause = error
+        raise NotPicklable(
+            f"the arguments of {self._cls.__qualname__}.{name} cannot be pickled: {cause}",
+            hint="pass plain data, arrays or CPU tensors, and open files and connections in the method",
+        ) from cause
 
     def _outcome(self, answers: Mapping[int, object]) -> list[object]:
         """Return the values, by rank; raise what the rank raised that answered first."""
@@ -192,17 +196,14 @@ class Actors:
     def _death(self) -> BaseException:
         """Return why a rank has left: the error of the run."""
         self._end("a rank has ended")
-        try:
-            self.run.results()
-        except BaseException as error:  # noqa: BLE001 - what user code raised in a rank may be any exception
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            if isinstance(error, ServerlessGpuError) and not error.hint:
-                error.hint = f"the actors have ended; {_HINT}"
-            else:
-                add_note(error, f"the actors have ended; {_HINT}")
-            return error
-        return SessionEnded(f"the ranks of run {self.run.id} have returned", hint=_HINT)
+        error = self.run._error(None)
+        if error is None:
+            return SessionEnded(f"the ranks of run {self.run.id} have returned", hint=_HINT)
+        if isinstance(error, ServerlessGpuError) and not error.hint:
+            error.hint = f"the actors have ended; {_HINT}"
+        else:
+            add_note(error, f"the actors have ended; {_HINT}")
+        return error
 
     def _connect(self) -> None:
         """Accept every rank."""

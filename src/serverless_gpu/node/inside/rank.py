@@ -38,7 +38,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import actor, blas, command, fence, linux, mlflow_hook, process_group, protocol
+from . import actor as actor  # a call may refer to `serve_actor`
+from . import blas, command, fence, linux, mlflow_hook, process_group, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
