@@ -15,8 +15,8 @@ from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, hang_warning_s, make_spec, parse_bytes
 
 VALID = (
-    "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, idle_timeout, ignore_busy, memory, num_gpus, "
-    "on_interrupt, policy, pool, priority, quiet, ranks_log, remote, resume, retries, retry_on_infra, same_node, "
+    "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, idle_timeout, ignore_busy, init, memory, "
+    "num_gpus, on_interrupt, policy, pool, priority, quiet, ranks_log, remote, resume, retries, retry_on_infra, same_node, "
     "secrets, tags, team, timeout, tracking"
 )
 FIRST = ("gpus", "gpu_type", "remote", "timeout")
@@ -79,6 +79,9 @@ GOOD: dict[str, tuple[Mapping[str, object], RunSpec]] = {
     "tracking": ({"tracking": False}, RunSpec(tracking=False)),
     "quiet": ({"quiet": True}, RunSpec(quiet=True)),
     "on_interrupt cancel": ({"on_interrupt": "cancel"}, RunSpec()),
+    "init none": ({"init": None}, RunSpec()),
+    "init": ({"init": "nccl", "gpu_type": "H100"}, msgspec.structs.replace(resources(gpu_type="H100"), init="nccl")),
+    "init gloo": ({"init": "gloo"}, RunSpec(init="gloo")),
     "on_interrupt detach": ({"on_interrupt": "detach"}, RunSpec(on_interrupt="detach")),
 }
 

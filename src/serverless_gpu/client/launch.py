@@ -37,10 +37,10 @@ from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
 from serverless_gpu.client.tracking import resolve, tracked
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
-from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.pricing import UNPRICED
-from serverless_gpu.model.spec import HANG_WARNING, Command, Function, RunSpec, check_command, hang_warning_s
+from serverless_gpu.model.spec import HANG_WARNING, Command, Function, RunSpec, check_command, hang_warning_s, no_nccl
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
@@ -99,7 +99,8 @@ def launch(
     """
     called_ns = SystemClock().boottime_ns()
     arguments = check_call(function, args, kwargs, spec)
-    spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
+    if spec.hang_warning_s:  # 0 for actors: their ranks wait for calls
+        spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
     if spec.remote:
         if lender is not None:
             raise UsageError(
@@ -359,6 +360,7 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
             hint="say how many with gpus=, or open several sessions",
         )
     check_shown(order.spec, chosen.count)
+    _check_nccl(order.spec, chosen.devices)
     run_id = new_run_id()
     return protocol.Launch(
         run_id=run_id,
@@ -389,6 +391,14 @@ def check_shown(spec: RunSpec, devices: int) -> None:
             + (f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0 only"),
             hint='or ranks_log="all"',
         )
+
+
+def _check_nccl(spec: RunSpec, devices: Sequence[Device]) -> None:
+    """Refuse `init="nccl"` where no device has CUDA."""
+    if spec.init != "nccl" or any(device.kind is DeviceKind.GPU for device in devices):
+        return
+    declared = devices[0].kind is DeviceKind.FAKE
+    raise no_nccl("GPUs that SERVERLESS_GPU_FAKE declares" if declared else "CPU slots")
 
 
 def _choose(

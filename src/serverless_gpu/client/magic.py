@@ -124,6 +124,7 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "ranks_log": (_ranks, "all, or ranks such as 0,3"),
     "tags": (_tags, "pairs such as team=search,job=nightly"),
     "on_interrupt": (str, "cancel or detach"),
+    "init": (str, "nccl or gloo"),
     "policy": (str, "a name"),
     "pool": (str, "a name"),
     "team": (str, "a name"),

@@ -24,19 +24,21 @@ from typing import ParamSpec, TypeVar, Unpack, cast
 
 import msgspec
 
+from serverless_gpu.client.actors import Actors
 from serverless_gpu.client.decorator import DistributedFunction, parse_options
 from serverless_gpu.client.display import Display, TerminalDisplay, again, make_display
 from serverless_gpu.client.launch import Lender, hold, launch
 from serverless_gpu.client.own_sessions import own_sessions
-from serverless_gpu.client.preflight import check_function
+from serverless_gpu.client.preflight import bind_arguments, check_function
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.run_list import RunList
 from serverless_gpu.client.source import Note
-from serverless_gpu.errors import ServerlessGpuError, SessionEnded, UsageError
+from serverless_gpu.errors import NotDistributable, ServerlessGpuError, SessionEnded, UsageError
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.spec import RunSpec, SessionOptions, seconds
 from serverless_gpu.node import protocol
+from serverless_gpu.node.inside.actor import serve_actor
 from serverless_gpu.threads import start_thread
 
 P = ParamSpec("P")
@@ -86,12 +88,14 @@ class Session:
         devices: identifiers of the devices it holds.
     """
 
-    def __init__(self, held: _Hold, spec: RunSpec, display: Display) -> None:
+    def __init__(self, held: _Hold, spec: RunSpec, display: Display, idle_timeout_s: float = IDLE_TIMEOUT_S) -> None:
         self.id = held.id
         self.devices = tuple(device.uuid for device in held.devices)
         self._hold = held
         self._spec = spec
         self._display = display
+        self._idle_timeout_s = idle_timeout_s
+        self._actors: list[Actors] = []
         self._runs: list[Run[object]] = []
         self._pruned_at = 64
         self._closed = False
@@ -156,6 +160,44 @@ class Session:
         """Start one run per item, whose elements are the positional arguments, and return their handles."""
         return self._bind(function).starmap(items, **kwargs)
 
+    def actors(self, cls: Callable[..., object], *args: object, **kwargs: object) -> Actors:
+        """Make one object of a class in each rank and keep it, and its process, from call to call.
+
+        Each rank calls ``cls(*args, **kwargs)``, then the object's ``setup()`` if it has one. Where they are
+        parameters, `rank` and `world_size` are filled in. The session's idle limit holds for the actors, too.
+
+        Args:
+            cls: a plain class, which gets every device of the session; or a decorated one, which gets as many as its
+                decorator says.
+            args: of the class.
+            kwargs: of the class.
+
+        Returns:
+            The actors, whose methods are called as ``actors.method.distributed(...)``.
+
+        Raises:
+            SessionEnded: the session has ended.
+            NotDistributable: `cls` is not a class.
+            ServerlessGpuError: nothing was started; the message says why.
+            Exception: what the class raised in the rank that failed first, as its own type.
+        """
+        bound = self._bind(cls)
+        plain = bound.__wrapped__
+        if not isinstance(plain, type):
+            raise NotDistributable(
+                f"session.actors takes a class, not {plain!r}", hint="call functions with session.distributed"
+            )
+        bind_arguments(plain, args, kwargs)
+        spec = msgspec.structs.replace(bound.spec, hang_warning_s=0, hang_timeout_s=None)
+
+        def start(address: str) -> Run[None]:
+            return self._launch(serve_actor, (address, plain, args, kwargs), {}, spec)
+
+        self._actors = [other for other in self._actors if not other._ended_by]
+        made = Actors(plain, start, grace_s=spec.grace_s, idle_timeout_s=self._idle_timeout_s)
+        self._actors.append(made)
+        return made
+
     def close(self) -> None:
         """Wait for the session's runs, hand its devices back and print its receipt; a second call does nothing.
 
@@ -167,6 +209,8 @@ class Session:
             return
         self._closed = True
         try:
+            for actors in self._actors:
+                actors.close()
             _wait_for(self._runs)
         except KeyboardInterrupt:
             self._stop_runs(interrupted=True)
@@ -287,7 +331,8 @@ def session(
             "a session holds devices of this machine; there are none through a server yet",
             hint="leave remote out, or call functions with remote=True one by one",
         )
-    held = hold(_Hold, msgspec.structs.replace(spec, name="session"), seconds("idle_timeout", idle_timeout))
+    idle_timeout_s = seconds("idle_timeout", idle_timeout)
+    held = hold(_Hold, msgspec.structs.replace(spec, name="session"), idle_timeout_s)
     display = TerminalDisplay(quiet=spec.quiet)
     try:
         held.wait_held(display)
@@ -298,4 +343,4 @@ def session(
     except BaseException:
         held.cancel()
         raise
-    return Session(held, spec, display)
+    return Session(held, spec, display, idle_timeout_s)

@@ -16,7 +16,7 @@ from serverless_gpu.model.spec import Options, flag, parse_bytes
 
 OWN = ("dashboard", "object_store_memory")
 """Options that only `ray_launch` has."""
-NOT_TAKEN = frozenset({"hang_timeout"})
+NOT_TAKEN = frozenset({"hang_timeout", "init"})
 """Options of `distributed` that say nothing about a Ray driver."""
 VALID = tuple(sorted({"gpus", "gpu_type", "remote", "timeout", *OWN, *Options.__annotations__} - NOT_TAKEN))
 
@@ -33,6 +33,7 @@ _FIXED = (
     "leave it out: how Ray is started is the run's; what is for the driver goes to ray.init(...) inside the function"
 )
 _WAITS = "a Ray driver waits for its tasks for hours; timeout= and idle_timeout= end a run that takes too long"
+_GROUP = "leave it out: a driver is alone; Ray Train makes the process group of its workers"
 
 _MEANT = {
     _WORKER_GPUS: "num_gpus_per_worker gpus_per_worker gpus_per_node num_gpus_per_node num_gpus_worker_node "
@@ -51,6 +52,7 @@ _MEANT = {
     _FIXED: "address port resources system_config head_node_options worker_node_options ray_start_args strict_mode "
     "is_global",
     _WAITS: "hang_timeout",
+    _GROUP: "init",
 }
 _INSTEAD = {name: words for words, names in _MEANT.items() for name in names.split()}
 

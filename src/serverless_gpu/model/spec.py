@@ -19,7 +19,7 @@ import msgspec
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model import secrets
 from serverless_gpu.model.attempt import UNSAVED_MAX, Limits
-from serverless_gpu.model.hardware import GpuType, find_type
+from serverless_gpu.model.hardware import CPU, GpuType, find_type
 from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.tracking import Tracking
 from serverless_gpu.units import parse_duration_s
@@ -37,6 +37,7 @@ SECONDS_MAX = 10 * 366 * 86_400
 MEMORY_BYTES_MIN = 64 << 20  # an interpreter with NumPy takes 40 MiB
 
 OnInterrupt = Literal["cancel", "detach"]
+ProcessGroup = Literal["nccl", "gloo"]
 Environment = Literal["live", "snapshot"]
 AskedEnvironment = Literal["live", "snapshot", "auto"]
 
@@ -71,6 +72,7 @@ class SessionOptions(TypedDict, total=False):
     grace: float | str
     hang_timeout: float | str
     on_interrupt: OnInterrupt
+    init: ProcessGroup | None
     same_node: bool
     ignore_busy: bool
 
@@ -163,6 +165,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         max_run_s: the longest an attempt runs, as its usage policy or its server has it; None on a machine's own.
         total_run_s: for how long user code runs in all attempts together, as its usage policy has it, or None.
         attempts_max: how many attempts whose user code begins the run gets, as its usage policy has it, or None.
+        init: the backend of the process group that each rank joins before the function begins, or None.
         policies: mandatory usage policies that apply beside `policy`, as the server has it.
         wait: whether a server queues the run although no node it knows could ever serve it.
         unsaved_max: attempts in a row that save nothing new, after which `resume` gives up; its usage policy has it.
@@ -201,6 +204,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     unsaved_max: int = UNSAVED_MAX
     policies: tuple[str, ...] = ()
     wait: bool = False
+    init: ProcessGroup | None = None
 
     @property
     def limit_s(self) -> float | None:
@@ -310,6 +314,7 @@ def make_spec(
         environment=_environment(asked.get("env"), remote is True),
         idle_timeout_s=_seconds_or_none("idle_timeout", asked.get("idle_timeout")),
         wait=flag("wait", asked.get("wait", False)),
+        init=_process_group(asked.get("init"), resources.gpu_type),
     )
 
 
@@ -530,3 +535,26 @@ def _on_interrupt(value: object) -> OnInterrupt:
     if value == "detach":
         return "detach"
     raise InvalidValue(f"on_interrupt must be 'cancel' or 'detach', not {value!r}")
+
+
+def _process_group(value: object, gpu_type: str | None) -> ProcessGroup | None:
+    if value is None:
+        return None
+    if value == "gloo":
+        return "gloo"
+    if value == "nccl":
+        if gpu_type == CPU:
+            raise no_nccl("CPU slots")
+        return "nccl"
+    raise InvalidValue(
+        f"init must be 'nccl', 'gloo' or None, not {value!r}",
+        hint="'nccl' is for GPUs, 'gloo' for CPUs; None leaves torch.distributed.init_process_group to the function",
+    )
+
+
+def no_nccl(devices: str) -> InvalidValue:
+    """Return the refusal of `init="nccl"` on devices without CUDA."""
+    return InvalidValue(
+        f"init='nccl' needs GPUs with CUDA, and the run has {devices}",
+        hint="write init='gloo', or choose GPUs with gpu_type=",
+    )

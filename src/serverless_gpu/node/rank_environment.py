@@ -26,6 +26,7 @@ from serverless_gpu.model.spec import Command
 from serverless_gpu.node.protocol import Context, Launch, original
 
 STOP_FILE = "stop_reason"
+PROCESS_GROUP = "SGPU_PROCESS_GROUP"
 
 
 class Network(NamedTuple):
@@ -107,13 +108,15 @@ class RankEnvironment:
         )
 
     def _places(self) -> dict[str, str]:
-        """Return where a rank finds what is the attempt's: why it is to stop, checkpoints, code, secrets."""
+        """Return where a rank finds what is the attempt's: why it is to stop, checkpoints, process group, secrets."""
         launch = self._launch
         places = {"SGPU_STOP_FILE": str(Path(launch.directory) / STOP_FILE)}
         if self._checkpoints:
             places["SGPU_CHECKPOINT_DIR"] = f"{self._checkpoints}/{launch.run_id}/{launch.fence}"
         if self._command is not None:
             places["CODE_SOURCE_PATH"] = original(self._context.cwd)
+        if launch.spec.init is not None:
+            places[PROCESS_GROUP] = launch.spec.init
         if launch.secrets is not None:
             places[DIRECTORY] = launch.secrets.directory
         return places

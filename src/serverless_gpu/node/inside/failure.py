@@ -50,6 +50,27 @@ _JOINED_NOTE = (
     "the TrainingArguments that this call carries have joined the process group before the function began, as they do "
     "where they are made: leave init_process_group out, or make them in the function, after it"
 )
+_MADE_NOTE = (
+    "the call has init=, so this rank has joined the process group before the function began: leave "
+    "init_process_group out of the function, or init= out of the decorator"
+)
+_NO_GROUP = "Default process group has not been initialized"
+_NO_GROUP_NOTE = (
+    'make the process group first: write init="gloo" (or init="nccl" on GPUs) in @distributed(...), or call '
+    "torch.distributed.init_process_group() in the function"
+)
+_NO_CUDA = re.compile(
+    "Found no NVIDIA driver|Torch not compiled with CUDA enabled|No CUDA GPUs are available"
+    "|no CUDA-capable device is detected"
+)
+_NO_CUDA_NOTE = (
+    "the GPUs of this run are declared by SERVERLESS_GPU_FAKE and have no CUDA. Choose the device by what is there: "
+    'torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")'
+)
+_DATABRICKS_NOTE = (
+    "databricks.air exists on Databricks only. Write `from serverless_gpu import distributed` here, and "
+    "`from serverless_gpu import runtime` for ranks (docs/how-to/from-databricks.md)"
+)
 _CANCELLED_TYPE = "asyncio.exceptions.CancelledError"
 
 
@@ -201,10 +222,40 @@ def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
             return
 
 
-def tell_of_joining(error: BaseException) -> None:
-    """Add a note to an error of torch's about a process group that the captured `TrainingArguments` made before."""
+def tell_of_joining(error: BaseException, *, by_init: bool = False) -> None:
+    """Add a note to torch's error about a second process group.
+
+    Args:
+        error: the exception of user code.
+        by_init: whether `init=` made the first group, and not the captured `TrainingArguments`.
+    """
     if any(type(link) is ValueError and _JOINED_TWICE in _text(link) for link in _causes(error)):
-        _add_note(error, _JOINED_NOTE)
+        _add_note(error, _MADE_NOTE if by_init else _JOINED_NOTE)
+
+
+def tell_of_torch(error: BaseException, environ: Mapping[str, str]) -> None:
+    """Add the remedy to errors about a missing process group, CUDA on declared GPUs, or the package `databricks.air`.
+
+    Args:
+        error: the exception of user code.
+        environ: the variables of the rank; they name its devices.
+    """
+    held = environ.get("SGPU_GPU_UUIDS", "").split(",")
+    for link in _causes(error):
+        text = _text(link)
+        if _NO_GROUP in text:
+            _add_note(error, _NO_GROUP_NOTE)
+            return
+        if held[0].startswith("FAKE-") and _NO_CUDA.search(text) is not None:
+            _add_note(error, _NO_CUDA_NOTE)
+            return
+        if isinstance(link, ModuleNotFoundError) and _is_databricks_air(text):
+            _add_note(error, _DATABRICKS_NOTE)
+            return
+
+
+def _is_databricks_air(text: str) -> bool:
+    return "'databricks'" in text or "'databricks.air" in text
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -38,11 +38,12 @@ import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import blas, command, fence, linux, mlflow_hook, protocol
+from . import actor as actor  # a call may refer to `serve_actor`
+from . import blas, command, fence, linux, mlflow_hook, process_group, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
-from .failure import describe, pickle_exception, tell_of_copies, tell_of_joining
+from .failure import describe, pickle_exception, tell_of_copies, tell_of_joining, tell_of_torch
 from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, join_late, loads, write_whole
 from .raycluster import task
 from .raycluster.words import read_share
@@ -169,7 +170,7 @@ def _node_task(
 def execute(place: Place, report: protocol.Report) -> int:
     """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
     report({"event": "exec", "stack": place.stack})
-    process, joined = os.getpid(), False
+    process, joined, made_group = os.getpid(), False, False
     _spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE))
     try:
         call = load_call(os.path.join(place.directory, "call.pkl"))
@@ -177,6 +178,7 @@ def execute(place: Place, report: protocol.Report) -> int:
         kwargs = fill_rank(call.function, call.args, call.kwargs, place.rank, place.world_size)
         pass_gate(place.gate, place.local_rank, place.local_world_size, has_store=place.rank == place.local_rank)
         report({"event": "enter"})
+        made_group = process_group.join()
         joined = join_late()
         value = call.function(*call.args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
@@ -185,8 +187,9 @@ def execute(place: Place, report: protocol.Report) -> int:
             sys.excepthook(*sys.exc_info())
         _leave_if_forked(process, error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
         mlflow_hook.settle(_SETTLE_FAILED_S)
-        if joined:
-            tell_of_joining(error)
+        if joined or made_group:
+            tell_of_joining(error, by_init=made_group)
+        tell_of_torch(error, os.environ)
         code = _fail(place, error, report)
     else:
         _free_spare()
@@ -194,6 +197,8 @@ def execute(place: Place, report: protocol.Report) -> int:
         mlflow_hook.settle()
         code = _return(place, value, report)
         del value
+        if made_group:
+            process_group.leave()
     _finish()
     return code
 

@@ -1,0 +1,98 @@
+"""The rank's side of actors: makes an object once, then calls its methods for the caller until the channel closes.
+
+    rank                                         caller (a Unix socket in a private directory of its own)
+    connect, HELLO {rank, world_size}   ──▶
+    make the object, call its setup()
+    READY                               ──▶
+                                        ◀──      (method, args, kwargs), pickled
+    (true, value) or (false, failure)   ──▶      … until the caller closes the socket: then the rank returns
+
+A frame is its size in 8 bytes, then a payload. Failure cases: making the object raises (the run fails with that, as any
+function does); a method raises an `Exception` (one answer, the rank goes on); it raises `SystemExit` or another
+`BaseException` (the rank fails); the caller is gone (the rank returns); an answer that cannot be pickled (a failure).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from . import payload
+from .call import fill_rank
+from .failure import describe, pickle_exception, tell_of_torch
+
+_SIZE = struct.Struct("!Q")
+
+
+@payload.portable
+def serve_actor(
+    address: str,
+    make: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    rank: int,
+    world_size: int,
+) -> None:
+    """Make the object, then answer calls until the caller closes the channel.
+
+    Args:
+        address: path of the caller's socket.
+        make: the class.
+        args: of the class.
+        kwargs: of the class; `rank` and `world_size` are filled in where they are parameters.
+        rank: of this process.
+        world_size: number of ranks.
+    """
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address)
+        send_frame(sock, payload.dumps((rank, world_size)))
+        actor = make(*args, **fill_rank(make, args, kwargs, rank, world_size))
+        setup = getattr(actor, "setup", None)
+        if callable(setup):
+            setup(**fill_rank(setup, (), {}, rank, world_size))
+        send_frame(sock, payload.dumps("ready"))
+        while (request := receive_frame(sock)) is not None:
+            send_frame(sock, _answer(actor, request, rank, world_size))
+
+
+def _answer(actor: object, request: bytes, rank: int, world_size: int) -> bytes:
+    try:
+        loaded = cast("tuple[str, tuple[object, ...], dict[str, object]]", payload.loads(request))
+        method = getattr(actor, loaded[0])
+        return payload.dumps((True, method(*loaded[1], **fill_rank(method, loaded[1], loaded[2], rank, world_size))))
+    except Exception as error:  # noqa: BLE001 - the boundary to user code: the caller gets what it raised
+        tell_of_torch(error, os.environ)
+        return payload.dumps((False, (describe(error), pickle_exception(error))))
+
+
+def send_frame(sock: socket.socket, data: bytes) -> None:
+    """Send one frame.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    sock.sendall(_SIZE.pack(len(data)))
+    sock.sendall(data)
+
+
+def receive_frame(sock: socket.socket) -> bytes | None:
+    """Return the next frame, or None when the other side has closed the channel."""
+    head = _receive(sock, _SIZE.size)
+    return None if head is None else _receive(sock, _SIZE.unpack(head)[0])
+
+
+def _receive(sock: socket.socket, size: int) -> bytes | None:
+    data = bytearray(size)
+    view, got = memoryview(data), 0
+    while got < size:
+        try:
+            count = sock.recv_into(view[got:])
+        except ConnectionError:
+            return None
+        if not count:
+            return None
+        got += count
+    return bytes(data)
