@@ -16,6 +16,12 @@ from tests.local.ranks import stay
 
 
 @distributed(gpus=1, quiet=True)
+def late() -> None:
+    """Raise the exception that a wait raises, too."""
+    raise TimeoutError("of the user")
+
+
+@distributed(gpus=1, quiet=True)
 def combine(x: int, y: int = 0, *, base: int = 0) -> int:
     """Return a sum; refuse 13."""
     if x == 13:
@@ -83,6 +89,7 @@ def test_23A5_done_and_exception_of_a_run(warm: Path, where: str) -> None:
     Path(where, "go").touch()
     assert run.exception(60) is None and run.done()
     assert isinstance(combine.submit(13).exception(60), ValueError)
+    assert isinstance(late.submit().exception(60), TimeoutError), "the user's own is returned"
 
 
 def test_23A5_runs_are_awaited_beside_other_tasks(warm: Path, where: str) -> None:

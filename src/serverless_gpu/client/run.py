@@ -174,10 +174,10 @@ class Run(Generic[R]):
         Raises:
             TimeoutError: the run has not ended by then; it goes on.
         """
-        error = self._error(timeout)
-        if error is not None and not self.done():
-            raise error
-        return error
+        self._refuse_session()
+        if not self.wait(timeout):
+            raise TimeoutError(f"run {self.id} is still {self._state}")
+        return self._error(0)  # may be a TimeoutError of the user's
 
     def future(self) -> Future[list[R]]:
         """Return a `concurrent.futures.Future` of what `results` returns or raises, the same one each time.
