@@ -50,7 +50,7 @@ class Counter:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def unpicklable(self) -> Callable[[], object]:
-        return (number for number in ()).__next__
+        return (number for number in [1]).__next__
 
 
 class Broken:
@@ -80,7 +80,7 @@ def test_23A5_an_exception_of_one_call_leaves_the_ranks_alive() -> None:
         with pytest.raises(Exception, match="pickle"):
             counter.unpicklable.distributed()
         with pytest.raises(NotPicklable, match=r"Counter\.add"):
-            counter.add.distributed(number for number in ())
+            counter.add.distributed(number for number in [1])
         assert [entry[0] for entry in counter.add.distributed()] == [1, 101]
 
 

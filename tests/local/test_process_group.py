@@ -15,7 +15,7 @@ from serverless_gpu.errors import InvalidValue
 pytestmark = pytest.mark.usefixtures("warm")
 
 
-def summed(rank: int) -> tuple[int, str]:
+def summed(rank: int = 0) -> tuple[int, str]:
     value = torch.tensor([rank + 1])
     dist.all_reduce(value)
     return int(value), dist.get_backend()

@@ -69,7 +69,7 @@ def test_the_object_store(written: int | str | None, bytes_: int | None) -> None
 
 def test_every_option_of_distributed_is_one_here_but_that_about_hangs() -> None:
     asked = {"gpus", "gpu_type", "remote", "timeout", "dashboard", "object_store_memory"}
-    assert set(VALID) == {*Options.__annotations__, *asked} - {"hang_timeout"}
+    assert set(VALID) == {*Options.__annotations__, *asked} - {"hang_timeout", "init"}
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

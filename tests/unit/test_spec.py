@@ -16,8 +16,8 @@ from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, han
 
 VALID = (
     "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, idle_timeout, ignore_busy, init, memory, "
-    "num_gpus, on_interrupt, policy, pool, priority, quiet, ranks_log, remote, resume, retries, retry_on_infra, same_node, "
-    "secrets, tags, team, timeout, tracking"
+    "num_gpus, on_interrupt, policy, pool, priority, quiet, ranks_log, remote, resume, retries, retry_on_infra, "
+    "same_node, secrets, tags, team, timeout, tracking"
 )
 FIRST = ("gpus", "gpu_type", "remote", "timeout")
 

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 from serverless_gpu.client.failures import add_note, rebuild
 from serverless_gpu.client.run import Run
@@ -48,7 +48,7 @@ class ActorMethod:
         self._actors = actors
         self._name = name
 
-    def distributed(self, *args: object, **kwargs: object) -> list[object]:
+    def distributed(self, *args: object, **kwargs: object) -> list[Any]:
         """Call the method on the object of every rank and return what each returned, by global rank.
 
         Raises:
