@@ -10,9 +10,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.inside import process_group
 from serverless_gpu.node.inside import protocol as inside_protocol
 from serverless_gpu.node.protocol import Context, original
 
+_PLAIN = RunSpec()
 INSIDE = Path(__file__).resolve().parent / "inside"
 
 _LOAD = """\
@@ -41,7 +44,7 @@ os.chdir({cwd!r})
 os.umask({umask:#o})
 sys.argv = {argv!r}
 sys.path[:] = {sys_path}
-
+{group}
 # The runtime, loaded from its own directory so that nothing has to be installed.
 {load}
 from _sgpu_inside import reproduce  # noqa: E402
@@ -81,7 +84,13 @@ def launcher_program(plan_fd: int, channel_fd: int, inside: Path = INSIDE) -> st
 
 
 def air_program(
-    *, directory: Path, run_id: str, fence: int, world_size: int, context: Context, live: bool = True
+    *,
+    directory: Path,
+    run_id: str,
+    fence: int,
+    world_size: int,
+    context: Context,
+    spec: RunSpec = _PLAIN,
 ) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run.
 
@@ -91,7 +100,7 @@ def air_program(
         fence: the attempt's number.
         world_size: ranks of the gang.
         context: the caller.
-        live: whether the run used the caller's environment itself, not a captured copy.
+        spec: what was asked for: its environment, and its process group.
     """
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
     return _AIR.format(
@@ -103,10 +112,17 @@ def air_program(
         umask=context.umask,
         argv=[original(argument) for argument in context.argv],
         sys_path=paths,
+        group=_group(spec.init),
         load=_load(INSIDE),
-        note="" if live else _OF_A_SNAPSHOT,
+        note=_OF_A_SNAPSHOT if spec.environment == "snapshot" else "",
         directory=str(directory),
     )
+
+
+def _group(backend: str | None) -> str:
+    if backend is None:
+        return ""
+    return f"os.environ[{process_group.VARIABLE!r}] = {backend!r}  # the process group of `init=`\n"
 
 
 def _in_docstring(text: str) -> str:
