@@ -30,7 +30,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Start
 from tests.fuzz.conftest import ASKED
 from tests.fuzz.frames import Frame, bodies, frames, messages, values
-from tests.unit.test_gang import Line
+from tests.support.unit.gang import Line
 
 OF_A_RANK = ("standby", "forked", "problem", "exec", "enter", "returned", "failed", "exited", "say", "empty")
 FIELDS: dict[str, st.SearchStrategy[object]] = {

@@ -14,7 +14,7 @@ from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
 from tests.local.observe import announced, wait_for
 from tests.local.ranks import announce, wait_for_file
-from tests.local.test_hangs import WARNING, hung, report_of, section
+from tests.support.local.hangs import WARNING, hung, report_of, section
 
 pytestmark = pytest.mark.torch
 

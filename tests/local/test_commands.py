@@ -29,22 +29,7 @@ from tests.local.observe import (
     wait_for,
 )
 from tests.local.ranks import stay
-
-COMMAND = (sys.executable, "-m", "serverless_gpu.cli")
-
-
-def sgpu(*arguments: str, code: int = 0, environ: dict[str, str] | None = None) -> str:
-    """Run a command; return its stdout, or its stderr when it was to fail."""
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, **(environ or {})},
-    )
-    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
-    return done.stdout if code == 0 else done.stderr
+from tests.support.local.commands import COMMAND, sgpu
 
 
 def doctor(code: int = 0, **environ: str) -> dict[str, list[dict[str, str]]]:

@@ -16,17 +16,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from serverless_gpu import Run, attach, distributed
-from serverless_gpu.errors import CollectiveHang, InvalidValue, RankCrashed, RunCancelled
+from serverless_gpu import attach, distributed
+from serverless_gpu.errors import InvalidValue, RankCrashed, RunCancelled
 from serverless_gpu.node.inside.protocol import STACK_SIGNAL
 from tests.local.observe import announced, wait_for
 from tests.local.ranks import announce, rank_number, stay, wait_for_file
-
-WARNING = "SERVERLESS_GPU_HANG_WARNING"
+from tests.support.local.hangs import WARNING, hung, report_of, section
 
 
 @contextlib.contextmanager
@@ -56,32 +54,6 @@ def barrier(where: str, name: str = "") -> bytes:
         wait_for_file(where, name)
         connection.sendall(b"word")
     return b""
-
-
-def hung(run: Run[Any]) -> CollectiveHang:
-    """Wait for the end of a run that has to hang, and check what every such end has in common."""
-    with pytest.raises(CollectiveHang) as caught:
-        run.results(timeout=50)
-    error = caught.value
-    receipt = run.receipt(timeout=50)
-    assert (error.reason, error.run_id, error.rank) == ("collective_hang", run.id, None)
-    assert (run.status(), receipt.state, receipt.reason) == ("FAILED", "FAILED", "collective_hang")
-    assert error.hint == f"Python stacks of all ranks: {run.directory}/hang-1.txt"
-    assert f"hang-1.txt has the stacks of all ranks: {error.message}" in receipt.notes
-    stacks = run.directory.glob("failures/*.stack")
-    assert not any(path.stat().st_size for path in stacks), "a stack that was asked for is no crash"
-    return error
-
-
-def report_of(run: Run[Any], number: int = 1) -> str:
-    """Wait for the file with all stacks and return it."""
-    path = run.directory / f"hang-{number}.txt"
-    return str(wait_for(lambda: path.exists() and path.read_text(), f"{path.name} is there"))
-
-
-def section(report: str, rank: int) -> str:
-    """Return what the file says about one rank's stacks."""
-    return report.partition(f"---- rank {rank} (")[2].partition("\n---- rank ")[0]
 
 
 # --- F04: one rank does not come -------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ SCRIPT = """
 import asyncio, sys
 from serverless_gpu import distributed
 from tests.local.ranks import stay
-from tests.local.test_limits import ignore_sigterm
+from tests.support.local.limits import ignore_sigterm
 function = ignore_sigterm if "ignore" in sys.argv else stay
 
 def call():

@@ -22,7 +22,7 @@ from serverless_gpu.node.mlflow_server.serving import Serving, ensure_server, lo
 from tests.local.observe import announced, wait_for
 from tests.local.pretended_mlflow import PretendedMlflow, asked, environ_of, keeper_of, keeping, server_of
 from tests.local.ranks import stay
-from tests.local.test_commands import sgpu
+from tests.support.local.commands import sgpu
 
 
 @pytest.fixture

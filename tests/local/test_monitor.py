@@ -17,12 +17,12 @@ from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import reaching
-from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import starting, words
 from serverless_gpu.testing import stop_agent
 from tests.local.observe import Process, wait_for
+from tests.support.local.monitor import monitor
 
 W = TypeVar("W", bound=words.Word)
 
@@ -82,14 +82,6 @@ def other(monitored: Home) -> Iterator[Line]:
     line = line_to(monitored)
     yield line
     line.channel.close()
-
-
-def monitor(home: Home) -> Process:
-    """Return the monitor of a home."""
-    path = words.monitor_socket(home.sockets()).with_suffix(".lock")
-    note = wait_for(lambda: held_note(path), "a monitor runs")
-    assert note is not None
-    return Process(int(note.split()[0]))
 
 
 def next_monitor(home: Home, before: Process) -> Process:

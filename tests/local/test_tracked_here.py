@@ -23,7 +23,7 @@ from serverless_gpu.testing.mlflow import Behaviour, FakeMlflow, FakeRun
 from tests.local import fake_ray
 from tests.local.observe import announced, nothing_of_a_run, supervisor, wait_for
 from tests.local.ranks import stay
-from tests.local.test_monitor import monitor
+from tests.support.local.monitor import monitor
 
 _SECRET = "open-sesame"
 

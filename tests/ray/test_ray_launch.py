@@ -10,7 +10,7 @@ import pytest
 from serverless_gpu import attach
 from serverless_gpu.node.history import run_ids
 from tests.ray.user_scripts import LIMIT_S, run_code
-from tests.unit.test_cli import sgpu
+from tests.support.unit.cli import sgpu
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
 

@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.errors import AuditBroken, InvalidValue
 from tests.local.observe import wait_for
 from tests.remote.server_process import ServerProcess
-from tests.remote.test_commands import sgpu
+from tests.support.remote.commands import sgpu
 
 
 def lines(file: Path) -> list[dict[str, object]]:

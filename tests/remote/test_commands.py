@@ -4,49 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from serverless_gpu import attach, distributed
-from serverless_gpu.cli import locating, program
-from serverless_gpu.client.launch import launch_command
-from serverless_gpu.client.run import Run
+from serverless_gpu.cli import locating
 from serverless_gpu.errors import AlreadyFinished, InvalidValue
-from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.local.observe import wait_for
 from tests.remote.server_process import ServerProcess
+from tests.support.remote.commands import sgpu, spawn, start
 
 FAILS_AT_RANK_1 = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boom at rank 1')\ntime.sleep(60)\n"
 FOLLOWED = "echo one; echo two >&2; for i in $(seq 2000); do [ -e {gate} ] && break; sleep 0.05; done; echo three"
-
-
-def start(*argv: str, gpus: int = 1, name: str = "said", resume: bool = False) -> Run[None]:
-    """Start a program through the server."""
-    spec = RunSpec(
-        name=name,
-        remote=True,
-        environment="auto",
-        resources=Resources(gpus=gpus, gpu_type="H100"),
-        payload=Command(argv=argv, per="rank"),
-        quiet=True,
-        resume=resume,
-    )
-    return launch_command(spec)
-
-
-def sgpu(*arguments: str) -> Result:
-    """Run the command in this process; an error of ours is raised."""
-    return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
-
-
-def spawn(*arguments: str) -> subprocess.Popen[str]:
-    """Start the command as a process of its own."""
-    program = [sys.executable, "-m", "serverless_gpu.cli", *arguments]
-    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, Serv
 from serverless_gpu.wire.base import API
 from tests.local.observe import nothing_of_a_run, wait_for
 from tests.remote.conftest import unsettled
-from tests.remote.test_commands import sgpu
+from tests.support.remote.commands import sgpu
 
 
 @pytest.fixture

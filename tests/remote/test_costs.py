@@ -18,7 +18,7 @@ from serverless_gpu.model.attempt import State
 from serverless_gpu.units import micros_for
 from tests.local.observe import kill_own_supervisor, used_ms, wait_for
 from tests.remote.fake_server import FakeServer
-from tests.remote.test_commands import sgpu
+from tests.support.remote.commands import sgpu
 
 _MICROS = 3_600_000_000  # 3,600 USD an hour: one for each GPU-second
 

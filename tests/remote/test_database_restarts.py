@@ -15,8 +15,8 @@ from tests.local.conftest import FAKES
 from tests.local.observe import cancel_all, wait_for
 from tests.remote.conftest import end_node
 from tests.remote.server_process import ServerProcess
-from tests.remote.test_commands import spawn
 from tests.server.postgres import cluster
+from tests.support.remote.commands import spawn
 
 pytestmark = pytest.mark.slow
 

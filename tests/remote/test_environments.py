@@ -5,20 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.local.small_environment import SmallEnvironment, with_requirements
-
-WORK = """
-import os
-
-def where():
-    import toy
-    return [toy.VALUE, toy.__file__, os.environ.get("SERVERLESS_GPU_TOKEN"), os.environ["HOME"]]
-"""
-PROGRAM = """
-import work
-from serverless_gpu import distributed
-
-print(distributed(gpus=1, gpu_type="H100", remote=True, env="snapshot")(work.where).distributed())
-"""
+from tests.support.remote.environments import PROGRAM, WORK
 
 
 def test_a_captured_environment_goes_through_the_store_of_the_server(served: Path, tmp_path: Path) -> None:

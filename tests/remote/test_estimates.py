@@ -19,7 +19,7 @@ from serverless_gpu.model.spec import Function
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.waiting import HolderView, WaitView
 from tests.remote.fake_server import FakeServer
-from tests.remote.test_commands import sgpu
+from tests.support.remote.commands import sgpu
 
 NOW = 1_900_000_000_000_000_000
 ANSWER = EstimateView(

@@ -18,8 +18,8 @@ from tests.local.observe import wait_for
 from tests.remote.conftest import end_node
 from tests.remote.fake_server import FakeServer
 from tests.remote.server_process import ServerProcess
-from tests.remote.test_commands import sgpu, spawn
-from tests.remote.test_stream import pickled
+from tests.support.remote.commands import sgpu, spawn
+from tests.support.remote.stream import pickled
 
 
 def test_23B1_python_reads_what_would_work_in_options_of_python(served: Path) -> None:

@@ -19,7 +19,7 @@ from serverless_gpu.wire.agents import NodeList
 from serverless_gpu.wire.connection import Connection
 from tests.local.observe import wait_for
 from tests.remote.machines import Machine
-from tests.remote.test_commands import sgpu, start
+from tests.support.remote.commands import sgpu, start
 
 pytestmark = pytest.mark.slow
 WORK = "echo attempt $SGPU_FENCE; echo $SGPU_GPU_UUIDS >> {seen}; [ $SGPU_FENCE = 2 ] || exec sleep 600"

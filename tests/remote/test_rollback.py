@@ -15,7 +15,7 @@ from tests.crash.machine import FAKES, WAIT_S, Machine
 from tests.crash.scenarios import work
 from tests.homes import use_home
 from tests.local.observe import wait_for
-from tests.server.test_rollback import delete_log, has_identity
+from tests.support.server.rollback import delete_log, has_identity
 
 
 @pytest.fixture

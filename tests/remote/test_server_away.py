@@ -17,8 +17,8 @@ from serverless_gpu.errors import ServerNotConfigured, ServerProblem, ServerUnav
 from serverless_gpu.model.attempt import State
 from tests.remote.fake_server import TOKEN, FakeServer
 from tests.remote.server_process import ServerProcess
-from tests.remote.test_commands import sgpu, spawn, start
-from tests.remote.test_stream import play, train
+from tests.support.remote.commands import sgpu, spawn, start
+from tests.support.remote.stream import play, train
 
 NOBODY = "http://127.0.0.1:9"
 ABOUT_ONE_RUN = (("attach",), ("cancel",), ("show",), ("logs",), ("result",), ("metrics",), ("run", "preempt"))

@@ -25,26 +25,11 @@ from serverless_gpu.errors import (
     UsageError,
 )
 from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
-from serverless_gpu.node.inside import payload
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.runs import EndedMessage
 from tests.local.observe import wait_for
-from tests.remote.fake_server import TOKEN, FakeServer, Script, until_it_is_said
-
-
-@distributed(gpus=1, gpu_type="H100", remote=True)
-def train(lr: float) -> object:
-    """Return what it is given."""
-    return lr
-
-
-def pickled(directory: Path, value: object) -> bytes:
-    """Return a result as a rank writes it."""
-    path = directory / "value.pkl"
-    payload.dump(value, str(path))
-    data = path.read_bytes()
-    path.unlink()
-    return data
+from tests.remote.fake_server import TOKEN, FakeServer, until_it_is_said
+from tests.support.remote.stream import pickled, play, train
 
 
 def later(work: Callable[[], None]) -> threading.Thread:
@@ -52,14 +37,6 @@ def later(work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
-
-
-def play(script: Script, tmp_path: Path, value: object = 1) -> None:
-    """Be placed, run and return."""
-    script.say(State.STARTING)
-    script.say(State.RUNNING)
-    script.write(0, b"step 1\n")
-    script.end({"results/0.pkl": pickled(tmp_path, value)})
 
 
 def test_a_call_is_one_request_and_feels_like_a_local_one(

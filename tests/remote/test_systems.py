@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.client.remote.profile import find_profile
-from tests.remote.test_commands import start
+from tests.support.remote.commands import start
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,8 +19,8 @@ from serverless_gpu.node.uplink import control
 from tests.local.observe import wait_for
 from tests.local.small_environment import SmallEnvironment, with_requirements
 from tests.remote.calling import answer, called
-from tests.remote.test_environments import PROGRAM, WORK
 from tests.server.certificates import Authority
+from tests.support.remote.environments import PROGRAM, WORK
 
 pytestmark = pytest.mark.slow
 WAIT_S = 60.0

@@ -9,7 +9,7 @@ import pytest
 import serverless_gpu
 from serverless_gpu.errors import IdempotencyConflict, ServerUnavailable
 from tests.remote.fake_server import FakeServer
-from tests.remote.test_stream import play, train
+from tests.support.remote.stream import play, train
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -13,8 +13,8 @@ from serverless_gpu.client import decorator
 from serverless_gpu.client.launch import launch
 from serverless_gpu.errors import RunCancelled
 from serverless_gpu.model.spec import RunSpec
-from tests.local import test_usages as local
 from tests.local.observe import wait_for
+from tests.support.local import usages
 
 
 @pytest.fixture(autouse=True)
@@ -35,35 +35,35 @@ def through_the_server(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_usage_1_starter(capsys: pytest.CaptureFixture[str]) -> None:
-    local.test_usage_1_starter(capsys)
+    usages.usage_1_starter(capsys)
 
 
 def test_usage_2_ddp_with_keywords_and_module_level_helpers() -> None:
-    local.test_usage_2_ddp_with_keywords_and_module_level_helpers()
+    usages.usage_2_ddp_with_keywords_and_module_level_helpers()
 
 
 def test_usage_3_fsdp_with_a_default_from_a_constant_and_a_checkpoint(tmp_path: Path) -> None:
-    local.test_usage_3_fsdp_with_a_default_from_a_constant_and_a_checkpoint(tmp_path)
+    usages.usage_3_fsdp_with_a_default_from_a_constant_and_a_checkpoint(tmp_path)
 
 
 def test_usage_4_everything_imported_inside_and_the_result_ignored(tmp_path: Path) -> None:
-    local.test_usage_4_everything_imported_inside_and_the_result_ignored(tmp_path)
+    usages.usage_4_everything_imported_inside_and_the_result_ignored(tmp_path)
 
 
 def test_usage_5_objects_captured_from_the_notebook() -> None:
-    local.test_usage_5_objects_captured_from_the_notebook()
+    usages.usage_5_objects_captured_from_the_notebook()
 
 
 def test_usage_6_a_config_object_that_the_function_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    local.test_usage_6_a_config_object_that_the_function_changes(monkeypatch)
+    usages.usage_6_a_config_object_that_the_function_changes(monkeypatch)
 
 
 def test_without_arguments_every_gpu_is_used() -> None:
-    local.test_without_arguments_every_gpu_is_used()
+    usages.without_arguments_every_gpu_is_used()
 
 
 def test_the_negative_corpus_gets_a_clear_type_error() -> None:
-    local.test_the_negative_corpus_gets_a_clear_type_error()
+    usages.the_negative_corpus_gets_a_clear_type_error()
 
 
 def test_what_no_node_has_waits_and_says_so() -> None:

@@ -23,7 +23,7 @@ from serverless_gpu.wire.runs import StateMessage
 from serverless_gpu.wire.waiting import WaitView, wait_view
 from tests.local.observe import wait_for
 from tests.remote.fake_server import FakeServer, Script
-from tests.remote.test_stream import pickled
+from tests.support.remote.stream import pickled
 
 
 @distributed(gpus=1, gpu_type="H100", remote=True)

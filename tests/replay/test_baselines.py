@@ -8,30 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.replay import POLICIES, Cluster, Job, cluster_of, trace_of
+from serverless_gpu.replay import POLICIES, Cluster, Job, cluster_of
 from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again
 from serverless_gpu.replay.figures import moments
+from tests.support.replay.baselines import BLOCKED, CLUSTERS, JOBS, made
 
 BASELINES = [policy for policy in POLICIES if policy != "ours"]
-
-
-def made(*rows: tuple[float, float, int]) -> list[Job]:
-    """Return jobs of (arrival, duration, GPUs)."""
-    jobs = (
-        Job(job_id=str(place), submit_s=submit, duration_s=duration, gpus=gpus)
-        for place, (submit, duration, gpus) in enumerate(rows)
-    )
-    return list(trace_of(jobs).jobs)
 
 
 def replayed(jobs: list[Job], cluster: Cluster, policy: str) -> Spans:
     if policy in KEYS:
         return placed_again(jobs, cluster, KEYS[policy])
     return in_order(jobs, cluster, strict=policy == "fifo")
-
-
-# Eight GPUs: six are taken until 100; eight are wanted, then two for 200 s, then one for 5 s.
-BLOCKED = made((0, 100, 6), (1, 50, 8), (2, 200, 2), (3, 5, 1))
 
 
 @pytest.mark.parametrize(
@@ -75,12 +63,6 @@ def test_what_is_given_back_is_free_again() -> None:
     assert nodes.take(3) is None
     nodes.give(taken)
     assert (nodes.free, nodes.take(8)) == (8, ((0, 4), (1, 4)))
-
-
-JOBS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30), st.integers(1, 16)), min_size=1, max_size=25).map(
-    lambda rows: made(*rows)
-)
-CLUSTERS = st.sampled_from([cluster_of(1, 16), cluster_of(4, 4), cluster_of(2, 8), cluster_of(2, 8).as_sum()])
 
 
 @settings(max_examples=60, deadline=None)

@@ -25,7 +25,7 @@ from serverless_gpu.replay import trace_of as in_order
 from serverless_gpu.replay.driving import Durations
 from serverless_gpu.replay.figures import moments
 from tests.replay.real import TRACES, needs_traces
-from tests.replay.test_baselines import CLUSTERS, JOBS, made
+from tests.support.replay.baselines import CLUSTERS, JOBS, made
 
 
 def test_who_fits_starts_at_once_and_who_does_not_when_there_is_room() -> None:

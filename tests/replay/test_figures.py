@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.replay import Job, cluster_of, simulate, trace_of
 from serverless_gpu.replay.figures import figures_of, moments, percentile, spread
-from tests.replay.test_baselines import BLOCKED, made
+from tests.support.replay.baselines import BLOCKED, made
 
 
 def test_percentiles_lie_between_values_in_proportion() -> None:

@@ -36,8 +36,8 @@ from serverless_gpu.wire.attempts import Ending, Report
 from serverless_gpu.wire.budgets import BudgetRequest, BudgetView
 from tests.server.charged import charge_all
 from tests.server.stored import add_people
-from tests.server.test_agents import NODE, hello
-from tests.server.test_submitting import ALICE, request
+from tests.support.server.agents import NODE, hello
+from tests.support.server.submitting import ALICE, request
 
 ROOT = Caller(name="root", role="admin", token_id="t")
 UNIT = 1_000_000

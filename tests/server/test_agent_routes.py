@@ -29,7 +29,7 @@ from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import TokenMade, TokenRequest
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.server.served import Served, served
-from tests.server.test_agents import H100, hello
+from tests.support.server.agents import H100, hello
 
 
 @pytest.fixture

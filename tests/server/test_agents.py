@@ -11,43 +11,19 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.model.node_admission import Identity
-from serverless_gpu.model.run_lifecycle import Ended, GivenUp, StopAsked
-from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import dividing, events, node_tokens, nodes, operating, runs, tables, transitions
+from serverless_gpu.model.run_lifecycle import Ended, StopAsked
+from serverless_gpu.server import dividing, events, nodes, operating, runs, tables
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.hub import node_key
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.nodes import StoredNode
-from serverless_gpu.server.runs import NewRun, StoredRun
-from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Order, PoolRequest, Start, Stop
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
-from tests.server.stored import add_people, new_run
-
-NODE = Caller(name="node", kind="service", role="agent")
-ADMIN = Caller(name="alice", role="admin")
-OTHER = Caller(name="other", kind="service", role="agent")
-H100 = parse_fake("H100:8")
-
-
-def hello(name: str = "n1", *, boot: str = "b1", machine: str = "m1", **fields: object) -> AgentHello:
-    said = AgentHello(
-        name=name,
-        machine=machine,
-        boot_id=boot,
-        version="1",
-        protocol=PROTOCOL,
-        python="3.11",
-        platform="linux-x86_64",
-        devices=H100,
-    )
-    return msgspec.structs.replace(said, **fields)
+from tests.server.stored import add_people
+from tests.support.server.agents import ADMIN, H100, NODE, OTHER, find, hello, placed, tell, token_of
 
 
 @pytest.fixture
@@ -55,43 +31,6 @@ def agents(services: Services) -> Agents:
     """Return the verbs, and let two nodes' principals and a user exist."""
     add_people(services.database, "node", "other", "alice")  # type: ignore[arg-type] # a Database
     return Agents(services)
-
-
-def submit(services: Services, gpus: int = 2) -> str:
-    new = new_run(resources=Resources(gpus=gpus, gpu_type="H100"))
-    sealed = services.sealer.seal(b'{"environ":{"A":"1"}}', about=new.id)
-    new = msgspec.structs.replace(new, context_sealed=sealed)
-    return _insert(services, new)
-
-
-def _insert(services: Services, new: NewRun) -> str:
-    at_ns = services.clock.wall_ns()
-    services.database.write(lambda connection: runs.insert(connection, new, at_ns=at_ns))
-    return new.id
-
-
-def placed(services: Services, gpus: int = 2) -> str:
-    run_id = submit(services, gpus)
-    Scheduler(services).tick(services.clock.boottime_ns())
-    assert find(services, run_id).state is State.STARTING
-    return run_id
-
-
-def find(services: Services, run_id: str) -> StoredRun:
-    run = services.database.read(lambda connection: runs.find(connection, run_id))
-    assert run is not None
-    return run
-
-
-def tell(services: Services, run_id: str, event: StopAsked | Ended | GivenUp) -> None:
-    note = Note(at_ns=services.clock.wall_ns())
-
-    def work(connection: sa.Connection) -> Told:
-        run = runs.find(connection, run_id)
-        assert run is not None
-        return transitions.tell(connection, run, event, note=note)
-
-    services.database.write(work).announce(services)
 
 
 def stored_node(services: Services, node_id: str) -> StoredNode:
@@ -128,19 +67,6 @@ def test_a_node_makes_no_pool_and_enters_no_reserved_one(services: Services, age
         agents.hello(NODE, hello(pool="fast"))
     assert [pool.name for pool in operating.view_pools(services)] == ["fast"]
     assert services.database.read(nodes.every) == []
-
-
-def token_of(services: Services, identifier: str) -> Caller:
-    """Return a caller with a token of a node's own, for the first node that says hello with it."""
-    at_ns = services.clock.wall_ns()
-    row = {"id": identifier, "sha256": sha256(identifier), "principal": NODE.name, "created_ns": at_ns}
-
-    def work(connection: sa.Connection) -> None:
-        connection.execute(tables.tokens.insert(), row)
-        node_tokens.bind(connection, identifier, Identity(name="", machine=""), by="server", at_ns=at_ns)
-
-    services.database.write(work)
-    return msgspec.structs.replace(NODE, token_id=identifier)
 
 
 def test_a_token_is_one_nodes_and_says_nothing_for_another(services: Services, agents: Agents) -> None:

@@ -28,7 +28,7 @@ from serverless_gpu.testing import FakeClock
 from tests.server.ledgered import account, charge
 from tests.server.made import made_services
 from tests.server.spent import ROOT, UNIT, Spent
-from tests.server.test_submitting import ALICE, BOB, request
+from tests.support.server.submitting import ALICE, BOB, request
 
 NOON = 20_775 * 86_400 * 10**9 + 12 * 3_600 * 10**9
 HOUR_NS = 3_600 * 10**9

@@ -45,8 +45,8 @@ from serverless_gpu.wire.estimates import EstimateRequest
 from serverless_gpu.wire.principals import PrincipalRequest
 from tests.server.made import made_services
 from tests.server.stored import add_people
-from tests.server.test_agents import NODE, hello
-from tests.server.test_submitting import LIVE, request
+from tests.support.server.agents import NODE, hello
+from tests.support.server.submitting import LIVE, request
 from tests.unit.environments_in_stores import PYTHON
 
 ROOT = Caller(name="root", role="admin", token_id="t")

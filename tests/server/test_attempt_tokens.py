@@ -25,7 +25,7 @@ from serverless_gpu.wire.attempts import LogPiece, Report
 from serverless_gpu.wire.base import API
 from tests.server.made import KEY
 from tests.server.stored import add_people
-from tests.server.test_agents import H100, NODE, OTHER, hello, submit, tell
+from tests.support.server.agents import H100, NODE, OTHER, hello, submit, tell
 
 RUN = "0" * 26
 

@@ -10,61 +10,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.stream import Cursor
 from serverless_gpu.errors import InvalidValue, NotFound, ServerProblem, StorageError
 from serverless_gpu.model.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.run_lifecycle import Ended, Forgotten, GivenUp, Started
 from serverless_gpu.node.home import Home
 from serverless_gpu.server import audit, backing_up, orders, restoring
-from serverless_gpu.server.backing_up import DATABASE, MANIFEST, Made, back_up, read_manifest, verify
+from serverless_gpu.server.backing_up import DATABASE, MANIFEST, read_manifest, verify
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.restoring import FILE, Mark, restore
-from serverless_gpu.server.settings import read_settings
-from serverless_gpu.wire.agents import PoolRequest, PoolView, Start
-from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
+from serverless_gpu.wire.agents import PoolRequest, PoolView
+from serverless_gpu.wire.attempts import Ending, File, Report
 from serverless_gpu.wire.runs import EndedMessage, LogMessage, RunView, StateMessage, StreamMessage
 from tests.server.played import Played
 from tests.server.postgres import Cluster
 from tests.server.served import Served, served
 from tests.server.stored import T0, add_node, add_people, add_run, place, stored, tell
-from tests.server.test_measures import value
-from tests.server.test_runs_api import Reader, submit
-
-S = 1_000_000_000
-
-
-class Later(SystemClock):
-    """A clock that a test moves on: backups are named after their second."""
-
-    ahead_ns = 0
-
-    def wall_ns(self) -> int:
-        return super().wall_ns() + self.ahead_ns
-
-
-CLOCK = Later()
-
-
-def backup_of(home: Path, directory: Path) -> Made:
-    """Return a backup of a home's server."""
-    CLOCK.ahead_ns += S
-    return back_up(read_settings(home), directory, clock=CLOCK)
-
-
-def going_on(server: Served) -> tuple[Played, Start, str]:
-    """Return a node that has started a run and reported a line of it."""
-    node = Played(server)
-    node.join()
-    run = submit(server.connection())
-    start = node.order()
-    node.report(start, Report(state=State.RUNNING, world_size=1, exec_ns=5, logs=(line(0, b"before\n"),)))
-    return node, start, run.id
-
-
-def line(offset: int, data: bytes) -> LogPiece:
-    return LogPiece(rank=0, stream="stdout", offset=offset, data=data)
+from tests.support.server.backups import S, backup_of, going_on, line
+from tests.support.server.measures import value
+from tests.support.server.runs_api import Reader, submit
 
 
 def waiting_run(server: Served) -> str:

@@ -38,8 +38,8 @@ from serverless_gpu.wire.principals import TeamChange
 from tests.server.made import made_services
 from tests.server.spent import ROOT, UNIT, Spent
 from tests.server.stored import rows
-from tests.server.test_agents import hello
-from tests.server.test_submitting import ALICE, BOB
+from tests.support.server.agents import hello
+from tests.support.server.submitting import ALICE, BOB
 
 NOVEMBER = 1_794_700_800_000_000_000  # 2026-11-15 00:00 UTC
 MORNING = NOVEMBER + 8 * 3_600 * 10**9

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,12 +11,12 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.facts import FactKind
 from serverless_gpu.model.ledger import Entry, EntryKind, lines, post
 from serverless_gpu.model.pricing import Tariff
-from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Started
+from serverless_gpu.model.run_lifecycle import GivenUp
 from serverless_gpu.server import (
     accounts,
     attempts,
@@ -25,79 +24,29 @@ from serverless_gpu.server import (
     charging,
     counting,
     facts,
-    reporting,
     tables,
-    transitions,
     uncharged,
 )
 from serverless_gpu.server.accounts import Account
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.retention import EVERY_S, Retention
 from serverless_gpu.server.self_check import check
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.attempts import Report
 from tests.server.charged import charge_all
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, place, rows, tell
-
-HOUR_S = 3600
-TARIFF = Tariff(gpu_micros_per_hour=3_600_000)
-MIDNIGHT = (T0 // DAY_NS + 1) * DAY_NS
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock(wall_ns=T0)
-
-
-@pytest.fixture
-def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    add_people(database, "alice")
-    add_node(database)
-    return made_services(database, tmp_path, clock=clock)
-
-
-def begun(database: Database, *, at_ns: int = T0, tariff: Tariff = TARIFF, **fields: Any) -> str:
-    """Return a run whose attempt was placed 2 s after it was asked for, with two devices, and has begun."""
-    run_id = add_run(database, at_ns=at_ns - 2 * S, **fields)
-    place(database, run_id, at_ns=at_ns)
-    text = msgspec.json.encode(tariff).decode()
-    database.write(lambda connection: attempts.note(connection, run_id, 1, tariff_json=text))
-    tell(database, run_id, Started(), at_ns=at_ns, exec_ns=at_ns)
-    return run_id
-
-
-def fact(run_id: str, seq: int, kind: FactKind, at_ns: int, *, gpus: Sequence[str] = ("GPU-0", "GPU-1")) -> Fact:
-    return Fact(
-        attempt=f"{run_id}:1",
-        seq=seq,
-        kind=kind,
-        boot_id="boot-1",
-        boottime_ns=at_ns - T0 + 1000 * S,
-        wall_ns=at_ns,
-        gpus=tuple(gpus),
-        cpus=0,
-        memory_bytes=0,
-    )
-
-
-def used(run_id: str, *, seconds: int, at_ns: int = T0, until: FactKind = FactKind.FREED) -> list[Fact]:
-    """Return the facts of an attempt that used two devices for some time."""
-    kinds = (FactKind.RESERVED, FactKind.EXEC, until)
-    times = (at_ns, at_ns, at_ns + seconds * S)
-    return [fact(run_id, seq, kind, when) for seq, (kind, when) in enumerate(zip(kinds, times, strict=True))]
-
-
-def write_facts(database: Database, run_id: str, new: Sequence[Fact]) -> None:
-    database.write(lambda connection: facts.add(connection, (run_id, 1, 0), new))
-
-
-def end(database: Database, run_id: str, reason: Reason = Reason.COMPLETED, *, at_ns: int, receipt: str = "{}") -> None:
-    tell(database, run_id, Ended(reason, began=True), at_ns=at_ns)
-    database.write(lambda connection: transitions.settle(connection, (run_id, 1, 0), receipt=receipt, at_ns=at_ns))
+from tests.server.stored import T0, S, add_run, place, rows, tell
+from tests.support.server.charging import (
+    HOUR_S,
+    MIDNIGHT,
+    TARIFF,
+    begun,
+    end,
+    fact,
+    late,
+    used,
+    write_facts,
+)
 
 
 def entries(database: Database, run_id: str) -> list[Entry]:
@@ -114,12 +63,6 @@ def net(database: Database, run_id: str, name: str) -> int:
 
 def shape(database: Database, run_id: str) -> list[tuple[str, bool, int | None]]:
     return [(entry.kind.value, entry.provisional, entry.line.micros) for entry in entries(database, run_id)]
-
-
-def late(services: Services, run_id: str, new: Sequence[Fact]) -> None:
-    """Have the node say more of an attempt."""
-    who = Caller(kind="attempt", attempt=(run_id, 1, 0))
-    reporting.report(services, who, run_id=run_id, fence=1, said=Report(state=State.STOPPING, facts=tuple(new)))
 
 
 def test_an_attempt_is_charged_once_when_it_is_settled(services: Services, database: Database) -> None:

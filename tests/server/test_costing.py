@@ -31,8 +31,8 @@ from tests.server.made import made_services
 from tests.server.served import Served
 from tests.server.spent import UNIT, Spent
 from tests.server.stored import T0, TARGET, S, add_node, add_people, add_run, place, tell
-from tests.server.test_charging import begun, end, fact, used, write_facts
-from tests.server.test_submitting import ALICE
+from tests.support.server.charging import begun, end, fact, used, write_facts
+from tests.support.server.submitting import ALICE
 
 HOUR_S = 3_600
 

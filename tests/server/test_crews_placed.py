@@ -15,7 +15,7 @@ from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import PoolRequest, Start
 from tests.server.stored import add_people
-from tests.server.test_agents import ADMIN, NODE, find, hello, submit
+from tests.support.server.agents import ADMIN, NODE, find, hello, submit
 
 
 @pytest.fixture

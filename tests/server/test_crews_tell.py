@@ -41,7 +41,7 @@ from tests.server.ganged import (
     wrong,
 )
 from tests.server.stored import T0, S, add_run, place_gang, stored, tell
-from tests.server.test_agents import hello
+from tests.support.server.agents import hello
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from serverless_gpu.wire.agents import PoolRequest
 from serverless_gpu.wire.queue import ShareView
 from tests.server.made import made_services
 from tests.server.stored import add_people
-from tests.server.test_agents import NODE, hello
-from tests.server.test_submitting import ALICE, BOB, request
+from tests.support.server.agents import NODE, hello
+from tests.support.server.submitting import ALICE, BOB, request
 
 ROOT = Caller(name="root", role="admin", token_id="t")
 

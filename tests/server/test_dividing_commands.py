@@ -19,7 +19,7 @@ from serverless_gpu.wire.queue import QueueEntry
 from serverless_gpu.wire.runs import RunView
 from serverless_gpu.wire.waiting import wait_view
 from tests.server.served import Served
-from tests.server.test_submitting import request
+from tests.support.server.submitting import request
 
 Said = Callable[..., str]
 NOW = 1_900_000_000_000_000_000

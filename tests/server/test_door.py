@@ -19,7 +19,7 @@ from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.logfile import ACCESS
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import Problem
-from tests.server.test_measures import value
+from tests.support.server.measures import value
 
 Headers = Mapping[str, str] | Sequence[tuple[str, str]]
 PROXIES = ("192.0.2.1", "198.51.100.0/24")

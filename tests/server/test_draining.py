@@ -19,7 +19,7 @@ from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.state import DrainRequest, DrainView
 from tests.server.served import served
 from tests.server.stored import add_people
-from tests.server.test_agents import NODE, find, hello, submit
+from tests.support.server.agents import NODE, find, hello, submit
 
 ROOT = Caller(name="root", role="admin", token_id="t")
 

@@ -26,7 +26,7 @@ from serverless_gpu.wire.agents import AttemptSeen, Order, Start, Stop
 from tests.server.ganged import happened, say, wrong
 from tests.server.made import made_services
 from tests.server.stored import add_people, new_run
-from tests.server.test_agents import NODE, _insert, find, hello, tell
+from tests.support.server.agents import NODE, _insert, find, hello, tell
 
 DEVICES = parse_fake("H100:2")
 LOST = Waiting(sentence="the Ray head at 10.0.0.1:7900 is lost")

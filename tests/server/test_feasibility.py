@@ -18,7 +18,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from serverless_gpu.wire.state import DrainRequest
 from tests.server.stored import add_people, new_run
-from tests.server.test_agents import NODE, find, hello
+from tests.support.server.agents import NODE, find, hello
 
 ALICE = Caller(name="alice", role="member")
 ROOT = Caller(name="root", role="admin")

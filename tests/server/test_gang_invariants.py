@@ -23,7 +23,7 @@ from serverless_gpu.server.lendings import Lendings
 from serverless_gpu.server.violations import Violation
 from tests.server.ganged import happened, place_met
 from tests.server.stored import T0, S, add_node, add_people, place_gang
-from tests.server.test_invariants import submitted
+from tests.support.server.invariants import submitted
 
 KINDS = (FactKind.RESERVED, FactKind.EXEC, FactKind.EXITED, FactKind.FREED)
 

@@ -22,8 +22,8 @@ from serverless_gpu.wire.agents import Stop
 from serverless_gpu.wire.attempts import Ending
 from tests.server.ganged import FINISHED, happened, result, say, services_of_nodes, wrong
 from tests.server.stored import T0, S, add_run, place_gang, stored, tell
-from tests.server.test_agents import hello
-from tests.server.test_meetings import CHOSEN, attempt_of, look, meet, offer, reach, start
+from tests.support.server.agents import hello
+from tests.support.server.meetings import CHOSEN, attempt_of, look, meet, offer, reach, start
 
 CANCEL, PREEMPT, TIMEOUT = StopReason.CANCEL, StopReason.PREEMPT, StopReason.TIMEOUT
 STOPS = pytest.mark.parametrize("why", [CANCEL, PREEMPT, TIMEOUT])

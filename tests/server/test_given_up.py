@@ -18,7 +18,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell
-from tests.server.test_reporting import fact, say
+from tests.support.server.reporting import fact, say
 
 
 @pytest.fixture

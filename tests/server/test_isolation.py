@@ -51,7 +51,7 @@ from serverless_gpu.wire.runs import Target
 from serverless_gpu.wire.secrets import SecretRequest, SecretView
 from tests.server.served import Served, served
 from tests.server.stored import T0, add_run
-from tests.server.test_agents import NODE, find, hello
+from tests.support.server.agents import NODE, find, hello
 
 ROOT = Caller(name="root", role="admin")
 BOB = Caller(name="bob", role="member", token_id="token-1")

@@ -16,7 +16,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import PROTOCOL
 from serverless_gpu.wire.joining import INVITED_S, RayPool
 from tests.server.made import made_services
-from tests.server.test_principals import Api
+from tests.support.server.principals import Api
 
 POOL = RayPool(address="10.0.0.5:7900", port=7900, token="f" * 64, version="2.60.0", python="3.11.7")
 REQUEST = {"name": "gpu-2", "machine": "m2", "instance": "i2"}

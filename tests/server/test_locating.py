@@ -14,7 +14,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.home import Home
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from tests.server.served import Served
-from tests.server.test_runs_api import submit
+from tests.support.server.runs_api import submit
 
 
 @pytest.fixture

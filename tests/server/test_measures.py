@@ -20,10 +20,7 @@ from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.server.stored import add_node, add_people, add_run, place, tell
-
-
-def value(measures: Measures, name: str, **labels: str) -> float:
-    return measures.registry.get_sample_value(name, labels) or 0.0
+from tests.support.server.measures import value
 
 
 def one(connection: sa.Connection) -> object:

@@ -23,8 +23,8 @@ from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
 from tests.server.served import Served
 from tests.server.stored import add_people, add_run, place
-from tests.server.test_agents import H100, NODE, hello
-from tests.server.test_runs_api import submit
+from tests.support.server.agents import H100, NODE, hello
+from tests.support.server.runs_api import submit
 
 LABELS_MAX = 5_000
 """Lines of the whole answer."""

@@ -10,7 +10,7 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import State
 from serverless_gpu.server.services import Services
-from tests.server.test_reporting import CALM, COMPLETED, RESULTS, clock, piece, run_id, say, services
+from tests.support.server.reporting import CALM, COMPLETED, RESULTS, clock, piece, run_id, say, services
 
 __all__ = ["clock", "run_id", "services"]
 

@@ -15,8 +15,8 @@ from serverless_gpu.server.app import all_routes
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
 from tests.server.served import Served, served
-from tests.server.test_runs_api import request
-from tests.server.test_walk import path_of
+from tests.support.server.runs_api import request
+from tests.support.server.walk import path_of
 
 VALUE = "canary-of-a-callers-variable"
 ARGUMENT = "canary-in-a-path-or-query"

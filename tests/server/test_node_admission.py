@@ -25,8 +25,8 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat
 from tests.server.stored import add_people
-from tests.server.test_agents import H100, hello, placed, token_of
-from tests.server.test_principals import Api
+from tests.support.server.agents import H100, hello, placed, token_of
+from tests.support.server.principals import Api
 
 HOME = Identity(name="n1", machine="m1", instance="i1")
 

@@ -25,7 +25,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, NodeView, Start
 from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, QuarantineRequest
 from tests.server.stored import add_people, new_run
-from tests.server.test_agents import H100, NODE, hello, tell
+from tests.support.server.agents import H100, NODE, hello, tell
 
 ROOT = Caller(name="root", role="admin")
 ALICE = Caller(name="alice", role="member")

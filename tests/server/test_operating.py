@@ -15,7 +15,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest, PoolView
 from tests.server.stored import add_people
-from tests.server.test_agents import H100, NODE, find, hello, submit
+from tests.support.server.agents import H100, NODE, find, hello, submit
 
 ADMIN = Caller(name="root", role="admin", token_id="t")
 

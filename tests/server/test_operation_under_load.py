@@ -23,9 +23,9 @@ from serverless_gpu.wire.runs import RunView
 from tests.local.observe import wait_for
 from tests.ports import own_port
 from tests.server.served import served
-from tests.server.test_backups import backup_of, going_on
-from tests.server.test_runs_api import request
-from tests.server.test_server_process import Process
+from tests.support.server.backups import backup_of, going_on
+from tests.support.server.runs_api import request
+from tests.support.server.server_process import Process
 
 pytestmark = pytest.mark.slow
 TIMES = int(os.environ.get("OPERATION_TIMES", "3"))

@@ -25,10 +25,10 @@ from serverless_gpu.wire.runs import RunView, StreamMessage
 from tests.server.made import made_services
 from tests.server.served import served
 from tests.server.stored import add_people
-from tests.server.test_agents import NODE, find, hello, submit
-from tests.server.test_measures import value
-from tests.server.test_principals import Api
-from tests.server.test_submitting import request
+from tests.support.server.agents import NODE, find, hello, submit
+from tests.support.server.measures import value
+from tests.support.server.principals import Api
+from tests.support.server.submitting import request
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.attempts import Report
 from tests.server.stored import add_people
-from tests.server.test_agents import NODE, find, hello, submit, tell
+from tests.support.server.agents import NODE, find, hello, submit, tell
 
 
 @pytest.fixture

@@ -40,8 +40,8 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
 from tests.server.planned import Planners, Scripted, decision, placement, waiting
 from tests.server.stored import add_people, new_run
-from tests.server.test_agents import NODE, find, hello, submit, tell
-from tests.server.test_measures import value
+from tests.support.server.agents import NODE, find, hello, submit, tell
+from tests.support.server.measures import value
 
 ROOT = Caller(name="root", role="admin")
 

@@ -25,8 +25,9 @@ from serverless_gpu.wire.runs import RunView
 from tests.local.observe import wait_for
 from tests.server.postgres import Cluster
 from tests.server.served import Served, served
-from tests.server.test_runs_api import request, submit
-from tests.server.test_server_process import Process
+from tests.support.server.rollback import delete_log, has_identity
+from tests.support.server.runs_api import request, submit
+from tests.support.server.server_process import Process
 
 HERE = Position(database_id="a" * 32, generation=2, commits=10, audit=7)
 
@@ -40,18 +41,6 @@ def killed(home: Path) -> str:
     finally:
         process.end(signal.SIGKILL)
     return run.id
-
-
-def has_identity(home: Path) -> bool:
-    """Return whether the database's file has what the start wrote, without its log."""
-    url = f"file:{home}/server/server.db?immutable=1"
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(url, uri=True)) as connection:
-        return bool(connection.execute("SELECT 1 FROM server_identity").fetchone())
-    return False
-
-
-def delete_log(home: Path) -> None:
-    (home / "server" / "server.db-wal").unlink()
 
 
 def damage_log(home: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.test_rotation import made
+from tests.support.crash.rotation import made
 
 
 def test_22A1_rotate_works_on_both_databases_also_in_small_portions(

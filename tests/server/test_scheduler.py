@@ -34,7 +34,7 @@ from serverless_gpu.wire.attempts import Report
 from serverless_gpu.wire.runs import Target
 from tests.server.made import made_services
 from tests.server.stored import T0, add_people, new_run
-from tests.server.test_agents import H100, NODE, find, hello, submit, tell
+from tests.support.server.agents import H100, NODE, find, hello, submit, tell
 
 ROOT = Caller(name="root", role="admin")
 

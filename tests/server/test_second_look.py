@@ -14,7 +14,7 @@ from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.server.stored import add_people, new_run
-from tests.server.test_agents import NODE, find, hello, submit
+from tests.support.server.agents import NODE, find, hello, submit
 
 
 @pytest.fixture(autouse=True)

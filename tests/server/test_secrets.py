@@ -24,10 +24,10 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.secrets import SecretValue
 from tests.server.stored import rows
-from tests.server.test_agents import NODE, find, hello, tell
-from tests.server.test_measures import value
-from tests.server.test_principals import Api
-from tests.server.test_submitting import request
+from tests.support.server.agents import NODE, find, hello, tell
+from tests.support.server.measures import value
+from tests.support.server.principals import Api
+from tests.support.server.submitting import request
 
 ALICE = Caller(name="alice", role="member", teams=("search",))
 VALUE = b"hunter2-of-alice"

@@ -25,7 +25,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL
 from tests.server.stored import add_node, add_people
-from tests.server.test_invariants import finished, submitted
+from tests.support.server.invariants import finished, submitted
 
 
 @pytest.fixture

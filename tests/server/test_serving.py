@@ -30,7 +30,7 @@ from serverless_gpu.wire.runs import RunView, StopRequest
 from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
 from serverless_gpu.wire.state import Health, Version
 from tests.server.served import Served, served
-from tests.server.test_runs_api import submit
+from tests.support.server.runs_api import submit
 
 
 def test_a_server_answers_whoever_has_its_token(server: Served) -> None:

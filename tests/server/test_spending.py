@@ -20,7 +20,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
 from tests.server.made import made_services
 from tests.server.spent import PER_SECOND, ROOT, UNIT, Spent
-from tests.server.test_submitting import ALICE, request
+from tests.support.server.submitting import ALICE, request
 
 MORNING = 1_794_729_600_000_000_000  # 2026-11-15 08:00 UTC
 

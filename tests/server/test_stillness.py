@@ -22,7 +22,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 from tests.server.ganged import began, happened, place_met, say, services_of_nodes, wrong
 from tests.server.stored import T0, S, add_run, stored, tell
-from tests.unit.test_hangs import look
+from tests.support.unit.hangs import look
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from serverless_gpu.ambient import new_run_id
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.errors import (
     EnvironmentMissing,
@@ -32,33 +31,17 @@ from serverless_gpu.server.hub import SCHEDULER
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
-from serverless_gpu.wire.runs import RunRequest, Target
+from serverless_gpu.wire.runs import RunRequest
 from tests.server.made import made_services
 from tests.server.stored import add_people, rows, stored
+from tests.support.server.submitting import ALICE, BOB, CONTEXT, LIVE, request
 from tests.unit.environments_in_stores import make_unit, snapshot_of
-
-ALICE = Caller(name="alice", role="member", teams=("search",), token_id="token-1")
-BOB = Caller(name="bob", role="member")
-LIVE = Target(machine="m1", python="3.11", platform="linux-x86_64")
-CONTEXT = msgspec.Raw(b'{"environ":{"WANDB_API_KEY":"s3cret-value"}}')
 
 
 @pytest.fixture
 def services(database: Database, tmp_path: Path) -> Services:
     add_people(database, "alice", "bob")
     return made_services(database, tmp_path, clock=FakeClock(), runs_waiting_max=3)
-
-
-def request(run_id: str = "", *, call: bytes | None = b"call", snapshot: str = "", **spec: Any) -> RunRequest:
-    return RunRequest(
-        id=run_id or new_run_id(),
-        spec=RunSpec(remote=True, environment="snapshot" if snapshot else "live", **spec),
-        target=LIVE,
-        context=CONTEXT,
-        call=call,
-        snapshot=snapshot,
-        version="0.1.0",
-    )
 
 
 def test_an_accepted_run_is_written_once_with_its_event_and_who_asked(services: Services, database: Database) -> None:

@@ -16,7 +16,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
 from tests.server.stored import add_people
-from tests.server.test_agents import NODE, OTHER, find, hello, submit
+from tests.support.server.agents import NODE, OTHER, find, hello, submit
 
 ROOT = Caller(name="root", role="admin")
 HOUR = 3_600

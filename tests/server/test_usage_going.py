@@ -26,7 +26,7 @@ from serverless_gpu.wire.usage import UsageView
 from tests.server.charged import charge_all
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people
-from tests.server.test_charging import HOUR_S, MIDNIGHT, begun, end, fact, late, used, write_facts
+from tests.support.server.charging import HOUR_S, MIDNIGHT, begun, end, fact, late, used, write_facts
 
 ROOT = Caller(name="root", role="admin", token_id="t")
 DAY = T0 // DAY_NS

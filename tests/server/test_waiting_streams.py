@@ -13,7 +13,7 @@ from serverless_gpu.wire.runs import RunPage, RunRequest, RunView, StateMessage,
 from serverless_gpu.wire.waiting import WaitView
 from tests.server.played import Played
 from tests.server.served import Served
-from tests.server.test_runs_api import Reader, request
+from tests.support.server.runs_api import Reader, request
 
 
 def asked(gpus: int, *, name: str = "", timeout_s: float | None = None) -> RunRequest:

@@ -14,16 +14,9 @@ from serverless_gpu.server.app import all_routes
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
 from tests.server.served import Served
+from tests.support.server.walk import path_of
 
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE")
-
-
-def path_of(route: Route) -> str:
-    path = route.path
-    for name, kind in route.parts.items():
-        value = "7" if kind is int else new_run_id()
-        path = path.replace("{" + name + "}", value).replace("{" + name + ":path}", value)
-    return API + path
 
 
 def ask(client: httpx2.Client, route: Route, token: str) -> int:

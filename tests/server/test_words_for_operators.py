@@ -40,8 +40,8 @@ from serverless_gpu.wire.state import Version
 from tests.server.certificates import Authority
 from tests.server.served import served
 from tests.server.stored import add_people
-from tests.server.test_agents import NODE, hello, submit, tell
-from tests.server.test_runs_api import request
+from tests.support.server.agents import NODE, hello, submit, tell
+from tests.support.server.runs_api import request
 
 
 def told(*arguments: str, stdin: str | bytes = "") -> Result:

@@ -17,7 +17,7 @@ import pytest
 import serverless_gpu
 from serverless_gpu import errors
 from tests.stable import recording
-from tests.stable.test_recorded_home import STATES, TRAINED, Sgpu, same_python
+from tests.support.stable.recorded_home import STATES, TRAINED, Sgpu, same_python
 
 pytestmark = pytest.mark.slow
 

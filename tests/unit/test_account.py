@@ -10,39 +10,18 @@ import pytest
 
 from serverless_gpu.model.attempt import Attempt, Limits, Phase, Reason, State
 from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import charge, lines
 from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.account import Account, gate_text, write_json
 from serverless_gpu.node.gate import Verdict
-from serverless_gpu.node.protocol import Context, Launch
 from serverless_gpu.testing import FakeClock
+from tests.support.unit.account import DEVICES, START_NS, WALL_NS, launch
 
-DEVICES = tuple(
-    Device(uuid=f"FAKE-H100-{n}", index=n, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE) for n in range(2)
-)
-CONTEXT = Context(
-    python="python", flags=(), environ={}, cwd="/", umask=0o22, argv=("",), sys_path=(), descriptors_max=1024
-)
 BOOT = "00000000-0000-0000-0000-000000000000"
-START_NS, WALL_NS = 1_000_000_000_000, 1_800_000_000_000_000_000
 FREE = {device.uuid: Verdict(ok=True, evidence="no process, 0 MiB used (baseline 0 MiB)") for device in DEVICES}
-
-
-def launch(directory: Path, tariff: Tariff = UNPRICED) -> Launch:
-    return Launch(
-        run_id="r",
-        fence=2,
-        directory=str(directory),
-        spec=RunSpec(tags={"team": "search"}),
-        candidates=DEVICES,
-        world_size=2,
-        context=CONTEXT,
-        called_ns=START_NS,
-        tariff=tariff,
-    )
 
 
 def facts(directory: Path) -> list[Fact]:

@@ -15,7 +15,7 @@ from serverless_gpu.model.billing import Record
 from serverless_gpu.model.days import DAY_NS
 from serverless_gpu.model.ledger import Entry, EntryKind, Line
 from serverless_gpu.model.pricing import Price, cost, dbu_cost, tariff
-from tests.unit.test_usage import Account
+from tests.support.unit.usage import Account
 
 HOUR_MS = 3_600_000
 DAY = 20_770  # 2026-11-13

@@ -12,11 +12,9 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from click.testing import CliRunner, Result
 
 from serverless_gpu import Run, attach
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.cli import program
 from serverless_gpu.cli.cancellation import _gate
 from serverless_gpu.cli.choosing import choose
 from serverless_gpu.cli.columns import columns
@@ -24,38 +22,10 @@ from serverless_gpu.cli.outputs import tail_start
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import parse_duration_s
+from tests.support.unit.cli import FIRST, RECEIPT, SECOND, SPEC, sgpu
 
-FIRST, SECOND = "01m7wtgc0mdrq1jtwz87xq3ma4", "01m7wtgcvn7dzamkbw6x08yjqb"
-SPEC = {
-    "run_id": "r",
-    "fence": 1,
-    "world_size": 2,
-    "version": "0.1.0",
-    "spec": {"name": "train", "resources": {"gpus": 2, "gpu_type": "H100"}, "tags": {"team": "search"}},
-}
 STOPPED = {"type": "stopped", "state": "FAILED", "reason": "rank_raised", "consequences": [], "log_tail": ""}
 CAUSE = {"rank": 1, "reason": "rank_raised", "at_ns": 1, "detail": "ValueError: boom"}
-RECEIPT = {
-    "run_id": FIRST,
-    "fence": 1,
-    "state": "FAILED",
-    "reason": "rank_raised",
-    "gpu_type": "H100",
-    "gpus": ["FAKE-H100-0", "FAKE-H100-1"],
-    "kind": "fake",
-    "segments": {"run_ms": 2500},
-    "gpu_ms": 5000,
-    "micros": 4200,
-    "currency": "USD",
-    "peak_memory_bytes": None,
-    "warm": True,
-    "warm_reason": "",
-    "gate": "2 GPUs verified free",
-    "quarantined": [],
-    "tags": {},
-    "facts": 6,
-    "world_size": 2,
-}
 OLD_NS = 1_000_000_000_000_000_000
 
 
@@ -85,11 +55,6 @@ def make(runs: Path, run_id: str, *, stopped: bool = True) -> Path:
     for path in directory.rglob("*"):
         os.utime(path, ns=(OLD_NS, OLD_NS))
     return directory
-
-
-def sgpu(*arguments: str) -> Result:
-    """Run the command in this process; an error of ours is raised."""
-    return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
 
 
 # --- which run -------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from serverless_gpu.cli import program
 from serverless_gpu.cli.uses import use_lines
 from serverless_gpu.model.receipt import DeviceUse
+from tests.support.unit.cli import FIRST, RECEIPT, SPEC
 from tests.unit.plotted import ORIGIN_NS, attempt, telemetry
-from tests.unit.test_cli import FIRST, RECEIPT, SPEC
 
 GPU = "system/node_0/gpu_1_utilization_percentage"
 USES = [

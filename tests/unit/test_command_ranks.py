@@ -17,7 +17,7 @@ from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.inside.channel import pair
 from serverless_gpu.node.rank_environment import Network
 from serverless_gpu.testing import FakeClock
-from tests.unit.test_account import CONTEXT, DEVICES, launch
+from tests.support.unit.account import CONTEXT, DEVICES, launch
 
 
 class Nobody:

@@ -16,20 +16,10 @@ from serverless_gpu.client.live_block import LIVE_ROWS_MAX
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.testing import FakeClock
-from tests.tiny_terminal import screen
-from tests.unit.test_screen import NESTED
+from tests.support.unit.display import Terminal
+from tests.support.unit.screen import NESTED
 
 Captured = pytest.CaptureFixture[str]
-
-
-class Terminal(io.StringIO):
-    """stdout and stderr of a person at a terminal of 80 columns."""
-
-    def isatty(self) -> bool:
-        return True
-
-    def rows(self) -> list[str]:
-        return screen(self.getvalue())
 
 
 @pytest.fixture

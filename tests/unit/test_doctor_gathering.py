@@ -28,7 +28,7 @@ from serverless_gpu.doctor.gathering.machine import (
     look_at_limits,
     look_at_runs,
 )
-from tests.unit.test_gpus import Card, FakeNvml, FakeNvmlError
+from tests.support.unit.gpus import Card, FakeNvml, FakeNvmlError
 
 MOUNTS = """\
 21 1 8:1 / / rw,relatime - ext4 /dev/sda rw

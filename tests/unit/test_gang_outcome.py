@@ -11,7 +11,7 @@ from serverless_gpu.client.outcome import Origin, ending_text, make_exception
 from serverless_gpu.errors import RunError
 from serverless_gpu.model.attempt import Failure, Reason
 from serverless_gpu.node.protocol import Stopped
-from tests.unit.test_outcome import RUN, stopped
+from tests.support.unit.outcome import RUN, stopped
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.hangs import HangWatch
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.testing import FakeClock
-from tests.unit.test_account import launch
+from tests.support.unit.account import launch
 
 ATTEMPT = Attempt(
     run_id="r", fence=1, world_size=2, limits=Limits(hang_warning_ns=600_000_000_000), state=State.RUNNING

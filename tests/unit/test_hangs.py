@@ -30,8 +30,8 @@ from serverless_gpu.model.hangs import (
     warned,
 )
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.stacks import Stack, Thread
-from tests.unit.test_stacks import (
+from tests.support.unit.hangs import HERE, THERE, Calls, S, look
+from tests.support.unit.stacks import (
     ACCEPT,
     ALL_REDUCE,
     BACKWARD,
@@ -41,22 +41,9 @@ from tests.unit.test_stacks import (
     LOADER,
     SLEEP,
     USERS_FORWARD,
-    frames,
 )
 
-S = 1_000_000_000
 TEN_MIN = Limits(hang_warning_ns=600 * S)
-Calls = tuple[tuple[str, int, str], ...]
-HERE, THERE = (("/home/me/a.py", 1, "here"),), (("/home/me/a.py", 2, "there"),)
-
-
-def stack(calls: Calls, *others: Calls) -> Stack:
-    return Stack(Thread("Current", frames(*calls)), tuple(Thread("Thread", frames(*other)) for other in others))
-
-
-def look(rank: int, calls: Calls = HERE, *others: Calls, **fields: object) -> Look:
-    made = Look(rank=rank, pid=100 + rank, state="S", stack=stack(calls, *others))
-    return msgspec.structs.replace(made, **fields)
 
 
 Scene = Callable[[int], Sequence[Look]]

@@ -18,9 +18,9 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.ledger import Charge, charge
 from serverless_gpu.model.pricing import UNPRICED, Tariff, parse_prices
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
+from tests.support.unit.ledger import FULL, GPUS
 
 PRICE = Tariff(gpu_micros_per_hour=3_000_000)
-GPUS = ("GPU-a", "GPU-b")
 PRICE_HINT = 'hint: write the price of one GPU for one hour in USD, for example {"H100": 2.99}'
 
 
@@ -263,30 +263,6 @@ def test_a_price_that_is_not_finite_is_refused(amount: float, text: str) -> None
     assert str(refused.value) == f"the price of H100 is {text}, not between 0 and 100000\n{PRICE_HINT}"
 
 
-FULL = Receipt(
-    run_id="01jabc",
-    fence=2,
-    state="FAILED",
-    reason="user_error",
-    gpu_type="H100",
-    gpus=GPUS,
-    kind=DeviceKind.GPU,
-    segments=Segments(
-        environment_ms=12, start_ms=34, first_line_ms=50, run_ms=185_000, stop_ms=400, gate_ms=120, queued_ms=0
-    ),
-    gpu_ms=371_040,
-    micros=308_167,
-    currency="USD",
-    peak_memory_bytes=1_234_567_890,
-    warm=True,
-    warm_reason="",
-    gate="2 GPUs verified free: no process, memory at baseline",
-    quarantined=("GPU-b",),
-    tags={"team": "search", "job": "nightly"},
-    facts=7,
-    world_size=2,
-    notes=("rank 1 failed as a consequence", "12 lines dropped"),
-)
 BARE = Receipt(
     run_id="01jabc",
     fence=1,

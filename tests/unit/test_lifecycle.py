@@ -13,7 +13,6 @@ import pytest
 from serverless_gpu.model.attempt import (
     MEANINGS,
     TERMINAL,
-    Attempt,
     Event,
     Failure,
     GpuFailed,
@@ -40,19 +39,24 @@ from serverless_gpu.model.attempt import (
     TreeEmpty,
 )
 from serverless_gpu.model.lifecycle import SETTLE_NS, TABLE, IllegalTransition, Instruction, advance
-
-S = 1_000_000_000
-START, RELEASE, TERMINATE, KILL, CONCLUDE = (
-    Instruction.START_RANKS,
-    Instruction.RELEASE_RANKS,
-    Instruction.TERMINATE_RANKS,
-    Instruction.KILL_TREE,
-    Instruction.CONCLUDE,
+from tests.support.unit.lifecycle import (
+    CONCLUDE,
+    KILL,
+    LOST,
+    QUEUED,
+    RELEASE,
+    RUNNING,
+    SETTLING,
+    START,
+    STARTING,
+    TERMINATE,
+    TO_RUNNING,
+    S,
+    changed,
+    drive,
+    ended,
+    raised,
 )
-LIMITS = Limits(timeout_ns=100 * S, grace_ns=30 * S, failure_grace_ns=2 * S, start_ns=300 * S)
-QUEUED = Attempt(run_id="r", fence=1, world_size=2, limits=LIMITS)
-STARTING = msgspec.structs.replace(QUEUED, state=State.STARTING, wake_ns=300 * S)
-RUNNING = msgspec.structs.replace(STARTING, state=State.RUNNING, exec_ns=10 * S, wake_ns=80 * S)
 
 SAMPLES: tuple[Event, ...] = (
     Placed(),
@@ -72,28 +76,6 @@ SAMPLES: tuple[Event, ...] = (
     Released(),
     PeerFailed("rank 8 raised ValueError"),
 )
-
-
-def drive(attempt: Attempt, *happenings: tuple[int, Event]) -> tuple[Attempt, tuple[Instruction, ...]]:
-    issued: list[Instruction] = []
-    for now_ns, event in happenings:
-        attempt, instructions = advance(attempt, event, now_ns)
-        issued += instructions
-    return attempt, tuple(issued)
-
-
-def changed(attempt: Attempt, **fields: object) -> Attempt:
-    return msgspec.structs.replace(attempt, **fields)
-
-
-def raised(rank: int, at_ns: int, *, peer_lost: bool = False) -> Failure:
-    return Failure(rank=rank, reason=Reason.RANK_RAISED, at_ns=at_ns, peer_lost=peer_lost, detail="ValueError: x")
-
-
-def ended(
-    attempt: Attempt, *, state: State, reason: Reason, stop_ns: int, phase: Phase = Phase.NONE, **fields: object
-) -> Attempt:
-    return changed(attempt, state=state, reason=reason, stop_ns=stop_ns, wake_ns=None, phase=phase, **fields)
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -240,8 +222,6 @@ def test_a_gang_is_named_by_run_and_fence() -> None:
 
 
 # --- success ---------------------------------------------------------------------------------------------------------
-
-TO_RUNNING: tuple[tuple[int, Event], ...] = ((0, Placed()), (10 * S, RankExecuting(0)), (11 * S, RankExecuting(1)))
 
 
 def test_placed_and_executing() -> None:
@@ -432,9 +412,6 @@ def test_a_rank_that_fails_before_any_user_code() -> None:
 
 
 # --- a peer is lost --------------------------------------------------------------------------------------------------
-
-LOST = raised(0, 20 * S, peer_lost=True)
-SETTLING = changed(RUNNING, phase=Phase.SETTLING, wake_ns=20 * S + SETTLE_NS, failures=(LOST,))
 
 
 def test_a_lost_peer_is_waited_for() -> None:

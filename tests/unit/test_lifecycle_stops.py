@@ -29,7 +29,7 @@ from serverless_gpu.model.attempt import (
     stop_word,
 )
 from serverless_gpu.model.lifecycle import Instruction
-from tests.unit.test_lifecycle import (
+from tests.support.unit.lifecycle import (
     CONCLUDE,
     KILL,
     QUEUED,

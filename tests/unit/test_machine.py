@@ -28,7 +28,7 @@ from serverless_gpu.node.monitor.ranks import RankLook, RankProcesses
 from serverless_gpu.node.monitor.sampling import Wanted
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.local.observe import wait_for
-from tests.unit.test_gpus import GIB, LOST, Card, FakeNvml, FakeNvmlError
+from tests.support.unit.gpus import GIB, LOST, Card, FakeNvml, FakeNvmlError
 
 KEY = ("run:1", 0)
 

@@ -33,8 +33,7 @@ from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside import failure, payload
 from serverless_gpu.node.protocol import Stopped
-
-RUN = "01run"
+from tests.support.unit.outcome import RUN, stopped
 
 
 @pytest.fixture
@@ -42,24 +41,6 @@ def directory(tmp_path: Path) -> Path:
     for name in ("logs", "results", "failures"):
         (tmp_path / name).mkdir()
     return tmp_path
-
-
-def stopped(
-    reason: Reason,
-    detail: str = "",
-    *,
-    rank: int | None = None,
-    cause: bool = True,
-    consequences: tuple[Failure, ...] = (),
-    log_tail: str = "",
-) -> Stopped:
-    return Stopped(
-        state=MEANINGS[reason].state,
-        reason=reason,
-        cause=Failure(rank=rank, reason=reason, at_ns=1, detail=detail) if cause else None,
-        consequences=consequences,
-        log_tail=log_tail,
-    )
 
 
 def write_record(directory: Path, rank: int, **fields: object) -> None:

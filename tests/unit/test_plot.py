@@ -12,20 +12,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from serverless_gpu import Run
-from serverless_gpu.client.source import Supervised
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.spec import RunSpec
+from tests.support.unit.plot import handle
 from tests.unit.plotted import ORIGIN_NS, attempt, telemetry
 
 BUSY = "system/node_0/gpu_1_utilization_percentage"
-
-
-def handle(directory: Path, name: str = "train", world_size: int = 2) -> Run[object]:
-    run: Run[object] = Run(Supervised("r", directory, world_size, None), RunSpec(name=name))
-    run._nothing_more()
-    return run
 
 
 def words(figure: Figure) -> str:
@@ -129,7 +121,7 @@ import matplotlib
 matplotlib.rcParams.update({{"text.color": "white", "figure.facecolor": "black", "savefig.facecolor": "black"}})
 matplotlib.rcParams.update({{"axes.titlecolor": "white", "savefig.transparent": False, "axes.facecolor": "black"}})
 from pathlib import Path
-from tests.unit.test_plot import handle
+from tests.support.unit.plot import handle
 import sys
 figure = handle(Path({str(directory)!r})).plot({str(tmp_path / "styled.png")!r})
 assert "matplotlib.pyplot" not in sys.modules

@@ -14,7 +14,7 @@ from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.node.protocol import Launch
 from serverless_gpu.node.rank_environment import Network, RankEnvironment
 from serverless_gpu.node.taking import first_of
-from tests.unit.test_account import CONTEXT, DEVICES, launch
+from tests.support.unit.account import CONTEXT, DEVICES, launch
 
 COLUMNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "NUM_NODES")
 OF_NODES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "POD_RANK", "NUM_NODES", "LOCAL_ADDR", "MASTER_ADDR")

@@ -13,7 +13,7 @@ from serverless_gpu.client.remote.stream import EventStream
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import Command, Resources, RunSpec
-from tests.unit.test_remote_tracked import VIEW
+from tests.support.unit.remote_tracked import VIEW
 
 RAY = RunSpec(ray=RayCluster(), resources=Resources(gpus=8))
 

@@ -13,30 +13,11 @@ from serverless_gpu.client.remote.stream import EventStream, Heard
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.source import Note
 from serverless_gpu.model.attempt import State
-from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StateMessage
+from tests.support.unit.remote_tracked import VIEW
 
 LINK = "http://127.0.0.1:5000/#/experiments/1/runs/m1"
-VIEW = RunView(
-    id="01kaz5w8d3e4f5g6h7j8k9m0n1",
-    name="train",
-    state=State.RUNNING,
-    reason=None,
-    sentence="",
-    fence=1,
-    owner="ada",
-    team="",
-    pool="",
-    node="n1",
-    gpu_type="",
-    world_size=1,
-    created_ns=0,
-    started_ns=None,
-    ended_ns=None,
-    stop=None,
-    spec=RunSpec(),
-)
 
 
 class Said:

@@ -14,8 +14,8 @@ from serverless_gpu.cli.results import Result, _copy
 from serverless_gpu.cli.server import audit_file, usage_files
 from serverless_gpu.client.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
+from tests.support.unit.plot import handle
 from tests.unit.plotted import attempt, telemetry
-from tests.unit.test_plot import handle
 
 
 def _report(path: Path) -> None:

@@ -8,7 +8,7 @@ from serverless_gpu.model.attempt import State
 from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.wire.runs import CrewView
-from tests.unit.test_waiting_shown import VIEW
+from tests.support.unit.waiting_shown import VIEW
 
 
 def test_ranks_have_one_each_and_a_ray_cluster_one_for_each_node() -> None:

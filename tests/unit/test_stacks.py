@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.stacks import (
-    Frame,
     Stack,
     at_socket,
     delegates,
@@ -27,11 +26,24 @@ from serverless_gpu.model.stacks import (
     readable,
     uses_torch,
 )
+from tests.support.unit.stacks import (
+    ACCEPT,
+    ALL_REDUCE,
+    BACKWARD,
+    BARRIER,
+    CHILD,
+    EVENT,
+    LOADER,
+    SLEEP,
+    STANDARD,
+    TORCH,
+    USER,
+    USERS_FORWARD,
+    WRAPPER,
+    frames,
+)
 
-TORCH = "/venv/lib/python3.11/site-packages/torch"
-STANDARD = "/usr/lib/python3.11"
 OWN = "/venv/lib/python3.11/site-packages/serverless_gpu/node/inside/"
-USER = ("/home/me/train.py", 30, "train")
 ZYGOTE = f"""\
   File "{OWN}rank.py", line 149 in execute
   File "{OWN}rank.py", line 101 in main
@@ -41,25 +53,12 @@ ZYGOTE = f"""\
 """
 
 
-def frames(*calls: tuple[str, int, str]) -> tuple[Frame, ...]:
-    return tuple(Frame(*call) for call in calls)
-
-
 def dump(*calls: tuple[str, int, str], before: str = "") -> str:
     """Return what a rank writes whose main thread is in these calls of user code."""
     lines = "".join(f'  File "{file}", line {line} in {function}\n' for file, line, function in calls)
     return f"{before}Current thread 0x00007f84c00a7b80 (most recent call first):\n{lines}{ZYGOTE}"
 
 
-WRAPPER = (f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
-ALL_REDUCE = ((f"{TORCH}/distributed/distributed_c10d.py", 3252, "all_reduce"), WRAPPER, USER)
-BARRIER = ((f"{TORCH}/distributed/distributed_c10d.py", 5356, "barrier"), WRAPPER, USER)
-BACKWARD = (
-    (f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward"),
-    (f"{TORCH}/autograd/__init__.py", 395, "backward"),
-    (f"{TORCH}/_tensor.py", 623, "backward"),
-    USER,
-)
 OBJECTS = (
     (f"{TORCH}/distributed/distributed_c10d.py", 3151, "broadcast"),
     WRAPPER,
@@ -78,13 +77,6 @@ SYNC_BUFFERS = (
     (f"{TORCH}/nn/modules/module.py", 1773, "_call_impl"),
     USER,
 )
-USERS_FORWARD = (
-    ("/home/me/model.py", 12, "forward"),
-    (f"{TORCH}/nn/modules/module.py", 1773, "_call_impl"),
-    (f"{TORCH}/distributed/fsdp/fully_sharded_data_parallel.py", 839, "forward"),
-    (f"{TORCH}/nn/parallel/distributed.py", 1661, "forward"),
-    USER,
-)
 PACKAGES_FORWARD = (
     ("/venv/lib/python3.11/site-packages/transformers/models/llama.py", 9, "forward"),
     *USERS_FORWARD[1:],
@@ -96,18 +88,6 @@ CHECKPOINT = (
     USER,
 )
 CHECKPOINT_BARRIER = (ALL_REDUCE[0], WRAPPER, *CHECKPOINT[1:])
-LOADER = (
-    (f"{STANDARD}/selectors.py", 415, "select"),
-    (f"{STANDARD}/multiprocessing/connection.py", 947, "wait"),
-    (f"{STANDARD}/multiprocessing/queues.py", 113, "get"),
-    (f"{TORCH}/utils/data/dataloader.py", 1291, "_try_get_data"),
-    (f"{TORCH}/utils/data/dataloader.py", 725, "__next__"),
-    USER,
-)
-SLEEP = (USER,)
-ACCEPT = ((f"{STANDARD}/socket.py", 294, "accept"), USER)
-EVENT = ((f"{STANDARD}/threading.py", 331, "wait"), (f"{STANDARD}/threading.py", 629, "wait"), USER)
-CHILD = ((f"{STANDARD}/subprocess.py", 2004, "_try_wait"), (f"{STANDARD}/subprocess.py", 550, "run"), USER)
 ASYNCIO = ((f"{STANDARD}/selectors.py", 468, "select"), (f"{STANDARD}/asyncio/base_events.py", 1884, "_run_once"), USER)
 DOWNLOAD = ((f"{STANDARD}/ssl.py", 1, "read"), (f"{STANDARD}/urllib/request.py", 5, "urlopen"), *USERS_FORWARD)
 NOTHING: tuple[tuple[str, int, str], ...] = ()

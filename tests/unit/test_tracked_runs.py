@@ -16,8 +16,8 @@ from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
-from tests.unit.test_ledger import FULL
-from tests.unit.test_notebook_display import Cell
+from tests.support.unit.ledger import FULL
+from tests.support.unit.notebook_display import Cell
 
 RUN = "0af1" * 8
 URI = "http://127.0.0.1:5000"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,22 +12,9 @@ from hypothesis import strategies as st
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import days, usage
 from serverless_gpu.model.usage import Amounts, Group, Window
+from tests.support.unit.usage import Account
 
 HOUR_MS = 3_600_000
-
-
-class Account(msgspec.Struct, frozen=True, kw_only=True):
-    owner: str = "alice"
-    team: str = "search"
-    pool: str = "lab"
-    reserved: bool = False
-    policy: str = "nightly"
-    gpu_type: str = "H100"
-    name: str = "train"
-    workload: str = "function"
-    environment: str = "e1"
-    currency: str = "USD"
-    tags: dict[str, str] = {}
 
 
 def group(*key: str, currency: str = "USD", **amounts: Any) -> Group:

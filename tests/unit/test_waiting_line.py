@@ -8,8 +8,8 @@ from serverless_gpu.client import display
 from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.client.waiting_line import ROWS_MAX, WaitingLine, waited_text
 from serverless_gpu.testing import FakeClock
-from tests.unit.test_display import Terminal
-from tests.unit.test_notebook_display import Cell
+from tests.support.unit.display import Terminal
+from tests.support.unit.notebook_display import Cell
 
 S = 1_000_000_000
 NEEDS = "needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until 14:20 at the latest; you are {}th"

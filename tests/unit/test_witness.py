@@ -27,7 +27,7 @@ from serverless_gpu.node.peers import Peers
 from serverless_gpu.node.protocol import GangNews
 from serverless_gpu.node.witness import HangWitness
 from serverless_gpu.testing import FakeClock
-from tests.unit.test_account import launch
+from tests.support.unit.account import launch
 
 S = 1_000_000_000
 ATTEMPT = Attempt(

@@ -16,7 +16,7 @@ from serverless_gpu.node.protocol import Context
 from serverless_gpu.node.zygote_pool import ZYGOTES_MAX, ZygotePool
 from serverless_gpu.node.zygotes import Zygote, ZygoteRequest
 from serverless_gpu.testing import FakeClock
-from tests.unit.test_restored import caller, environment
+from tests.support.unit.restored import caller, environment
 
 
 class Recorded(ZygotePool):

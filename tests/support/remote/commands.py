@@ -1,0 +1,38 @@
+"""Helpers of the tests of commands that other tests use as well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from click.testing import CliRunner, Result
+
+from serverless_gpu.cli import program
+from serverless_gpu.client.launch import launch_command
+from serverless_gpu.client.run import Run
+from serverless_gpu.model.spec import Command, Resources, RunSpec
+
+
+def start(*argv: str, gpus: int = 1, name: str = "said", resume: bool = False) -> Run[None]:
+    """Start a program through the server."""
+    spec = RunSpec(
+        name=name,
+        remote=True,
+        environment="auto",
+        resources=Resources(gpus=gpus, gpu_type="H100"),
+        payload=Command(argv=argv, per="rank"),
+        quiet=True,
+        resume=resume,
+    )
+    return launch_command(spec)
+
+
+def sgpu(*arguments: str) -> Result:
+    """Run the command in this process; an error of ours is raised."""
+    return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
+
+
+def spawn(*arguments: str) -> subprocess.Popen[str]:
+    """Start the command as a process of its own."""
+    program = [sys.executable, "-m", "serverless_gpu.cli", *arguments]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

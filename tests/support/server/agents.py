@@ -1,0 +1,91 @@
+"""Helpers of the tests of agents that other tests use as well."""
+
+from __future__ import annotations
+
+import msgspec
+import sqlalchemy as sa
+
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.hardware import parse_fake
+from serverless_gpu.model.node_admission import Identity
+from serverless_gpu.model.run_lifecycle import Ended, GivenUp, StopAsked
+from serverless_gpu.model.spec import Resources
+from serverless_gpu.server import node_tokens, runs, tables, transitions
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.keys import sha256
+from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.services import Services
+from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.wire.agents import AgentHello
+from serverless_gpu.wire.base import PROTOCOL
+from tests.server.stored import new_run
+
+NODE = Caller(name="node", kind="service", role="agent")
+ADMIN = Caller(name="alice", role="admin")
+OTHER = Caller(name="other", kind="service", role="agent")
+H100 = parse_fake("H100:8")
+
+
+def hello(name: str = "n1", *, boot: str = "b1", machine: str = "m1", **fields: object) -> AgentHello:
+    said = AgentHello(
+        name=name,
+        machine=machine,
+        boot_id=boot,
+        version="1",
+        protocol=PROTOCOL,
+        python="3.11",
+        platform="linux-x86_64",
+        devices=H100,
+    )
+    return msgspec.structs.replace(said, **fields)
+
+
+def submit(services: Services, gpus: int = 2) -> str:
+    new = new_run(resources=Resources(gpus=gpus, gpu_type="H100"))
+    sealed = services.sealer.seal(b'{"environ":{"A":"1"}}', about=new.id)
+    new = msgspec.structs.replace(new, context_sealed=sealed)
+    return _insert(services, new)
+
+
+def _insert(services: Services, new: NewRun) -> str:
+    at_ns = services.clock.wall_ns()
+    services.database.write(lambda connection: runs.insert(connection, new, at_ns=at_ns))
+    return new.id
+
+
+def placed(services: Services, gpus: int = 2) -> str:
+    run_id = submit(services, gpus)
+    Scheduler(services).tick(services.clock.boottime_ns())
+    assert find(services, run_id).state is State.STARTING
+    return run_id
+
+
+def find(services: Services, run_id: str) -> StoredRun:
+    run = services.database.read(lambda connection: runs.find(connection, run_id))
+    assert run is not None
+    return run
+
+
+def tell(services: Services, run_id: str, event: StopAsked | Ended | GivenUp) -> None:
+    note = Note(at_ns=services.clock.wall_ns())
+
+    def work(connection: sa.Connection) -> Told:
+        run = runs.find(connection, run_id)
+        assert run is not None
+        return transitions.tell(connection, run, event, note=note)
+
+    services.database.write(work).announce(services)
+
+
+def token_of(services: Services, identifier: str) -> Caller:
+    """Return a caller with a token of a node's own, for the first node that says hello with it."""
+    at_ns = services.clock.wall_ns()
+    row = {"id": identifier, "sha256": sha256(identifier), "principal": NODE.name, "created_ns": at_ns}
+
+    def work(connection: sa.Connection) -> None:
+        connection.execute(tables.tokens.insert(), row)
+        node_tokens.bind(connection, identifier, Identity(name="", machine=""), by="server", at_ns=at_ns)
+
+    services.database.write(work)
+    return msgspec.structs.replace(NODE, token_id=identifier)

@@ -1,0 +1,83 @@
+"""Helpers of the tests of meetings that other tests use as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serverless_gpu.model.attempt import State
+from serverless_gpu.model.meeting import Address, Chosen, Offer, Reach, Tried
+from serverless_gpu.server import active_runs, attempts, meetings
+from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.attempts import ReportAnswer
+from tests.server.ganged import say, services_of_nodes
+from tests.server.stored import T0, S, add_run, place_gang
+
+CHOSEN = Chosen(master=("10.0.0.1", 29500), interfaces=("eth0", "eth0"), addresses=("10.0.0.1", "10.0.0.2"))
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(wall_ns=T0 + 9 * S)
+
+
+@pytest.fixture
+def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
+    return services_of_nodes(database, tmp_path, clock, nodes=3)
+
+
+@pytest.fixture
+def run_id(services: Services, database: Database) -> str:
+    """Return a run with two devices on n1 and one on n2."""
+    run_id = add_run(database)
+    place_gang(database, run_id, 2, 1)
+    return run_id
+
+
+def offer(crew: int, **changes: Any) -> Offer:
+    address = Address(interface="eth0", address=f"10.0.0.{crew + 1}")
+    fields = {"crew": crew, "port": 4000 + crew, "rendezvous_port": 0 if crew else 29500, "addresses": (address,)}
+    return Offer(**(fields | changes))
+
+
+def reach(crew: int, *, of: int = 2, took: int | None = 90) -> Reach:
+    others = (other for other in range(of) if other != crew)
+    problem = "" if took is not None else "no route to host"
+    return Reach(
+        crew=crew,
+        tried=tuple(
+            Tried(crew=other, address=f"10.0.0.{other + 1}", microseconds=took, problem=problem) for other in others
+        ),
+    )
+
+
+def start(services: Services, run_id: str, crew: int, **said: Any) -> ReportAnswer:
+    return say(services, run_id, crew, State.STARTING, **said)
+
+
+def meet(services: Services, run_id: str, *numbers: int) -> None:
+    """Have crews say all that they have to say."""
+    for number in numbers:
+        start(services, run_id, number, offer=offer(number), reach=reach(number))
+
+
+def attempt_of(database: Database, run_id: str, fence: int = 1) -> StoredAttempt:
+    found = database.read(lambda connection: attempts.find(connection, run_id, fence))
+    assert found is not None
+    return found
+
+
+def look(services: Services, clock: FakeClock, *, after_s: float = 0.0, away: Sequence[str] = ()) -> None:
+    """Look after a while in which nodes were heard of, but for some."""
+    clock.advance(after_s)
+    for node_id in ("node-1", "node-2", "node-3"):
+        if node_id not in away:
+            services.presence.heard(node_id, now_ns=clock.boottime_ns())
+    active = services.database.read(active_runs.active_briefly)
+    meetings.look(services, active, clock.boottime_ns())

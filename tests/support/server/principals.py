@@ -1,0 +1,53 @@
+"""Helpers of the tests of principals that other tests use as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from serverless_gpu.server import audit
+from serverless_gpu.server.admission import Admission
+from serverless_gpu.server.app import guarded
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.first_start import first_tokens
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.base import API
+
+Answer = tuple[int, Any]
+
+
+class Api:
+    """The server's API on one database."""
+
+    def __init__(self, services: Services, database: Database, clock: FakeClock) -> None:
+        self.clock = clock
+        self.database = database
+        self.alice = ""
+        admission = Admission(database, clock=clock)
+        app = guarded(services, hosts=["server.test"], authenticate=admission.authenticate, reach=admission.reach)
+        self.client = TestClient(app, base_url="http://server.test")
+        made = first_tokens(database, services.settings.directory, login="root", now_ns=clock.wall_ns())
+        self.admin, self.node = made.token, made.node_token
+
+    def ask(self, token: str, method: str, path: str, body: object = None) -> Answer:
+        """Return status and body of an answer."""
+        headers = {"Authorization": f"Bearer {token}"}
+        answer = self.client.request(method, API + path, headers=headers, json=body)
+        return answer.status_code, answer.json()
+
+    def do(self, token: str, method: str, path: str, body: object = None) -> Any:
+        """Return the body of an answer that is a yes."""
+        status, said = self.ask(token, method, path, body)
+        assert status == 200, said
+        return said
+
+    def user(self, name: str, role: str = "member", **more: object) -> str:
+        """Make somebody; return their token."""
+        secret: str = self.do(self.admin, "POST", "/users", {"name": name, "role": role, **more})["secret"]
+        return secret
+
+    def audited(self) -> list[tuple[str, str, str]]:
+        """Return who did what to what."""
+        return [(one.principal, one.action, one.subject) for one in self.database.read(audit.entries)]

@@ -1,0 +1,15 @@
+"""Helpers of the tests of plot that other tests use as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serverless_gpu import Run
+from serverless_gpu.client.source import Supervised
+from serverless_gpu.model.spec import RunSpec
+
+
+def handle(directory: Path, name: str = "train", world_size: int = 2) -> Run[object]:
+    run: Run[object] = Run(Supervised("r", directory, world_size, None), RunSpec(name=name))
+    run._nothing_more()
+    return run
