@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.inside import process_group
 from serverless_gpu.node.inside import protocol as inside_protocol
 from serverless_gpu.node.protocol import Context, original
 
@@ -41,7 +43,7 @@ os.chdir({cwd!r})
 os.umask({umask:#o})
 sys.argv = {argv!r}
 sys.path[:] = {sys_path}
-
+{group}
 # The runtime, loaded from its own directory so that nothing has to be installed.
 {load}
 from _sgpu_inside import reproduce  # noqa: E402
@@ -55,6 +57,8 @@ _OF_A_SNAPSHOT = """
 The run itself used a captured copy of the environment (receipt.json says which). This program uses packages and code as
 they are on this machine now; `sgpu env diff ADDRESS` tells what has changed since.
 """
+
+_PLAIN = RunSpec()
 
 
 def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSIDE) -> str:
@@ -81,7 +85,7 @@ def launcher_program(plan_fd: int, channel_fd: int, inside: Path = INSIDE) -> st
 
 
 def air_program(
-    *, directory: Path, run_id: str, fence: int, world_size: int, context: Context, live: bool = True
+    *, directory: Path, run_id: str, fence: int, world_size: int, context: Context, spec: RunSpec = _PLAIN
 ) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run.
 
@@ -91,7 +95,7 @@ def air_program(
         fence: the attempt's number.
         world_size: ranks of the gang.
         context: the caller.
-        live: whether the run used the caller's environment itself, not a captured copy.
+        spec: of the run: whether it used a captured copy of the environment, and the process group that ranks join.
     """
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
     return _AIR.format(
@@ -104,7 +108,8 @@ def air_program(
         argv=[original(argument) for argument in context.argv],
         sys_path=paths,
         load=_load(INSIDE),
-        note="" if live else _OF_A_SNAPSHOT,
+        group=f"os.environ[{process_group.VARIABLE!r}] = {spec.init!r}\n" if spec.init else "",
+        note=_OF_A_SNAPSHOT if spec.environment == "snapshot" else "",
         directory=str(directory),
     )
 

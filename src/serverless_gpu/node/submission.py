@@ -70,7 +70,7 @@ def write_submission(message: protocol.Launch, version: str) -> None:
                 fence=message.fence,
                 world_size=ranks_of(message),
                 context=context,
-                live=message.spec.environment != "snapshot",
+                spec=message.spec,
             )
             (directory / "_air.py").write_text(air, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
