@@ -103,17 +103,3 @@ def test_the_program_is_readable_and_holds_no_secrets(warm: Path, monkeypatch: p
             assert b"very-secret" not in path.read_bytes(), path
     assert "MY_TOKEN" in (run.directory / "environment.json").read_text()
     assert run.directory.stat().st_mode & 0o077 == 0
-
-
-def together(rank: int = 0) -> int:
-    """Use a process group that `init=` made."""
-    total = torch.tensor(rank + 1)
-    dist.all_reduce(total)
-    return int(total)
-
-
-def test_23A5_the_process_group_of_init_is_there_by_hand_too(tmp_path: Path) -> None:
-    run = distributed(gpus=2, init="gloo", quiet=True)(together).submit()
-    assert run.results(60) == [3, 3]
-    done = torchrun(run.directory, 2, tmp_path)
-    assert done.returncode == 0 and "rank 1 returned 3" in done.stdout, done.stderr

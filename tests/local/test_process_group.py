@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch.distributed as dist
 import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.node.inside.process_group import VARIABLE
+from tests.local.test_air import torchrun
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -27,6 +31,10 @@ def make_second() -> None:
 
 def ask_cuda() -> None:
     torch.zeros(1, device="cuda")
+
+
+def told() -> str | None:
+    return os.environ.get(VARIABLE)
 
 
 def import_air() -> None:
@@ -89,3 +97,21 @@ def test_23A5_serverless_gpu_data_names_what_to_use() -> None:
     with pytest.raises(ImportError, match="DistributedSampler"):
         exec("from serverless_gpu import data")
     assert "data" not in dir(serverless_gpu)
+
+
+def test_23A5_torchrun_reproduces_a_run_that_has_init(tmp_path: Path) -> None:
+    run = distributed(gpus=2, gpu_type="H100", init="gloo", quiet=True)(summed).submit()
+    assert run.results() == [(3, "gloo")] * 2
+    done = torchrun(run.directory, 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 returned (3, 'gloo')" in done.stdout
+
+
+def test_23A5_a_call_made_by_a_rank_does_not_inherit_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "gloo")  # as in a rank of a run with init=
+    assert distributed(gpus=1, gpu_type="H100", quiet=True)(told).distributed() == [None]
+
+
+def test_23A5_an_estimate_refuses_nccl_as_the_call_does() -> None:
+    with pytest.raises(InvalidValue, match="SERVERLESS_GPU_FAKE"):
+        distributed(gpus=2, gpu_type="H100", init="nccl", quiet=True)(summed).estimate()

@@ -17,7 +17,7 @@ from serverless_gpu.model.spec import Options, Priority, Resources, RunSpec, han
 VALID = (
     "valid options: cpus, env, gpu_type, gpus, grace, hang_timeout, idle_timeout, ignore_busy, init, memory, "
     "num_gpus, on_interrupt, policy, pool, priority, quiet, ranks_log, remote, resume, retries, retry_on_infra, "
-    "same_node, secrets, tags, team, timeout, tracking"
+    "same_node, secrets, tags, team, timeout, tracking, wait"
 )
 FIRST = ("gpus", "gpu_type", "remote", "timeout")
 
@@ -80,6 +80,7 @@ GOOD: dict[str, tuple[Mapping[str, object], RunSpec]] = {
     "quiet": ({"quiet": True}, RunSpec(quiet=True)),
     "on_interrupt cancel": ({"on_interrupt": "cancel"}, RunSpec()),
     "init none": ({"init": None}, RunSpec()),
+    "wait": ({"wait": True}, RunSpec(wait=True)),
     "init": ({"init": "nccl", "gpu_type": "H100"}, msgspec.structs.replace(resources(gpu_type="H100"), init="nccl")),
     "init gloo": ({"init": "gloo"}, RunSpec(init="gloo")),
     "on_interrupt detach": ({"on_interrupt": "detach"}, RunSpec(on_interrupt="detach")),
@@ -185,6 +186,7 @@ WRONG_TYPE: dict[str, tuple[Mapping[str, object], str]] = {
     ),
     "same_node": ({"same_node": 1}, "same_node must be True or False, not 1"),
     "ignore_busy": ({"ignore_busy": "x"}, "ignore_busy must be True or False, not 'x'"),
+    "init": ({"init": True}, "init must be 'nccl', 'gloo' or None, not True"),
     "tags list": ({"tags": ["a"]}, "tags must be a dictionary of strings, not ['a']"),
     "tags number": ({"tags": {"a": 1}}, "tags must be strings, not 'a': 1"),
     "tags key": ({"tags": {1: "a"}}, "tags must be strings, not 1: 'a'"),

@@ -18,7 +18,7 @@ from typing import cast
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
-from serverless_gpu.client.launch import check_call, check_shown, noted_home
+from serverless_gpu.client.launch import check_call, check_nccl, check_shown, noted_home
 from serverless_gpu.client.preflight import check_travels
 from serverless_gpu.client.process_state import refusal
 from serverless_gpu.model.cost import CostEstimate, Devices, Lasting, estimated
@@ -169,6 +169,7 @@ def _here(spec: RunSpec) -> Estimate:
     wanted = spec.resources
     chosen = candidates(gpus=wanted.gpus, gpu_type=wanted.gpu_type, devices=devices, own=greeting.own_types)
     check_shown(spec, chosen.count)
+    check_nccl(spec, chosen.devices)
     kind, now_ns = chosen.devices[0].kind, SystemClock().wall_ns()
     found = outlook(
         home,

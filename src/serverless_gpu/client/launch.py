@@ -360,7 +360,7 @@ def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol
             hint="say how many with gpus=, or open several sessions",
         )
     check_shown(order.spec, chosen.count)
-    _check_nccl(order.spec, chosen.devices)
+    check_nccl(order.spec, chosen.devices)
     run_id = new_run_id()
     return protocol.Launch(
         run_id=run_id,
@@ -393,8 +393,12 @@ def check_shown(spec: RunSpec, devices: int) -> None:
         )
 
 
-def _check_nccl(spec: RunSpec, devices: Sequence[Device]) -> None:
-    """Refuse `init="nccl"` where no device has CUDA."""
+def check_nccl(spec: RunSpec, devices: Sequence[Device]) -> None:
+    """Refuse `init="nccl"` where no device has CUDA.
+
+    Raises:
+        InvalidValue: the devices are declared GPUs or CPU slots.
+    """
     if spec.init != "nccl" or any(device.kind is DeviceKind.GPU for device in devices):
         return
     declared = devices[0].kind is DeviceKind.FAKE

@@ -546,6 +546,8 @@ def _process_group(value: object, gpu_type: str | None) -> ProcessGroup | None:
         if gpu_type == CPU:
             raise no_nccl("CPU slots")
         return "nccl"
+    if not isinstance(value, str):
+        raise InvalidOption(f"init must be 'nccl', 'gloo' or None, not {value!r}")
     raise InvalidValue(
         f"init must be 'nccl', 'gloo' or None, not {value!r}",
         hint="'nccl' is for GPUs, 'gloo' for CPUs; None leaves torch.distributed.init_process_group to the function",

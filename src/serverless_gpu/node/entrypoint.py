@@ -15,7 +15,6 @@ from serverless_gpu.node.inside import process_group
 from serverless_gpu.node.inside import protocol as inside_protocol
 from serverless_gpu.node.protocol import Context, original
 
-_PLAIN = RunSpec()
 INSIDE = Path(__file__).resolve().parent / "inside"
 
 _LOAD = """\
@@ -59,6 +58,8 @@ The run itself used a captured copy of the environment (receipt.json says which)
 they are on this machine now; `sgpu env diff ADDRESS` tells what has changed since.
 """
 
+_PLAIN = RunSpec()
+
 
 def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSIDE) -> str:
     """Return the program for `python -c` that becomes a zygote.
@@ -84,13 +85,7 @@ def launcher_program(plan_fd: int, channel_fd: int, inside: Path = INSIDE) -> st
 
 
 def air_program(
-    *,
-    directory: Path,
-    run_id: str,
-    fence: int,
-    world_size: int,
-    context: Context,
-    spec: RunSpec = _PLAIN,
+    *, directory: Path, run_id: str, fence: int, world_size: int, context: Context, spec: RunSpec = _PLAIN
 ) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run.
 
@@ -100,7 +95,7 @@ def air_program(
         fence: the attempt's number.
         world_size: ranks of the gang.
         context: the caller.
-        spec: what was asked for: its environment, and its process group.
+        spec: of the run: whether it used a captured copy of the environment, and the process group that ranks join.
     """
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
     return _AIR.format(
@@ -112,17 +107,11 @@ def air_program(
         umask=context.umask,
         argv=[original(argument) for argument in context.argv],
         sys_path=paths,
-        group=_group(spec.init),
         load=_load(INSIDE),
+        group=f"os.environ[{process_group.VARIABLE!r}] = {spec.init!r}\n" if spec.init else "",
         note=_OF_A_SNAPSHOT if spec.environment == "snapshot" else "",
         directory=str(directory),
     )
-
-
-def _group(backend: str | None) -> str:
-    if backend is None:
-        return ""
-    return f"os.environ[{process_group.VARIABLE!r}] = {backend!r}  # the process group of `init=`\n"
 
 
 def _in_docstring(text: str) -> str:

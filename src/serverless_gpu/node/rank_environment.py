@@ -123,6 +123,7 @@ class RankEnvironment:
 
     def _callers(self) -> dict[str, str]:
         caller = {original(name): original(value) for name, value in self._context.environ.items()}
+        caller.pop(PROCESS_GROUP, None)  # of the rank that makes this call
         caller |= _secret_variables(self._launch.secrets)
         if self._command is not None:
             caller["PATH"] = program_path(caller.get("PATH", os.defpath), original(self._context.python))

@@ -60,12 +60,18 @@ _NO_GROUP_NOTE = (
     "torch.distributed.init_process_group() in the function"
 )
 _NO_CUDA = re.compile(
-    "Found no NVIDIA driver|Torch not compiled with CUDA enabled|No CUDA GPUs are available"
-    "|no CUDA-capable device is detected"
+    "Found no NVIDIA (driver|GPU)|Torch not compiled with CUDA enabled|No CUDA GPUs are available|CUDA driver"
+    "|no CUDA-capable device is detected|no GPUs found|doesn't have NCCL built in"
+    "|deserialize object on a CUDA device but torch.cuda.is_available\\(\\) is False"
 )
+_NO_CUDA_OF = {
+    "FAKE-": "the GPUs of this run are declared by SERVERLESS_GPU_FAKE and have no CUDA",
+    "CPU-": "this run has CPU slots, which have no CUDA",
+}
 _NO_CUDA_NOTE = (
-    "the GPUs of this run are declared by SERVERLESS_GPU_FAKE and have no CUDA. Choose the device by what is there: "
-    'torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")'
+    "Choose the device by what is there: "
+    'torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu"), and "gloo" for a process '
+    "group without CUDA"
 )
 _DATABRICKS_NOTE = (
     "databricks.air exists on Databricks only. Write `from serverless_gpu import distributed` here, and "
@@ -240,22 +246,32 @@ def tell_of_torch(error: BaseException, environ: Mapping[str, str]) -> None:
         error: the exception of user code.
         environ: the variables of the rank; they name its devices.
     """
-    held = environ.get("SGPU_GPU_UUIDS", "").split(",")
+    held = environ.get("SGPU_GPU_UUIDS", "")
+    without_cuda = next((why for prefix, why in _NO_CUDA_OF.items() if held.startswith(prefix)), "")
     for link in _causes(error):
         text = _text(link)
         if _NO_GROUP in text:
             _add_note(error, _NO_GROUP_NOTE)
             return
-        if held[0].startswith("FAKE-") and _NO_CUDA.search(text) is not None:
-            _add_note(error, _NO_CUDA_NOTE)
+        if without_cuda and _NO_CUDA.search(text) is not None:
+            _add_note(error, f"{without_cuda}. {_NO_CUDA_NOTE}")
             return
-        if isinstance(link, ModuleNotFoundError) and _is_databricks_air(text):
+        if isinstance(link, ModuleNotFoundError) and _is_databricks_air(text, link):
             _add_note(error, _DATABRICKS_NOTE)
             return
 
 
-def _is_databricks_air(text: str) -> bool:
-    return "'databricks'" in text or "'databricks.air" in text
+def _is_databricks_air(text: str, error: ModuleNotFoundError) -> bool:
+    """Return whether a missing module is `databricks.air`; Python may name `databricks` alone, as for its SDK."""
+    if "'databricks.air" in text:
+        return True
+    if "'databricks'" not in text:
+        return False
+    asked: set[str] = set()
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        asked.update(frame.f_code.co_names)
+        asked.update(value for value in frame.f_code.co_consts if isinstance(value, str))
+    return {"databricks", "air"} <= asked or any(f"{name}.".startswith("databricks.air.") for name in asked)
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -197,7 +197,7 @@ def execute(place: Place, report: protocol.Report) -> int:
         mlflow_hook.settle()
         code = _return(place, value, report)
         del value
-        if made_group:
+        if made_group and code == 0:
             process_group.leave()
     _finish()
     return code
