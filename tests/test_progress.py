@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.progress import Progress, from_variables
+from tests.support.golden import golden
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("chaos", "docs", "local", "notebook", "stores", "uplink", "remote", "unit")
@@ -55,10 +56,10 @@ def test_23B5_make_test_shows_progress_and_fails_with_a_part(tmp_path: Path) -> 
     assert done.returncode != 0, done.stdout
     lines = done.stdout.splitlines()
     assert "[local] 2 tests" in lines
-    assert "[local] 50 % · 1 of 2 · tests/local/test_first.py · 0 min" in lines
+    assert golden("common.progress.local-50-tests") in lines
     assert "[remote] FAILED tests/remote/test_second.py::test_three" in lines
-    assert "[remote] 100 % · 1 of 1 · ended, its output follows · 1 failed · 0 min" in lines
-    assert "[others] 100 % · 1 of 1 · ended, its output follows · 0 min" in lines
+    assert golden("common.progress.remote-100-ended") in lines
+    assert golden("common.progress.others-100-ended") in lines
 
     held_back = [line for line in lines if not line.startswith("[")]
     summaries = [line for line in held_back if re.search(r"\d (passed|failed).* in ", line)]
@@ -78,7 +79,7 @@ def test_23B5_lines_are_an_interval_apart_and_a_failure_comes_at_once() -> None:
         progress.pytest_runtest_logstart(f"tests/local/test_{name}.py::test_it")
         seconds += 9
         progress.pytest_runtest_logfinish(f"tests/local/test_{name}.py::test_it")
-    assert lines == ["[local] 50 % · 2 of 4 · tests/local/test_b.py · 0 min\n"]
+    assert lines == [golden("common.progress.local-50-tests-local")]
     seconds = 65
     failed = pytest.TestReport("tests/local/test_d.py::test_it", ("", 0, ""), {}, "failed", None, "call")
     progress.pytest_runtest_logreport(failed)
@@ -86,7 +87,7 @@ def test_23B5_lines_are_an_interval_apart_and_a_failure_comes_at_once() -> None:
     progress.pytest_runtest_logfinish(failed.nodeid)
     assert lines[1:] == ["[local] FAILED tests/local/test_d.py::test_it\n"]
     progress.pytest_sessionfinish()
-    assert lines[2:] == ["[local] 100 % · 4 of 4 · ended, its output follows · 1 failed · 1 min\n"]
+    assert lines[2:] == [golden("common.progress.local-100-ended")]
 
 
 @pytest.mark.parametrize("descriptor", ["", "nine", "4095"])

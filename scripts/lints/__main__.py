@@ -13,6 +13,7 @@ from scripts.lints import (
     inner_imports,
     inside_room,
     names,
+    sentences,
     size,
     transactions,
     type_ignores,
@@ -49,9 +50,14 @@ def main() -> int:
         print(finding)
     broad = broad_excepts.per_1000_lines(sources)
     too_many = broad > broad_excepts.PER_1000_LINES_MAX
+    literal = sentences.literals(sources)
+    if len(literal) > sentences.SENTENCES_MAX:
+        print(
+            *(f"{path}:{line}: sentence in an assertion: name it in tests/golden" for path, line in literal), sep="\n"
+        )
     limit = f"{broad:.1f} broad excepts per 1,000 lines of src (limit {broad_excepts.PER_1000_LINES_MAX:.1f})"
     print(f"lints: {len(sources)} files, {len(found)} findings, {limit}{': too many' if too_many else ''}")
-    return 1 if found or too_many else 0
+    return 1 if found or too_many or len(literal) > sentences.SENTENCES_MAX else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,7 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.tables import teams
 from tests.local.observe import wait_for
 from tests.server.postgres import cluster
+from tests.support.golden import golden
 
 WAIT_S = 30
 
@@ -81,7 +83,7 @@ def test_F37_a_serialisation_failure_is_invisible_up_to_five_times(database: Dat
 def test_F37_after_that_it_is_a_503_to_be_asked_again_and_nothing_is_written(database: Database, url: str) -> None:
     before = database.read(count)["one"]
     work, begun = changed_while_at_work(url, 100)
-    with pytest.raises(ServerUnavailable, match="others change the same rows") as raised:
+    with pytest.raises(ServerUnavailable, match=re.escape(golden("crash.conflicts.others-change-same"))) as raised:
         database.write(work)
     assert len(begun) == database_room.TRIES == 6
     assert database.read(count)["one"] == before + 6 * 1000

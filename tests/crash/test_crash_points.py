@@ -19,6 +19,7 @@ from tests.crash.machine import FAKES, Machine
 from tests.crash.scenarios import ELSEWHERE, SCENARIOS
 from tests.homes import use_home
 from tests.server.postgres import Cluster, cluster
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 OFTEN = ("attempt_tokens._RENEWED_AFTER=0", "Settings.heartbeat_s=1")
@@ -106,7 +107,7 @@ def test_F31_F32_F33_F34_nothing_acknowledged_is_lost_and_nothing_runs_twice(
 
 
 def test_a_server_that_is_started_with_a_fault_point_says_so(machine: Machine) -> None:
-    assert "SGPU_FAULT is set to" in machine.log()
+    assert golden("crash.crash_points.sgpu-fault-set") in machine.log()
 
 
 def test_a_place_that_a_file_names_is_one_process_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from tests.homes import use_home
 from tests.local.observe import wait_for
 from tests.server.postgres import cluster
 from tests.small_disks import fill, small_disk
+from tests.support.golden import golden
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,7 +109,7 @@ def test_F36_on_a_full_disk_runs_are_stopped_and_end_and_no_new_ones_come(
     wait_for(lambda: reserved(machine, disk), "room is kept back", limit_s=WAIT_S)
     fill_up(disk)
     until_full(machine)
-    with pytest.raises(ServerStorageFull, match="no new runs are taken") as raised:
+    with pytest.raises(ServerStorageFull, match=re.escape(golden("crash.full_database.new-runs-taken"))) as raised:
         work.submit(str(tmp_path), 1)
     assert problem(raised.value).status_code == 503
     with contextlib.closing(machine.connection()) as connection:
@@ -125,7 +127,7 @@ def test_F36_on_a_full_disk_runs_are_stopped_and_end_and_no_new_ones_come(
         wait_for(lambda: states() == ["UP"], "the node is heard of", limit_s=WAIT_S)
     (disk / "filler").unlink()
     wait_for(lambda: taken_again(machine, tmp_path), "new runs are taken", limit_s=WAIT_S)
-    wait_for(lambda: "there is room on the database's disk again" in machine.log(), "it is said")
+    wait_for(lambda: golden("crash.full_database.room-database-disk") in machine.log(), "it is said")
     assert executions(tmp_path / "one") == executions(tmp_path / "two") == 1
     machine.check()
 

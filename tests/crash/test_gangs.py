@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -31,6 +32,7 @@ from tests.reckoning import wrongs
 from tests.remote.gang_work import fail_in_the_last, stay
 from tests.remote.machines import Machines
 from tests.server.postgres import Cluster, cluster
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 T = TypeVar("T")
@@ -119,7 +121,7 @@ def fails(gangs: Gangs, place: str, where: Path) -> str:
     gangs.arm(place)
     run = gangs.pool.submit(fail_in_the_last, str(where))
     gangs.recover()
-    with pytest.raises(ValueError, match="no luck in rank 3"):
+    with pytest.raises(ValueError, match=re.escape(golden("crash.gangs.luck-rank"))):
         run.results(WAIT_S)
     return run.id
 

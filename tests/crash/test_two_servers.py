@@ -25,6 +25,7 @@ from tests.crash.scenarios import executions, rows, submitted
 from tests.homes import use_home
 from tests.local.observe import wait_for
 from tests.server.postgres import cluster
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 SHORT = ("claim.TTL_S=3", "claim.REFUSED_S=3")
@@ -128,7 +129,7 @@ def test_F38_of_two_servers_the_one_that_stood_still_writes_nothing_and_ends(
     assert set().union(*(one.made for one in people)) <= there
     assert users(second) == there | {"of-the-second"}
     assert len(theirs) > len(written) and audited(second) == theirs
-    assert "another server has taken the database over" in first.log()
+    assert golden("crash.two_servers.another-server-taken") in first.log()
     assert executions(tmp_path) == 1
     second.acknowledged = first.acknowledged
     second.check()
@@ -151,7 +152,7 @@ def test_22B8_servers_of_one_database_replace_each_other_in_a_shared_directory(t
     share_directory(first, second)
     second.spawn("node=false", *SHORT, "claim.WAIT_S=1")
     assert second.line() == "" and second.ended() == 1, "a server that works is not replaced"
-    assert "another server uses this database" in (second.home / "server.stderr").read_text()
+    assert golden("crash.two_servers.another-server-uses") in (second.home / "server.stderr").read_text()
     first.send(signal.SIGSTOP)
     second.start("node=false", *SHORT)
     make_user(second, "of-the-second")
@@ -177,7 +178,7 @@ def test_22B7_a_server_whose_successor_is_gone_ends_and_writes_nothing(two: tupl
     written = audited(first)
     first.send(signal.SIGCONT)
     assert first.ended() not in (0, -signal.SIGKILL)
-    assert "another server has taken the database over" in first.log()
+    assert golden("crash.two_servers.another-server-taken") in first.log()
     assert audited(first) == written
 
 

@@ -26,6 +26,7 @@ from serverless_gpu.model.scheduling.values import (
     Wanted,
 )
 from tests.docs.pages import ROOT
+from tests.support.golden import golden
 
 _PAGE = (ROOT / "docs" / "concepts" / "scheduling.md").read_text(encoding="utf-8")
 _EXAMPLE = _PAGE.partition("## A worked example")[2].partition("\n## ")[0]
@@ -153,7 +154,7 @@ def test_22D8_both_pages_say_how_long_devices_are_kept_before_a_higher_class_may
 
 
 def test_22D8_what_a_pool_lends_is_asked_back_at_once_and_a_lower_class_after_ten_minutes() -> None:
-    assert "Who borrowed is asked at once, however young" in _PAGE
+    assert golden("docs.scheduling_page.borrowed-asked-once") in _PAGE
     research = Pool(name="research", reserved=True, lends=True)
     terms = Terms(policy=QueuePolicy(), pools={research.name: research})
     held = Wanted(run_id="bob/tune", title="bob/tune", priority=BEST_EFFORT, queued_ns=0, preemptible=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, DirectiveError, Script, pages, scripts
+from tests.support.golden import golden
 
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in pages()}
 SCRIPTS = [script for page, text in TEXTS.items() for script in scripts(page, text)]
@@ -107,7 +108,7 @@ import pyspark
 def test_blocks_become_scripts() -> None:
     first, second, third = scripts("p.md", PAGE)
     assert (first.line, first.name, first.fake) == (3, "a.py", "H100:2")
-    assert first.text == 'print(1)  # 1\n\n\nprint("[x]", y)  # [x] ...\n'
+    assert first.text == golden("docs.snippets.print-print")
     assert _missed(first.expected(), ["1", "[rank 3] [x] 5"]) == []
     assert _missed(first.expected(), ["11"]) == ["1", r"\[x\]\ .*"]
     assert second.skip == "it needs pyspark"

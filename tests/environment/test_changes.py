@@ -17,6 +17,7 @@ from serverless_gpu.environment.documents import (
     snapshot_address_1,
 )
 from serverless_gpu.environment.scan.changes import Change, FileChange, compare, compare_rows, with_files
+from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311", platform="linux-x86_64")
 
@@ -70,7 +71,7 @@ def test_what_differs_is_said(after: Snapshot, sentences: list[str]) -> None:
 def test_another_order_of_the_same_is_said() -> None:
     after = make_snapshot(PYTHON, tuple(reversed(BEFORE.roots)), Facts())
 
-    assert [one.sentence() for one in compare(BEFORE, after)] == ["sys.path changed: the same units in another order"]
+    assert [one.sentence() for one in compare(BEFORE, after)] == [golden("environment.changes.sys-path-changed")]
 
 
 def test_22A6_what_else_an_address_covers_is_said() -> None:
@@ -79,18 +80,18 @@ def test_22A6_what_else_an_address_covers_is_said() -> None:
     noted = make_snapshot(PYTHON, BEFORE.roots, Facts(python="/usr/bin/python3"))
 
     assert [one.sentence() for after in (moved, noted) for one in compare(BEFORE, after)] == [
-        "environment changed: the same units in another directory",
-        "environment changed: the same units, with another interpreter or other notes of installers",
+        golden("environment.changes.environment-changed-same"),
+        golden("environment.changes.environment-changed-same-units"),
     ]
     (one,) = compare(old, BEFORE)
-    assert one.sentence() == "environment changed: nothing but its address, which is of version 2 now"
+    assert one.sentence() == golden("environment.changes.environment-changed-nothing")
 
 
 def test_files_are_named_up_to_a_bound() -> None:
     files = tuple(f"torch/{name}.py" for name in "abcde")
     change = Change(kind="distribution", name="torch", what="edited", detail="2.12.0", files=files)
 
-    assert change.sentence() == "torch 2.12.0: torch/a.py, torch/b.py, torch/c.py and 2 more edited by hand"
+    assert change.sentence() == golden("environment.changes.torch-12-torch")
 
 
 def test_rows_of_two_versions() -> None:
@@ -114,10 +115,10 @@ def test_a_changed_unit_is_said_file_by_file() -> None:
     code = Change(kind="code", name="project", what="edited")
 
     assert [one.sentence() for one in with_files(rich, before, after, installed)] == [
-        "rich 15.0.0: edited.py edited by hand",
-        "rich 15.0.0: new.py added by hand",
-        "rich 15.0.0: gone.py removed by hand",
-        "rich 15.0.0: back.py, mended.py are again what was installed",
+        golden("environment.changes.rich-15-edited"),
+        golden("environment.changes.rich-15-new"),
+        golden("environment.changes.rich-15-gone"),
+        golden("environment.changes.rich-15-back"),
     ]
     assert [one.sentence() for one in with_files(code, before, after, {})] == [
         "edited.py, mended.py changed",

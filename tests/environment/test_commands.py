@@ -23,6 +23,7 @@ from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, Invali
 from serverless_gpu.node.home import Home
 from tests.environment.venvs import INSTALLED_S, install, make_venv, site_packages
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 
 COMMAND = (sys.executable, "-m", "serverless_gpu.cli", "env")
 
@@ -81,10 +82,10 @@ def test_show_names_units_unowned_files_pth_files_and_what_was_left_out(place: P
     (place.project / "data").mkdir()
     (place.project / "data" / "large.bin").write_bytes(bytes(1000))
     text = place.run("show").stdout
-    assert "1 distribution; not captured as it is now" in text
+    assert golden("environment.commands.distribution-captured-now") in text
     assert "  demo 1.0  " in text
-    assert "2 files of no distribution" in text and "alone.py" in text
-    assert "  start.pth runs at every start: import sys; sys.started = True" in text
+    assert golden("environment.commands.files-distribution") in text and "alone.py" in text
+    assert golden("environment.commands.start-pth-runs") in text
     assert "  code of project  " in text and "large.bin" not in text
 
 
@@ -108,7 +109,7 @@ def test_show_of_a_captured_one_by_the_beginning_of_its_address(place: Place) ->
 
 def test_the_fingerprint_says_whether_it_was_known_and_what_changed(place: Place) -> None:
     first = place.lines("fingerprint")
-    assert first[1] == "not known: it was never captured from this home and directory; `sgpu env capture` does it"
+    assert first[1] == golden("environment.commands.known-never-captured")
     address = place.capture()
     known = place.lines("fingerprint")
     assert first[0] == known[0] == address
@@ -126,14 +127,14 @@ def test_a_file_edited_by_hand_is_named_by_diff(place: Place) -> None:
     place.capture()
     assert place.lines("diff") == ["nothing differs"]
     (place.site / "demo" / "more.py").write_text("more = 2\n")
-    assert place.lines("diff", code=1) == ["demo 1.0: demo/more.py edited by hand"]
+    assert place.lines("diff", code=1) == [golden("environment.commands.demo-demo-more")]
 
 
 def test_an_edit_a_moment_after_the_installation_is_seen_though_the_size_is_the_same(place: Place) -> None:
     place.capture()
     (place.site / "demo" / "more.py").write_text("more = 2\n")
     os.utime(place.site / "demo" / "more.py", (INSTALLED_S + 1, INSTALLED_S + 1))
-    assert place.lines("diff", code=1) == ["demo 1.0: demo/more.py edited by hand"]
+    assert place.lines("diff", code=1) == [golden("environment.commands.demo-demo-more")]
 
 
 def test_diff_names_packages_with_both_versions_and_code(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +161,7 @@ def test_diff_without_a_capture_says_what_to_do_and_has_a_code_of_its_own(place:
     result = place.run("diff", code=2)
     assert result.stdout == ""
     assert result.stderr.startswith("sgpu: this environment was never captured from this home and directory")
-    assert "hint: `sgpu env capture`" in result.stderr
+    assert golden("environment.commands.hint-sgpu-env") in result.stderr
 
 
 # --- capture and restore ----------------------------------------------------------------------------------------------
@@ -172,7 +173,11 @@ def test_capture_says_what_was_new_and_sent_and_then_nothing_is(place: Place) ->
     assert lines[1].startswith("new: ") and "demo 1.0" in lines[1] and "code of project" in lines[1]
     assert lines[2].startswith("sent: ") and lines[2].endswith(f" to file://{Home(place.home).environments}/store")
     again = place.lines("capture")
-    assert again[1:] == ["new: nothing, the store had all of it", f"sent: 0 B to {lines[2].split()[-1]}", lines[3]]
+    assert again[1:] == [
+        golden("environment.commands.new-nothing-store"),
+        golden("environment.commands.sent", split=lines[2].split()[-1]),
+        lines[3],
+    ]
 
 
 def test_capture_for_machines_into_another_store(place: Place, tmp_path: Path) -> None:
@@ -224,12 +229,12 @@ def test_22A5_capture_repairs_a_unit_that_points_at_other_bytes(place: Place) ->
     pack = blobs.write_pack(compress(content))
     block = msgspec.structs.replace(unit.blocks[0], offset=0, length=len(compress(content)))
     blobs.write_unit(msgspec.structs.replace(unit, packs=(pack,), blocks=(block,)))
-    assert "new: nothing, the store had all of it" in place.lines("capture")
+    assert golden("environment.commands.new-nothing-store") in place.lines("capture")
     first, *lines = place.lines("capture", "--repair")
-    assert first == f"damaged in the store, and sent again: units/{demo.address[:12]}"
+    assert first == golden("environment.commands.damaged-store-sent", address=demo.address[:12])
     assert lines[1].startswith("new: demo 1.0") and lines[-1] == address
     assert blobs.read_unit(demo.address) == unit
-    assert place.lines("capture", "--repair")[0] == "damaged in the store, and sent again: nothing"
+    assert place.lines("capture", "--repair")[0] == golden("environment.commands.damaged-store-sent-again")
     assert json.loads(place.run("capture", "--repair", "--json").stdout)["repaired"] == []
 
 
@@ -251,14 +256,14 @@ def test_F29_F42_what_is_altered_in_the_store_is_sent_again_by_the_next_capture(
 
 @pytest.mark.parametrize("arguments", [("show", "abcd1234"), ("restore", "abcd1234", "x"), ("show", "f" * 64)])
 def test_an_address_that_is_not_there_is_named_with_the_store(place: Place, arguments: tuple[str, ...]) -> None:
-    with pytest.raises(EnvironmentMissing, match=r"is not in the store file://.*") as caught:
+    with pytest.raises(EnvironmentMissing, match=golden("environment.commands.store-file")) as caught:
         place.run(*arguments, "--python", sys.executable)
     assert caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["nonsense", "ab", ""])
 def test_what_is_no_address_is_said(place: Place, text: str) -> None:
-    with pytest.raises(ServerlessGpuError, match="not the address of a snapshot"):
+    with pytest.raises(ServerlessGpuError, match=re.escape(golden("environment.commands.address-snapshot"))):
         place.run("show", text)
 
 
@@ -322,12 +327,12 @@ def test_an_interpreter_or_its_venv_can_be_named(place: Place) -> None:
 
 
 def test_an_interpreter_that_is_not_there_is_said(place: Place, tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match=f"there is no interpreter {tmp_path}/gone"):
+    with pytest.raises(InvalidValue, match=golden("environment.commands.interpreter-gone", tmp_path=tmp_path)):
         place.run("show", "--python", str(tmp_path / "gone"))
 
 
 def test_what_is_no_interpreter_is_said(place: Place) -> None:
-    with pytest.raises(ServerlessGpuError, match="/bin/false cannot be asked for its environment"):
+    with pytest.raises(ServerlessGpuError, match=re.escape(golden("environment.commands.bin-false-cannot"))):
         place.run("fingerprint", "--python", "/bin/false")
 
 
@@ -358,7 +363,7 @@ def test_an_interrupted_capture_is_one_line_shows_nothing_and_is_resumed(place: 
     out, err = capturing.communicate(timeout=60)
     assert (capturing.returncode, out) == (130, "")
     assert [line for line in err.splitlines() if not line.startswith("capturing: ")] == [
-        "sgpu: interrupted; what was sent stays, and the next capture goes on from there; no snapshot was made"
+        golden("environment.commands.sgpu-interrupted-sent")
     ]
     snapshots = Home(place.home).environments / "store" / "snapshots"
     assert not [path for path in snapshots.rglob("*") if path.is_file()]

@@ -18,6 +18,7 @@ from serverless_gpu.environment.scan.description import read_description
 from serverless_gpu.environment.scan.interpreter import describe, describe_other
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.environment.wheels import BASE, Venv, describe_in
+from tests.support.golden import golden
 
 OLD_PYTHONS = [found for name in ("python3.8", "python3.9", "python3.10") if (found := shutil.which(name))]
 
@@ -100,10 +101,7 @@ def test_a_description_that_is_none_is_refused() -> None:
     with pytest.raises(EnvironmentUnsupported) as caught:
         read_description(described)
 
-    assert str(caught.value) == (
-        "the interpreter's description of itself cannot be read: Expected `str`, got `int` - at `$.sys_path[0]`\n"
-        "hint: is there another version of serverless-gpu in that environment?"
-    )
+    assert str(caught.value) == golden("environment.description.interpreter-description-itself")
 
 
 TWO_THREADS = """

@@ -11,6 +11,7 @@ import pytest
 from tests.environment.laid_out import LaidOut
 from tests.environment.scans import claim, names, rows, scan, write
 from tests.environment.wheels import Venv
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,7 @@ def install():
     assert (root.kind, root.on_path, found.snapshot.facts.originals[1]) == ("code", False, str(project))
     assert "site/__editable__.tool-1.0.pth" in rows(found, 0, "distribution", "tool")
     (generated,) = found.snapshot.roots[0].generated
-    assert "MAPPING: dict[str, str] = {'tool': '{{sgpu:1}}/tool'}" in generated.text
+    assert golden("environment.editable.mapping-dict-str") in generated.text
     laid_out = LaidOut(found, tmp_path / "tree")
     shutil.rmtree(project)
     assert laid_out.run(USE) == f"1.0 8 {laid_out.sites[1]}/tool/__init__.py\n"

@@ -23,6 +23,7 @@ from serverless_gpu.environment.scan.scanning import Recogniser
 from serverless_gpu.testing import FakeClock
 from tests.environment.scans import wait_for_ticks
 from tests.environment.wheels import Venv, Wheel, build_wheel, run
+from tests.support.golden import golden
 
 ALPHA = Wheel(name="alpha", files={"alpha/__init__.py": "value = 1\n", "alpha/data.txt": "data\n"})
 ALPHA_2 = Wheel(name="alpha", version="2.0", files={"alpha/__init__.py": "value = 2\n", "alpha/more.py": ""})
@@ -233,7 +234,7 @@ def test_the_gate_sees(place: Place, happens: str) -> None:
     assert place.look() == ("changed", ())
     place.description = place.describe()
     assert (place.capture() == before) == (
-        happens in ("RECORD edited", "pyvenv.cfg edited", "a directory of sys.path appears")
+        happens in ("RECORD edited", "pyvenv.cfg edited", golden("environment.recognition.directory-sys-path"))
     )
 
 
@@ -416,8 +417,8 @@ print(snapshot.address, *(change.sentence() for change in recogniser.check()), s
 
     assert out.splitlines() == [
         before,
-        "alpha 1.0: alpha/__init__.py edited by hand",
-        "beta 1.0: beta/deep/er/file.py edited by hand",
+        golden("environment.recognition.alpha-alpha-init"),
+        golden("environment.recognition.beta-beta-deep"),
     ]
 
 

@@ -16,6 +16,7 @@ from serverless_gpu.errors import EnvironmentUnsupported
 from tests.environment.laid_out import LaidOut
 from tests.environment.scans import check, names, rows, scan, write
 from tests.environment.wheels import Venv, Wheel, build_wheel, describe_in
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +118,7 @@ def test_pth_files_with_directories_elsewhere(venv: Venv, tmp_path: Path) -> Non
     found = scan(venv)
 
     (generated,) = found.snapshot.roots[0].generated
-    assert (generated.path, generated.text) == ("site/paths.pth", "{{sgpu:1}}\ninner\n# a comment\n")
+    assert (generated.path, generated.text) == ("site/paths.pth", golden("environment.roots.inner-comment"))
     assert list(rows(found, 0, "unowned")) == ["site/inner/near.py", "site/plain.pth"]
     assert found.snapshot.facts.originals == (str(venv.site), str(tmp_path / "elsewhere"))
     laid_out = LaidOut(found, tmp_path / "tree")
@@ -153,12 +154,7 @@ def test_23C10_conda_is_refused_by_name(venv: Venv) -> None:
     with pytest.raises(EnvironmentUnsupported) as caught:
         scan(venv)
 
-    assert str(caught.value) == (
-        f"{venv.prefix} is a conda environment, which cannot be captured: conda rewrites files it installs\n"
-        'hint: env="live" uses it as it is, on this machine; for a snapshot, make a virtual environment with '
-        "its Python and install with pip into that all that you use, torch, too: "
-        f"{venv.prefix}/bin/python -m venv .venv && .venv/bin/python -m pip install serverless-gpu torch …"
-    )
+    assert str(caught.value) == golden("environment.roots.conda-environment-cannot", prefix=venv.prefix)
 
 
 def test_missing_directories_and_the_current_one(venv: Venv, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.server.storage import Room, open_storage
 from tests.environment.scans import write
 from tests.server.listening import app_of, listening
+from tests.support.golden import golden
 
 DEADLINE_S = 60
 SERVICE = """
@@ -135,7 +136,7 @@ def test_a_store_that_lost_everything_gets_it_again_and_that_is_said(caller: Cal
     caller.ask(2)
     found, taken = caller.hear(2, Found), caller.hear(2, Taken)
     assert isinstance(found, Found) and not found.first and not found.changes
-    assert found.remarks == ("the environment is captured again: it is not in the store any more",)
+    assert found.remarks == (golden("environment.service.environment-captured-again"),)
     assert isinstance(taken, Taken) and taken.sent_units == 1
 
 
@@ -154,7 +155,7 @@ def test_what_the_server_lacks_is_found_beside_the_start_and_sent_there(caller: 
             assert isinstance(checked, Checked) and checked.changes == says
             if says:
                 found, sent = caller.hear(number, Found), caller.hear(number, Taken)
-                assert isinstance(found, Found) and "the server does not have it" in found.remarks[0]
+                assert isinstance(found, Found) and golden("environment.service.server-does") in found.remarks[0]
                 assert isinstance(sent, Taken) and sent.snapshot == known.snapshot and sent.sent_units == 1
         storage.environments.need(taken.snapshot)
         caller.ask(4, store=f"sgpu+{url}", token="nobody")

@@ -15,6 +15,7 @@ from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.project import Code, CodePlace, list_code
 from serverless_gpu.environment.scan.scanning import Recogniser
 from tests.environment.wheels import Venv
+from tests.support.golden import golden
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def test_what_git_tracks_is_not_ignored(flat: Path) -> None:
     found, said = listed(flat)
 
     assert found == FLAT
-    assert said == "3 files that git ignores (b.dat, forced/private.py, forced/deep/y.txt)"
+    assert said == golden("environment.tracked.files-git-ignores")
 
 
 def test_what_git_tracks_is_not_ignored_below_the_top_of_a_repository_and_in_a_worktree(flat: Path) -> None:
@@ -146,10 +147,7 @@ def test_without_an_index_that_can_be_read_patterns_decide_and_it_is_said(flat: 
     found, said = listed(flat)
 
     assert found == {".gitignore", "main.py"}
-    assert said == (
-        "2 files and 1 directory that git ignores (forced/, a.dat, b.dat); "
-        f"which of them it tracks is not known: cannot read {flat}/.git/index"
-    )
+    assert said == golden("environment.tracked.files-directory-git", flat=flat)
 
 
 def test_git_need_not_be_there_nor_know_the_repositorys_owner(flat: Path, monkeypatch: pytest.MonkeyPatch) -> None:

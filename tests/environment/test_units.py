@@ -15,6 +15,7 @@ from serverless_gpu.errors import EnvironmentUnsupported
 from tests.environment.laid_out import LaidOut
 from tests.environment.scans import claim, names, rows, scan, write, write_record
 from tests.environment.wheels import Venv, Wheel, build_wheel
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 
@@ -161,8 +162,8 @@ def test_links_stay_links_where_they_lead_to_something_in_their_unit(venv: Venv,
     }
     assert unowned["out"].sha256 == hashlib.sha256(b"outside\n").digest()
     assert found.snapshot.facts.left_out == (
-        f"{venv.site}/out_directory: it is a link to {outside}, out of {venv.site}, and not to a file",
-        f"{venv.site}/dangling: it is a link to nothing, and that is not captured",
+        golden("environment.units.out-directory-link", site=venv.site, outside=outside),
+        golden("environment.units.dangling-link-nothing", site=venv.site),
     )
     laid_out = LaidOut(found, tmp_path / "tree")
     assert (laid_out.sites[0] / "absolute").read_text() == "real\n"
@@ -197,8 +198,8 @@ def test_the_same_in_a_project_is_left_out_and_said(venv: Venv, tmp_path: Path) 
 
     assert list(rows(found, 1, "code", "project")) == ["site/train.py"]
     assert found.snapshot.facts.left_out == (
-        f"{project}/pipe: it is a device, a socket or a FIFO",
-        f"'{project}/new\\nline': its name has control characters, or bytes that are not UTF-8",
+        golden("environment.units.pipe-device-socket", project=project),
+        golden("environment.units.new-nline-name", project=project),
     )
 
 
@@ -208,7 +209,7 @@ def test_a_file_that_cannot_be_read_is_named(venv: Venv, tmp_path: Path) -> None
     (venv.site / "closed.py").write_text("")
     (venv.site / "closed.py").chmod(0)
 
-    with pytest.raises(EnvironmentUnsupported, match=r"cannot read .*closed\.py: Permission denied"):
+    with pytest.raises(EnvironmentUnsupported, match=golden("environment.units.cannot-read-closed")):
         scan(venv)
 
 

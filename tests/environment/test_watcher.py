@@ -18,6 +18,7 @@ from serverless_gpu.environment.scan.watcher import mounts_about
 from serverless_gpu.environment.watching import LOOKS_MAX, Patience
 from tests.environment.libraries import Library, write_in_place
 from tests.small_disks import small_disk
+from tests.support.golden import golden
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_22C3_a_write_through_a_mapping_shows_although_no_event_tells_of_it(
     mapped[0:1] = b"1"
     if flushed:
         mapped.flush()
-    assert watches.ask() == "a file has another size, time or mode"
+    assert watches.ask() == golden("environment.watcher.file-another-size")
     assert library.is_changed()
 
 
@@ -169,15 +170,15 @@ def test_22C3_more_opened_files_than_are_compared_count_as_a_change(
     (library.real / "a" / "one.py").read_bytes()
     assert watches.ask() == ""
     (library.real / "b.py").read_bytes()
-    assert watches.ask() == "more than 2 files were opened"
+    assert watches.ask() == golden("environment.watcher.more-files-opened")
 
 
 def test_22C3_a_mount_over_a_directory_of_the_library_shows(library: Library) -> None:
     watches = library.watch()
     with small_disk("1m", at=library.real / "a" / "deep"):
-        assert watches.ask() == "something was mounted or unmounted"
+        assert watches.ask() == golden("environment.watcher.something-mounted-unmounted")
         assert library.is_changed()
-        assert f"another file system is mounted at {library.real}/a/deep" in library.refusal()
+        assert golden("environment.watcher.another-file-system", real=library.real) in library.refusal()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_22C3_file_systems_that_change_unseen_are_not_watched(
     library: Library, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
     monkeypatch.setattr(watcher, "file_system", lambda path: kind)
-    assert f"file system of type {kind:#x}" in library.refusal()
+    assert golden("environment.watcher.file-system-type", kind=kind) in library.refusal()
 
 
 def test_22C3_watches_are_left_for_others(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_22C3_used_up_watches_and_queues_are_named(
 
 def test_22C3_what_changed_since_the_capture_is_not_the_baseline(library: Library) -> None:
     write_in_place(library.real / "b.py")
-    assert library.refusal() == "the environment has changed meanwhile"
+    assert library.refusal() == golden("environment.watcher.environment-changed-meanwhile")
 
 
 def test_22C3_what_changes_while_the_watches_are_placed_is_not_the_baseline(
@@ -234,13 +235,13 @@ def test_22C3_what_changes_while_the_watches_are_placed_is_not_the_baseline(
         return found
 
     monkeypatch.setattr(library.recogniser, "check", check_and_write)
-    assert library.refusal() == "the environment has changed meanwhile: a file or directory was changed"
+    assert library.refusal() == golden("environment.watcher.environment-changed-meanwhile-file")
 
 
 def test_22C3_too_many_links_to_other_places_are_not_watched(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     library.watch()
     monkeypatch.setattr(watcher, "COMPARED_MAX", 0)
-    assert "links to other places" in library.refusal()
+    assert golden("environment.watcher.links-other-places") in library.refusal()
 
 
 def test_22C3_a_mount_concerns_what_lies_above_and_below_it() -> None:

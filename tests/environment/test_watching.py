@@ -18,6 +18,7 @@ from serverless_gpu.environment.questions import Answer, Ask, Checked, Known, Ta
 from serverless_gpu.environment.scan import watcher
 from tests.environment.libraries import Library, write_in_place
 from tests.local.observe import Process, wait_for
+from tests.support.golden import golden
 
 DEADLINE_S = 60
 SERVICE = """
@@ -163,7 +164,7 @@ def test_22C3_a_touched_file_is_looked_at_and_watched_again(caller: Caller) -> N
     looks = caller.said().count("look")
     assert caller.changes() == ()
     assert caller.said().count("look") == looks >= 1
-    assert "every file of it is looked at: b.py was changed" in caller.close()
+    assert golden("environment.watching.every-file-looked") in caller.close()
 
 
 def test_22C3_a_killed_watching_process_costs_a_look(caller: Caller) -> None:
@@ -172,7 +173,7 @@ def test_22C3_a_killed_watching_process_costs_a_look(caller: Caller) -> None:
     process.kill()
     write_in_place(caller.library.real / "b.py")
     assert caller.changes() == ("b.py changed",)
-    assert "the watching process has ended" in caller.close()
+    assert golden("environment.watching.watching-process-ended") in caller.close()
 
 
 def test_22C3_a_watching_process_that_stands_still_costs_a_second_and_is_ended(caller: Caller) -> None:
@@ -181,7 +182,7 @@ def test_22C3_a_watching_process_that_stands_still_costs_a_second_and_is_ended(c
     write_in_place(caller.library.real / "b.py")
     assert caller.changes() == ("b.py changed",)
     process.wait_gone()
-    assert "did not answer within 1 s" in caller.close()
+    assert golden("environment.watching.did-answer-within") in caller.close()
 
 
 @pytest.mark.parametrize("end", ["killed", "its caller is gone"])

@@ -17,6 +17,7 @@ import pytest
 from tests.local.observe import cancel_all, run_directories, run_script
 from tests.remote.conftest import end_node
 from tests.remote.server_process import ServerProcess
+from tests.support.golden import golden
 
 LIMIT_S = 240  # each takes a tenth of that on two idle cores
 
@@ -84,7 +85,7 @@ def test_preempted_run_is_bit_for_bit_as_if_nothing_had_happened(run_example: Ru
         server.kill(signal.SIGTERM)
         end_node(home)
     assert number(r"the second attempt goes on after step (\d+)", out) >= 20
-    assert "\n120 steps each, every loss the same: True\n" in out
+    assert golden("examples.examples.120-steps-each") in out
     assert err == ""
 
 

@@ -17,6 +17,7 @@ from scripts.lints import (
     inside_room,
     links,
     names,
+    sentences,
     size,
     transactions,
     type_ignores,
@@ -24,6 +25,7 @@ from scripts.lints import (
 )
 from scripts.lints.__main__ import LINTS
 from scripts.lints.source import parse
+from tests.support.golden import golden
 
 ROOT = Path(__file__).parents[2]
 ROOM = "src/serverless_gpu/node/agent.py"
@@ -147,11 +149,11 @@ def test_a_broken_link_is_found_and_other_links_are_not(tmp_path: Path) -> None:
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "b.md").write_text("[x](no.md)\n")
     assert [(found.path, found.line, found.message) for found in links.check(tmp_path)] == [
-        ("README.md", 2, "link to docs/gone.png, which does not exist"),
-        ("README.md", 3, "link to #gone, where no heading is called so"),
-        ("docs/a.md", 7, "link to gone.md, which does not exist"),
-        ("docs/a.md", 10, "link to #top-2, where no heading is called so"),
-        ("docs/a.md", 10, "link to #no, where no heading is called so"),
+        ("README.md", 2, golden("lints.lints.link-docs-gone")),
+        ("README.md", 3, golden("lints.lints.link-gone-heading")),
+        ("docs/a.md", 7, golden("lints.lints.link-gone-md")),
+        ("docs/a.md", 10, golden("lints.lints.link-top-heading")),
+        ("docs/a.md", 10, golden("lints.lints.link-heading-called")),
     ]
 
 
@@ -163,3 +165,14 @@ def test_the_command_fails_on_a_planted_tree(tmp_path: Path, text: str, status: 
     done = subprocess.run([sys.executable, "-c", path], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert f"{status} findings" in done.stdout
+
+
+def test_sentences_in_assertions_are_counted() -> None:
+    text = """
+assert text == "four words are counted"
+assert "these are four words" in [f"{x} is one of", "three words only"]
+with pytest.raises(E, match="this one is counted"): ...
+assert run("arguments of calls are not") == 0
+"""
+    found = sentences.literals([parse("tests/test_x.py", text), parse("src/x.py", text)])
+    assert found == [("tests/test_x.py", line) for line in (2, 3, 3, 4)]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from serverless_gpu import Run, distributed
 from tests.local.observe import nothing_of_a_run, run_script, wait_for
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -76,7 +77,7 @@ def test_torchrun_reproduces_a_failure_with_the_users_lines() -> None:
         run.results(timeout=60)
     done = torchrun(run.directory, 2, Path("/"))
     assert done.returncode != 0
-    assert 'raise ValueError("by hand, too")' in done.stderr
+    assert golden("local.air.raise-valueerror-hand") in done.stderr
 
 
 def test_a_single_process_needs_no_torchrun() -> None:

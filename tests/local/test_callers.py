@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import locale
+import re
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from serverless_gpu import Run, attach, distributed, session
 from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError
 from tests.local.observe import run_script, wait_for
 from tests.local.ranks import rank_number, stay
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -158,7 +160,9 @@ def test_a_notebook_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(cast("Callable[[int], int]", namespace["train"])).distributed(2) == [8, 9]
     with pytest.raises(ValueError, match="in a cell") as caught:
         run(cast("Callable[[], None]", namespace["broken"])).distributed()
-    assert "raise ValueError('in a cell')" in str(caught.value.__cause__), "the cell's own lines are shown"
+    assert golden("local.callers.raise-valueerror-cell") in str(caught.value.__cause__), (
+        "the cell's own lines are shown"
+    )
 
 
 def test_attach_from_another_process(tmp_path: Path) -> None:
@@ -183,9 +187,9 @@ def test_attach_from_another_process(tmp_path: Path) -> None:
 def test_a_session_with_too_many_listeners_says_so_and_not_that_it_has_ended() -> None:
     with session(gpus=2, gpu_type="H100", quiet=True) as held:
         listeners = [attach(held.id) for _ in range(63)]
-        with pytest.raises(AgentUnavailable, match=rf"^run {held.id} goes on: 64 others are connected"):
+        with pytest.raises(AgentUnavailable, match=golden("local.callers.run-goes-64", id=held.id)):
             attach(held.id)
-        with pytest.raises(ServerlessGpuError, match="64 others are connected to") as refused:
+        with pytest.raises(ServerlessGpuError, match=re.escape(golden("local.callers.64-others-connected"))) as refused:
             held.distributed(rank_number)
         assert "has ended" not in str(refused.value)
         assert listeners.pop().status() == "RUNNING"  # and this one goes

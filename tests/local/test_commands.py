@@ -29,6 +29,7 @@ from tests.local.observe import (
     wait_for,
 )
 from tests.local.ranks import stay
+from tests.support.golden import golden
 from tests.support.local.commands import COMMAND, sgpu
 
 
@@ -90,12 +91,12 @@ def test_what_ran_is_listed_shown_and_read(own: Path) -> None:
     assert [(row[1], row[2]) for row in rows] == [("NAME", "STATE"), ("fail", "FAILED"), ("say", "SUCCEEDED")]
     said = rows[2][0]
     assert sgpu("logs", said[-8:], "--stream", "stdout") == "hello\n"
-    assert (
-        sgpu("logs", said, "--rank", "all", "--tail", "1", "--stream", "stdout") == "[rank 0] hello\n[rank 1] hello\n"
+    assert sgpu("logs", said, "--rank", "all", "--tail", "1", "--stream", "stdout") == golden(
+        "local.commands.rank-hello-rank"
     )
     shown = sgpu("show")
-    assert "rank 0: ValueError: boom\nTraceback (most recent call last):" in shown
-    assert "\nreceipt:\n  1 H100 (fake) · 1 rank · " in shown and "  failures/0.json\n" in shown
+    assert golden("local.commands.rank-valueerror-boom") in shown
+    assert golden("local.commands.receipt-h100-fake") in shown and "  failures/0.json\n" in shown
 
 
 def test_a_run_is_followed_to_its_end_and_listed_as_running_meanwhile(own: Path, where: str) -> None:
@@ -107,7 +108,7 @@ def test_a_run_is_followed_to_its_end_and_listed_as_running_meanwhile(own: Path,
     assert following.stdout.readline() == "first\n"
     assert "RUNNING" in sgpu("runs", "--state", "running")
     assert run.id in sgpu("cancel", code=2)
-    assert f"run {run.id} is RUNNING" in sgpu("clean", run.id, code=1)
+    assert golden("local.commands.run-running", id=run.id) in sgpu("clean", run.id, code=1)
     sgpu("clean", "--older-than", "0s")
     assert run_directories(own) == [run.id]
     (Path(where) / "go").touch()
@@ -180,7 +181,7 @@ def test_a_terminal_is_protected_from_what_ranks_write_and_a_pipe_gets_it(own: P
 def test_cancel_by_a_part_of_the_name(own: Path, where: str) -> None:
     run = distributed(gpus=1, quiet=True)(say_and_wait).submit(where)
     announced(Path(where), "rank0")
-    assert sgpu("cancel", run.id[-8:]) == "CANCELLED: 1 GPU verified free: no process, 0 MiB used (baseline 0 MiB)\n"
+    assert sgpu("cancel", run.id[-8:]) == golden("local.commands.cancelled-gpu-verified")
 
 
 def test_a_killed_supervisor_makes_a_lost_run(own: Path, where: str) -> None:
@@ -188,7 +189,7 @@ def test_a_killed_supervisor_makes_a_lost_run(own: Path, where: str) -> None:
     announced(Path(where), "rank0")
     supervisor(own, run.id).kill()
     wait_for(lambda: "LOST" in sgpu("runs"), "the run is LOST")
-    assert "the run's supervisor process died" in sgpu("show")
+    assert golden("local.commands.run-supervisor-process") in sgpu("show")
 
 
 def test_a_session_is_listed_as_one_and_not_deleted_while_it_is_held(own: Path) -> None:
@@ -212,16 +213,10 @@ def test_results_of_a_cleaned_run_raise_what_happened(own: Path) -> None:
     assert sgpu("clean", run.id).startswith("deleted 1 run, ")
     with pytest.raises(ResultUnavailableHere) as caught:
         run.results()
-    assert str(caught.value) == (
-        f"rank 0 returned a value, but the files of run {run.id} were deleted\n"
-        "hint: take results out within the time that `[retention]` in config.toml gives them; `sgpu clean` deletes, too"
-    )
+    assert str(caught.value) == golden("local.commands.rank-returned-value", id=run.id)
     with pytest.raises(InvalidValue) as refused:
         attach(run.id)
-    assert str(refused.value) == (
-        f"there is no run {run.id!r} in {Home(own).runs}\n"
-        "hint: `sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)"
-    )
+    assert str(refused.value) == golden("local.commands.run-hint-sgpu", id=run.id, runs=Home(own).runs)
 
 
 def test_arrays_that_were_loaded_survive_the_deletion_of_their_run(own: Path) -> None:
@@ -254,7 +249,7 @@ def test_the_agent_has_old_runs_deleted_by_itself(own: Path) -> None:
 def test_the_doctor_starts_no_agent_and_leaves_nothing(own: Path) -> None:
     found = doctor()
     assert outcomes(found, "agent") == ["ok"]
-    assert found["agent"][0]["sentence"] == "none is running; the next run starts one"
+    assert found["agent"][0]["sentence"] == golden("local.commands.none-running-next")
     assert agent_status(own) is None
     assert sorted(os.listdir(own)) == ["checkpoints", "locks", "runs"]
     assert processes_of(own) == []
@@ -317,7 +312,7 @@ def test_an_environment_that_clashes(own: Path, tmp_path: Path) -> None:
     for code in ("torchvision", "numpy-abi", "cuda-libraries"):
         assert set(outcomes(found, code)) == {"failed"}
     mends = [finding["mend"] for finding in found["numpy-abi"]]
-    assert f"{shlex.quote(sys.executable)} -m pip install --upgrade --force-reinstall numpy pandas" in mends
+    assert golden("local.commands.pip-install-upgrade", quote=shlex.quote(sys.executable)) in mends
 
 
 def test_the_report_for_people(own: Path) -> None:
@@ -345,4 +340,4 @@ def test_a_full_disk_is_one_line(warm: Path, arguments: tuple[str, ...]) -> None
             check=False,
             timeout=60,
         )
-    assert (done.returncode, done.stderr) == (1, "sgpu: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, golden("local.commands.sgpu-errno-28"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from serverless_gpu.errors import CommandFailed, InvalidValue, RankCrashed, RunC
 from serverless_gpu.model.attempt import STOPPED_BY, StopReason
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.local.observe import ask_to_stop, wait_for
+from tests.support.golden import golden
 
 STOPPED = """
 import os, signal, sys, time
@@ -95,7 +97,7 @@ def test_once_per_node_it_gets_all_devices_and_the_variables_of_the_command_line
 
 def test_an_exit_code_is_the_failure(warm: Path) -> None:
     run = start("sh", "-c", "echo why >&2; exit 3")
-    with pytest.raises(CommandFailed, match="rank 0: the command exited with code 3") as caught:
+    with pytest.raises(CommandFailed, match=re.escape(golden("local.commands_run.rank-command-exited"))) as caught:
         run.results(50)
     assert (caught.value.exit_code, caught.value.rank, caught.value.reason) == (3, 0, "command_failed")
     assert caught.value.log_tail == "why"
@@ -104,7 +106,7 @@ def test_an_exit_code_is_the_failure(warm: Path) -> None:
 
 def test_F01_a_signal_that_ends_the_program_is_named(warm: Path) -> None:
     run = start("sh", "-c", "kill -SEGV $$")
-    with pytest.raises(RankCrashed, match="rank 0 was ended by SIGSEGV"):
+    with pytest.raises(RankCrashed, match=re.escape(golden("local.commands_run.rank-ended-sigsegv"))):
         run.results(50)
 
 
@@ -116,7 +118,7 @@ def test_a_program_that_cannot_be_run_ends_as_in_a_shell(warm: Path, program: st
     with pytest.raises(CommandFailed) as caught:
         start(program).results(50)
     assert caught.value.exit_code == code
-    assert caught.value.log_tail == f"serverless-gpu: {program!r} cannot be run: {why}"
+    assert caught.value.log_tail == golden("local.commands_run.serverless-gpu-cannot", program=program, why=why)
 
 
 def test_a_script_without_a_first_line_is_the_shells(warm: Path, tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_a_script_without_a_first_line_is_the_shells(warm: Path, tmp_path: Path)
 
 def test_the_first_that_fails_ends_the_others(warm: Path, where: str) -> None:
     run = start("sh", "-c", '[ "$RANK" = 1 ] && exit 7; sleep 600', gpus=2)
-    with pytest.raises(CommandFailed, match="rank 1: the command exited with code 7"):
+    with pytest.raises(CommandFailed, match=re.escape(golden("local.commands_run.rank-command-exited-code"))):
         run.results(50)
 
 
@@ -141,7 +143,7 @@ def test_a_program_below_a_shell_is_told_to_stop_and_why_and_may_save(warm: Path
     wait_for(lambda: "up" in run.logs(), "the program is up")
     ask_to_stop(warm, run.id, reason)
     assert run.wait(50)
-    assert run.logs() == f"up\ntold to {reason.value}\n"
+    assert run.logs() == golden("local.commands_run.up-told", value=reason.value)
     assert run.receipt(50).reason == STOPPED_BY[reason]
 
 
@@ -149,7 +151,7 @@ def test_F73_the_time_limit_says_so(warm: Path) -> None:
     run = start(*python(STOPPED), timeout_s=6.0)  # told after 3 s; an interpreter has started by then
     with pytest.raises(RunTimedOut):
         run.results(50)
-    assert run.logs() == "up\ntold to timeout\n"
+    assert run.logs() == golden("local.commands_run.up-told-timeout")
 
 
 def test_F08_a_program_that_ignores_the_stop_is_killed_after_the_grace_and_leaves_nothing(warm: Path) -> None:
@@ -158,7 +160,7 @@ def test_F08_a_program_that_ignores_the_stop_is_killed_after_the_grace_and_leave
     run.cancel()
     with pytest.raises(RunCancelled):
         run.results(50)
-    assert "rank 0 did not stop in 0.5 s and was killed" in run.receipt(50).notes
+    assert golden("local.commands_run.rank-did-stop") in run.receipt(50).notes
 
 
 def test_programs_of_the_callers_environment_are_found_also_when_it_is_not_activated(

@@ -12,6 +12,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.client.failures import rebuild
+from tests.support.golden import golden
 
 
 def stop_in_the_middle() -> int:
@@ -44,4 +45,4 @@ def test_23C2_another_failure_is_told_as_before(warm: Path) -> None:
 def test_23C2_where_the_program_is_on_another_machine_a_plain_call_is_offered(log: str) -> None:
     said = {"module": "bdb", "type": "BdbQuit", "kind": "exception"}
     error = rebuild(said, None, rank=0, host="node", run_id="r", log_path=log)
-    assert "call the function itself in a terminal" in error.__notes__[-1]
+    assert golden("local.debugger.call-function-itself") in error.__notes__[-1]

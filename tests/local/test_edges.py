@@ -22,6 +22,7 @@ from serverless_gpu.node.agent import ATTEMPTS_MAX
 from serverless_gpu.node.home import Home
 from tests.local.observe import Process, ended, run_sockets, start_script, supervisor, wait_for, zygote
 from tests.local.ranks import announce, stay
+from tests.support.golden import golden
 
 
 def test_a_waiting_run_says_the_same_sentence_once_and_names_the_holder(warm: Path, tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_a_run_that_cannot_be_reached_is_not_said_to_be_lost(warm: Path, tmp_pat
     wait_for(lambda: run.status() == "RUNNING", "it runs")
     (socket,) = run_sockets(warm)
     (Home(warm).sockets() / socket).unlink()
-    with pytest.raises(AgentUnavailable, match=f"run {run.id} goes on"):
+    with pytest.raises(AgentUnavailable, match=golden("local.edges.run-goes", id=run.id)):
         attach(run.id)
     run.cancel()
     with pytest.raises(RunCancelled):
@@ -88,7 +89,7 @@ def test_a_child_that_user_code_forks_keeps_its_own_end(warm: Path) -> None:
 
     run = distributed(gpus=1, quiet=True)(train).submit()
     assert run.results(timeout=60) == [[1, 7]]
-    assert "ValueError: in the child" in run.logs(0, "stderr")
+    assert golden("local.edges.valueerror-child") in run.logs(0, "stderr")
 
 
 def test_ranks_that_stand_by_and_are_not_needed_end(warm: Path, tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_a_run_is_cancelled_from_the_command_line(warm: Path, tmp_path: Path) ->
         timeout=60,
         check=True,
     )
-    assert done.stdout == "CANCELLED: 2 GPUs verified free: no process, 0 MiB used (baseline 0 MiB)\n"
+    assert done.stdout == golden("local.edges.cancelled-gpus-verified")
     with pytest.raises(RunCancelled):
         run.results(timeout=50)
 
@@ -159,7 +160,7 @@ def test_F61_ctrl_c_on_a_handle_says_that_the_run_goes_on(warm: Path, tmp_path: 
     wait_for(lambda: attach(run_id).status() == "RUNNING", "it runs")
     caller.send_signal(signal.SIGINT)
     _, _, errors = ended(caller)
-    assert f"serverless-gpu: run {run_id} goes on" in errors
+    assert golden("local.edges.serverless-gpu-run", run_id=run_id) in errors
     run = attach(run_id)
     assert run.status() == "RUNNING"
     run.cancel()
@@ -207,7 +208,7 @@ def test_runs_beyond_the_agents_bound_wait_in_the_agent_and_can_be_cancelled(own
     wait_for(lambda: first.status() == "RUNNING", "the first run has all devices")
     waiting = distributed(gpus=1, quiet=True)(len).map(["ab"] * (ATTEMPTS_MAX + 1))
     last = waiting[-1]
-    wait_for(lambda: "ahead of this one" in last.waiting_for(), "the last one waits in the agent")
+    wait_for(lambda: golden("local.edges.ahead-one") in last.waiting_for(), "the last one waits in the agent")
     with pytest.raises(AgentUnavailable, match="still waits behind"):
         attach(last.id)
     last.cancel()

@@ -14,6 +14,7 @@ from serverless_gpu.client.estimating import Estimate
 from serverless_gpu.errors import ArgumentMismatch, NotEnoughGpus, NotPicklable
 from serverless_gpu.model.scheduling.learning import LEAVING_S
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 
 
 @distributed(gpus=6, gpu_type="H100")
@@ -43,9 +44,9 @@ def test_what_is_free_starts_at_once_and_nothing_was_started(warm: Path) -> None
     before = sorted(path.name for path in (warm / "runs").glob("*"))
     now = datetime.now(UTC)
     found = wide.estimate(1)
-    assert (found.seconds, found.place, found.basis) == (0.0, 0, "8 of 8 H100 are free")
+    assert (found.seconds, found.place, found.basis) == (0.0, 0, golden("local.estimates.h100-free"))
     assert found.start is not None and found.start.tzinfo is not None and (found.start - now).total_seconds() < 60
-    assert str(found) == "at once on this machine: 8 of 8 H100 are free"
+    assert str(found) == golden("local.estimates.once-machine-h100")
     assert sorted(path.name for path in (warm / "runs").glob("*")) == before
 
 
@@ -57,7 +58,7 @@ def test_what_waits_for_a_time_limit_starts_then_at_the_latest(warm: Path, tmp_p
         found = wide.estimate(1)
         # Its time limit, its grace, and what it takes to be gone: as the server counts.
         assert found.is_bound and found.seconds is not None and 120 < found.seconds <= 121 + LEAVING_S
-        assert "5 free on this machine" in found.basis and "/limited holds 3 until " in found.basis
+        assert golden("local.estimates.free-machine") in found.basis and "/limited holds 3 until " in found.basis
         other = running(endless.submit(done))
         unbound = wide.estimate(1)
         assert (unbound.start, unbound.is_bound) == (found.start, True)  # one of the three that end is enough
@@ -85,7 +86,11 @@ def test_what_earlier_runs_took_is_expected_of_the_next(own: Path, tmp_path: Pat
 
     assert while_one_runs().seconds is None  # after two, nobody can say
     found = while_one_runs()
-    assert found.seconds is not None and not found.is_bound and "/endless holds 1 until about " in found.basis
+    assert (
+        found.seconds is not None
+        and not found.is_bound
+        and golden("local.estimates.endless-holds-until") in found.basis
+    )
 
 
 @pytest.mark.slow
@@ -114,9 +119,8 @@ def test_what_a_call_would_cost_rests_on_the_prices_of_this_home_and_on_its_time
     found = distributed(gpus=6, gpu_type="H100", timeout=600)(wide.__wrapped__).estimate(1)
     assert found.cost is not None and found.cost.at_timeout_micros == 2_990_000
     assert str(found).splitlines() == [
-        "at once on this machine: 8 of 8 H100 are free",
-        "at most 2.99 USD: 6 H100 × 2.99 USD = 17.94 USD an hour; timeout 10 min 00 s; "
-        "of its name too few runs have ended well to say how long it takes",
+        golden("local.estimates.once-machine-h100"),
+        golden("local.estimates.most-99-usd"),
     ]
 
 
@@ -139,5 +143,7 @@ def test_what_would_refuse_the_call_refuses_the_question(warm: Path) -> None:
 
 
 def test_an_estimate_says_what_it_knows_in_words() -> None:
-    assert str(Estimate(start=None, seconds=None, basis="bob has it")) == "unknown: bob has it"
-    assert str(Estimate(start=None, seconds=None, basis="no node has it", impossible=True)) == "never: no node has it"
+    assert str(Estimate(start=None, seconds=None, basis="bob has it")) == golden("local.estimates.unknown-bob")
+    assert str(Estimate(start=None, seconds=None, basis="no node has it", impossible=True)) == golden(
+        "local.estimates.never-node"
+    )

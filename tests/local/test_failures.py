@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ from serverless_gpu.errors import (
 from serverless_gpu.node.inside.payload import PayloadMismatch
 from tests.local.observe import announced, run_directories, run_script
 from tests.local.ranks import announce, rank_number, stay, wait_for_file
+from tests.support.golden import golden
 
 MIB = 1 << 20
 
@@ -75,7 +77,7 @@ def test_F01_a_segfault_names_rank_and_signal_with_the_stack(warm: Path, where: 
         stay(where)
 
     run = distributed(gpus=2, quiet=True)(train).submit(where)
-    with pytest.raises(RankCrashed, match="rank 1 was ended by SIGSEGV") as caught:
+    with pytest.raises(RankCrashed, match=re.escape(golden("local.failures.rank-ended-sigsegv"))) as caught:
         run.results(timeout=50)
     error = caught.value
     assert (error.rank, error.reason, error.run_id) == (1, "rank_signal", run.id)
@@ -150,7 +152,7 @@ def test_F06_an_exception_arrives_as_its_own_type_with_the_remote_lines(warm: Pa
         run.results(timeout=50)
     error = caught.value
     assert (error.code, error.text) == (7, "rank 1")
-    assert error.__notes__[0] == "a note of the user's"
+    assert error.__notes__[0] == golden("local.failures.note-user")
     assert any(
         "rank 1 on host" in note and run.id in note and str(run.directory / "logs") in note for note in error.__notes__
     )
@@ -217,7 +219,7 @@ def test_F07_sys_exit_0_is_not_a_result(warm: Path) -> None:
         if rank == 1:
             sys.exit(0)
 
-    with pytest.raises(RunError, match=r"rank 1 called sys\.exit .* exit code 0") as caught:
+    with pytest.raises(RunError, match=golden("local.failures.rank-called-sys")) as caught:
         train.distributed()
     assert caught.value.reason == "system_exit"
 
@@ -228,7 +230,7 @@ def test_F07_an_exit_without_a_word_is_not_a_result(warm: Path) -> None:
         if rank == 1:
             os._exit(0)
 
-    with pytest.raises(RankCrashed, match="rank 1 exited with code 0 before it returned a result") as caught:
+    with pytest.raises(RankCrashed, match=re.escape(golden("local.failures.rank-exited-code"))) as caught:
         train.distributed()
     assert caught.value.reason == "no_result"
 
@@ -277,7 +279,7 @@ def test_F13_a_taken_port_is_passed_over_and_five_taken_ones_are_named(tmp_path:
     path = tmp_path / "ports.py"
     path.write_text(PORTS)  # its own process: this one may not bind a wildcard address
     done = run_script(path)
-    assert done.stdout == "refused to others\ntorch can listen\n5 tried\n", done.stderr
+    assert done.stdout == golden("local.failures.refused-others-torch"), done.stderr
 
 
 # --- F52, F55, F57: results -----------------------------------------------------------------------------------------
@@ -308,7 +310,9 @@ def test_F55_a_result_that_cannot_be_pickled(warm: Path) -> None:
         return nested
 
     for function, words in ((lock, "_thread.lock"), (deep, "RecursionError")):
-        with pytest.raises(ResultNotSerializable, match="rank 0 finished, but its result") as caught:
+        with pytest.raises(
+            ResultNotSerializable, match=re.escape(golden("local.failures.rank-finished-but"))
+        ) as caught:
             distributed(gpus=1, quiet=True)(function).distributed()
         assert words in str(caught.value), str(caught.value)
         assert caught.value.reason == "result_unserialisable"
@@ -344,7 +348,7 @@ def test_F56_an_exception_that_cannot_be_pickled_is_told_in_words(warm: Path) ->
         error.add_note("note")
         raise error
 
-    with pytest.raises(RemoteError, match="Stubborn: what went wrong") as caught:
+    with pytest.raises(RemoteError, match=re.escape(golden("local.failures.stubborn-went-wrong"))) as caught:
         train.distributed()
     assert "note" in caught.value.__notes__
     assert "raise error" in str(caught.value.__cause__) and "never" not in str(caught.value)

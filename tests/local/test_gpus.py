@@ -13,6 +13,7 @@ from serverless_gpu.errors import GpuTypeMismatch, InvalidValue, NoGpu, NotEnoug
 from serverless_gpu.testing import FakeGpus
 from tests.local.observe import announced, ended, held_locks, run_directories, start_script, wait_for
 from tests.local.ranks import stay
+from tests.support.golden import golden
 
 MIB = 1 << 20
 
@@ -123,7 +124,7 @@ def test_a_run_waits_and_says_who_holds_the_gpus(warm: Path, where: str, tmp_pat
         sentence = waiter.stderr.readline()
     finally:
         Path(where, "go").touch()
-    assert "waiting for 2 H100" in sentence and holder.id in sentence and "and 3 more are held by run" in sentence
+    assert "waiting for 2 H100" in sentence and holder.id in sentence and golden("local.gpus.more-held-run") in sentence
     code, out, err = ended(waiter)
     assert (code, out) == (0, "[3, 3]\n"), err
     assert holder.results(timeout=50) == list(range(7))

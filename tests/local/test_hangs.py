@@ -24,6 +24,7 @@ from serverless_gpu.errors import InvalidValue, RankCrashed, RunCancelled
 from serverless_gpu.node.inside.protocol import STACK_SIGNAL
 from tests.local.observe import announced, wait_for
 from tests.local.ranks import announce, rank_number, stay, wait_for_file
+from tests.support.golden import golden
 from tests.support.local.hangs import WARNING, hung, report_of, section
 
 
@@ -66,7 +67,7 @@ def test_F04_a_rank_that_does_not_come_to_a_socket_barrier(warm: Path, where: st
     assert re.match(r"no output for (?:[2-9]|\d\d)\.\d s, and rank 0 waits in test_hangs\.py:", error.message), (
         error.message
     )
-    assert ": rank 1 is elsewhere, in test_hangs.py:" in error.message and error.message.endswith(" barrier")
+    assert golden("local.hangs.rank-elsewhere-test") in error.message and error.message.endswith(" barrier")
     assert len(error.__notes__) == 1 and error.__notes__[0].startswith("rank 1 is here (most recent call first):\n")
     assert "in barrier" in error.__notes__[0] and "node/inside" not in error.__notes__[0]
     report = report_of(run)
@@ -85,8 +86,8 @@ def test_F04_a_rank_that_is_stopped_is_named_and_stays_stopped(
     announced(Path(where), "rank0")
     rank.send(signal.SIGSTOP)
     report = report_of(run)
-    assert ": rank 1 is stopped (SIGSTOP)" in report
-    assert f"kill -CONT {rank.pid} lets it go on; it was let run for a moment to write its stack" in section(report, 1)
+    assert golden("local.hangs.rank-stopped-sigstop") in report
+    assert golden("local.hangs.kill-cont-lets", pid=rank.pid) in section(report, 1)
     assert " in wait_for_file" in section(report, 1)
     wait_for(lambda: kernel_state(rank.pid) == "T", "it is stopped again")
     Path(where, "go").touch()
@@ -111,7 +112,7 @@ def test_F04_every_rank_in_the_same_place(warm: Path, where: str) -> None:
     run = distributed(gpus=2, quiet=True, hang_timeout=1.0)(train).submit()
     error = hung(run)
     assert (error.ranks_waiting, error.ranks_elsewhere) == ([0, 1], [])
-    assert "every rank waits (ranks 0, 1 in " in error.message
+    assert golden("local.hangs.every-rank-waits") in error.message
     assert [note.partition(" (")[0] for note in error.__notes__] == ["rank 0 waits here", "rank 1 waits here"]
 
 
@@ -220,8 +221,8 @@ def test_a_warning_ends_nothing_and_is_told_to_everybody(
     assert (late.status(), run.status()) == ("RUNNING", "RUNNING")
     for handle in (run, late):  # a third one may have come by now
         said = wait_for(handle.last_sentence, "the sentence came")
-        assert ", and rank 0 waits in test_hangs.py:" in said
-        assert f"; stacks of all ranks: {run.directory}/hang-" in said
+        assert golden("local.hangs.rank-waits-test") in said
+        assert golden("local.hangs.stacks-all-ranks", directory=run.directory) in said
     Path(where, "go").touch()
     caller.join(30)
     assert results == [[b"word", b""]]
@@ -229,10 +230,13 @@ def test_a_warning_ends_nothing_and_is_told_to_everybody(
     lines = capfd.readouterr().err.splitlines()
     for number, note in enumerate(notes[:2], 1):
         name, _, sentence = note.partition(": ")
-        assert name == f"hang-{number}.txt has the stacks of all ranks"
-        assert f"serverless-gpu: {sentence}; stacks of all ranks: {run.directory}/hang-{number}.txt" in lines
+        assert name == golden("local.hangs.hang-txt-stacks", number=number)
+        assert (
+            golden("local.hangs.serverless-gpu-stacks", sentence=sentence, directory=run.directory, number=number)
+            in lines
+        )
     text = run.receipt().text()
-    assert "hang-1.txt has the stacks of all ranks: no output for " in text and "hang-2.txt has" in text
+    assert golden("local.hangs.hang-txt-stacks-all") in text and "hang-2.txt has" in text
 
 
 def test_a_run_that_gets_on_after_a_warning_says_so_once(
@@ -277,7 +281,7 @@ def test_a_rank_that_has_become_another_program_is_not_ended_by_the_look(
     monkeypatch.setenv(WARNING, "1")
     run = distributed(gpus=2, quiet=True)(train).submit(where)
     rank, _ = announced(Path(where), "rank1")
-    assert "no stack: it runs another program by now" in section(report_of(run), 1)
+    assert golden("local.hangs.stack-runs-another") in section(report_of(run), 1)
     assert rank.alive() and run.status() == "RUNNING"
     run.cancel()
     with pytest.raises(RunCancelled):
@@ -295,7 +299,7 @@ def test_a_rank_that_does_not_catch_the_signal_is_not_ended_by_the_look(
 
     monkeypatch.setenv(WARNING, "1")
     run = distributed(gpus=1, quiet=True)(train).submit(where)
-    assert "no stack: it runs another program by now" in section(report_of(run), 0)
+    assert golden("local.hangs.stack-runs-another") in section(report_of(run), 0)
     Path(where, "go").touch()
     assert run.results(timeout=50) == ["alive"]
 
@@ -312,7 +316,7 @@ def test_a_file_in_the_place_of_the_closed_descriptor_is_not_written_to(
 
     monkeypatch.setenv(WARNING, "1")
     run = distributed(gpus=1, quiet=True)(train).submit(where)
-    assert "or has taken the signal or the file for it away" in section(report_of(run), 0)
+    assert golden("local.hangs.taken-signal-file") in section(report_of(run), 0)
     Path(where, "go").touch()
     run.wait(50)  # its result cannot be told: it has closed its connection, too
     assert all(not Path(where, str(number)).stat().st_size for number in range(60))
@@ -378,7 +382,7 @@ def test_F01_a_crash_after_a_warning_has_its_own_stack_only(
     run = distributed(gpus=2, quiet=True)(train).submit(where)
     assert " in wait_for_file" in section(report_of(run), 1)
     Path(where, "go").touch()
-    with pytest.raises(RankCrashed, match="rank 1 was ended by SIGSEGV") as caught:
+    with pytest.raises(RankCrashed, match=re.escape(golden("local.failures.rank-ended-sigsegv"))) as caught:
         run.results(timeout=50)
     stack = next(note for note in caught.value.__notes__ if note.startswith("Python stack of rank 1"))
     assert stack.count("most recent call first") == 1 and "string_at" in stack and "wait_for_file" not in stack
@@ -400,7 +404,7 @@ def test_a_limit_that_is_no_number_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setenv(WARNING, text)
     before = sorted(os.listdir(warm / "runs")) if (warm / "runs").exists() else []
-    with pytest.raises(InvalidValue, match="is not a number of seconds\nhint: 0 switches the warning off"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("local.hangs.number-seconds-hint"))):
         distributed(gpus=1, quiet=True)(time.sleep).submit(0)
     assert (sorted(os.listdir(warm / "runs")) if (warm / "runs").exists() else []) == before
 

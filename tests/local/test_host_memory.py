@@ -19,6 +19,7 @@ import pytest
 from serverless_gpu.node.processes import remove_cgroup
 from serverless_gpu.testing import stop_agent
 from tests.local.observe import processes_of, wait_for
+from tests.support.golden import golden
 
 LIMIT_BYTES = 1 << 30
 
@@ -124,7 +125,7 @@ def test_F03_the_rank_that_grew_is_the_victim_and_nobody_else(
     wait_for(lambda: not processes_of(home), "agent and supervisors are gone")
     said = json.loads(done.stdout)
     assert said["reason"] == "host_oom", said
-    assert "rank 0 was ended by the kernel because host memory ran out" in said["text"]
+    assert golden("local.host_memory.rank-ended-kernel") in said["text"]
     assert said["state"] == "FAILED"
     assert said["same_agent"], "the agent lived"
     assert int(said["other"]) >= 500, "the other run went on, though its rank was in line, too"

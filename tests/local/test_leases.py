@@ -22,6 +22,7 @@ from serverless_gpu.node.submission import write_submission
 from serverless_gpu.node.taking import try_lock
 from tests.local.observe import announced, nothing_of_a_run, wait_for
 from tests.local.ranks import stay
+from tests.support.golden import golden
 
 S = 1_000_000_000
 
@@ -64,9 +65,7 @@ def test_F18_without_an_answer_of_the_server_the_supervisor_stops_its_ranks(own:
     assert not rank.alive()
     wait_for(lambda: nothing_of_a_run(own), "it has given everything back")
     receipt = (Path(message.directory) / "receipt.json").read_text()
-    assert "the server did not answer for as long as the run may go on without it" in receipt, (
-        own / "agent.log"
-    ).read_text()
+    assert golden("local.leases.server-did-answer") in receipt, (own / "agent.log").read_text()
 
 
 def test_F17_an_answer_in_time_lets_it_go_on(own: Path, where: str) -> None:
@@ -89,7 +88,7 @@ def test_a_launch_that_comes_twice_starts_once(own: Path, where: str) -> None:
     again, _ = connect(Home(own))
     protocol.send(again, message)
     refused = stopped(again)
-    assert isinstance(refused, protocol.Refused) and "another process looks after" in refused.message
+    assert isinstance(refused, protocol.Refused) and golden("local.leases.another-process-looks") in refused.message
     assert rank.alive() and read_ending(Path(message.directory)) is None
     Path(where, "go").touch()
     assert isinstance(stopped(channel), protocol.Stopped)

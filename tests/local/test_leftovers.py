@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from serverless_gpu.errors import RankCrashed
 from serverless_gpu.testing import FakeGpus, agent_status
 from tests.local.observe import Process, announced, nothing_of_a_run, wait_for
 from tests.local.ranks import CHILDREN, leave_children, stay
+from tests.support.golden import golden
 
 MIB = 1 << 20
 
@@ -104,7 +106,7 @@ def test_F11_a_gpu_that_is_not_clean_is_quarantined_until_it_is(own: Path, where
     assert run.results(timeout=50) == [0, 1], "the results are there before the gate has decided"
     receipt = run.receipt(timeout=50)
     assert receipt.quarantined == ("FAKE-H100-1",)
-    assert "pid 4321 still holds 2.0 GiB" in receipt.gate and "FAKE-H100-1" in receipt.text()
+    assert golden("local.leftovers.pid-4321-still") in receipt.gate and "FAKE-H100-1" in receipt.text()
     assert receipt.segments.gate_ms is not None and receipt.segments.gate_ms >= 9_000, "three looks, 5 s apart"
 
     taken = distributed(gpus=7, quiet=True)(len).submit("a")
@@ -150,7 +152,7 @@ def test_F12_a_rank_out_of_descriptors_gets_its_own_error(warm: Path) -> None:
         while True:
             held.append(os.open(os.devnull, os.O_RDONLY))
 
-    with pytest.raises(OSError, match="Too many open files") as caught:
+    with pytest.raises(OSError, match=re.escape(golden("local.leftovers.too-many-open"))) as caught:
         distributed(gpus=1, quiet=True)(exhaust).distributed()
     assert caught.value.errno == errno.EMFILE
     assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2], "the next run does not notice"

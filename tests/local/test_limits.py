@@ -19,6 +19,7 @@ from serverless_gpu import attach, distributed
 from serverless_gpu.errors import RunCancelled, RunTimedOut
 from tests.local.observe import Process, announced, ended, start_script, wait_for
 from tests.local.ranks import announce, stay, wait_for_file
+from tests.support.golden import golden
 
 
 def ignore_sigterm(where: str, rank: int = -1) -> None:
@@ -40,7 +41,7 @@ def test_F08_ranks_that_ignore_sigterm_are_killed_after_the_grace(warm: Path, wh
     assert caught.value.reason == "cancelled"
     receipt = run.receipt(timeout=50)
     assert receipt.state == "CANCELLED"
-    assert "ranks 0, 1 did not stop in 0.5 s and were killed" in receipt.notes
+    assert golden("local.limits.ranks-did-stop") in receipt.notes
     assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms >= 500
     assert receipt.segments.run_ms is not None and receipt.bill is not None
     assert 0 <= receipt.bill.billed_ms - 2 * (receipt.segments.run_ms + 500) <= 2, "the grace is theirs, not the kill"
@@ -101,7 +102,7 @@ def test_F73_sigterm_comes_early_enough_for_a_checkpoint_inside_the_limit(warm: 
         threading.Event().wait(60)
 
     run = distributed(gpus=1, quiet=True, timeout=6.0, grace=3.0)(train).submit(where)
-    with pytest.raises(RunTimedOut, match="time limit of 6 s") as caught:
+    with pytest.raises(RunTimedOut, match=re.escape(golden("local.limits.time-limit"))) as caught:
         run.results(timeout=50)
     assert caught.value.reason == "timeout"
     assert float(Path(where, "asked_after").read_text()) < 6.0, "SIGTERM comes at limit − grace, 3 s"
@@ -113,7 +114,7 @@ def test_F73_sigterm_comes_early_enough_for_a_checkpoint_inside_the_limit(warm: 
 
 def test_F73_a_short_timeout_is_halved_for_the_grace(warm: Path, where: str) -> None:
     run = distributed(gpus=1, quiet=True, timeout=4.0)(ignore_sigterm).submit(where)  # the grace is 30 s otherwise
-    with pytest.raises(RunTimedOut, match="time limit of 4 s"):
+    with pytest.raises(RunTimedOut, match=re.escape(golden("local.limits.time-limit-2"))):
         run.results(timeout=50)
     receipt = run.receipt(timeout=50)
     assert receipt.segments.run_ms is not None and receipt.segments.run_ms >= 1_990
@@ -182,7 +183,7 @@ def test_F61_one_ctrl_c_cancels_waits_for_the_hand_back_and_says_so(own: Path, w
     process.send_signal(signal.SIGINT)
     code, out, err = ended(process)
     assert (code, out) == (130, "interrupted\n"), err
-    assert "cancelling; press Ctrl-C again to leave at once" in err
+    assert golden("local.limits.cancelling-press-ctrl") in err
     assert re.search(r"cancelled; 2 GPUs verified free: .*, after [\d.]+ m?s", err), err
     assert not any(rank.alive() for rank in ranks)
     run = attach(run_id_of(own))
@@ -198,7 +199,7 @@ def test_F61_a_second_ctrl_c_leaves_at_once_and_the_run_is_still_cancelled(own: 
     wait_for(lambda: run.status() == "STOPPING" or stopping(own), "the run is being cancelled")
     process.send_signal(signal.SIGINT)
     code, _, err = ended(process, 40)  # its grace is 60 s
-    assert code == 130 and f"left; run {run.id} is still being cancelled" in err
+    assert code == 130 and golden("local.limits.left-run-still", id=run.id) in err
     for rank in ranks:
         rank.send(signal.SIGKILL)  # instead of a minute's grace
     with pytest.raises(RunCancelled):
@@ -210,7 +211,7 @@ def test_F61_one_ctrl_c_is_enough_where_an_event_loop_has_taken_it(own: Path, wh
     process.send_signal(signal.SIGINT)
     code, out, err = ended(process)
     assert (code, out) == (130, "interrupted\n"), err
-    assert "cancelled; 2 GPUs verified free" in err
+    assert golden("local.limits.cancelled-gpus-verified") in err
     assert not any(rank.alive() for rank in ranks)
 
 

@@ -14,6 +14,7 @@ import serverless_gpu
 from serverless_gpu import Run, distributed
 from serverless_gpu.testing import stop_agent
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 
 GPU = "system/node_0/gpu_1_utilization_percentage"
 
@@ -52,7 +53,7 @@ def test_a_run_is_sampled_while_it_goes_on_and_after_it(run: Run[None], tmp_path
     assert (tmp_path / "run.png").stat().st_size > 5_000
     assert any("2 H100 (fake)" in text.get_text() for text in figure.texts)
     shown = sgpu("show", run.id)
-    assert "\ndevices:\n  #  BUSY  PEAK MEMORY" in shown and "FAKE-H100-1" in shown
+    assert golden("local.metrics.devices-busy-peak") in shown and "FAKE-H100-1" in shown
 
 
 def test_top_shows_who_has_what(run: Run[None], tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_top_shows_who_has_what(run: Run[None], tmp_path: Path) -> None:
         *[None] * 6,
     ]
     assert [rank["rank"] for rank in value["runs"][0]["ranks"]] == [0, 1]
-    assert "8 H100 (fake): 2 lent, 6 free" in sgpu("top", "--once")
+    assert golden("local.metrics.h100-fake-lent") in sgpu("top", "--once")
     assert "devices so far:" in sgpu("show", run.id)
     (tmp_path / "go").touch()
     run.results()
@@ -73,7 +74,7 @@ def test_top_shows_who_has_what(run: Run[None], tmp_path: Path) -> None:
 def test_top_starts_the_monitor_where_there_is_none(own: Path) -> None:
     command = [sys.executable, "-m", "serverless_gpu.cli", "top", "--once"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr == "sgpu: no monitor runs on this node yet; it is started\n"
-    assert "8 H100 (fake): 0 lent, 8 free" in done.stdout and "no runs" in done.stdout
+    assert done.stderr == golden("local.metrics.sgpu-monitor-runs")
+    assert golden("local.metrics.h100-fake-lent-free") in done.stdout and "no runs" in done.stdout
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stderr == ""
     stop_agent(own)  # and the monitor, without which there is nothing here to end

@@ -22,6 +22,7 @@ from serverless_gpu.node.mlflow_server.serving import Serving, ensure_server, lo
 from tests.local.observe import announced, wait_for
 from tests.local.pretended_mlflow import PretendedMlflow, asked, environ_of, keeper_of, keeping, server_of
 from tests.local.ranks import stay
+from tests.support.golden import golden
 from tests.support.local.commands import sgpu
 
 
@@ -133,7 +134,7 @@ def test_a_server_that_is_killed_is_started_again_at_the_same_address(
     server.wait_gone()
     wait_for(lambda: stage(place) == "starting", "that it starts again")
     again = ensure_server(there, mlflow.python, environ=mlflow.environ)
-    assert again.is_restarting and "it is started again" in again.problem, "worth waiting for"
+    assert again.is_restarting and golden("local.mlflow_server.started-again") in again.problem, "worth waiting for"
     wait_for(lambda: place.noted().server not in (0, server.pid) and stage(place) == "ready", "another server")
     assert ready(there, mlflow).uri == uri
     assert keeper.alive()
@@ -145,7 +146,7 @@ def test_nobody_starts_a_server_again_whose_keeper_was_killed_before_it_could(
     ready(there, mlflow)
     server, keeper = server_of(place), keeper_of(place)
     server.send(signal.SIGKILL)
-    wait_for(lambda: "it is started again" in place.noted().problem, "that it is to start again")
+    wait_for(lambda: golden("local.mlflow_server.started-again") in place.noted().problem, "that it is to start again")
     keeper.send(signal.SIGKILL)
     keeper.wait_gone()
     found = look(place, SystemClock())
@@ -190,7 +191,7 @@ def test_an_interpreter_without_mlflow_is_named_and_not_tried_all_the_time(there
     python = sys.executable
     wait_for(lambda: ensure_server(there, python).problem, "why there is no server")
     for _ in range(3):
-        assert ensure_server(there, python).problem == f"{python} has no MLflow; pip install mlflow"
+        assert ensure_server(there, python).problem == golden("local.mlflow_server.mlflow-pip-install", python=python)
     wait_for(lambda: not is_held(place.lock), "the keeper's end")
     said = (place.directory / "keeper.log").read_text()
     assert said.count("has no MLflow") == place.noted().failures == 1
@@ -198,7 +199,7 @@ def test_an_interpreter_without_mlflow_is_named_and_not_tried_all_the_time(there
 
 def test_who_asks_for_it_now_has_it_tried_again(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
     mlflow.has_trouble("ModuleNotFoundError: No module named 'flask'")
-    assert "mlflow-skinny is not enough" in refused(there, mlflow)
+    assert golden("local.mlflow_server.mlflow-skinny-enough") in refused(there, mlflow)
     mlflow.has_trouble("")
     assert "mlflow-skinny" in ensure_server(there, mlflow.python, environ=mlflow.environ).problem
     again = ensure_server(there, mlflow.python, environ=mlflow.environ, now=True)
@@ -209,7 +210,9 @@ def test_who_asks_for_it_now_has_it_tried_again(there: Home, place: Place, mlflo
 
 def test_an_interpreter_that_is_gone_is_named(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
     python = str(there.root / "venv/bin/python")
-    assert wait_for(lambda: ensure_server(there, python).problem, "why") == f"there is no interpreter {python} any more"
+    assert wait_for(lambda: ensure_server(there, python).problem, "why") == golden(
+        "local.mlflow_server.interpreter-any-more", python=python
+    )
 
 
 def test_a_database_of_another_version_is_said_with_the_command_that_helps(
@@ -228,7 +231,7 @@ def test_a_port_that_is_taken_is_replaced(there: Home, place: Place, mlflow: Pre
         again = ready(there, mlflow)
     assert again.uri != uri
     assert asked(again.uri, "/version") == "3.99.0"
-    assert "is taken by another process" in (place.directory / "keeper.log").read_text()
+    assert golden("local.mlflow_server.taken-another-process") in (place.directory / "keeper.log").read_text()
 
 
 def test_a_keeper_holds_the_port_while_no_server_listens(there: Home, place: Place) -> None:
@@ -286,13 +289,13 @@ def test_a_server_on_another_machine_of_a_shared_home_is_named(
     place.note(msgspec.structs.replace(noted, machine="another", host="gpu-2"))
     serving = ensure_server(there, mlflow.python)
     assert not serving.ready
-    assert "runs on another machine, gpu-2; set MLFLOW_TRACKING_URI" in serving.problem
+    assert golden("local.mlflow_server.runs-another-machine") in serving.problem
     place.note(noted)
 
 
 def test_a_home_that_cannot_be_written_is_a_problem_in_words(there: Home, mlflow: PretendedMlflow) -> None:
     (there.root / "mlflow").write_text("a file")
-    assert "mlflow/default cannot be written to" in ensure_server(there, mlflow.python).problem
+    assert golden("local.mlflow_server.mlflow-default-cannot") in ensure_server(there, mlflow.python).problem
 
 
 def test_the_commands_show_start_and_end_it(
@@ -304,12 +307,12 @@ def test_the_commands_show_start_and_end_it(
     assert asked(uri, "/health") == "OK"
     found = msgspec.json.decode(sgpu("mlflow", "--json"))
     assert (found["uri"], found["ready"], found["version"]) == (uri, True, "3.99.0")
-    assert f"mlflow: {uri} · ready · MLflow 3.99.0 · pid {found['pid']}" in sgpu("status")
+    assert golden("local.mlflow_server.mlflow-ready-mlflow", uri=uri, found=found["pid"]) in sgpu("status")
     assert sgpu("mlflow", "--stop") == "stopped\n"
-    assert f"mlflow: {uri} · not running" in sgpu("status")
-    assert sgpu("mlflow", "--stop") == "no MLflow server is running\n"
+    assert golden("local.mlflow_server.mlflow-running", uri=uri) in sgpu("status")
+    assert sgpu("mlflow", "--stop") == golden("local.mlflow_server.mlflow-server-running")
     mlflow.has_trouble("sqlite3.OperationalError: database is locked")
-    assert "is locked by another process" in sgpu("mlflow", code=1)
+    assert golden("local.mlflow_server.locked-another-process") in sgpu("mlflow", code=1)
 
 
 def test_the_command_without_mlflow_says_what_to_install(there: Home) -> None:
@@ -325,5 +328,5 @@ def test_stop_leaves_the_server_to_runs_that_go_on(
     assert "MLflow's server stays" in sgpu("stop")
     assert stage(place) == "ready"
     run.cancel()
-    assert "MLflow's server has stopped" in sgpu("stop")
+    assert golden("local.mlflow_server.mlflow-server-stopped") in sgpu("stop")
     assert stage(place) == "stopped"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from serverless_gpu.node.monitor import words
 from serverless_gpu.node.reaching import connect
 from serverless_gpu.node.submission import write_submission
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 from tests.unit.fake_monitor import FakeMonitor
 
 TRACKED = words.Tracked(
@@ -188,12 +190,12 @@ def test_a_run_that_leaves_its_devices_idle_is_warned_of_and_stopped_and_may_sav
     monitor = FakeMonitor(Home(own).sockets(), functools.partial(idle_answers, begun)).serve()
     try:
         run = distributed(gpus=1, gpu_type="H100", idle_timeout=1.5, quiet=True)(do_nothing).submit(begun)
-        with pytest.raises(RunTimedOut, match="did nothing for as long as idle_timeout allows") as stopped:
+        with pytest.raises(RunTimedOut, match=re.escape(golden("local.observed.did-nothing-long"))) as stopped:
             run.results()
         assert stopped.value.reason == "idle" and "idle_timeout=" in str(stopped.value)
         receipt = run.receipt()
         assert (receipt.state, receipt.reason) == ("TIMED_OUT", "idle")
         assert any(note.startswith("stopped because no device did anything for ") for note in receipt.notes)
-        assert [line.strip() for line in run.logs().splitlines()] == ["asked to stop: idle"]
+        assert [line.strip() for line in run.logs().splitlines()] == [golden("local.observed.asked-stop-idle")]
     finally:
         monitor.close()

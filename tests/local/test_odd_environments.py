@@ -31,6 +31,7 @@ from tests.local.observe import run_script
 from tests.local.small_environment import Dialogue, SmallEnvironment
 from tests.odd_environments import read_only_root, refusing, without
 from tests.small_disks import small_disk
+from tests.support.golden import golden
 
 WORK = """
 def value():
@@ -102,9 +103,7 @@ def test_23C1_where_every_way_is_refused_links_are_used_and_the_receipt_says_why
     try:
         values, environment, _ = eval(caller.ask(RECEIPT))
         assert values == ["one"]
-        assert (
-            "links (no mounts: a mount namespace cannot be made: Operation not permitted; with a user " in environment
-        )
+        assert golden("local.odd_environments.links-mounts-mount") in environment
     finally:
         caller.close()
 
@@ -122,7 +121,7 @@ def test_23C3_a_home_without_file_locks_is_named_before_anything_starts(
     assert started.stderr.startswith(f"sgpu: {own}/server.lock cannot be used: its file system refuses file locks")
     assert started.returncode == 1
     report = sgpu("doctor", "--limit", "3", before=refusing(refused)).stdout
-    assert f"failed   locks             the file system of {own} refuses file locks: flock: {reason}" in report
+    assert golden("local.odd_environments.failed-locks-file", own=own, reason=reason) in report
 
 
 def test_23C3_places_for_backups_and_copies_of_the_audit_are_named(own: Path, tmp_path: Path) -> None:
@@ -144,12 +143,9 @@ def test_23C3_places_for_backups_and_copies_of_the_audit_are_named(own: Path, tm
 def test_23C10_a_server_names_the_home_in_which_sqlite_cannot_lock(own: Path) -> None:
     started = sgpu("up", "--port", "0", before=refusing("no-record-locks"))
     assert started.returncode == 1
-    assert started.stderr.splitlines()[0] == (
-        f"sgpu: the server's database cannot be kept in {own}/server: its file system refuses the locks that SQLite "
-        "needs (fcntl: No locks available)"
-    )
+    assert started.stderr.splitlines()[0] == golden("local.odd_environments.sgpu-server-database", own=own)
     report = sgpu("doctor", "--limit", "3", before=refusing("no-record-locks")).stdout
-    assert f"warning  locks             the file system of {own} refuses the locks of SQLite" in report
+    assert golden("local.odd_environments.warning-locks-file", own=own) in report
 
 
 @pytest.mark.parametrize(
@@ -160,11 +156,11 @@ def test_23C4_a_kernel_without_pidfd_is_refused_before_anything_starts(
 ) -> None:
     sentence = f"Linux {os.uname().release} refuses pidfd_open here: {reason}"
     first, second = call(tmp_path, *refusing(refused)).splitlines()
-    assert first == f"HardwareError: this machine cannot run ranks: {sentence}"
+    assert first == golden("local.odd_environments.hardwareerror-machine-cannot", sentence=sentence)
     assert second.startswith("hint: Linux 5.3 or newer is needed; in a container, a runtime whose seccomp profile")
     assert agent_status(own) is None and not list((own / "runs").iterdir())
     assert (
-        f"failed   kernel            no run can start: {sentence}"
+        golden("local.odd_environments.failed-kernel-run", sentence=sentence)
         in sgpu("doctor", "--limit", "3", before=refusing(refused)).stdout
     )
 
@@ -192,11 +188,11 @@ def test_23C6_links_in_a_home_without_execution_are_refused_with_the_flag(
     caller = Dialogue(small, "work")
     try:
         said = caller.ask("call(work.compiled)")
-        assert f"{noexec}/environments lies on a file system that is mounted noexec, and no compiled module" in said
-        assert "(no mounts: a mount namespace cannot be made" in said
-        assert "hint: set SERVERLESS_GPU_HOME to a directory on a file system without noexec" in said
+        assert golden("local.odd_environments.environments-lies-file", noexec=noexec) in said
+        assert golden("local.odd_environments.mounts-mount-namespace") in said
+        assert golden("local.odd_environments.hint-set-serverless") in said
         report = sgpu("doctor", "--limit", "3", before=small.before).stdout
-        assert f"failed   home-filesystem   {noexec} is mounted noexec" in report
+        assert golden("local.odd_environments.failed-home-filesystem", noexec=noexec) in report
     finally:
         caller.close()
 
@@ -221,9 +217,8 @@ def test_23C7_secrets_of_a_run_need_symbolic_links_and_say_so(own: Path) -> None
     command = [*refusing("no-symlinks"), sys.executable, "-c", code, str(own)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.stderr.splitlines()[-2:] == [
-        f"serverless_gpu.errors.StorageError: secrets cannot be linked to from {own}: its file system has no symbolic "
-        "links (Operation not permitted)",
-        "hint: set SERVERLESS_GPU_HOME to a directory on a file system that has them: ext4, xfs, NFS, tmpfs",
+        golden("local.odd_environments.serverless-gpu-errors", own=own),
+        golden("local.odd_environments.hint-set-serverless-gpu"),
     ]
 
 
@@ -234,7 +229,7 @@ def test_23C7_a_snapshot_is_restored_without_hard_links(small: SmallEnvironment,
     try:
         values, environment, _ = eval(caller.ask(RECEIPT))
         assert values == ["one"]
-        assert ("files were copied, not linked: Operation not permitted" in environment) == bool(before)
+        assert (golden("local.odd_environments.files-copied-linked") in environment) == bool(before)
     finally:
         caller.close()
 
@@ -248,7 +243,7 @@ def test_23C7_a_home_without_symbolic_links_is_named_and_not_called_full(own: Pa
             f"RunError: the environment could not be restored: environments cannot be restored to {own}/environments: "
             "its file system has no symbolic links (Operation not permitted)"
         )
-        assert "on a file system that has them: ext4, xfs, NFS, tmpfs" in said
+        assert golden("local.odd_environments.file-system-them") in said
     finally:
         caller.close()
 
@@ -266,18 +261,18 @@ def test_23C5_a_snapshot_is_taken_and_used_without_any_temporary_directory(
         caller.close()
         stop_agent(own)
     report = sgpu("doctor", "--limit", "3", before=small.before).stdout
-    assert "failed   temporary-files   No usable temporary directory found in [" in report
+    assert golden("local.odd_environments.failed-temporary-files") in report
 
 
 def test_23C5_where_nothing_can_be_written_one_line_says_so_and_what_helps(own: Path, tmp_path: Path) -> None:
     nowhere = read_only_root()
     said = call(tmp_path, *nowhere)
     assert said.startswith(f"StorageError: neither {own} (Read-only file system) nor /tmp/serverless_gpu-home-")
-    assert "in a container with a read-only root, mount a volume at /tmp (Kubernetes: emptyDir)" in said
+    assert golden("local.odd_environments.container-read-only") in said
     report = sgpu("doctor", "--limit", "3", before=nowhere).stdout.splitlines()
-    assert sum("can be written to" in line for line in report) == 1
-    assert [line for line in report if "there is no home to look at" in line and "agent" in line] == [
-        "  unknown  agent, cgroups, zygote, last-start  there is no home to look at"
+    assert sum(golden("local.odd_environments.can-written") in line for line in report) == 1
+    assert [line for line in report if golden("local.odd_environments.home-look") in line and "agent" in line] == [
+        golden("local.odd_environments.unknown-agent-cgroups")
     ]
 
 
@@ -293,10 +288,8 @@ def test_22B2_a_server_whose_home_is_read_only_is_refused_and_none_starts_elsewh
 def test_23C5_a_home_that_can_be_written_beside_a_read_only_tmp_names_the_sockets(own: Path, tmp_path: Path) -> None:
     said = call(tmp_path, *read_only_root(own))
     assert said.splitlines() == [
-        f"StorageError: cannot make /tmp/serverless_gpu-{os.getuid()}/{Home(own).sockets().name}, where sockets lie: "
-        "Read-only file system",
-        "hint: set SERVERLESS_GPU_SOCKETS to a short directory that you can write to; in a container with a read-only "
-        "root, mount a volume at /tmp (Kubernetes: emptyDir)",
+        golden("local.odd_environments.storageerror-cannot-make", getuid=os.getuid(), name=Home(own).sockets().name),
+        golden("local.odd_environments.hint-set-serverless-gpu-2"),
     ]
 
 
@@ -324,14 +317,14 @@ def test_23C9_a_disk_without_inodes_is_not_called_full(few_files: Path, tmp_path
     assert first.endswith(": its disk has room, and cannot hold one more file")
     assert second.startswith("hint: delete files there (`sgpu clean` removes old runs, `sgpu env gc` environments)")
     report = sgpu("doctor", "--limit", "3", before=()).stdout
-    assert f"failed   disk-space        {few_files} has 0 inodes left of 40: as many files can be made there" in report
+    assert golden("local.odd_environments.failed-disk-space", few_files=few_files) in report
 
 
 def test_23C9_a_store_without_inodes_is_not_called_full(few_files: Path, small: SmallEnvironment) -> None:
     caller = Dialogue(small, "work")
     try:
         said = caller.ask("call(work.value)")
-        assert "StorageError: no inodes left " in said and "free some space" not in said, said
+        assert golden("local.odd_environments.storageerror-inodes-left") in said and "free some space" not in said, said
     finally:
         caller.close()
 
@@ -345,11 +338,17 @@ def test_23C9_a_home_that_cannot_be_made_for_want_of_inodes_says_so(few_files: P
 def test_23C9_calls_captures_and_the_server_name_the_inodes_of_their_disk(few_files: Path) -> None:
     few_files.joinpath("there").touch()
     use_up_inodes(few_files)
-    with pytest.raises(StorageError, match=f"^no inodes left for {few_files}/call.pkl: its disk has room"):
+    with pytest.raises(StorageError, match=golden("local.odd_environments.inodes-left-call", few_files=few_files)):
         preflight.pack(str(few_files / "call.pkl"), len, ("x",), {})
     refused = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(few_files / "index"))
-    assert "no inodes left for" in str(capture_error(refused)) and "free some space" not in capture_error(refused).hint
-    assert space_problem(few_files) == f"the server's disk: {NO_INODES}" and why_full(few_files, refused) == NO_INODES
+    assert (
+        golden("local.odd_environments.inodes-left") in str(capture_error(refused))
+        and "free some space" not in capture_error(refused).hint
+    )
+    assert (
+        space_problem(few_files) == golden("local.odd_environments.server-disk", NO_INODES=NO_INODES)
+        and why_full(few_files, refused) == NO_INODES
+    )
 
 
 def copied_python(directory: Path) -> Path:
@@ -416,7 +415,7 @@ def test_23C10_a_server_names_the_limit_of_threads(own: Path) -> None:
     started = sgpu("up", "--port", "0", "--no-node", before=refusing("no-threads"))
     first, second = started.stderr.splitlines()
     assert started.returncode == 1
-    assert first == "sgpu: no thread can be started: the limit of processes and threads is reached"
+    assert first == golden("local.odd_environments.sgpu-thread-can")
     assert second.startswith("hint: raise it: `ulimit -u`")
 
 

@@ -27,6 +27,7 @@ from serverless_gpu.client.display import Display
 from serverless_gpu.errors import InvalidValue, RankCrashed
 from tests.local.observe import LIMIT_S, run_script, supervisor, wait_for
 from tests.local.ranks import announce, rank_number, wait_for_file
+from tests.support.golden import golden
 from tests.tiny_terminal import screen
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -151,7 +152,7 @@ def test_F50_a_line_of_100_MB_is_stored_whole(capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(("gpus", "valid"), [(2, "ranks 0 to 1"), (1, "rank 0 only")])
 def test_only_ranks_that_do_not_exist_are_refused(warm: Path, gpus: int, valid: str) -> None:
     before = set((warm / "runs").iterdir())
-    with pytest.raises(InvalidValue, match=f"ranks_log names rank 2, 7, and this run has {valid}"):
+    with pytest.raises(InvalidValue, match=golden("local.output.ranks-log-names", valid=valid)):
         distributed(gpus=gpus, ranks_log=[2, 7])(rank_number).distributed()
     assert set((warm / "runs").iterdir()) == before, "nothing was started"
     assert distributed(gpus=2, ranks_log=[1, 7], quiet=True)(rank_number).distributed() == [0, 1]
@@ -200,7 +201,7 @@ def test_F49_a_flood_is_cut_and_counted_and_the_run_goes_on(
     assert stored.startswith(b"y" * 63) and stored.endswith(b"\nlast words\n")
     assert 256 * MB < len(stored) < 256 * MB + 200 * MB
     assert b" dropped until " in stored and "(limit 10 MB/s, 1 GiB per rank) —\n".encode() in stored
-    assert any("of rank 0's output were not kept" in note for note in receipt.notes), receipt.notes
+    assert any(golden("local.output.rank-output-kept") in note for note in receipt.notes), receipt.notes
 
     out, err = capfd.readouterr()
     assert [line for line in out.splitlines() if line.startswith("[rank 1]")] == [
@@ -301,7 +302,7 @@ def test_F49_who_did_not_read_is_told_how_much_is_missing(where: str, capfd: pyt
     run.follow()
     out, err = capfd.readouterr()
     assert out.startswith("[rank 0] 000 x") and out.endswith("[rank 0] the end\n")
-    assert f"not shown (too fast for a screen), in {run.directory / 'logs' / '0.stdout'} —\n" in err
+    assert golden("local.output.shown-too-fast", value=run.directory / "logs" / "0.stdout") in err
     assert len(run.logs()) == 500 * 200 * 100 + len("the end\n"), "the file has all of it"
 
 
@@ -325,7 +326,7 @@ def test_F50_a_terminal_gets_colours_and_nothing_else_that_ranks_send(tmp_path: 
         """,
     )
     printed = at_a_terminal(path)
-    assert "[rank 0] \x1b[31mred\x1b[0m clip  \ufffd \\x1b[6n end\r\n" in printed
+    assert golden("local.output.rank-31mred-0m") in printed
     assert "[rank 0] \\u202eodd\\x07\r\n" in printed
     assert "cm0gLXJmIH4K" not in printed and "title" not in printed
 
@@ -416,7 +417,7 @@ def test_hidden_ranks_are_shown_when_a_run_fails(capfd: pytest.CaptureFixture[st
     with pytest.raises(ValueError, match="it was me"):
         train.distributed(where)
     out, err = capfd.readouterr()
-    assert out == "[rank 0] rank 0 was here\n"
+    assert out == golden("local.output.rank-rank-here")
     tails = [line for line in err.splitlines() if line.startswith("[rank") or "last output" in line]
     assert [line.partition(", all")[0] for line in tails] == [
         part
@@ -438,8 +439,8 @@ def test_the_last_output_that_the_exception_carries_is_not_shown_twice(
 
     with pytest.raises(RankCrashed) as caught:
         train.distributed(where)
-    assert "last output of rank 1:\nrank 1 was here" in caught.value.__notes__
-    assert capfd.readouterr().err == "[rank 2] \x1b]0;title\x07rank 2 was here\n"
+    assert golden("local.output.last-output-rank") in caught.value.__notes__
+    assert capfd.readouterr().err == golden("local.output.rank-title-rank")
 
 
 def test_a_cancelled_run_shows_nothing_more(capfd: pytest.CaptureFixture[str], where: str) -> None:

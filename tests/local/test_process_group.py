@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from serverless_gpu import distributed
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.inside.process_group import VARIABLE
 from tests.local.test_air import torchrun
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -64,12 +66,12 @@ def test_23A5_nccl_without_cuda_is_refused_before_anything_starts() -> None:
         distributed(gpus=2, gpu_type="H100", init="nccl", quiet=True)(summed).distributed()
     with pytest.raises(InvalidValue, match="CPU slots"):
         distributed(gpus=2, gpu_type="CPU", init="nccl")
-    with pytest.raises(InvalidValue, match="'nccl', 'gloo' or None"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("local.process_group.nccl-gloo-none"))):
         distributed(gpus=2, init="mpi")  # type: ignore[arg-type]  # what a user may write
 
 
 def test_23A5_no_process_group_gets_a_note_that_names_both_ways() -> None:
-    with pytest.raises(ValueError, match="has not been initialized") as caught:
+    with pytest.raises(ValueError, match=re.escape(golden("local.process_group.been-initialized"))) as caught:
         distributed(gpus=2, gpu_type="H100", quiet=True)(summed).distributed()
     notes = "\n".join(caught.value.__notes__)
     assert 'init="gloo"' in notes
@@ -88,11 +90,11 @@ def test_23A5_declared_gpus_have_no_cuda_and_a_note_says_so() -> None:
 def test_23A5_databricks_air_gets_a_note() -> None:
     with pytest.raises(ModuleNotFoundError, match="databricks") as caught:
         distributed(gpus=1, gpu_type="H100", quiet=True)(import_air).distributed()
-    assert any("from serverless_gpu import distributed" in note for note in caught.value.__notes__)
+    assert any(golden("local.process_group.serverless-gpu-import") in note for note in caught.value.__notes__)
 
 
 def test_23A5_serverless_gpu_data_names_what_to_use() -> None:
-    with pytest.raises(ImportError, match=r"does not exist in this version.*DistributedSampler"):
+    with pytest.raises(ImportError, match=golden("local.process_group.does-exist-version")):
         import_data()
     with pytest.raises(ImportError, match="DistributedSampler"):
         exec("from serverless_gpu import data")

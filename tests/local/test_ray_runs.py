@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import atexit
 import os
+import re
 import signal
 import socket
 import time
@@ -27,6 +28,7 @@ from tests.local import fake_ray
 from tests.local.observe import Process, agent, nothing_of_a_run, supervisor, wait_for
 from tests.local.ranks import announce, wait_for_file
 from tests.local.small_environment import SmallEnvironment
+from tests.support.golden import golden
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ class Going:
 
 
 def assert_kept(attempt: Path) -> None:
-    assert (attempt / "ray" / "0" / "gcs_server.out").read_text() == "the last words of the GCS\n"
+    assert (attempt / "ray" / "0" / "gcs_server.out").read_text() == golden("local.ray_runs.last-words-gcs")
     assert not os.path.lexists((attempt / "ray" / "directory").read_text().strip())
 
 
@@ -122,7 +124,7 @@ def test_what_ray_is_made_of_is_said_while_somebody_waits_but_not_when_quiet(
     for quiet in (False, True):
         ray_launch(gpus=2, gpu_type="H100", quiet=quiet)(stay).distributed(where)
         said = capfd.readouterr().err
-        assert ("serverless-gpu: Ray 2.60.0: 1 node, 2 H100" in said) is not quiet, said
+        assert (golden("local.ray_runs.serverless-gpu-ray") in said) is not quiet, said
 
 
 def test_two_runs_have_clusters_of_their_own(warm: Path, tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_a_time_limit_leaves_nothing(warm: Path, where: str) -> None:
 
 def test_what_ray_wrote_is_kept_of_a_driver_that_fails_and_has_to_be_killed(warm: Path) -> None:
     run = ray_launch(gpus=2, gpu_type="H100", quiet=True)(fail_and_stay).submit()
-    with pytest.raises(ValueError, match="raised in the driver"):
+    with pytest.raises(ValueError, match=re.escape(golden("local.ray_runs.raised-driver"))):
         run.results(50)
     assert_kept(run.directory)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 import stat
 import sys
 import threading
@@ -21,6 +22,7 @@ from serverless_gpu import runtime as rt
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from tests.local.observe import wait_for
 from tests.local.ranks import stay
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -206,7 +208,7 @@ def test_arguments_of_a_handle_that_cannot_be() -> None:
             call()
         assert str(caught.value) == message
     for run_id in ("", ".", "..", f"../runs/{run.id}", "a\0b", "x" * 300, run.id[:-1]):
-        with pytest.raises(InvalidValue, match="there is no run"):
+        with pytest.raises(InvalidValue, match=re.escape(golden("local.results.run"))):
             attach(run_id)
     assert run.wait(float("inf")) and run.results(-1) == [2], "no limit, and no wait"
 
@@ -446,7 +448,7 @@ def test_runs_are_given_in_the_order_in_which_they_end(tmp_path: Path) -> None:
 
 def test_who_waits_for_runs_can_give_up(tmp_path: Path) -> None:
     run = stay_alone.submit(str(tmp_path))
-    with pytest.raises(TimeoutError, match="1 of 1 runs have not ended"):
+    with pytest.raises(TimeoutError, match=re.escape(golden("local.results.runs-ended"))):
         list(as_completed([run], timeout=0.1))
     (tmp_path / "go").touch()
     assert run.result() == 0

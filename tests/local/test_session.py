@@ -42,6 +42,7 @@ from tests.local.observe import (
     wait_for,
 )
 from tests.local.ranks import rank_number, stay
+from tests.support.golden import golden
 
 
 def where_am_i(rank: int = -1, world_size: int = -1) -> tuple[int, int, str]:
@@ -77,7 +78,7 @@ def test_calls_share_devices_and_a_warm_interpreter(warm: Path) -> None:
         receipt = run.receipt()
         assert (receipt.warm, receipt.gate) == (
             True,
-            "2 GPUs verified free: no process, 0 MiB used (baseline 0 MiB)",
+            golden("local.session.gpus-verified-free"),
         )
         with pytest.raises(LookupError, match="own"):
             session.distributed(fail)
@@ -85,10 +86,7 @@ def test_calls_share_devices_and_a_warm_interpreter(warm: Path) -> None:
     assert held_locks(warm) == []
     with pytest.raises(SessionEnded) as refused:
         session.distributed(where_am_i)
-    assert str(refused.value) == (
-        f"session {session.id} cannot be used any more: it was closed\n"
-        "hint: open another with serverless_gpu.session(...)"
-    )
+    assert str(refused.value) == golden("local.session.session-cannot-used", id=session.id)
     session.close()
 
 
@@ -105,7 +103,7 @@ def test_many_runs_share_the_devices_of_a_session(warm: Path, tmp_path: Path) ->
         assert len(waiting) == 1
         said = runs[waiting[0]].waiting_for().replace(runs[running[1]].id, runs[running[0]].id)
         has = f"run {runs[running[0]].id} has 1"
-        assert said == f"waiting for 1 of the session's 2 H100: {has}; {has}"
+        assert said == golden("local.session.waiting-session-h100", has=has)
         (running[1] / "go").touch()
         announced(waiting[0], "rank0")
         for place in places:
@@ -143,18 +141,18 @@ def test_the_account_of_a_session_is_the_time_no_run_had_its_devices(warm: Path,
 def test_what_cannot_be_is_refused_before_anything_starts(warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setenv("SERVERLESS_GPU_FAKE", "H100:300")
-        with pytest.raises(InvalidValue, match="a session holds at most 240 devices, not 300"):
+        with pytest.raises(InvalidValue, match=re.escape(golden("local.session.session-holds-most"))):
             serverless_gpu.session()
     with pytest.raises(NotEnoughGpus):
         serverless_gpu.session(gpus=9, gpu_type="H100")
-    with pytest.raises(UsageError, match="holds devices of this machine"):
+    with pytest.raises(UsageError, match=re.escape(golden("local.session.holds-devices-machine"))):
         serverless_gpu.session(gpus=1, gpu_type="H100", remote=True)  # type: ignore[call-arg]  # an option of `distributed`
-    with pytest.raises(InvalidValue, match="idle_timeout must be a positive number of seconds, not 0"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("local.session.idle-timeout-must"))):
         serverless_gpu.session(gpus=1, gpu_type="H100", idle_timeout=0)
-    with pytest.raises(InvalidOption, match=r"there is no option 'idle'"):
+    with pytest.raises(InvalidOption, match=re.escape(golden("local.session.option-idle"))):
         serverless_gpu.session(gpus=1, gpu_type="H100", idle=3)  # type: ignore[call-arg]  # the mistake under test
     with serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True) as session:
-        with pytest.raises(InvalidValue, match=f"on_two asks for 2 H100; session {session.id} holds 1 H100"):
+        with pytest.raises(InvalidValue, match=golden("local.session.two-asks-h100", id=session.id)):
             session.distributed(on_two)
         with pytest.raises(NotDistributable):
             session.distributed(3)  # type: ignore[arg-type]  # the mistake under test
@@ -166,10 +164,10 @@ def test_the_rest_of_the_machine_waits_by_name(warm: Path, capsys: pytest.Captur
         run = on_two.submit()
         wait_for(lambda: "held by session" in run.waiting_for(), "it knows who")
         names = "FAKE-H100-0, FAKE-H100-1, FAKE-H100-2, FAKE-H100-3 and 4 more"
-        assert f"{names} are held by session {session.id} of " in run.waiting_for()
+        assert golden("local.session.held-session", names=names, id=session.id) in run.waiting_for()
     run.results()
     said = capsys.readouterr().err
-    assert f"serverless-gpu: session {session.id} · 8 × H100 (fake) · 0 runs · verified free in " in said
+    assert golden("local.session.serverless-gpu-session", id=session.id) in said
 
 
 def test_an_exception_in_the_block_cancels_its_runs(warm: Path, where: str) -> None:
@@ -185,10 +183,10 @@ def test_an_idle_session_warns_and_gives_back(warm: Path, capsys: pytest.Capture
     session = serverless_gpu.session(gpus=1, gpu_type="H100", idle_timeout=2)
     wait_for(lambda: "(ended)" in repr(session), "the session's own process has heard of it")
     assert held_locks(warm) == []
-    with pytest.raises(SessionEnded, match=r"the session, idle for \d\.\d s, has ended: its 1 H100 are given back"):
+    with pytest.raises(SessionEnded, match=golden("local.session.session-idle-ended")):
         session.distributed(where_am_i)
     said = capsys.readouterr().err
-    assert "gives its 1 H100 back in" in said and "has ended" in said
+    assert golden("local.session.gives-h100-back") in said and "has ended" in said
     session.close()
 
 
@@ -245,7 +243,10 @@ def test_F62_a_killed_owner_ends_its_session_and_not_its_run(warm: Path, tmp_pat
     assert attach(run_id).results(50) == [0, 1]
     wait_for(lambda: held_locks(warm) == [], "the devices are free with the end of the run")
     receipt = json.loads((warm / "runs" / session_id / "1" / "receipt.json").read_text())
-    assert receipt["notes"] == ["its owner is gone", f"run {run_id} still uses 2 of its devices"]
+    assert receipt["notes"] == [
+        golden("local.session.owner-gone"),
+        golden("local.session.run-still-uses", run_id=run_id),
+    ]
 
 
 def test_F61_ctrl_c_in_a_call_gives_everything_back(warm: Path, tmp_path: Path, where: str) -> None:
@@ -289,8 +290,8 @@ def test_F61_ctrl_c_at_the_end_of_a_session_or_in_a_wait_cancels_its_runs_and_sa
 ) -> None:
     process, ranks = interrupted(tmp_path, what)
     _, _, err = ended(process)
-    assert "cancelling 1 run; press Ctrl-C again to leave at once" in err
-    assert ("goes on while its session does" in err) == (what == "results")
+    assert golden("local.session.cancelling-run-press") in err
+    assert (golden("local.session.goes-while-session") in err) == (what == "results")
     assert err.count('File "') <= 4, "frames of the user's and one or two of ours"
     assert not any(rank.alive() for rank in ranks)
     wait_for(lambda: nothing_of_a_run(own), "nothing is held")
@@ -300,7 +301,7 @@ def test_F61_a_run_that_is_to_be_detached_outlives_its_session(own: Path, tmp_pa
     process, ranks = interrupted(tmp_path, "detach")
     _, _, err = ended(process)
     (run_id,) = re.findall(r"find it again with serverless_gpu\.attach\('(\w+)'\)", err)
-    assert "its runs have all of its devices, and hand them back" in err
+    assert golden("local.session.runs-all-devices") in err
     assert all(rank.alive() for rank in ranks)
     (tmp_path / "go").touch()
     assert attach(run_id).results(50) == [0, 1]
@@ -314,7 +315,7 @@ def test_F61_a_second_ctrl_c_leaves_a_session_at_once(own: Path, tmp_path: Path)
             break
     process.send_signal(signal.SIGINT)
     _, _, err = ended(process, 40)  # its grace is 60 s
-    assert "is still being cancelled" in err
+    assert golden("local.session.still-being-cancelled") in err
     for rank in ranks:
         rank.send(signal.SIGKILL)  # instead of a minute's grace
     wait_for(lambda: nothing_of_a_run(own), "nothing is held")
@@ -347,7 +348,7 @@ def test_F61_ctrl_c_while_waiting_for_devices_holds_nothing(warm: Path, tmp_path
         line = process.stderr.readline()
         assert line.startswith(f"serverless-gpu: waiting for 8 H100: FAKE-H100-0 is held by session {session.id} of ")
         process.send_signal(signal.SIGINT)
-        assert "not waiting any more; nothing is held" in ended(process)[2]
+        assert golden("local.session.waiting-any-more") in ended(process)[2]
         wait_for(lambda: len(run_sockets(warm)) == 1, "only the first session is left")
         wait_for(lambda: held_locks(warm) == locks(0), "its ticket is gone, too")
 
@@ -369,7 +370,7 @@ def test_a_killed_session_process_is_said_and_holds_nothing(own: Path, where: st
     supervisor(own, session.id).kill()
     wait_for(lambda: held_locks(own) == locks(0), "only the run's device is held")
     wait_for(lambda: "ended" in repr(session), "its owner knows")
-    with pytest.raises(SessionEnded, match="its process is gone"):
+    with pytest.raises(SessionEnded, match=re.escape(golden("local.session.process-gone"))):
         session.distributed(rank_number)
     Path(where, "go").touch()
     assert run.results(50) == [0]
@@ -396,7 +397,7 @@ def test_F11_a_device_that_is_not_clean_is_not_lent_again_until_it_is(own: Path,
         assert first.receipt(50).quarantined == ("FAKE-H100-1",)
         second = session.submit(rank_number)
         wait_for(second.waiting_for, "it waits")
-        assert second.waiting_for() == "waiting for 2 of the session's 2 H100: FAKE-H100-1 in quarantine"
+        assert second.waiting_for() == golden("local.session.waiting-session-h100-fake")
         fakes.clear("FAKE-H100-1")
         assert second.results(50) == [0, 1]
 
@@ -406,10 +407,7 @@ def test_a_session_takes_what_fits_it_and_says_what_does_not(warm: Path) -> None
         assert session.distributed(distributed(gpus=1, quiet=True)(rank_number)) == [0], "of the type that is there"
         with pytest.raises(InvalidValue) as refused:
             session.distributed(on_two)
-    assert str(refused.value) == (
-        f"on_two asks for 2 H100; session {session.id} holds 1 CPU\n"
-        "hint: open a session with what it needs, or call it outside of the session"
-    )
+    assert str(refused.value) == golden("local.session.two-asks-h100-session", id=session.id)
 
 
 def test_no_device_is_in_two_accounts_at_once(warm: Path, where: str) -> None:
@@ -463,7 +461,7 @@ def test_F62_a_session_ends_with_its_owner_also_where_a_forked_child_of_that_liv
     Path(where, "go").touch()
     assert sorted(run.wait(50) and run.status() for run in runs) == ["CANCELLED", "SUCCEEDED"]
     waiting = next(run for run in runs if run.status() == "CANCELLED")
-    with pytest.raises(RunCancelled, match="its session ended before the run had devices"):
+    with pytest.raises(RunCancelled, match=re.escape(golden("local.session.session-ended-before"))):
         waiting.results()
 
 

@@ -14,6 +14,7 @@ from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, SessionEnded
 from tests.local.observe import agent, announced, held_locks, wait_for
 from tests.local.ranks import stay
+from tests.support.golden import golden
 
 
 def test_who_waits_for_a_session_of_their_own_is_told(warm: Path) -> None:
@@ -37,7 +38,7 @@ def test_the_command_cancels_a_session_with_its_runs(warm: Path, where: str) -> 
     assert first.startswith(f"run {run.id} CANCELLED: 2 GPUs verified free")
     assert second.startswith("SUCCEEDED: 2 GPUs verified free")
     wait_for(lambda: "ended" in repr(session), "its owner knows")
-    with pytest.raises(SessionEnded, match="it was ended from elsewhere"):
+    with pytest.raises(SessionEnded, match=re.escape(golden("local.session_seen.ended-elsewhere"))):
         session.submit(stay, where)
     assert held_locks(warm) == []
 
@@ -59,7 +60,5 @@ def test_a_handle_of_a_session_says_what_it_is(own: Path) -> None:
         for ask in (handle.result, handle.results, handle.logs):
             with pytest.raises(InvalidValue) as caught:
                 ask()
-            assert caught.value.message == (
-                f"{held.id} is a session: it has a receipt, but no ranks and no results of its own"
-            )
+            assert caught.value.message == golden("local.session_seen.session-receipt-but", id=held.id)
     assert str(attach(held.id).receipt()).startswith(f"session {held.id} · SUCCEEDED\n1 H100 (fake) · 1 run · ")

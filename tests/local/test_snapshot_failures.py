@@ -31,6 +31,7 @@ from serverless_gpu.testing import agent_status
 from tests.local.observe import Process, agent, nothing_of_a_run, supervisor, wait_for
 from tests.local.small_environment import Dialogue, SmallEnvironment, named, zygote_pids
 from tests.small_disks import small_disk
+from tests.support.golden import golden
 
 WORK = """
 import os
@@ -139,7 +140,7 @@ def test_user_code_never_starts_without_the_callers_word(own: Path, tmp_path: Pa
     assert (ending.state, ending.reason) == (State.CANCELLED, Reason.CANCELLED)
     assert not (tmp_path / "ran").exists() and receipt.gpu_ms == 0
     if end == "goes away":
-        assert receipt.notes == ("its caller ended before the environment was confirmed; no user code ran",)
+        assert receipt.notes == (golden("local.snapshot_failures.caller-ended-before"),)
     wait_for(lambda: nothing_of_a_run(own), "nothing is left")
 
 
@@ -196,7 +197,7 @@ def test_a_service_that_says_nothing_is_told_and_then_given_up(own: Path, warmed
         "EnvironmentProblem: the process that looks at the environment has"
     )
     service.kill()
-    assert "has not gone on for 0 s" in warmed.close()
+    assert golden("local.snapshot_failures.gone") in warmed.close()
 
 
 def test_a_killed_restoring_process_is_replaced_and_the_run_goes_on(
@@ -405,7 +406,7 @@ def test_F29_what_was_altered_and_is_there_no_more_fails_the_run_by_name(
     stopped.send(signal.SIGCONT)
     answer = warmed.ask("sys.going.results(60)")
     assert answer.startswith("RunError: what is stored of the environment is gone, or is not what was"), answer
-    assert "removed from the store: " in answer and "call it again" in answer
+    assert golden("local.snapshot_failures.removed-store") in answer and "call it again" in answer
     assert warmed.ask("call(work.code)") == "'first'"
 
 

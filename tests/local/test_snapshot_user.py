@@ -14,6 +14,7 @@ import pytest
 
 from tests.local.observe import processes_of, wait_for
 from tests.local.small_environment import SOURCE, SmallEnvironment
+from tests.support.golden import golden
 
 NOBODY = 65534
 SYSTEM_PYTHON = Path("/usr/bin/python3.11")  # root's own may lie where nobody else can look
@@ -127,4 +128,4 @@ def test_a_user_without_rights_gets_links(user: User) -> None:
     for warm in (False, True):
         said = user.run(SERVERLESS_GPU_RESTORE="links")
         assert (said[0], said[4], said[5]) == ("one", False, warm)
-        assert "changed by a run" not in str(said[6])
+        assert golden("local.snapshot_changes.changed-run") not in str(said[6])

@@ -20,6 +20,7 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.launcher import distributed as launcher_distributed
 from serverless_gpu.ray import ray_launch
+from tests.support.golden import golden
 from tests.support.local import usages
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -39,7 +40,7 @@ def test_ray_launch_without_ray_says_what_to_install() -> None:
     @ray_launch(gpus=8, gpu_type="A10")
     def drive() -> None: ...
 
-    with pytest.raises(ImportError, match=r"needs Ray, .*\nhint: pip install 'ray\[default\]'$"):
+    with pytest.raises(ImportError, match=golden("local.usages.needs-ray-nhint")):
         drive.distributed()
 
 

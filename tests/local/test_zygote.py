@@ -28,6 +28,7 @@ from serverless_gpu.errors import RunError
 from serverless_gpu.node.inside import huge_pages
 from serverless_gpu.testing import agent_status
 from tests.local.observe import LIMIT_S, Process, ended, start_script, wait_for
+from tests.support.golden import golden
 
 T = TypeVar("T")
 
@@ -262,9 +263,7 @@ def test_start_up_variables_make_another_zygote_and_others_do_not(own: Path, mon
     assert receipt_of(run.submit("MY_SETTING")) == (True, "")
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     warm, reason = receipt_of(run.submit("MALLOC_ARENA_MAX"))
-    assert not warm and reason == (
-        "first run with this value of MALLOC_ARENA_MAX, which Python and its libraries read only when they start"
-    )
+    assert not warm and reason == golden("local.zygote.first-run-value")
     status = agent_status(own)
     assert status is not None and len(status.zygotes) == 2
     assert receipt_of(run.submit("MALLOC_ARENA_MAX")) == (True, "")
@@ -436,7 +435,7 @@ def test_a_module_beside_the_script_is_the_one_that_ranks_import(warm: Path, tmp
     before.distributed("ab")
     found = run_beside(tmp_path, name)
     has = "Python's own" if top in sys.stdlib_module_names else numpy.__file__
-    assert found == ("False", f"{top} is {file} for the caller, the warm interpreter has {has}")
+    assert found == ("False", golden("local.zygote.caller-warm-interpreter", top=top, file=file, has=has))
     assert receipt_of(before.submit("ab")) == (True, ""), "others are not concerned"
 
 
@@ -526,6 +525,6 @@ def test_22A11_what_start_up_code_leaves_ends_with_the_run_that_it_was_started_f
         warm, reason = receipt_of(run)
         assert not warm and reason
         daemons.append(Process(int(marker.read_text())))
-    assert "start-up code leaves processes behind" in reason
+    assert golden("local.zygote.start-up-code") in reason
     for daemon in daemons:
         daemon.wait_gone()

@@ -13,6 +13,7 @@ from tests.local.observe import wait_for
 from tests.network.beats import beats, talk
 from tests.network.cluster import Cluster
 from tests.network.namespaces import Network, need_root
+from tests.support.golden import golden
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -58,7 +59,9 @@ def test_F19_nodes_of_which_one_does_not_reach_the_other_are_named_and_the_gang_
     run_id = cluster.submit_gang(talk, str(tmp_path))
     said = wait_for(lambda: "did not start" in (text := cluster.run(run_id).sentence) and text, "it is told why", FAR_S)
     assert str(said).startswith("attempt 1 did not start on n1, n2: n2 does not reach n1: tried "), said
-    assert f"{one.peer_address} (no answer in 3 s)" in str(said) and "; it is tried again at " in str(said), said
+    assert golden("network.gangs_apart.answer", peer_address=one.peer_address) in str(said) and golden(
+        "network.gangs_apart.tried-again"
+    ) in str(said), said
     talking(tmp_path, 2)
     (tmp_path / "go2").touch()
     assert ended(cluster, run_id).reason is Reason.COMPLETED

@@ -8,6 +8,7 @@ import pytest
 
 from tests.local.small_environment import SmallEnvironment
 from tests.notebook.kernel import started
+from tests.support.golden import golden
 
 CALL = """
 from serverless_gpu import distributed
@@ -37,7 +38,7 @@ def test_a_cell_runs_in_the_restored_copy(at_home: Path, tmp_path: Path) -> None
         assert all(rank[3].startswith(copy) for rank in ranks)
         capture, _, _ = shown.displayed()
         *_, receipt = shown.displayed("text/html")
-        assert capture.startswith("CAPTURED environment ") and "of it the project's code" in capture
+        assert capture.startswith("CAPTURED environment ") and golden("notebook.snapshot_cell.project-code") in capture
         assert ">environment<" in receipt and ">snapshot " in receipt
         beside.write_text("VALUE = 2\n")
         again = kernel.run("where.distributed()")

@@ -21,6 +21,7 @@ from tests.local.observe import announced, wait_for
 from tests.ray.pools import START_S, Pool
 from tests.remote.gang_work import add_up, add_up_for_ever, place, stay
 from tests.remote.submitting import Submitting
+from tests.support.golden import golden
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -93,8 +94,8 @@ def test_the_shape_of_a_gang_is_what_machines_have(caller: Caller, gpus: int, gp
 
 def test_same_node_has_no_second_one_and_says_what_it_costs(caller: Caller) -> None:
     run = caller.submit(place, gpus=16, gpu_type="H100", same_node=True, wait=True)
-    wait_for(lambda: "without same_node=True 2 nodes would do" in run.waiting_for(), "it says why it waits")
-    assert "needs 16 H100 on one node, and the largest has 8 (" in run.waiting_for()
+    wait_for(lambda: golden("ray.gangs.without-same-node") in run.waiting_for(), "it says why it waits")
+    assert golden("ray.gangs.needs-16-h100") in run.waiting_for()
     run.cancel()
     with pytest.raises(RunCancelled):
         run.results(RUN_S)
@@ -129,4 +130,4 @@ def test_a_machine_that_is_gone_ends_the_run_and_the_caller_knows(caller: Caller
     pool.nodes["three"].lose()
     with pytest.raises(RuntimeError) as caught:  # a rank's own, whose sockets said it
         run.results(KNOWN_S)
-    assert "three has not been heard of for " in "\n".join(caught.value.__notes__)
+    assert golden("ray.gangs.three-been-heard") in "\n".join(caught.value.__notes__)

@@ -19,6 +19,7 @@ from tests.ports import own_port
 from tests.ray.plain_ray import PYTHON
 from tests.ray.pools import START_S, Machine
 from tests.server.certificates import Authority
+from tests.support.golden import golden
 
 RUN_S = 120.0
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -127,15 +128,15 @@ def test_a_machine_joins_runs_leaves_and_its_run_goes_on(
         "two has left the pool and is given nothing new; 1 run goes on here, and the server hears how it ends\n"
     )
     assert second.rays() == []
-    wait_for(lambda: "it has left the pool" in first.run("nodes").stdout, "the server knows", limit_s=60)
+    wait_for(lambda: golden("ray.joining.left-pool") in first.run("nodes").stdout, "the server knows", limit_s=60)
     done.touch()
     output, errors = stay.communicate(timeout=RUN_S)
-    assert "['it went on', 'it went on']" in output, errors
+    assert golden("ray.joining.went-went") in output, errors
 
     up.send_signal(signal.SIGTERM)
     assert up.wait(120) == 0
     assert first.rays()  # the head outlives the server
-    assert "Ray has ended here; runs go on" in first.run("stop").stdout
+    assert golden("ray.joining.ray-ended-here") in first.run("stop").stdout
     assert first.rays() == []
     assert not Path(ray_machine.directory_of(first.home / "server" / "ray")).parent.exists()
 
@@ -167,14 +168,16 @@ def test_what_is_wrong_is_said_before_ray_is_started(
     command = joining(second, first)
     path = second.home / "join.json"
     path.chmod(0o644)
-    assert "its mode is 0644, so others can read it" in refused(second, command)
+    assert golden("ray.joining.mode-0644-so") in refused(second, command)
     path.chmod(0o600)
-    assert "a machine cannot have the address 127.0.0.1" in refused(second, [*command, "--node-address", "127.0.0.1"])
+    assert golden("ray.joining.machine-cannot-address") in refused(second, [*command, "--node-address", "127.0.0.1"])
     wait_for(lambda: not unreachable(f"127.0.0.2:{first.port}"), "the head answers", limit_s=START_S)
     said = refused(second, [*command[:1], f"127.0.0.2:{first.port + 99}", *command[2:]])
-    assert f"the server answers, and Ray at 127.0.0.2:{first.port + 99} does not: Connection refused" in said
-    assert f"TCP {ray_start.port_range(second.port)} has to be open, in both directions" in said
-    assert f"port {first.port} is taken on this machine" in refused(second, [*command, "--ray-port", str(first.port)])
+    assert golden("ray.joining.server-answers-ray", value=first.port + 99) in said
+    assert golden("ray.joining.tcp-open-both", port_range=ray_start.port_range(second.port)) in said
+    assert golden("ray.joining.port-taken-machine", port=first.port) in refused(
+        second, [*command, "--ray-port", str(first.port)]
+    )
     path.write_text(path.read_text().replace("sgpu_", "sgpu_0"))
-    assert f"does not take the token of {path}" in refused(second, command)
+    assert golden("ray.joining.does-take-token", path=path) in refused(second, command)
     assert second.rays() == []

@@ -14,6 +14,7 @@ from serverless_gpu.node.inside import linux, protocol
 from tests.local.observe import wait_for
 from tests.ray import drivers
 from tests.ray.node_tasks import LIMIT_S, NodeTask, cluster_directory, node_task, share
+from tests.support.golden import golden
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -50,7 +51,7 @@ def test_the_function_is_the_driver_of_a_cluster_of_the_nodes_devices(tmp_path: 
     seen = task.value()
     assert isinstance(seen, dict)
     assert [event["event"] for event in task.said if event["event"] != "say"] == ["exec", "enter", "returned"]
-    assert task.sentences()[-1] == "Ray 2.60.0: 1 node, 2 H100, 3 CPUs, object store 0.1 GB"
+    assert task.sentences()[-1] == golden("ray.node_task.ray-60-node")
     assert sorted(visible for _, visible, *_ in seen["tasks"]) == ["0", "1"]
     assert {where for *_, where, _ in seen["tasks"]} == {str(task.attempt)}
     assert {address for *_, address in seen["tasks"]} == {seen["variables"]["RAY_ADDRESS"]}
@@ -70,9 +71,9 @@ def test_an_exception_of_a_task_is_the_runs_also_without_a_namespace_and_at_the_
         assert task.end() == 1
         assert linux.descendants(os.getpid()) == []
     assert (failure["type"], failure["kind"]) == ("RayTaskError(ValueError)", "exception")
-    assert "raised in a task" in str(failure["message"])
-    assert any("is started again: its gcs_server ended" in sentence for sentence in task.sentences())
-    assert any("has no pid namespace of its own (the kernel says no)" in sentence for sentence in task.sentences())
+    assert golden("ray.node_task.raised-task") in str(failure["message"])
+    assert any(golden("ray.node_task.started-again-gcs") in sentence for sentence in task.sentences())
+    assert any(golden("ray.node_task.pid-namespace-own") in sentence for sentence in task.sentences())
 
 
 def test_a_driver_that_is_killed_is_told_as_that_and_is_asked_where_it_is(tmp_path: Path, directory: Path) -> None:

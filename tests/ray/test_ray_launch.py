@@ -10,6 +10,7 @@ import pytest
 from serverless_gpu import attach
 from serverless_gpu.node.history import run_ids
 from tests.ray.user_scripts import LIMIT_S, run_code
+from tests.support.golden import golden
 from tests.support.unit.cli import sgpu
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
@@ -69,5 +70,5 @@ def test_a_driver_and_its_caller(home: Path, tmp_path: Path) -> None:
     assert seen == {"version": True, "again": True, "namespace": "mine", "store": 90_000_000, "place": [0, 1]}
     assert "Ray 2." in "; ".join(run.receipt().notes)
     lines = sgpu("show", run_id).output.splitlines()
-    assert lines[1] == "asked for: Ray cluster with object store 90.0 MB · gpus=1 · gpu_type=H100"
+    assert lines[1] == golden("ray.ray_launch.asked-ray-cluster")
     assert any(" ray/0/" in line for line in lines), "Ray's own logs are among the files"

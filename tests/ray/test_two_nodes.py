@@ -18,6 +18,7 @@ from serverless_gpu.node.inside import linux
 from tests.local.observe import Process, wait_for
 from tests.ray import drivers
 from tests.ray.node_tasks import LIMIT_S, NodeTask, cluster_directory, node_task, share
+from tests.support.golden import golden
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow]
 
@@ -80,7 +81,7 @@ def test_two_nodes_are_one_cluster_and_end_together(two: Callable[..., Two]) -> 
     assert sorted(seen["visits"]) == [(address, ["0", "1"]) for address in ADDRESSES]
     assert (seen["resources"]["GPU"], seen["resources"]["accelerator_type:H100"]) == (4, 2)
     assert seen["resources"]["CPU"] == 6
-    assert head.sentences()[-1] == "Ray 2.60.0: 2 nodes, 4 H100, 6 CPUs, object store 0.1 GB on each"
+    assert head.sentences()[-1] == golden("ray.two_nodes.ray-60-nodes")
     assert member.value() is None
     assert [event["event"] for event in member.said if event["event"] != "say"] == ["exec", "returned"]
     assert (Path(member.share.directory) / "1" / "ray-start.log").exists()
@@ -94,6 +95,6 @@ def test_F45_raylet_of_another_node_dies(two: Callable[..., Two]) -> None:
     for task in tasks:
         failure = task.failure()
         assert failure["kind"] == "engine_head_lost"
-        assert "Ray on node pollux is gone: its raylet ended" in str(failure["message"])
+        assert golden("ray.two_nodes.ray-node-pollux") in str(failure["message"])
         assert task.end() == 1
     assert_all_gone(processes)

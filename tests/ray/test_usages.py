@@ -21,6 +21,7 @@ from tests.local.observe import cancel_all, nothing_of_a_run, wait_for
 from tests.ray.user_scripts import LIMIT_S, run_cells, run_code
 from tests.remote.conftest import end_node
 from tests.remote.server_process import ServerProcess
+from tests.support.golden import golden
 from tests.tracking.mlflow_server import PYTHON as MLFLOW_PYTHON
 from tests.tracking.mlflow_server import MlflowServer
 
@@ -108,7 +109,7 @@ def test_usage_9_ray_data_with_a_class_on_every_gpu(served: dict[str, str], tmp_
     """
     out, _ = run_code(tmp_path, code, served)
     assert "'GPU': 8.0" in out and "'accelerator_type:A10': 1.0" in out
-    assert "\ndoubled True\non True\n" in out
+    assert golden("ray.usages.doubled-true-true") in out
 
 
 @pytest.mark.spot

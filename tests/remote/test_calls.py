@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import time
@@ -21,6 +22,7 @@ from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from tests.local.observe import run_script, wait_for
 from tests.remote.server_process import ServerProcess
+from tests.support.golden import golden
 
 
 @distributed(gpus=2, gpu_type="H100", remote=True)
@@ -124,7 +126,7 @@ def test_a_cell_goes_through_the_server(served: Path, tmp_path: Path) -> None:
     program.write_text(CELL)
     done = run_script(program)
     assert done.returncode == 0, done.stderr
-    assert "[rank 0] in the cell 0" in done.stdout and "values [5, 6]" in done.stdout
+    assert golden("remote.calls.rank-cell") in done.stdout and "values [5, 6]" in done.stdout
 
 
 CELL = """
@@ -153,7 +155,7 @@ def test_another_principal_sees_no_run_that_is_not_theirs_and_their_results_are_
         as_bob.setenv("SERVERLESS_GPU_TOKEN", made.secret)
         shutil.rmtree(served / "remote" / mine.id)
         shutil.rmtree(served / "runs" / mine.id)
-        with pytest.raises(InvalidValue, match="there is no run"):
+        with pytest.raises(InvalidValue, match=re.escape(golden("local.results.run"))):
             serverless_gpu.attach(mine.id)
         theirs = answer.submit()
         assert theirs.results() == [42]

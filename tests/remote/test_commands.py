@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from serverless_gpu.cli import locating
 from serverless_gpu.errors import AlreadyFinished, InvalidValue
 from tests.local.observe import wait_for
 from tests.remote.server_process import ServerProcess
+from tests.support.golden import golden
 from tests.support.remote.commands import sgpu, spawn, start
 
 FAILS_AT_RANK_1 = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boom at rank 1')\ntime.sleep(60)\n"
@@ -30,17 +32,15 @@ def test_logs_of_a_run_of_the_server(served: Path) -> None:
     assert sgpu("logs", run.id[-8:], "--rank", "1", "--stream", "stdout", "--tail", "1").stdout == "two\n"
     assert sgpu("logs", run.id, "--rank", "1", "--raw").stdout_bytes == b"one 1\ntwo\nthree 1\n"
     everybody = sgpu("logs", run.id, "--rank", "all", "--follow")
-    assert everybody.stdout == "[rank 0] one 0\n[rank 0] two\n[rank 1] one 1\n[rank 1] two\n"
-    with pytest.raises(InvalidValue, match="has ranks 0 to 1, not '2'"):
+    assert everybody.stdout == golden("remote.commands.rank-one-rank")
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.commands.ranks"))):
         sgpu("logs", run.id, "--rank", "2")
 
 
 def test_logs_of_a_rank_that_said_nothing_name_those_that_did(served: Path) -> None:
     run = start("sh", "-c", "[ $RANK = 0 ] || echo here", gpus=2)
     run.receipt(60)
-    assert sgpu("logs", run.id).stderr == (
-        f"sgpu: rank 0 of run {run.id} wrote nothing to stdout or stderr; rank 1 did: sgpu logs {run.id} --rank 1\n"
-    )
+    assert sgpu("logs", run.id).stderr == golden("remote.commands.sgpu-rank-run", id=run.id)
 
 
 def test_23B3_submit_through_a_server_shows_the_rank_that_failed(served: Path, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_23B3_submit_through_a_server_shows_the_rank_that_failed(served: Path, t
     hint = next(line for line in lines if line.startswith("hint: "))
     assert hint.startswith("hint: logs: `sgpu logs ") and hint.endswith(" --rank 1`")
     run_id = hint.split()[4]
-    assert f"serverless-gpu: last output of rank 1, all of it in `sgpu logs {run_id} --rank 1`:" in lines
+    assert golden("remote.commands.serverless-gpu-last", run_id=run_id) in lines
     shown = sgpu("logs", run_id)
     assert shown.stderr.startswith(f"sgpu: rank 1 of run {run_id} failed; --rank N or --rank all shows others\n")
     assert shown.stderr.endswith("ValueError: boom at rank 1\n")
@@ -76,7 +76,7 @@ def test_logs_go_on_with_the_next_attempt(served: Path) -> None:
         assert following.stdout is not None
         assert following.stdout.readline() == "first\n"
         said = sgpu("run", "preempt", run.id)
-        assert said.stdout == f"run {run.id} was asked to make room; it continues as a new attempt when there is room\n"
+        assert said.stdout == golden("remote.commands.run-asked-make", id=run.id)
         out, err = following.communicate(timeout=60)
     assert (out, following.returncode) == ("again\n", 0)
     assert err.endswith(f"sgpu: attempt 2 of run {run.id}\n")  # the shell may have its own word about a signal
@@ -92,7 +92,7 @@ def test_22D7_logs_of_one_attempt_are_those_of_that_one_alone(served: Path, tmp_
     said = [sgpu("logs", run_id, *words).stdout for words in ((), ("--attempt", "1"), ("--attempt", "2", "--follow"))]
     assert said == ["second\n", "first\n", "second\n"]
     assert sgpu("logs", run_id, "--attempt", "1", "--follow").stdout == "first\n"
-    with pytest.raises(InvalidValue, match=f"run {run_id} had attempts 1 to 2, not 3"):
+    with pytest.raises(InvalidValue, match=golden("remote.commands.run-attempts", run_id=run_id)):
         sgpu("logs", run_id, "--attempt", "3")
 
 
@@ -107,7 +107,7 @@ def test_attach_shows_a_run_until_it_ends_and_exits_as_it_ended(served: Path, tm
         (tmp_path / "gate").touch()
         out, err = attached.communicate(timeout=60)
     assert (out, attached.returncode) == ("[rank 0] three\n", 3)
-    assert "rank 0: the command exited with code 3" in err
+    assert golden("local.commands_run.rank-command-exited") in err
 
 
 def test_ctrl_c_leaves_an_attached_run_to_itself(served: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_ctrl_c_leaves_an_attached_run_to_itself(served: Path, tmp_path: Path) -
         attached.send_signal(signal.SIGINT)
         _, err = attached.communicate(timeout=60)
     assert attached.returncode == 130
-    assert f"run {run.id} goes on" in err
+    assert golden("local.edges.run-goes", id=run.id) in err
     (tmp_path / "gate").touch()
     assert run.results(60) == [None]
 
@@ -143,28 +143,28 @@ def test_results_are_copied_and_never_loaded(served: Path, tmp_path: Path) -> No
     assert as_json == [{"rank": 1, "path": str(path), "size_bytes": path.stat().st_size}]
     assert path.read_bytes().startswith(b"SGPU")
     assert path.stat().st_mode & 0o077 == 0
-    with pytest.raises(InvalidValue, match="no result of rank '7'"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.commands.result-rank"))):
         sgpu("result", run.id, "--rank", "7")
 
 
 def test_a_run_that_goes_on_has_no_results_and_cancel_ends_it(served: Path, tmp_path: Path) -> None:
     run = start("sh", "-c", "echo up; exec sleep 600")
     wait_for(lambda: "up" in run.logs() and run.status() == "RUNNING", "it is up")
-    with pytest.raises(InvalidValue, match=f"run {run.id} is RUNNING: it has returned nothing yet"):
+    with pytest.raises(InvalidValue, match=golden("remote.commands.run-running-returned", id=run.id)):
         sgpu("result", run.id)
     listed = sgpu("cancel")
     assert listed.exit_code == 2 and run.id in listed.stderr
     ended = sgpu("run", "cancel", run.id)
     assert (ended.exit_code, ended.stdout.partition(":")[0]) == (0, "CANCELLED")
     assert sgpu("attach", run.id).exit_code == 130
-    with pytest.raises(InvalidValue, match="is CANCELLED and has no results"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.commands.cancelled-results"))):
         sgpu("result", run.id)
 
 
 def test_one_run_and_the_list_for_people_and_machines(served: Path) -> None:
     run = start("sh", "-c", "exit 4", name="fails")
     run.wait(60)
-    assert f"run {run.id} · fails · FAILED · command_failed" in sgpu("show", run.id).stdout
+    assert golden("remote.commands.run-fails-failed", id=run.id) in sgpu("show", run.id).stdout
     shown = json.loads(sgpu("run", "show", run.id, "--json").stdout)
     assert (shown["id"], shown["state"], shown["server"]) == (run.id, "FAILED", True)
     assert run.id in sgpu("runs", "--state", "FAILED").stdout
@@ -179,7 +179,7 @@ def test_a_run_that_is_not_among_the_latest_is_found_by_its_whole_identifier(
     start("true").receipt(60)
     monkeypatch.setattr(locating, "PAGE", 1)
     assert f"run {run.id} · " in sgpu("show", run.id).stdout
-    with pytest.raises(InvalidValue, match="there is no run"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("local.results.run"))):
         sgpu("show", run.id[-8:])
 
 

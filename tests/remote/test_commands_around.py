@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, Serv
 from serverless_gpu.wire.base import API
 from tests.local.observe import nothing_of_a_run, wait_for
 from tests.remote.conftest import unsettled
+from tests.support.golden import golden
 from tests.support.remote.commands import sgpu
 
 
@@ -90,13 +92,16 @@ def test_people_teams_and_tokens(served: Path, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "token").write_text(again["secret"])
     with monkeypatch.context() as patched:
         patched.setenv("SERVERLESS_GPU_HOME", str(hers))
-        assert "you are carol (viewer)" in sgpu("login", url, "--token-file", str(tmp_path / "token")).stdout
+        assert (
+            golden("remote.commands_around.you-carol-viewer")
+            in sgpu("login", url, "--token-file", str(tmp_path / "token")).stdout
+        )
         assert (hers / "server.json").stat().st_mode & 0o777 == 0o600
-        assert sgpu("whoami").stdout == f"carol (viewer) at {url}, in search\n"
+        assert sgpu("whoami").stdout == golden("remote.commands_around.carol-viewer-search", url=url)
         assert json.loads(sgpu("whoami", "--json").stdout)["role"] == "viewer"
     assert sgpu("team", "leave", "search", "carol").stdout == "search: nobody\n"
     assert sgpu("token", "revoke", again["token"]["id"]).stdout.endswith("is revoked\n")
-    assert sgpu("user", "change", "carol", "--disable").stdout == "carol is viewer, disabled\n"
+    assert sgpu("user", "change", "carol", "--disable").stdout == golden("remote.commands_around.carol-viewer-disabled")
     with monkeypatch.context() as patched:
         patched.setenv("SERVERLESS_GPU_HOME", str(hers))
         with pytest.raises(NotAuthenticated):
@@ -111,17 +116,17 @@ def test_nodes_and_pools(joined: Path) -> None:
     name = json.loads(sgpu("nodes", "--json").stdout)[0]["name"]
     assert f"{name}  " in sgpu("nodes").stdout
     assert sgpu("pools").exit_code == 0
-    assert sgpu("pool", "set", "spare", "--reserved").stdout == "spare (reserved): no nodes\n"
+    assert sgpu("pool", "set", "spare", "--reserved").stdout == golden("remote.commands_around.spare-reserved-nodes")
     assert "spare" in {each["name"] for each in json.loads(sgpu("pools", "--json").stdout)}
     assert sgpu("node", "forget", name).exit_code == 2
-    with pytest.raises(InvalidValue, match="there is no node 'nowhere'"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.commands_around.node-nowhere"))):
         sgpu("node", "forget", "nowhere", "--i-know-it-is-dead")
 
 
 def test_a_variable_names_the_pool_of_a_call(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(str.upper)
     monkeypatch.setenv("SGPU_POOL", "nowhere")
-    with pytest.raises(InvalidValue, match="there is no pool 'nowhere', which SGPU_POOL names"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.commands_around.pool-nowhere-sgpu"))):
         work.submit("a")
     monkeypatch.setenv("SGPU_POOL", "default")
     run = work.submit("a")
@@ -186,9 +191,9 @@ def test_without_the_server_what_is_here_is_still_shown(home: Path) -> None:
     write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
     status = sgpu("status")
     assert status.exit_code == 0
-    assert "server: http://127.0.0.1:9: the server at http://127.0.0.1:9 does not answer" in status.stdout
+    assert golden("remote.commands_around.server-http-127") in status.stdout
     assert json.loads(sgpu("status", "--json").stdout)["server"]["ok"] is False
-    with pytest.raises(ServerUnavailable, match="only runs of this machine are listed"):
+    with pytest.raises(ServerUnavailable, match=re.escape(golden("remote.commands_around.only-runs-machine"))):
         sgpu("runs")
 
 

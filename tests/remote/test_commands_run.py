@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from serverless_gpu.client.run import Run
 from serverless_gpu.errors import CommandFailed, InvalidValue
 from serverless_gpu.model.spec import Command, Kernel, Resources, RunSpec
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 
 
 def spec(*argv: str, per: Literal["rank", "node"] = "rank", resume: bool = False) -> RunSpec:
@@ -42,12 +44,12 @@ def test_or_once_per_node_with_all_of_its_devices(served: Path) -> None:
         "sh", "-c", "echo node $NODE_RANK of $NUM_NODES, $LOCAL_WORLD_SIZE devices, rank ${RANK-none}", per="node"
     )
     run.results(60)
-    assert run.logs() == "node 0 of 1, 2 devices, rank none\n"
+    assert run.logs() == golden("remote.commands_run.node-devices-rank")
 
 
 def test_its_exit_code_arrives(served: Path) -> None:
     run = start("sh", "-c", "echo why >&2; exit 3", per="node")
-    with pytest.raises(CommandFailed, match="rank 0: the command exited with code 3") as caught:
+    with pytest.raises(CommandFailed, match=re.escape(golden("local.commands_run.rank-command-exited"))) as caught:
         run.results(60)
     assert (caught.value.exit_code, caught.value.log_tail) == (3, "why")
 
@@ -68,5 +70,5 @@ def test_a_program_that_makes_room_is_started_again_and_finds_what_it_saved(serv
 
 def test_a_kernel_is_not_there_yet(served: Path) -> None:
     kernel = RunSpec(remote=True, environment="live", resources=Resources(gpus=1, gpu_type="H100"), payload=Kernel())
-    with pytest.raises(InvalidValue, match="notebook kernels cannot run on a server yet"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.commands_run.notebook-kernels-cannot"))):
         launch_command(kernel)

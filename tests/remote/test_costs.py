@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from serverless_gpu.model.attempt import State
 from serverless_gpu.units import micros_for
 from tests.local.observe import kill_own_supervisor, used_ms, wait_for
 from tests.remote.fake_server import FakeServer
+from tests.support.golden import golden
 from tests.support.remote.commands import sgpu
 
 _MICROS = 3_600_000_000  # 3,600 USD an hour: one for each GPU-second
@@ -26,7 +28,7 @@ _MICROS = 3_600_000_000  # 3,600 USD an hour: one for each GPU-second
 def test_a_server_of_an_earlier_version_cannot_say(fake: FakeServer) -> None:
     fake.script().say(State.RUNNING)
     run = endless.submit("done")
-    with pytest.raises(ServerProblem, match="of an earlier version, which cannot say what runs cost"):
+    with pytest.raises(ServerProblem, match=re.escape(golden("remote.costs.earlier-version-cannot"))):
         run.cost()
     fake.runs.clear()
     with pytest.raises(NotFound, match="no run"):

@@ -16,6 +16,7 @@ from tests.local.observe import cancel_all, wait_for
 from tests.remote.conftest import end_node
 from tests.remote.server_process import ServerProcess
 from tests.server.postgres import cluster
+from tests.support.golden import golden
 from tests.support.remote.commands import spawn
 
 pytestmark = pytest.mark.slow
@@ -69,13 +70,13 @@ def test_22B9_commands_about_a_run_say_that_the_database_is_away_and_exit_with_7
                 for run_id in (run.id, new_run_id()):
                     with spawn(command, run_id) as asking:
                         _, err = asking.communicate(timeout=60)
-                    assert (asking.returncode, "there is no run" in err) == (75, False), err
+                    assert (asking.returncode, golden("local.results.run") in err) == (75, False), err
                     assert "database" in err
             postgres.start()
             monkeypatch.delenv("SERVERLESS_GPU_PATIENCE")
             with spawn("show", new_run_id()) as asking:
                 _, err = asking.communicate(timeout=60)
-            assert (asking.returncode, "there is no run" in err) == (1, True), err
+            assert (asking.returncode, golden("local.results.run") in err) == (1, True), err
             run.cancel()
         finally:
             server.kill(signal.SIGTERM)

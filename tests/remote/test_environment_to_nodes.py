@@ -17,6 +17,7 @@ from serverless_gpu.testing.bandwidth import Bucket
 from tests.ports import own_port
 from tests.remote import restoring_node
 from tests.remote.server_process import ServerProcess
+from tests.support.golden import golden
 from tests.unit.made_environments import Made
 
 UNITS = 12
@@ -125,7 +126,7 @@ def test_F42_a_pack_that_is_altered_in_the_bucket_is_read_again_and_named(scene:
         _out, err = node.communicate(timeout=120)
         assert node.returncode == 1
         assert "EnvironmentCorrupt" in err
-        assert f"pack {digest[:12]} in the store s3://b/p is altered: it is not what its address says" in err
+        assert golden("remote.environment_to_nodes.pack-store-s3", digest=digest[:12]) in err
     others = {name: reads for name, reads in scene.bucket.reads("packs").items() if name != digest}
     # A node reads each once; the server looks at all packs of the unit when a node asks for repair, and again once.
     assert max(others.values()) <= 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from serverless_gpu.model.spec import Function
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.waiting import HolderView, WaitView
 from tests.remote.fake_server import FakeServer
+from tests.support.golden import golden
 from tests.support.remote.commands import sgpu
 
 NOW = 1_900_000_000_000_000_000
@@ -57,11 +59,11 @@ def test_what_it_would_cost_is_said_beside_when_it_would_start(fake: FakeServer)
     fake.estimate = msgspec.structs.replace(ANSWER, cost=COST, policy="research", budgets=(left,))
     found = train.estimate(0.1)
     assert found.cost == COST
-    assert str(found).splitlines()[1] == "at most 23.92 USD: 8 H100 × 2.99 USD"
+    assert str(found).splitlines()[1] == golden("remote.estimates.most-23-92")
     said = sgpu("submit", "--dry-run", "true").stdout.splitlines()
     assert said[-4].startswith("would start: at ") and said[-3:] == [
         "under policy: research",
-        "would cost: at most 23.92 USD: 8 H100 × 2.99 USD",
+        golden("remote.estimates.would-cost-most"),
         f"from budget: {left}",
     ]
     printed = json.loads(sgpu("submit", "--dry-run", "--json", "true").stdout)
@@ -79,12 +81,12 @@ def test_an_environment_that_would_travel_needs_no_machine_and_is_not_captured(f
 def test_a_server_that_is_away_is_not_waited_for(fake: FakeServer) -> None:
     fake.stop()
     found = train.estimate(0.1)
-    assert found.seconds is None and f"the server at {fake.url} does not answer" in found.basis
+    assert found.seconds is None and golden("remote.estimates.server-does-answer", url=fake.url) in found.basis
 
 
 def test_a_server_of_an_earlier_version_cannot_say(fake: FakeServer) -> None:
     found = train.estimate(0.1)
-    assert found.basis == f"the server at {fake.url} is of an earlier version, which cannot say"
+    assert found.basis == golden("remote.estimates.server-earlier-version", url=fake.url)
 
 
 def test_what_would_refuse_the_call_refuses_the_question(fake: FakeServer) -> None:
@@ -105,17 +107,17 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
     said = sgpu("submit", "--dry-run", *wished, str(script), "--lr", "1e-3")
     assert said.exit_code == 0
     assert said.stdout.splitlines()[:-1] == [
-        f"would run: {shlex.join([sys.executable, str(script)])} --lr 1e-3",
+        golden("remote.estimates.would-run-lr", join=shlex.join([sys.executable, str(script)])),
         "called: train.py",
-        "on: 4 GPUs of the only type there is, one process per GPU",
-        f"where: {fake.url}, pool spare",
-        "class: BEST_EFFORT, team search, policy night",
-        "imports: this machine's files, where they lie",
+        golden("remote.estimates.gpus-only-type"),
+        golden("remote.estimates.pool-spare", url=fake.url),
+        golden("remote.estimates.class-best-effort"),
+        golden("remote.estimates.imports-machine-files"),
         "further: nothing",
     ]
     assert said.stdout.splitlines()[-1].startswith("would start: at ")
     alone = sgpu("submit", "--dry-run", "--same-node", "--gpus", "4", str(script)).stdout
-    assert "\non: 4 GPUs of the only type there is, one process per GPU, all on one node\n" in alone
+    assert golden("remote.estimates.gpus-only-type-one") in alone
     printed = json.loads(sgpu("submit", "--dry-run", "--json", str(script)).stdout)
     assert (printed["submitted"], printed["server"], printed["imports"]) == (False, fake.url, "live")
     assert printed["spec"]["payload"]["argv"] == [sys.executable, str(script)]
@@ -139,7 +141,7 @@ def test_a_dry_run_says_when_it_would_start_and_sends_no_run(fake: FakeServer, t
 def test_F82_a_dry_run_of_what_can_never_be_ends_as_the_run_would(fake: FakeServer, options: tuple[str, ...]) -> None:
     fake.estimate = msgspec.structs.replace(ANSWER, at_ns=None, basis="no node has A10", place=0, impossible=True)
     ended = sgpu("submit", "--dry-run", *options, "--gpus", "1", "true")
-    assert ended.exit_code == 1 and "no node has A10" in ended.stdout
+    assert ended.exit_code == 1 and golden("remote.estimates.node-a10") in ended.stdout
 
 
 def test_who_is_waited_for_is_told_with_the_times_of_this_place(fake: FakeServer) -> None:
@@ -148,9 +150,8 @@ def test_who_is_waited_for_is_told_with_the_times_of_this_place(fake: FakeServer
     fake.estimate = msgspec.structs.replace(ANSWER, basis="by the declared ends", waiting=waiting)
     assert ANSWER.at_ns is not None
     minute_ns = 60 * 10**9
-    assert train.estimate(0.1).basis == (
-        "by the declared ends; needs 8 H100 on one node; 5 free on n3; bob/sweep holds 3 until "
-        f"{format_soon(-(-ANSWER.at_ns // minute_ns) * minute_ns)} at the latest"
+    assert train.estimate(0.1).basis == golden(
+        "remote.estimates.declared-ends-needs", format_soon=format_soon(-(-ANSWER.at_ns // minute_ns) * minute_ns)
     )
 
 
@@ -159,21 +160,19 @@ def test_the_pool_is_what_the_variables_of_the_caller_say(fake: FakeServer, monk
     monkeypatch.setenv("SGPU_POOL", "research")
     train.estimate(0.1)
     assert question(fake).spec.pool == "research"
-    assert f"where: {fake.url}, pool research" in sgpu("submit", "--dry-run", "true").stdout
+    assert golden("remote.estimates.pool-research", url=fake.url) in sgpu("submit", "--dry-run", "true").stdout
 
 
 def test_a_dry_run_without_an_answer_still_says_what_would_be_asked_for(fake: FakeServer) -> None:
     fake.stop()
     lines = sgpu("submit", "--dry-run", "true").stdout.splitlines()
-    assert (
-        lines[5] == "imports: this machine's files if the server is its own and has no other, else a snapshot of them"
-    )
+    assert lines[5] == golden("remote.estimates.imports-machine-files-if")
     assert lines[-1].startswith(f"would start: unknown: the server at {fake.url} does not answer: ")
 
 
 def test_a_dry_run_of_what_a_real_server_would_refuse_is_refused(served: Path) -> None:
     before = listed()
-    with pytest.raises(InvalidValue, match="there is no pool 'nowhere'"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.estimates.pool-nowhere"))):
         sgpu("submit", "--dry-run", "--pool", "nowhere", "true")
     assert msgspec.json.decode(sgpu("submit", "--dry-run", "--json", "true").stdout)["estimate"]["basis"]
     assert listed() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.local.observe import wait_for
 from tests.remote.conftest import end_node
 from tests.remote.fake_server import FakeServer
 from tests.remote.server_process import ServerProcess
+from tests.support.golden import golden
 from tests.support.remote.commands import sgpu, spawn
 from tests.support.remote.stream import pickled
 
@@ -38,21 +40,21 @@ def test_23B1_sgpu_submit_reads_what_would_work_in_options_of_the_command(served
     ended = spawn("submit", "--gpus", "2", "--gpu-type", "A10", "true")
     out, err = ended.communicate(timeout=60)
     assert (ended.returncode, out) == (1, "")
-    assert "no node has A10; there is 8 H100; the run was not queued" in err
-    assert "hint: would work: --gpu-type H100" in err and "--wait queues the run" in err
+    assert golden("remote.feasibility.node-a10-h100") in err
+    assert golden("remote.feasibility.hint-would-work") in err and golden("remote.feasibility.wait-queues-run") in err
 
 
 def test_23B1_with_wait_the_run_is_queued_says_until_when_and_sigterm_takes_it_out_of_the_queue(served: Path) -> None:
     process = spawn("submit", "--wait", "--gpus", "2", "--gpu-type", "A10", "true")
     assert process.stderr is not None
     line = process.stderr.readline()
-    while "it waits for a node that could, until " not in line:
+    while golden("remote.feasibility.waits-node-could") not in line:
         assert line, "it ended without having said that"
         line = process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
-    assert "cancelled; it had not started" in err
+    assert golden("remote.feasibility.cancelled-started") in err
     assert sgpu("queue").stdout.count("A10") == 0
 
 
@@ -65,10 +67,10 @@ def test_23B1_a_fresh_server_of_a_machine_without_gpus_does_not_let_a_run_hang(
     try:
         ended = spawn("submit", "true")  # at once: its node may not have said hello
         _, err = ended.communicate(timeout=60)
-        assert ended.returncode == 1 and "no node has a GPU" in err
+        assert ended.returncode == 1 and golden("remote.feasibility.node-gpu") in err
         again = spawn("submit", "true")
         _, err = again.communicate(timeout=60)
-        assert again.returncode == 1 and "hint: would work: --gpu-type CPU; --wait queues" in err
+        assert again.returncode == 1 and golden("remote.feasibility.hint-would-work-gpu") in err
     finally:
         server.kill(signal.SIGTERM)
         end_node(home)
@@ -102,10 +104,10 @@ def test_23B1_sigterm_to_a_script_that_waits_cancels_its_run(home: Path, fake: F
 def test_23B12_without_a_server_what_was_typed_is_named_and_local_offered(home: Path) -> None:
     with pytest.raises(ServerNotConfigured) as refused:
         sgpu("submit", "train.sh")
-    assert refused.value.message == "`sgpu submit train.sh` needs a server, and none is configured"
-    assert "`sgpu up` starts one" in refused.value.hint
+    assert refused.value.message == golden("remote.feasibility.sgpu-submit-train")
+    assert golden("remote.feasibility.sgpu-up-starts") in refused.value.hint
     assert refused.value.hint.endswith("`sgpu submit --local train.sh …` needs none")
-    with pytest.raises(ServerNotConfigured, match="`sgpu queue` needs a server, and none is configured"):
+    with pytest.raises(ServerNotConfigured, match=re.escape(golden("remote.feasibility.sgpu-queue-needs"))):
         sgpu("queue")
 
 

@@ -20,6 +20,7 @@ from tests.ports import own_port
 from tests.remote.conftest import end_node
 from tests.remote.gang_work import add_up, fail_in_the_last, save_and_go_on, save_when_told, stay, wait_for_the_last
 from tests.remote.machines import Machines
+from tests.support.golden import golden
 
 SITE = sysconfig.get_path("purelib")
 
@@ -42,7 +43,7 @@ def test_four_ranks_on_two_nodes_add_up_over_gloo(pool: Machines, tmp_path: Path
 
 def test_F06_a_rank_that_raises_on_the_second_node_is_the_callers_exception(pool: Machines, tmp_path: Path) -> None:
     run = pool.submit(fail_in_the_last, str(tmp_path))
-    with pytest.raises(ValueError, match="no luck in rank 3"):
+    with pytest.raises(ValueError, match=re.escape(golden("crash.gangs.luck-rank"))):
         run.results(60)
 
 
@@ -50,7 +51,7 @@ def test_23B3_the_rank_that_failed_on_the_second_node_is_shown(pool: Machines, t
     run = pool.submit(fail_in_the_last, str(tmp_path))
     run.wait(60)
     attached, logs = (CliRunner().invoke(program.sgpu, [command, run.id]) for command in ("attach", "logs"))
-    assert attached.exit_code == 1 and "\nsgpu: ValueError: no luck in rank 3\nrank 3 on host n2, " in attached.stderr
+    assert attached.exit_code == 1 and golden("remote.gangs.sgpu-valueerror-luck") in attached.stderr
     assert logs.stderr.startswith(f"sgpu: rank 3 of run {run.id} failed; --rank N or --rank all shows others\n")
 
 
@@ -86,7 +87,7 @@ def test_F04_a_rank_on_one_node_that_does_not_come_is_named_with_its_node(pool: 
     for number, ranks in enumerate(((0, 1), (2, 3))):
         text = (run.directory / files[1].replace("*", str(number))).read_text()
         assert f"node n{number + 1}, at" in text
-        assert error.message in text or "the run ended before it was said here who waits for whom" in text
+        assert error.message in text or golden("remote.gangs.run-ended-before") in text
         assert all(f"---- rank {rank} (" in text for rank in ranks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from tests.local.observe import announced, wait_for
 from tests.ports import own_port
 from tests.remote.gang_work import die_in_the_last, fail_in_the_last, lose_a_peer, stay, talk
 from tests.remote.machines import Machines
+from tests.support.golden import golden
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_a_gang_is_accounted_shown_and_found_as_one_run(
     ]
     assert " n1, n2, " in told("runs")
     shown = told("show", run.id)
-    assert "on n1:  ranks 0 to 1  RUNNING\non n2:  ranks 2 to 3  RUNNING\n" in shown
+    assert golden("remote.gangs_told.n1-ranks-running") in shown
     sampled = {"system/node_0/gpu_0_utilization_percentage", "system/node_1/gpu_0_utilization_percentage"}
     wait_for(lambda: sampled <= set(run.metrics()), "both were sampled")
     (tmp_path / "go").touch()
@@ -115,21 +117,21 @@ def test_F06_what_failed_on_one_node_is_told_before_the_other_has_cleaned_up(poo
     uplink.send(signal.SIGSTOP)
     (where / "fail").touch()
     try:
-        with pytest.raises(ValueError, match="no luck in rank 3") as raised:
+        with pytest.raises(ValueError, match=re.escape(golden("crash.gangs.luck-rank"))) as raised:
             run.results(60)
         assert all(rank.alive() for rank in ranks) and pool.view(run).state is State.STOPPING
-        with pytest.raises(ValueError, match="no luck in rank 3"):
+        with pytest.raises(ValueError, match=re.escape(golden("crash.gangs.luck-rank"))):
             attach(run.id).results(60)
-        assert "rank 3 on n2: ValueError: no luck in rank 3" in told("show", run.id)
+        assert golden("remote.gangs_told.rank-n2-valueerror") in told("show", run.id)
     finally:
         uplink.send(signal.SIGCONT)
-    assert "rank 3 on host n2" in "".join(raised.value.__notes__)
+    assert golden("remote.gangs_told.rank-host-n2") in "".join(raised.value.__notes__)
     accounted(run)
     assert run.receipt().reason == "rank_raised" and run.receipt().unbilled_text() == ""
     where = tmp_path / "dies"
     where.mkdir()
     run = pool.submit(die_in_the_last, str(where))
-    with pytest.raises(RankCrashed, match="rank 3 on n2 was ended by SIGSEGV") as died:
+    with pytest.raises(RankCrashed, match=re.escape(golden("remote.gangs_told.rank-n2-ended"))) as died:
         run.results(60)
     notes = "\n".join(died.value.__notes__)
     assert "about to die" in notes and "gang_work.py" in notes
@@ -150,12 +152,12 @@ def test_F17_who_fails_because_a_node_is_gone_hears_of_it_at_once(pool: Machines
     finally:
         uplink.send(signal.SIGCONT)
     notes = "\n".join(raised.value.__notes__)
-    assert "rank 0 on host n1" in notes
-    assert "n2 has not been heard of for" in notes and "stay reserved" in notes
+    assert golden("remote.gangs_told.rank-host-n1") in notes
+    assert golden("remote.gangs_told.n2-been-heard") in notes and "stay reserved" in notes
     accounted(run)  # it was there, and says so
     with pytest.raises(ConnectionResetError) as again:
         run.results()
-    assert "n2 has not been heard of" not in "\n".join(again.value.__notes__)
+    assert golden("remote.gangs_told.n2-been-heard-2") not in "\n".join(again.value.__notes__)
 
 
 def test_output_of_all_ranks_outlives_the_server_and_ctrl_c_ends_both_nodes(pool: Machines, tmp_path: Path) -> None:
@@ -176,6 +178,6 @@ def test_output_of_all_ranks_outlives_the_server_and_ctrl_c_ends_both_nodes(pool
         said = caller.communicate(timeout=60)
     assert sorted(lines) == sorted(f"[rank {rank}] line {number}\n" for rank in range(4) for number in range(2))
     assert said[0] == ""
-    assert "cancelled; on each of 2 nodes, 2 GPUs verified free" in said[1]
+    assert golden("remote.gangs_told.cancelled-each-nodes") in said[1]
     assert not any(rank.alive() for rank in ranks)
     assert pool.view(run).state is State.CANCELLED

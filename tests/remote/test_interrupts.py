@@ -14,6 +14,7 @@ import pytest
 from serverless_gpu.model.attempt import State
 from tests.local.observe import wait_for
 from tests.remote.fake_server import FakeServer, Script
+from tests.support.golden import golden
 
 PROGRAM = """
 import sys
@@ -71,8 +72,8 @@ def test_F61_ctrl_c_stops_the_run_and_waits_until_its_devices_are_free(
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert out == "interrupted\n" and script.stops == ["cancel"]
-    assert "cancelling; press Ctrl-C again to leave at once" in err
-    assert "cancelled; 1 GPU verified free, after" in err and "Traceback" not in err
+    assert golden("local.limits.cancelling-press-ctrl") in err
+    assert golden("remote.interrupts.cancelled-gpu-verified") in err and "Traceback" not in err
 
 
 def test_F61_a_second_ctrl_c_leaves_at_once(fake: FakeServer, caller: Callable[[str], subprocess.Popen[str]]) -> None:
@@ -85,7 +86,7 @@ def test_F61_a_second_ctrl_c_leaves_at_once(fake: FakeServer, caller: Callable[[
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert out == "interrupted\n" and set(script.stops) == {"cancel"}
-    assert "is still being cancelled" in err
+    assert golden("local.session.still-being-cancelled") in err
 
 
 def test_F61_a_second_ctrl_c_leaves_at_once_also_where_the_server_is_away(
@@ -98,13 +99,13 @@ def test_F61_a_second_ctrl_c_leaves_at_once_also_where_the_server_is_away(
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     lines: list[str] = []
-    while not lines or "cancelling; press Ctrl-C again" not in lines[-1]:
+    while not lines or golden("remote.interrupts.cancelling-press-ctrl") not in lines[-1]:
         lines.append(process.stderr.readline())
         assert lines[-1], "it ended without having said that"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert out == "interrupted\n" and script.stops == []
-    assert "left; the server does not answer, and run" in err
+    assert golden("remote.interrupts.left-server-does") in err
 
 
 def test_F61_a_run_that_was_on_its_way_when_ctrl_c_came_is_cancelled_when_it_arrives(
@@ -133,7 +134,7 @@ def test_F61_a_run_that_may_have_been_started_is_named_when_its_caller_leaves(
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     (run_id,) = (path.name for path in (home / "remote").iterdir() if path.name[0] != ".")
-    assert out == "interrupted\n" and f"whether run {run_id} was started is not known; `sgpu cancel {run_id}`" in err
+    assert out == "interrupted\n" and golden("remote.interrupts.whether-run-started", run_id=run_id) in err
     fake.makes.set()
 
 
@@ -144,7 +145,7 @@ def test_F61_with_detach_the_run_goes_on(fake: FakeServer, caller: Callable[[str
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert out == "interrupted\n" and script.stops == []
-    assert "goes on; find it again with serverless_gpu.attach(" in err
+    assert golden("remote.interrupts.goes-find-again") in err
 
 
 def test_F62_a_caller_that_vanishes_leaves_the_run_and_its_identifier(

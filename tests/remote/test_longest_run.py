@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from serverless_gpu.node.history import read_ending
 from tests.local.observe import wait_for
 from tests.remote.counting import count, saved, stand_still
 from tests.remote.server_process import ServerProcess
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 LIMIT_S, GRACE_S = 5, 2
@@ -50,9 +52,9 @@ def test_F73_a_node_that_is_cut_off_ends_an_attempt_in_time_and_the_run_goes_on_
     made = CliRunner().invoke(sgpu, ["policy", "set", "short", "--max-run", f"{LIMIT_S}s", "--gpus-per-run", "2"])
     assert made.exit_code == 0, made.output
     monkeypatch.setenv("SGPU_POLICY", "short")
-    with pytest.raises(PolicyViolation, match="'short' does not accept gpus=4, which SGPU_POLICY names") as caught:
+    with pytest.raises(PolicyViolation, match=re.escape(golden("remote.longest_run.short-does-accept"))) as caught:
         distributed(gpus=4, gpu_type="H100", remote=True, quiet=True)(count).submit(1)
-    assert caught.value.hint == "it accepts gpus=2 at most"
+    assert caught.value.hint == golden("remote.longest_run.accepts-gpus-most")
     submit(0).results(60)  # an interpreter is ready: the limit is short
     final, run = submit(100_000, timeout=60.0), submit(900, resume=True)
     began(final)
@@ -61,9 +63,9 @@ def test_F73_a_node_that_is_cut_off_ends_an_attempt_in_time_and_the_run_goes_on_
     ended_in_time(home, final)
     ended_in_time(home, run)
     own_server.start()
-    with pytest.raises(RunTimedOut, match=f"its time limit of {LIMIT_S} s") as ended:
+    with pytest.raises(RunTimedOut, match=golden("remote.longest_run.time-limit", LIMIT_S=LIMIT_S)) as ended:
         final.results(60)
-    assert "usage policy 'short' lets an attempt run no longer" in ended.value.message
+    assert golden("remote.longest_run.usage-policy-short") in ended.value.message
     ((first, reached, why),) = run.results(90)
     assert (reached, why) == (900, None) and 0 < first < 900
     before = max(int(path.name) for path in (home / "checkpoints" / run.id).iterdir() if (path / "count.json").exists())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from serverless_gpu.wire.agents import NodeList
 from serverless_gpu.wire.connection import Connection
 from tests.local.observe import wait_for
 from tests.remote.machines import Machine
+from tests.support.golden import golden
 from tests.support.remote.commands import sgpu, start
 
 pytestmark = pytest.mark.slow
@@ -44,13 +46,13 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     wait_for(lambda: seen.exists() and seen.read_text(), "user code has begun")
     wait_for(lambda: ends.status() == "RUNNING", "the other one, too")
     sgpu("node", "drain", node, "--note", "new fan")
-    assert f"takes nothing new: {sgpu('whoami').stdout.split()[0]} drains it since " in sgpu("nodes").stdout
+    assert golden("remote.nodes.takes-nothing-new", split=sgpu("whoami").stdout.split()[0]) in sgpu("nodes").stdout
     (uuid,) = seen.read_text().split()
     said = sgpu("node", "quarantine", node, uuid.rpartition("-")[2], "--note", "hot").stdout
-    assert said == f"{uuid} of {node} is left out; 2 runs go on there, and whichever has it keeps it\n"
+    assert said == golden("remote.nodes.left-out-runs", uuid=uuid, node=node)
     done = sgpu("node", "drain", node, "--stop", "--wait", "60s").stdout
     assert done.startswith(f"{node} is given nothing new; 2 runs go on there\n") and "nothing runs there\n" in done
-    with pytest.raises(Exception, match=r"the run had to leave its node: .* drains .* \(new fan\)"):
+    with pytest.raises(Exception, match=golden("remote.nodes.run-leave-node")):
         ends.results()
     wait_for(lambda: "drains it since" in (run.waiting_for() or ""), "the first one waits, and knows why")
     wait_for(lambda: "\nreceipt of attempt 1:\n" in sgpu("show", run.id).stdout, "the first one's receipt is there")
@@ -62,9 +64,9 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     assert receipt.state == "SUCCEEDED"
     assert len(seen.read_text().split()) == 2 and seen.read_text().split()[1] != uuid
     assert sgpu("logs", run.id).stdout.endswith("attempt 2\n")
-    assert sgpu("node", "release", node, uuid).stdout == f"{uuid} of {node} is given to runs again\n"
+    assert sgpu("node", "release", node, uuid).stdout == golden("remote.nodes.given-runs-again", uuid=uuid, node=node)
     assert "left out" not in sgpu("nodes").stdout
-    assert sgpu("node", "release", node, uuid).stdout == f"{uuid} of {node} was not left out\n"
+    assert sgpu("node", "release", node, uuid).stdout == golden("remote.nodes.left-out", uuid=uuid, node=node)
 
 
 def test_22A3_machines_are_invited_and_approved(node: str, served: Path, tmp_path: Path) -> None:
@@ -80,15 +82,15 @@ def test_22A3_machines_are_invited_and_approved(node: str, served: Path, tmp_pat
     home = Machine(profile, gpus=1)
     try:
         home.start()
-        wait_for(lambda: "sgpu node approve far" in home.log(), "its log says what it waits for")
+        wait_for(lambda: golden("remote.nodes.sgpu-node-approve") in home.log(), "its log says what it waits for")
         (waits,) = [line for line in sgpu("node", "list").stdout.splitlines() if line.startswith("far ")]
         assert " PENDING " in waits
-        assert sgpu("node", "approve", "far").stdout == "far is approved, and joins within some seconds\n"
+        assert sgpu("node", "approve", "far").stdout == golden("remote.nodes.far-approved-joins")
         wait_for(lambda: "joined" in home.log(), "it has joined")
         thief = Machine(msgspec.structs.replace(profile, name="thief"), gpus=1)
         try:
             thief.start()
-            wait_for(lambda: "the token of 'thief' is that of the node 'far'" in thief.log(), "it is refused")
+            wait_for(lambda: golden("remote.nodes.token-thief-node") in thief.log(), "it is refused")
         finally:
             thief.end()
         home.uplink().kill()
@@ -102,14 +104,12 @@ def test_22A3_machines_are_invited_and_approved(node: str, served: Path, tmp_pat
 
 def test_a_calendar_is_set_shown_changed_in_part_and_cleared(node: str, served: Path) -> None:
     me = sgpu("whoami").stdout.split()[0]
-    assert (
-        sgpu("node", "calendar", node).stdout == f"{node} is nobody's in particular; everybody may use it at any time\n"
-    )
+    assert sgpu("node", "calendar", node).stdout == golden("remote.nodes.nobody-particular-everybody", node=node)
     said = sgpu("node", "calendar", node, "--shared", "00:00-24:00", "--owner", me, "--zone", "Europe/Berlin").stdout
-    assert said.splitlines() == [f"{node} is {me}'s; others may use it 00:00-24:00 (Europe/Berlin)", "shared now"]
+    assert said.splitlines() == [golden("remote.nodes.others-may-use", node=node, me=me), "shared now"]
     assert "runs of" in sgpu("node", "calendar", node, "--owner-first").stdout
     assert f"all, {me} first" in sgpu("nodes").stdout
     assert '"shared": [' in sgpu("node", "calendar", node, "--json").stdout
-    with pytest.raises(InvalidValue, match="is no window of a calendar"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.nodes.window-calendar"))):
         sgpu("node", "calendar", node, "--shared", "mo-fr")
     assert sgpu("node", "calendar", node, "--clear").stdout.endswith("everybody may use it at any time\n")

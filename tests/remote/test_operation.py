@@ -16,6 +16,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from tests.local.observe import wait_for
 from tests.remote.calling import WAIT_S, answer, called, go, runs_of
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 
@@ -82,17 +83,17 @@ def test_F53_a_restart_by_systemd_leaves_a_run_alone_and_a_drain_outlives_it(
     systemd_unit.start()
     first = called(tmp_path / "first", 90)
     wait_for(lambda: runs_of(tmp_path / "first") == 1, "the run has begun", WAIT_S)
-    assert sgpu("server", "drain", "--note", "new kernel") == "nothing new is started; 1 runs go on, 0 wait\n"
+    assert sgpu("server", "drain", "--note", "new kernel") == golden("remote.operation.nothing-new-started")
     second = called(tmp_path / "second", 0)
     wait_for(lambda: "1 waiting" in sgpu("status"), "the second one waits", WAIT_S)
     systemd_unit.stop()
     systemd_unit.start()
-    assert "(new kernel): nothing new is started until `sgpu server resume`" in sgpu("status")
+    assert golden("remote.operation.new-kernel-nothing") in sgpu("status")
     go(tmp_path / "first")
     assert answer(first) == "done"
     assert (runs_of(tmp_path / "first"), runs_of(tmp_path / "second")) == (1, 0)
     sgpu("server", "drain", "--wait", "60s")
-    assert sgpu("server", "resume") == "what waits is started again; 0 runs go on, 1 wait\n"
+    assert sgpu("server", "resume") == golden("remote.operation.waits-started-again")
     out, said = second.communicate(timeout=WAIT_S)
     assert (second.returncode, out) == (0, "done\n"), said
     assert "drains it since" in said and "(new kernel)" in said

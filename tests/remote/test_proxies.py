@@ -15,6 +15,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.wire.exchange import proxy_variable
+from tests.support.golden import golden
 
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
 
@@ -101,7 +102,4 @@ def test_23B13_a_server_that_does_not_answer_names_the_proxy_that_is_not_used(ho
         check=False,
     )
     assert done.returncode == 75
-    assert done.stderr.splitlines()[-1] == (
-        "hint: is `sgpu up` running there? `sgpu doctor` looks; "
-        "HTTPS_PROXY is not used for a server: reach it directly, or through `ssh -L`"
-    )
+    assert done.stderr.splitlines()[-1] == golden("remote.proxies.hint-sgpu-up")

@@ -21,6 +21,7 @@ from serverless_gpu.node.spawning import clean_variables, search_path
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.version import __version__
+from tests.support.golden import golden
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_an_agent_that_has_ended_is_started_again(file: Path, home: Path) -> Non
 
 def test_a_machine_that_was_not_joined_says_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NODE_FILE)
-    assert actor().ensure() == {"problem": f"its Ray was not started by `sgpu join`: {NODE_FILE} is not set"}
+    assert actor().ensure() == {"problem": golden("remote.ray_node.ray-started-sgpu", NODE_FILE=NODE_FILE)}
 
 
 def test_an_interpreter_that_is_gone_is_a_problem(file: Path) -> None:

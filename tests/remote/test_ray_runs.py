@@ -18,6 +18,7 @@ from serverless_gpu.ray import ray_launch
 from tests.local import fake_ray
 from tests.local.observe import Process, wait_for
 from tests.local.ranks import wait_for_file
+from tests.support.golden import golden
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_F45_a_lost_head_is_told_by_whoever_asks(served: Path, tmp_path: Path) -
         error = caught.value
         assert (error.reason, error.rank) == ("engine_head_lost", 0)
         assert "gcs_server" in error.message and os.uname().nodename in error.message
-        assert "what Ray wrote is on node" in error.hint
+        assert golden("remote.ray_runs.ray-wrote-node") in error.hint
     assert not os.path.lexists(directory)
     assert run.status() == "FAILED"
 

@@ -15,6 +15,7 @@ from tests.crash.machine import FAKES, WAIT_S, Machine
 from tests.crash.scenarios import work
 from tests.homes import use_home
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 from tests.support.server.rollback import delete_log, has_identity
 
 
@@ -38,7 +39,7 @@ def test_22B3_who_waits_for_a_run_that_was_lost_gets_a_sentence(machine: Machine
     with pytest.raises(NotFound) as caught:
         run.results(WAIT_S)
     error = caught.value
-    assert "its database was restored or rolled back" in error.message
+    assert golden("remote.rollback.database-restored-rolled") in error.message
     assert "submit it again" in error.hint
     ours = str(Path(serverless_gpu.__file__).parent)
     assert len([frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(ours)]) == 1

@@ -19,6 +19,7 @@ from serverless_gpu.cli import program
 from serverless_gpu.errors import RunError, SecretMissing
 from tests.local.observe import supervisor, wait_for
 from tests.local.ranks import announce, wait_for_file
+from tests.support.golden import golden
 
 TOKEN = f"hunter2-{secrets.token_hex(8)}"
 OTHER = f"correct-horse-{secrets.token_hex(8)}"
@@ -96,7 +97,7 @@ def test_F70_a_run_has_its_secrets_to_its_end_whatever_becomes_of_them_on_the_se
     nothing_is_left(served, str(seen["directory"]))
     assert run.receipt(60).secrets == ("TOKEN@1", "OTHER@1")
     assert "TOKEN@1, OTHER@1" in sgpu("show", run.id).output
-    with pytest.raises(SecretMissing, match="there is no secret 'OTHER'"):
+    with pytest.raises(SecretMissing, match=re.escape(golden("remote.secrets.secret-other"))):
         submit(where, remote=True)
 
 
@@ -117,7 +118,7 @@ def test_F70_secrets_are_removed_when_the_supervisor_is_killed(served: Path, whe
 
 @pytest.mark.slow
 def test_a_run_of_this_machine_has_secrets_of_its_home(served: Path, where: str) -> None:
-    with pytest.raises(SecretMissing, match="this home has no secret 'TOKEN'"):
+    with pytest.raises(SecretMissing, match=re.escape(golden("remote.secrets.home-secret-token"))):
         submit(where, remote=False)
     sgpu("secret", "set", "--local", "TOKEN", said=TOKEN)
     sgpu("secret", "set", "--local", "OTHER", said=OTHER)

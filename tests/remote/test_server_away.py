@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from serverless_gpu.errors import ServerNotConfigured, ServerProblem, ServerUnav
 from serverless_gpu.model.attempt import State
 from tests.remote.fake_server import TOKEN, FakeServer
 from tests.remote.server_process import ServerProcess
+from tests.support.golden import golden
 from tests.support.remote.commands import sgpu, spawn, start
 from tests.support.remote.stream import play, train
 
@@ -52,15 +54,17 @@ def until_stderr_says(process: subprocess.Popen[str], words: str) -> str:
 def test_22B1_a_command_about_a_run_says_that_the_server_is_away(
     away: Path, command: tuple[str, ...], wanted: str
 ) -> None:
-    with pytest.raises(ServerUnavailable, match=f"run '{wanted}' is not on this machine, and the server at") as raised:
+    with pytest.raises(
+        ServerUnavailable, match=golden("remote.server_away.run-machine-server", wanted=wanted)
+    ) as raised:
         sgpu(*command, wanted)
-    assert "there is no run" not in str(raised.value)
+    assert golden("local.results.run") not in str(raised.value)
     assert exit_code(raised.value) == TEMPORARY
 
 
 @pytest.mark.parametrize("command", ["attach", "show", "logs", "result"])
 def test_22B1_the_latest_run_is_not_taken_from_this_machine_alone(away: Path, command: str) -> None:
-    with pytest.raises(ServerUnavailable, match="the latest run may be the server's, and the server at"):
+    with pytest.raises(ServerUnavailable, match=re.escape(golden("remote.server_away.latest-run-may"))):
         sgpu(command)
 
 
@@ -68,13 +72,13 @@ def test_22B1_a_list_of_runs_is_of_this_machine_and_ends_with_75(away: Path) -> 
     with spawn("runs", "--json") as listing:
         out, err = listing.communicate(timeout=60)
     assert (listing.returncode, out) == (TEMPORARY, "[]\n")
-    assert "does not answer" in err and "only runs of this machine are listed" in err
+    assert "does not answer" in err and golden("remote.commands_around.only-runs-machine") in err
 
 
 def test_22B1_cancel_without_a_name_does_not_say_that_nothing_runs(away: Path) -> None:
     done = sgpu("cancel")
     assert done.exit_code == 2
-    assert "None is running here; runs of the server are not known: the server at" in done.stderr
+    assert golden("remote.server_away.none-running-here") in done.stderr
 
 
 @pytest.mark.parametrize("command", ["queue", "usage"])
@@ -89,7 +93,7 @@ def test_22B1_a_token_that_is_refused_is_not_a_run_that_is_not_there(
     fake: FakeServer, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.refuse_tokens = True
-    with pytest.raises(ServerProblem, match="this token is not valid any more"):
+    with pytest.raises(ServerProblem, match=re.escape(golden("remote.server_away.token-valid-any"))):
         sgpu("show", new_run_id())
 
 
@@ -116,7 +120,7 @@ def test_22B1_a_command_waits_for_a_server_that_is_started_again(fake: FakeServe
         fake.start()
         out, err = waiting.communicate(timeout=60)
     assert waiting.returncode == 0, err
-    assert out.startswith("CANCELLED") and "the server is back, after" in err
+    assert out.startswith("CANCELLED") and golden("remote.server_away.server-back-after") in err
 
 
 def test_22B1_how_a_run_ended_is_told_after_a_real_server_was_killed(own_server: ServerProcess) -> None:
@@ -127,7 +131,7 @@ def test_22B1_how_a_run_ended_is_told_after_a_real_server_was_killed(own_server:
         until_stderr_says(attached, "does not answer; waiting for it")
         own_server.start()
         _, err = attached.communicate(timeout=60)
-    assert (attached.returncode, "there is no run" in err) == (3, False), err
+    assert (attached.returncode, golden("local.results.run") in err) == (3, False), err
 
 
 # --- B5: address and token changed at once ---------------------------------------------------------------------------
@@ -219,10 +223,7 @@ def test_22B2_a_command_that_keeps_something_refuses_a_home_that_cannot_be_writt
     with spawn(*command) as asked:
         out, err = asked.communicate(timeout=60)
     assert (asked.returncode, out) == (1, ""), err
-    assert err == (
-        f"sgpu: {wanted} cannot be written to (Not a directory), and {why}\n"
-        "hint: make it writable, or set SERVERLESS_GPU_HOME to a directory you can write to\n"
-    )
+    assert err == golden("remote.server_away.sgpu-cannot-written", wanted=wanted, why=why)
     assert list(spare.iterdir()) == []
 
 
@@ -231,7 +232,7 @@ def test_22B2_a_remote_call_refuses_a_home_whose_server_cannot_be_read(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("SERVERLESS_GPU_HOME", str(tmp_path / "file" / "home"))
-    with pytest.raises(StorageError, match=r"cannot be written to .* server.json says which server there is"):
+    with pytest.raises(StorageError, match=golden("remote.server_away.cannot-written-server")):
         train.submit(0.1)
 
 
@@ -244,6 +245,6 @@ def test_22B2_a_remote_call_goes_on_in_a_temporary_directory_where_variables_nam
     monkeypatch.setenv("SERVERLESS_GPU_SERVER", fake.url)
     monkeypatch.setenv("SERVERLESS_GPU_TOKEN", TOKEN)
     fake.script()
-    with pytest.warns(UserWarning, match="cannot be written to"):
+    with pytest.warns(UserWarning, match=re.escape(golden("remote.server_away.cannot-written"))):
         distributed(gpus=1, gpu_type="H100", remote=True, env="live")(len).submit("abc")
     assert len(fake.runs) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.runs import EndedMessage
 from tests.local.observe import wait_for
 from tests.remote.fake_server import TOKEN, FakeServer, until_it_is_said
+from tests.support.golden import golden
 from tests.support.remote.stream import pickled, play, train
 
 
@@ -58,12 +60,12 @@ def test_a_handle_that_nobody_asks_opens_no_stream(fake: FakeServer, tmp_path: P
     run = train.submit(0.5)
     assert fake.seen == {"POST runs": 1, "GET version": 1} and run.status() == "QUEUED"
     script.say(State.QUEUED, "needs 1 H100; bob/bert has it; you are 1st")
-    assert run.waiting_for() == "needs 1 H100; bob/bert has it; you are 1st"
+    assert run.waiting_for() == golden("remote.stream.needs-h100-bob")
     assert "GET runs/events" not in fake.seen
     play(script, tmp_path, 0.5)
     assert run.result() == 0.5 and run.status() == "SUCCEEDED" and run.receipt().gate
     assert run.logs() == "step 1\n" and run.logs(stream="stderr") == ""
-    with pytest.raises(InvalidValue, match="has only rank 0, not 1"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.stream.only-rank"))):
         run.result(1)
 
 
@@ -153,9 +155,9 @@ def test_a_restart_of_the_server_inside_a_call_is_one_line(
     assert train.distributed(0.1) == [2]
     thread.join()
     out, err = ("".join(parts) for parts in zip(*printed, capsys.readouterr(), strict=True))
-    assert out == "[rank 0] before\n[rank 0] after\n"
+    assert out == golden("remote.stream.rank-before-rank")
     assert [line for line in err.splitlines() if "answer" in line] == [
-        f"serverless-gpu: the server at {fake.url} does not answer; waiting for it"
+        golden("remote.stream.serverless-gpu-server", url=fake.url)
     ]
 
 
@@ -235,7 +237,7 @@ def test_F66_results_are_waited_for_while_the_server_is_down(
     assert run.results() == [3]
     thread.join()
     err = printed[0][1] + capsys.readouterr().err
-    assert err.count("serverless-gpu: ") == 1 and "does not answer; waiting for it" in err
+    assert err.count("serverless-gpu: ") == 1 and golden("remote.stream.does-answer-waiting") in err
 
 
 def test_patience_has_an_end_and_the_run_goes_on(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +245,7 @@ def test_patience_has_an_end_and_the_run_goes_on(fake: FakeServer, monkeypatch: 
     script = fake.script()
     run = train.submit(0.1)
     fake.stop()
-    with pytest.raises(ServerUnavailable, match=r"has not answered for|does not answer"):
+    with pytest.raises(ServerUnavailable, match=golden("remote.stream.answered-does-answer")):
         run.results()
     assert script.stops == []
 
@@ -285,8 +287,8 @@ def test_another_attempt_is_said_and_its_results_count(
     assert run.follow() is None and run.results() == ["second"]
     assert run.directory.name == "2"
     out, err = capsys.readouterr()
-    assert out == "[rank 0] first\n[rank 0] second\n"
-    assert "node n1 went away; it is tried again" in err and f"attempt 2 of run {run.id}" in err
+    assert out == golden("remote.stream.rank-first-rank")
+    assert golden("remote.stream.node-n1-went") in err and golden("remote.stream.attempt-run", id=run.id) in err
 
 
 def test_a_flood_is_said_to_be_elsewhere(fake: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +301,7 @@ def test_a_flood_is_said_to_be_elsewhere(fake: FakeServer, tmp_path: Path, capsy
     assert run.follow() is None
     out, err = capsys.readouterr()
     assert "[rank 0] start\n" in out and "[rank 0] end\n" in out and "xxx" not in out
-    assert f"— 5.0 kB not shown (too fast for a screen), in `sgpu logs {run.id} --rank 0` —" in err
+    assert golden("remote.stream.kb-shown-too", id=run.id) in err
 
 
 def test_a_failure_names_its_node_and_where_the_output_is(fake: FakeServer) -> None:
@@ -313,7 +315,7 @@ def test_a_failure_names_its_node_and_where_the_output_is(fake: FakeServer) -> N
     with pytest.raises(RemoteError, match="division by zero") as caught:
         train.distributed(0.1)
     run_id = next(iter(fake.runs))
-    assert caught.value.__notes__[0] == f"rank 0 on host gpu-7, run {run_id}; log: `sgpu logs {run_id} --rank 0`"
+    assert caught.value.__notes__[0] == golden("remote.stream.rank-host-gpu", run_id=run_id)
 
 
 def test_a_node_that_never_came_back_is_the_servers_word(fake: FakeServer) -> None:
@@ -333,7 +335,7 @@ def test_a_node_that_never_came_back_is_the_servers_word(fake: FakeServer) -> No
     script.settle(Stopped(state=State.LOST, reason=Reason.NODE_GONE, cause=None, consequences=()), receipt=False)
     with pytest.raises(NodeLost) as caught:
         train.distributed(0.1)
-    assert caught.value.message == f"{MEANINGS[Reason.NODE_GONE].sentence}: n1 was last heard of at 12:00:00"
+    assert caught.value.message == golden("remote.stream.n1-last-heard", sentence=MEANINGS[Reason.NODE_GONE].sentence)
 
 
 # --- whose code it is -------------------------------------------------------------------------------------------------
@@ -394,7 +396,7 @@ def test_a_run_is_found_again_by_its_id(home: Path, fake: FakeServer, tmp_path: 
     assert found.status() == "QUEUED" and not found.wait(0)
     play(script, tmp_path, 5)
     assert found.results() == [5] == run.results()
-    with pytest.raises(InvalidValue, match="there is no run 'unknown'"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.stream.run-unknown"))):
         serverless_gpu.attach("unknown")
 
 
@@ -438,12 +440,12 @@ def test_a_handle_that_is_given_up_leaves_the_run_alone(fake: FakeServer) -> Non
 
 
 def test_sessions_are_of_this_machine(fake: FakeServer) -> None:
-    with pytest.raises(UsageError, match="a session holds devices of this machine"):
+    with pytest.raises(UsageError, match=re.escape(golden("remote.stream.session-holds-devices"))):
         serverless_gpu.session(gpus=1, gpu_type="H100", remote=True)  # type: ignore[call-arg]  # an option of `distributed`
 
 
 def test_a_function_of_the_server_is_not_called_in_a_session(own_session: serverless_gpu.Session) -> None:
-    with pytest.raises(UsageError, match="train has remote=True, and session"):
+    with pytest.raises(UsageError, match=re.escape(golden("remote.stream.train-remote-true"))):
         own_session.distributed(train, 0.1)
 
 
@@ -464,7 +466,7 @@ def test_without_a_server_it_says_how_to_get_one(home: Path) -> None:
 def test_a_token_is_not_sent_readably_over_a_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVERLESS_GPU_SERVER", "http://gpus.example.org")
     monkeypatch.setenv("SERVERLESS_GPU_TOKEN", "sgpu_x")
-    with pytest.raises(InvalidValue, match="would carry the token readably"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("remote.stream.would-carry-token"))):
         train.distributed(0.1)
     monkeypatch.delenv("SERVERLESS_GPU_TOKEN")
     with pytest.raises(ServerNotConfigured, match="SERVERLESS_GPU_TOKEN is not"):

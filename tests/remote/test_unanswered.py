@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import serverless_gpu
 from serverless_gpu.errors import IdempotencyConflict, ServerUnavailable
 from tests.remote.fake_server import FakeServer
+from tests.support.golden import golden
 from tests.support.remote.stream import play, train
 
 
@@ -19,7 +21,7 @@ def test_a_run_that_may_have_been_started_is_named_and_found_again(
     monkeypatch.setenv("SERVERLESS_GPU_PATIENCE", "0.5")
     play(fake.script(), tmp_path, 7)
     fake.lose = 10_000
-    with pytest.raises(ServerUnavailable, match="was started is not known") as raised:
+    with pytest.raises(ServerUnavailable, match=re.escape(golden("remote.unanswered.started-known"))) as raised:
         train.distributed(0.1) if watched else train.submit(0.1)
     (run_id,) = fake.runs
     assert run_id in raised.value.message and f"sgpu show {run_id}" in (raised.value.hint or "")

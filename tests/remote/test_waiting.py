@@ -23,6 +23,7 @@ from serverless_gpu.wire.runs import StateMessage
 from serverless_gpu.wire.waiting import WaitView, wait_view
 from tests.local.observe import wait_for
 from tests.remote.fake_server import FakeServer, Script
+from tests.support.golden import golden
 from tests.support.remote.stream import pickled
 
 
@@ -43,7 +44,7 @@ def test_F43_results_that_do_not_get_on_are_said_to_who_waits_and_progress_is_no
     run = train.submit(0.1)
     assert run.follow() is None and run.results() == [1]
     err = capsys.readouterr().err
-    assert f"serverless-gpu: {NOT_SENT}the server has no room to store this" in err and "16.8 MB of" not in err
+    assert golden("remote.waiting.serverless-gpu-server", NOT_SENT=NOT_SENT) in err and "16.8 MB of" not in err
 
 
 def waits(script: Script, waiting: WaitView, sentence: str) -> None:
@@ -87,7 +88,7 @@ def test_what_a_newer_server_says_of_a_wait_is_said_in_its_words(
     script.say(State.RUNNING)
     script.end({"results/0.pkl": pickled(tmp_path, 1)})
     assert train.submit(0.1).follow() is None
-    assert capsys.readouterr().err.splitlines()[0] == "serverless-gpu: waits for the moon"
+    assert capsys.readouterr().err.splitlines()[0] == golden("remote.waiting.serverless-gpu-waits")
 
 
 def test_a_token_that_is_revoked_meanwhile_leaves_a_run_that_is_named(
@@ -102,7 +103,9 @@ def test_a_token_that_is_revoked_meanwhile_leaves_a_run_that_is_named(
     fake.break_streams()
     with pytest.raises(NotAuthenticated) as caught:
         run.results()
-    assert f"run {run.id} goes on" in caught.value.hint and f"sgpu cancel {run.id}" in caught.value.hint
+    assert (
+        golden("local.edges.run-goes", id=run.id) in caught.value.hint and f"sgpu cancel {run.id}" in caught.value.hint
+    )
 
 
 def test_F67_a_token_that_ends_meanwhile_is_said_and_the_same_wait_goes_on_with_another_one(
@@ -146,7 +149,7 @@ def test_F67_a_token_that_ends_meanwhile_is_said_and_the_same_wait_goes_on_with_
     assert answers.get_nowait() == [1]
     assert fake.seen["POST runs"] == 1
     shown.append(capsys.readouterr().out)
-    assert "".join(shown) == "[rank 0] first\n[rank 0] second\n"
+    assert "".join(shown) == golden("remote.stream.rank-first-rank")
 
 
 def test_F67_a_token_that_ends_before_the_results_are_here_is_waited_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.model.hardware import GIB, DeviceKind
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
+from tests.support.golden import golden
 
 # 10 hours: 2 GPUs for all of it, 4 more for 6 hours, 2 more for 1, as in tests/unit/test_advice.py; and others.
 CSV = """job_id,submit_time_s,duration_s,num_gpus,vc,gpu_type
@@ -55,23 +57,31 @@ def test_a_table(trace: str) -> None:
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines[:7] == [
-        "H100: four.csv, 10 h 00 min",
-        "left out: 1.0 GPU-hours after the last job came: nobody knows who else had come by then",
-        "also used, and not in this: L4 60.0 GPU-seconds, A10 60.0 GPU-seconds; --gpu-type says which",
+        golden("replay.advise_command.h100-four-csv"),
+        golden("replay.advise_command.left-out-gpu"),
+        golden("replay.advise_command.also-used-l4"),
         "used: 46.0 GPU-hours",
-        "wanted at once: 4.6 GPUs on average, 8 at most",
-        "reserved 1.00, on demand 2.00 USD per GPU-hour: a reserved GPU pays from 50.0 % of the time on",
-        "reserve 6: 16.00 USD less than today",
+        golden("replay.advise_command.wanted-once-gpus"),
+        golden("replay.advise_command.reserved-00-demand"),
+        golden("replay.advise_command.reserve-16-00"),
     ]
     rows = [line.split("  ") for line in lines]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert ["advised", "6", "60.00 USD", "16.00 USD", "4.00 USD", "64.00 USD", "73.3 %"] in cells
-    assert ["today, enough for the peak", "8", "80.00 USD", "34.00 USD", "0.00 USD", "80.00 USD", "57.5 %"] in cells
+    assert [
+        golden("replay.advise_command.today-enough-peak"),
+        "8",
+        "80.00 USD",
+        "34.00 USD",
+        "0.00 USD",
+        "80.00 USD",
+        "57.5 %",
+    ] in cells
     assert ["3–6", "60.0 %", "yes"] in cells
     assert ["reserved price +20 %", "2", "76.00 USD", "76.00 USD"] in cells
     # On 6 GPUs the third run waits for the second until 7:00, 4 hours with its 2 GPUs.
     assert ["6", "1 h 20 min", "3 h 36 min", "8.0 GPU-hours", "4.00 USD", "4.00 USD", "0.50 per GPU-hour"] in cells
-    assert lines[-1] == "runs: nothing is known of what their GPUs did"
+    assert lines[-1] == golden("replay.advise_command.runs-nothing-known")
 
 
 def test_every_number_has_its_formula(trace: str) -> None:
@@ -98,24 +108,26 @@ def test_the_same_as_json(trace: str) -> None:
 def test_one_team_and_one_type(trace: str) -> None:
     told = json.loads(ran(trace, *PRICES, "--json", "--team", "vision", "--gpu-type", "a10").output)
     assert (told["gpu_type"], told["attempts"], told["gpu_ms"]) == ("A10", 3, 60_000)
-    with pytest.raises(InvalidValue, match="has no such jobs"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("replay.advise_command.such-jobs"))):
         ran(trace, *PRICES, "--team", "sales")
-    with pytest.raises(InvalidValue, match="nothing was used of A100 by team vision"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("replay.advise_command.nothing-used-a100"))):
         ran(trace, *PRICES, "--gpu-type", "A100", "--team", "vision")
 
 
 def test_prices_of_the_configuration(trace: str, home: Path) -> None:
     (home / "config.toml").write_text("[prices]\nH100 = 2.0\n", encoding="utf-8")
-    assert "reserve 6: 28.00 USD less than today" in ran(trace, "--reserved", "1").output.splitlines()
+    assert golden("replay.advise_command.reserve-28-00") in ran(trace, "--reserved", "1").output.splitlines()
     # 8,766 for a GPU over 2 years of 8,766 hours is 0.50 an hour.
     bought = ran(trace, "--buy", "8766", "--years", "2", "--running", "0.5").output.splitlines()
-    assert "reserve 6: 28.00 USD less than today" in bought
+    assert golden("replay.advise_command.reserve-28-00") in bought
 
 
 def test_no_price_is_made_up(trace: str) -> None:
-    assert "H100 has no price on demand" in ran(trace).output
-    assert "what a reserved GPU costs is not known" in ran(trace, "--on-demand", "2").output
-    assert "H100 costs nothing on demand: reserve none" in ran(trace, "--on-demand", "0", "--reserved", "1").output
+    assert golden("replay.advise_command.h100-price-demand") in ran(trace).output
+    assert golden("replay.advise_command.reserved-gpu-costs") in ran(trace, "--on-demand", "2").output
+    assert (
+        golden("replay.advise_command.h100-costs-nothing") in ran(trace, "--on-demand", "0", "--reserved", "1").output
+    )
     assert json.loads(ran(trace, "--json").output)["advice"] is None
 
 
@@ -148,13 +160,13 @@ def test_a_picture(trace: str, tmp_path: Path) -> None:
     path = tmp_path / "sizes.png"
     assert ran(trace, *PRICES, "--have", "9", "--png", str(path)).exit_code == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(StorageError, match="the picture cannot be written to"):
+    with pytest.raises(StorageError, match=re.escape(golden("replay.advise_command.picture-cannot-written"))):
         ran(trace, *PRICES, "--png", str(tmp_path / "gone" / "sizes.png"))
 
 
 def test_a_picture_of_no_advice_is_not_written(trace: str, tmp_path: Path) -> None:
     result = ran(trace, "--png", str(tmp_path / "sizes.svg"))
-    assert "was not written: H100 has no price" in result.output
+    assert golden("replay.advise_command.written-h100-price") in result.output
     assert not (tmp_path / "sizes.svg").exists()
 
 
@@ -238,7 +250,7 @@ def test_runs_of_this_machine(home: Path) -> None:
     ]
     lines = ran("--reserved", "1").output.splitlines()
     assert lines[0].startswith("H100: the runs of this machine, ")
-    assert "left out: 1 of the runs, which go on or have no receipt" in lines
+    assert golden("replay.advise_command.left-out-runs") in lines
     assert lines[-1].endswith("this is CPU work: GPUs worked 1.0 % of the time")
 
 
@@ -256,5 +268,5 @@ def test_runs_of_before_are_left_out(home: Path) -> None:
 
 
 def test_a_machine_without_runs(home: Path) -> None:
-    with pytest.raises(InvalidValue, match="the runs of this machine: nothing was used"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("replay.advise_command.runs-machine-nothing"))):
         ran()

@@ -9,6 +9,7 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import Pool
 from serverless_gpu.replay import Machine, cluster_of, read_cluster
+from tests.support.golden import golden
 
 FILE = """
 [[nodes]]
@@ -55,7 +56,7 @@ def test_a_file(tmp_path: Path) -> None:
 
 def test_a_cluster_as_one_sum() -> None:
     assert cluster_of(75, 8).as_sum().machines == (Machine(name="all", gpus=600),)
-    assert cluster_of(75, 8).as_sum().text() == "600 GPUs as one sum"
+    assert cluster_of(75, 8).as_sum().text() == golden("replay.clusters.600-gpus-one")
     assert cluster_of(75, 8).as_sum().gang_gpus == 8
 
 

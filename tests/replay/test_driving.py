@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -25,6 +27,7 @@ from serverless_gpu.replay import trace_of as in_order
 from serverless_gpu.replay.driving import Durations
 from serverless_gpu.replay.figures import moments
 from tests.replay.real import TRACES, needs_traces
+from tests.support.golden import golden
 from tests.support.replay.baselines import CLUSTERS, JOBS, made
 
 
@@ -133,7 +136,7 @@ def test_who_can_never_be_placed_is_left_out_with_the_reason() -> None:
 
 def test_nobody_names_the_only_pool() -> None:
     cluster = Cluster(machines=(Machine(name="a", gpus=4, pool="p"),), pools=(Pool(name="p", reserved=True),))
-    with pytest.raises(InvalidValue, match="1 that name no reserved pool, and there is no other"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("replay.driving.name-reserved-pool"))):
         simulate(in_order(made((0, 1, 1))), cluster, "ours")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.replay import Job, Trace, generate
+from tests.support.golden import golden
 
 WEEK_S = 7 * 86_400
 
@@ -60,5 +62,5 @@ def test_no_job_is_larger_than_the_cluster() -> None:
 
 @pytest.mark.parametrize(("jobs", "load"), [(0, 0.9), (2_000_000, 0.9), (10, 0.0), (10, 11.0), (10, float("nan"))])
 def test_what_cannot_be_made_up(jobs: int, load: float) -> None:
-    with pytest.raises(InvalidValue, match="cannot be made up"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("replay.generating.cannot-made-up"))):
         generate(jobs, gpus=8, load=load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from serverless_gpu.cli import simulate as room
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.replay import generate
+from tests.support.golden import golden
 
 CSV = """job_id,submit_time_s,duration_s,num_gpus,vc
 a,0,100,6,search
@@ -44,8 +46,8 @@ def test_policies_side_by_side(trace: str) -> None:
     result = ran(trace, "--cluster", "1x8", "--policy", "fifo", "--policy", "first-fit")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0] == "4 jobs of four.csv on 1 × 8 GPUs"
-    assert lines[1] == "left out: 1 that need more than there is"
+    assert lines[0] == golden("replay.simulate_command.jobs-four-csv")
+    assert lines[1] == golden("replay.simulate_command.left-out-need")
     rows = {line[:31].strip(): line[31:].split("  ") for line in lines[3:]}
     cells = {name: [cell.strip() for cell in row if cell.strip()] for name, row in rows.items()}
     assert cells[""] == ["fifo", "first-fit"]
@@ -64,7 +66,7 @@ def test_the_same_as_json(trace: str) -> None:
 
 def test_a_part_of_a_trace_on_a_sum_of_gpus(trace: str) -> None:
     result = ran(trace, "--only", "vc=search", "--cluster", "2x4", "--placement", "count", "--policy", "fifo")
-    assert result.output.splitlines()[0] == "2 jobs of four.csv on 8 GPUs as one sum"
+    assert result.output.splitlines()[0] == golden("replay.simulate_command.jobs-four-csv-gpus")
 
 
 def test_made_up_jobs() -> None:
@@ -82,7 +84,7 @@ def test_made_up_jobs() -> None:
         "--json",
     )
     told = json.loads(ran(*arguments).output)
-    assert told["trace"] == "made up: 200 jobs, seed 4"
+    assert told["trace"] == golden("replay.simulate_command.made-up-200")
     assert told["policies"]["first-fit"]["jobs"] == len(generate(200, gpus=16, load=1.2, seed=4).jobs)
 
 
@@ -94,7 +96,7 @@ def test_a_picture(trace: str, tmp_path: Path) -> None:
 
 
 def test_pictures_that_cannot_be_written(trace: str, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="the picture cannot be written to"):
+    with pytest.raises(StorageError, match=re.escape(golden("replay.advise_command.picture-cannot-written"))):
         ran(trace, "--policy", "fifo", "--png", str(tmp_path / "gone" / "waits.png"))
     with pytest.raises(InvalidValue, match="cannot be written"):
         ran(trace, "--policy", "fifo", "--png", str(tmp_path / "waits.docx"))
@@ -113,7 +115,7 @@ def test_ctrl_c(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "simulate", interrupted)
     result = ran(trace, "--policy", "fifo")
     assert result.exit_code == 130
-    assert "stopped while fifo was replayed" in result.output
+    assert golden("replay.simulate_command.stopped-while-fifo") in result.output
 
 
 def test_without_matplotlib_it_says_which_extra(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +160,10 @@ def test_runs_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(room, "load", modules.__getitem__)
     lines = ran("--history", "--cluster", "1x2", "--policy", "fifo").output.splitlines()
-    assert lines[:2] == ["2 jobs of the server's runs on 1 × 2 GPUs", "left out: 1 without a duration_s"]
+    assert lines[:2] == [
+        golden("replay.simulate_command.jobs-server-runs"),
+        golden("replay.simulate_command.left-out-without"),
+    ]
     assert [query.get("cursor", "") for query in asked] == ["", "next"]
     assert closed == [True]
 
@@ -184,5 +189,5 @@ def test_what_was_typed_wrong(trace: str, arguments: tuple[str, ...], words: str
 
 
 def test_a_cluster_that_is_too_small_for_all(trace: str) -> None:
-    with pytest.raises(InvalidValue, match=r"no job of four.csv can run on 1 × 4 GPUs: 1 that need more than there is"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("replay.simulate_command.job-four-csv"))):
         ran(trace, "--only", "job_id=e", "--cluster", "1x4", "--policy", "fifo")

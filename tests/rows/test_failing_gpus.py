@@ -18,6 +18,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import DeviceLocks
 from serverless_gpu.testing import FakeGpus, stop_agent
 from tests.local.observe import cancel_all, wait_for
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +116,10 @@ def test_F25_an_illegal_memory_access_is_the_users_own_failure(home: Path, gpus:
     (tmp_path / "fail").touch()
     with pytest.raises(RuntimeError, match="unspecified launch failure") as caught:
         run.results(timeout=50)
-    assert any("Xid 31" in note and "illegal memory access in your kernel" in note for note in caught.value.__notes__)
+    assert any(
+        "Xid 31" in note and golden("rows.failing_gpus.illegal-memory-access") in note
+        for note in caught.value.__notes__
+    )
     receipt = run.receipt(timeout=50)
     assert (receipt.reason, receipt.quarantined) == ("rank_raised", ())
     assert FactKind.FREED in {fact.kind for fact in first_facts(run.directory)}, "it is billed"

@@ -16,6 +16,7 @@ from serverless_gpu.node.usages import MIB
 from tests.local.small_environment import SmallEnvironment, with_requirements
 from tests.rows.machines import Machine
 from tests.small_disks import small_disk
+from tests.support.golden import golden
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # calls that move tens of megabytes, on a busy machine
 
@@ -89,7 +90,7 @@ def test_F27_a_run_fails_when_every_node_is_too_full(
         run_id, said = call(small)
         assert [each.reason for each in first.attempts(run_id)] == ["node_disk"] * 4
         assert said.startswith("RunError node_disk the node's disk is too full for the environment: The disk at ")
-        assert "hint: node a-small needs space: `sgpu env gc` there helps" in said
+        assert golden("rows.full_disk_at_start.hint-node-small") in said
 
 
 def test_F27_what_was_not_used_for_longest_goes_first(lone_server: Path, small: SmallEnvironment) -> None:
@@ -116,4 +117,7 @@ def test_22B4_a_server_on_a_full_disk_says_which_disk_and_what_to_do() -> None:
             check=False,
         )
     assert done.returncode == 1
-    assert f"no space left for {home}/server" in done.stderr and "hint: free some space" in done.stderr, done.stderr
+    assert (
+        golden("rows.full_disk_at_start.space-left-server", home=home) in done.stderr
+        and golden("rows.full_disk_at_start.hint-free-some") in done.stderr
+    ), done.stderr

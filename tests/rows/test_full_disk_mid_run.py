@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from serverless_gpu.node.reserve import DIRECTORY, FACTS_BYTES, SIZES
 from tests.local.observe import wait_for
 from tests.rows.machines import Machine
 from tests.small_disks import fill, small_disk
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 
@@ -66,14 +68,14 @@ def test_F28_the_user_gets_the_error_and_the_server_the_end_while_the_disk_is_fu
     wait_for(heard_twice, "the node goes on with its signs of life")
     assert run.status() == "RUNNING"
     (tmp_path / "go").touch()
-    with pytest.raises(OSError, match="No space left on device") as caught:
+    with pytest.raises(OSError, match=re.escape(golden("rows.full_disk_mid_run.space-left-device"))) as caught:
         run.results(timeout=60)
     assert caught.value.errno == errno.ENOSPC
     receipt = run.receipt(timeout=60)
     free = os.statvfs(disk)
     assert free.f_bavail * free.f_frsize <= sum(SIZES) + FACTS_BYTES, "nothing is free but what was not needed"
     assert (receipt.state, receipt.reason) == ("FAILED", "rank_raised")
-    assert any("of rank 0's output were not kept" in note for note in receipt.notes), receipt.notes
+    assert any(golden("local.output.rank-output-kept") in note for note in receipt.notes), receipt.notes
     attempt = machine.home.attempt(run.id, 1)
     ending, kept = read_ending(attempt), read_receipt(attempt)
     assert ending is not None and ending.state == "FAILED", "what was said is on the disk, too"
@@ -95,4 +97,4 @@ def test_F28_output_says_what_is_missing_once_there_is_room_again(machine: Machi
     run.receipt(timeout=60)
     said = (machine.home.attempt(run.id, 1) / "logs" / "0.stdout").read_text()
     assert said.startswith("before\n") and said.endswith("after\n")
-    assert "dropped until" in said and "No space left on device" in said
+    assert "dropped until" in said and golden("rows.full_disk_mid_run.space-left-device") in said

@@ -14,6 +14,7 @@ from serverless_gpu.node.history import first_facts
 from serverless_gpu.testing import FakeGpus, agent_status
 from tests.local.observe import cancel_all, wait_for
 from tests.rows.machines import Machine
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def test_F26_what_runs_goes_on_and_who_comes_waits(home: Path, monkeypatch: pyte
         gpus.hangs()
         waiting = distributed(gpus=1, quiet=True)(len).submit("abc")
         said = wait_for(waiting.waiting_for, "it says what it waits for")
-        assert "NVML did not answer in 5 s" in said
+        assert golden("rows.hanging_driver.nvml-did-answer") in said
         status = agent_status(home)
         assert status is not None and len(status.attempts) == 2, "the agent answers"
         (tmp_path / "return").touch()
@@ -69,7 +70,7 @@ def test_F26_F23_a_node_is_degraded_while_its_driver_hangs_and_drained_when_a_gp
     wait_for(lambda: (tmp_path / "runs0").exists(), "it runs")
 
     gpus.hangs()
-    assert "NVML did not answer in 5 s" in told(node, "DEGRADED")
+    assert golden("rows.hanging_driver.nvml-did-answer") in told(node, "DEGRADED")
     after = distributed(gpus=1, remote=True, env="live", quiet=True)(len).submit("abc")
     assert "is degraded" in wait_for(after.waiting_for, "it says what it waits for")
     assert run.status() == "RUNNING"
@@ -80,7 +81,7 @@ def test_F26_F23_a_node_is_degraded_while_its_driver_hangs_and_drained_when_a_gp
 
     (used,) = first_facts(node.home.attempt(run.id, 1))[-1].gpus
     gpus.xid(used, 79)
-    assert f"takes nothing new: gpu_lost: {used}: Xid 79" in told(node, "DRAINING")
+    assert golden("rows.hanging_driver.takes-nothing-new", used=used) in told(node, "DRAINING")
     (tmp_path / "raise").touch()
     wait_for(lambda: run.status() == "QUEUED", "it waits for another node")
     (over,) = node.attempts(run.id)

@@ -17,6 +17,7 @@ from serverless_gpu.model.facts import FactKind
 from serverless_gpu.node.history import first_facts
 from tests.local.observe import wait_for
 from tests.rows.machines import Machine
+from tests.support.golden import golden
 
 pytestmark = [pytest.mark.slow, pytest.mark.heavy]  # a minute passes before nobody waits any more
 
@@ -59,8 +60,8 @@ def test_F09_a_run_ends_without_its_unkillable_process_and_its_node_takes_nothin
         run.results(timeout=110)
     receipt = run.receipt(timeout=50)
     assert (receipt.state, receipt.reason) == ("FAILED", "rank_raised")
-    assert any("of this run cannot be ended; no device is lent before it is" in note for note in receipt.notes)
-    assert "could not be ended" in receipt.gate and len(receipt.quarantined) == 2
+    assert any(golden("rows.unkillable.run-cannot-ended") in note for note in receipt.notes)
+    assert golden("rows.unkillable.could-ended") in receipt.gate and len(receipt.quarantined) == 2
     assert len(machine.attempts(run.id)) == 1, "no second attempt beside what is left of the first"
     facts = {fact.kind: fact for fact in first_facts(machine.home.attempt(run.id, 1))}
     assert FactKind.FREED not in facts, "the devices are not free"
@@ -70,10 +71,10 @@ def test_F09_a_run_ends_without_its_unkillable_process_and_its_node_takes_nothin
     wait_for(lambda: (found := machine.view()) is not None and found.state == "DRAINING", "the server knows of it")
     view = machine.view()
     assert view is not None
-    assert "takes nothing new: unkillable: " in view.sentence
+    assert golden("rows.unkillable.takes-nothing-new") in view.sentence
     after = distributed(gpus=1, remote=True, env="live", quiet=True)(len).submit("abc")
     said = wait_for(after.waiting_for, "it says what it waits for")
-    assert "stuck takes nothing new: unkillable: " in said, said
+    assert golden("rows.unkillable.stuck-takes-nothing") in said, said
     machine.leave()  # the disk is back
     assert after.results(timeout=60) == [3]
     again = machine.view()

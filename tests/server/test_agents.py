@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -23,6 +24,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Order, PoolRequest, Start, Stop
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 from tests.server.stored import add_people
+from tests.support.golden import golden
 from tests.support.server.agents import ADMIN, H100, NODE, OTHER, find, hello, placed, tell, token_of
 
 
@@ -61,7 +63,7 @@ def test_a_node_joins_the_pool_it_names_and_stays_where_an_operator_put_it(servi
 
 def test_a_node_makes_no_pool_and_enters_no_reserved_one(services: Services, agents: Agents) -> None:
     dividing.put_pool(services, ADMIN, "fast", PoolRequest(kind="reserved"))
-    with pytest.raises(NotAllowed, match="there is no pool 'mine'"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.pool-mine"))):
         agents.hello(NODE, hello(pool="mine"))
     with pytest.raises(NotAllowed, match="reserved pool 'fast'"):
         agents.hello(NODE, hello(pool="fast"))
@@ -73,7 +75,7 @@ def test_a_token_is_one_nodes_and_says_nothing_for_another(services: Services, a
     first, second = (token_of(services, name) for name in ("one", "two"))
     node_id = agents.hello(first, hello("n1", machine="m1")).node
     for machine in ("m1", "m2"):
-        with pytest.raises(NotAllowed, match="the token of 'n2' is that of the node 'n1'"):
+        with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.token-n2-node"))):
             agents.hello(first, hello("n2", machine=machine))
     agents.hello(second, hello("n2", machine="m2"))
     for say in (
@@ -98,7 +100,7 @@ def test_a_name_is_one_principals_and_one_machines(services: Services, agents: A
     agents.hello(NODE, hello())
     with pytest.raises(NotAllowed, match="belongs to node"):
         agents.hello(OTHER, hello())
-    with pytest.raises(NotAllowed, match="it is another machine"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.another-machine"))):
         agents.hello(NODE, hello(machine="m2"))
     clock.advance(60)  # it went away: its name may be taken over
     agents.hello(NODE, hello(machine="m2"))
@@ -107,13 +109,13 @@ def test_a_name_is_one_principals_and_one_machines(services: Services, agents: A
 def test_two_homes_under_one_name_are_not_one_node(services: Services, agents: Agents, clock: FakeClock) -> None:
     node_id = agents.hello(NODE, hello(instance="one")).node
     assert agents.hello(NODE, hello(instance="one")).node == node_id
-    with pytest.raises(NotAllowed, match=r"'n1' is connected, and it is another home of this machine"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.n1-connected-another"))):
         agents.hello(NODE, hello(instance="two"))
     clock.advance(60)
     assert agents.hello(NODE, hello(instance="two")).node == node_id
     heartbeat = Heartbeat(devices=H100, instance="one")
     for ask in (lambda: agents.heartbeat(NODE, node_id, heartbeat), lambda: agents.waiting(NODE, node_id, "one")):
-        with pytest.raises(NotFound, match="another home by now"):
+        with pytest.raises(NotFound, match=re.escape(golden("server.agents.another-home-now"))):
             ask()
     assert agents.waiting(NODE, node_id, "two") == []
     agents.heartbeat(NODE, node_id, msgspec.structs.replace(heartbeat, instance="two"))
@@ -130,9 +132,9 @@ def test_nobody_takes_the_name_of_a_node_whose_runs_may_be_going_on(
     node_id = agents.hello(NODE, hello(instance="one")).node
     run_id = placed(services)
     clock.advance(60)
-    with pytest.raises(NotAllowed, match="1 of its runs may be going on") as caught:
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.runs-may-going"))) as caught:
         agents.hello(NODE, other)
-    assert "sgpu node forget n1" in caught.value.hint
+    assert golden("server.agents.sgpu-node-forget") in caught.value.hint
     assert find(services, run_id).state is State.STARTING
     operating.forget(services, NODE, "n1", known_dead=True)
     assert agents.hello(NODE, other).node == node_id
@@ -176,10 +178,10 @@ def test_what_cannot_be_is_refused_by_name(agents: Agents, said: AgentHello, mes
 def test_F53_the_side_that_is_too_old_is_named(agents: Agents) -> None:
     with pytest.raises(InvalidValue) as newer:
         agents.hello(NODE, hello(protocol=PROTOCOL + 1))
-    assert newer.value.hint == "upgrade serverless-gpu on the server: it is upgraded first"
+    assert newer.value.hint == golden("server.agents.upgrade-serverless-gpu")
     with pytest.raises(InvalidValue) as older:
         agents.hello(NODE, hello(protocol=PROTOCOLS[0] - 1))
-    assert older.value.hint == "upgrade serverless-gpu on the node"
+    assert older.value.hint == golden("server.agents.upgrade-serverless-gpu-node")
     for protocol in PROTOCOLS:
         assert agents.hello(NODE, hello(protocol=protocol)).node
 
@@ -244,7 +246,7 @@ def test_an_order_that_cannot_be_opened_ends_in_a_sentence_and_holds_up_no_other
     run = find(services, damaged)
     assert (run.state, run.fence) == (State.QUEUED, 1)
     told = services.database.read(lambda connection: events.after(connection, damaged, 0))
-    assert "sealed with another key" in told[-1].sentence
+    assert golden("server.agents.sealed-another-key") in told[-1].sentence
 
 
 def test_an_order_that_has_left_and_cannot_be_opened_any_more_is_not_taken_back(

@@ -28,6 +28,7 @@ from serverless_gpu.testing import FakeClock
 from tests.server.ledgered import account, charge
 from tests.server.made import made_services
 from tests.server.spent import ROOT, UNIT, Spent
+from tests.support.golden import golden
 from tests.support.server.submitting import ALICE, BOB, request
 
 NOON = 20_775 * 86_400 * 10**9 + 12 * 3_600 * 10**9
@@ -112,9 +113,7 @@ def test_a_team_that_used_far_more_than_usual_in_an_hour_is_told_of_once_a_day(s
     assert alarms(spent) == []  # 30 are three times 10, and not more
     spent.go_on(61, run_id)
     (said,) = alarms(spent)
-    assert said == (
-        "team search used 91.00 USD (usual: 10.00 USD) in the last hour: the median of its 24 hours in four weeks"
-    )
+    assert said == golden("server.alarms.team-search-used")
     spent.go_on(61, run_id)
     assert alarms(spent, ALICE, "team") == [said] and alarms(spent, BOB, "team") == []
 
@@ -189,7 +188,7 @@ def test_the_webhook_is_told_once_it_takes_it(spent: Spent, hook: Any) -> None:
         "at": "2026-11-18T12:00:00Z",
         "budget": "llm",
         "percent": 80,
-        "sentence": "budget 'llm' is at 80 %",
+        "sentence": golden("server.alarms.budget-llm-80"),
     }
     spent.clock.advance(OLD_S)
     notifier.tick(spent.clock.boottime_ns())
@@ -219,7 +218,7 @@ def test_who_never_answers_is_given_up_and_named_without_the_path(
         assert due_ns is not None
         spent.clock.advance((due_ns - spent.clock.boottime_ns()) / 1e9)
     assert spent.database.read(lambda connection: notices.open_ones(connection, limit=9)) == []
-    assert "is given up after" in caplog.text and "127.0.0.1 did not take" in caplog.text
+    assert golden("server.alarms.given-up-after") in caplog.text and "127.0.0.1 did not take" in caplog.text
     assert "secret" not in caplog.text
 
 

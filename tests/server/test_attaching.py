@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from serverless_gpu.wire.estimates import EstimateRequest
 from serverless_gpu.wire.principals import PrincipalRequest
 from tests.server.made import made_services
 from tests.server.stored import add_people
+from tests.support.golden import golden
 from tests.support.server.agents import NODE, hello
 from tests.support.server.submitting import LIVE, request
 from tests.unit.environments_in_stores import PYTHON
@@ -96,9 +98,9 @@ def test_every_change_is_written_down_and_what_changes_nothing_is_not(services: 
     assert view.holders == (Holder(kind="team", name="search"), Holder(kind="user", name="alice"))
     assert attaching.view_policy(services, ROOT, "llm") == view and view.gpu_types == ("H100",)
     attaching.detach(services, ROOT, "llm", "team", "search")
-    with pytest.raises(InvalidValue, match="'llm' is attached to user alice") as caught:
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.attaching.llm-attached-user"))) as caught:
         attaching.delete_policy(services, ROOT, "llm")
-    assert caught.value.hint == "detach it first: sgpu policy detach llm --user alice"
+    assert caught.value.hint == golden("server.attaching.detach-first-sgpu")
     attaching.detach(services, ROOT, "llm", "user", "alice")
     assert attaching.delete_policy(services, ROOT, "llm").name == "llm"
     assert attaching.view_policies(services, ROOT) == ()
@@ -215,7 +217,7 @@ def test_a_run_goes_where_its_policy_says_unless_it_names_a_pool(services: Servi
 
 
 def test_a_policy_that_is_not_there_is_refused_with_those_there_are(services: Services) -> None:
-    with pytest.raises(InvalidValue, match="there is no policy 'nigthly'") as caught:
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.attaching.policy-nigthly"))) as caught:
         submitting.submit(services, ALICE, request(policy="nigthly"))
     assert caught.value.hint == "policies: none"
     put(services, "nightly")
@@ -223,7 +225,7 @@ def test_a_policy_that_is_not_there_is_refused_with_those_there_are(services: Se
         submitting.submit(services, ALICE, request(policy="nigthly"))
     assert caught.value.hint == "policies: nightly"
     attaching.delete_policy(services, ROOT, "nightly")
-    with pytest.raises(NotFound, match="there is no policy"):
+    with pytest.raises(NotFound, match=re.escape(golden("server.attaching.policy"))):
         attaching.delete_policy(services, ROOT, "nightly")
 
 
@@ -247,9 +249,9 @@ def test_what_is_written_down_is_the_run_as_it_is_under_its_policy(services: Ser
     # For another team, or for somebody else, it says nothing.
     assert stored(services, ALICE, team="ads").spec.policy is None
     assert stored(services, BOB).spec.policy is None
-    with pytest.raises(PolicyViolation, match="'llm' does not accept gpus=8") as caught:
+    with pytest.raises(PolicyViolation, match=re.escape(golden("server.attaching.llm-does-accept"))) as caught:
         submitting.submit(services, ALICE, request(resources=Resources(gpus=8)))
-    assert caught.value.hint == "it accepts gpus=4 at most"
+    assert caught.value.hint == golden("server.attaching.accepts-gpus-most")
 
 
 def test_the_same_request_is_the_same_run_whatever_its_policy_says_by_now(services: Services) -> None:
@@ -308,10 +310,10 @@ def test_what_is_installed_is_as_in_a_named_environment_and_the_code_may_differ(
     monkeypatch.setattr(services.environments, "_store", None)  # what was read is remembered
     assert stored(services, BOB, snapshot=own_code.address).snapshot == own_code.address
     monkeypatch.undo()
-    with pytest.raises(PolicyViolation, match=r"'base' does not accept what is installed in .*: evil 1 more") as caught:
+    with pytest.raises(PolicyViolation, match=golden("server.attaching.base-does-accept")) as caught:
         submitting.submit(services, BOB, request(snapshot=more.address))
-    assert caught.value.hint == f"it accepts what is installed in: {base.address[:12]}; your own code may differ"
-    with pytest.raises(PolicyViolation, match="import where they lie"):
+    assert caught.value.hint == golden("server.attaching.accepts-installed-your", address=base.address[:12])
+    with pytest.raises(PolicyViolation, match=re.escape(golden("server.attaching.import-lie"))):
         submitting.submit(services, BOB, request())
     # It stays in the store for as long as a policy names it.
     late_ns = services.clock.wall_ns() * 2
@@ -319,7 +321,7 @@ def test_what_is_installed_is_as_in_a_named_environment_and_the_code_may_differ(
     assert base.address in in_use
     services.environments.delete([f"snapshots/{base.address}"])
     services.environments._packages.clear()
-    with pytest.raises(PolicyViolation, match="none of them is in the store any more"):
+    with pytest.raises(PolicyViolation, match=re.escape(golden("server.attaching.none-them-store"))):
         submitting.submit(services, BOB, request(snapshot=own_code.address))
 
 
@@ -347,7 +349,7 @@ def test_what_is_over_a_cap_waits_beside_the_line_and_is_told_why(services: Serv
     scheduler.tick(clock.boottime_ns())
     wait = services.sentences.wait(ids[2])
     assert wait is not None and wait.reason is WaitReason.HELD
-    assert services.sentences.told(ids[2]).sentence == "usage policy 'p' allows bob 4 GPUs at once: 4 are in use"
+    assert services.sentences.told(ids[2]).sentence == golden("server.attaching.usage-policy-allows")
     asked = EstimateRequest(spec=request(resources=Resources(gpus=2, gpu_type="H100")).spec, target=LIVE)
     assert estimating.estimate(services, BOB, asked).basis == services.sentences.told(ids[2]).sentence
     # More is allowed: the bell rings, and it starts.
@@ -412,7 +414,9 @@ def test_22D7_a_run_without_the_team_that_its_policy_requires_is_refused(service
     attach(services, "p", "user", "alice")
     attach(services, "p", "user", "bob")
     for who, hint in ((ALICE, "team= one of: ads, search"), (BOB, "an operator can add you: sgpu team join TEAM USER")):
-        with pytest.raises(PolicyViolation, match="usage policy 'p' requires a team") as refused:
+        with pytest.raises(
+            PolicyViolation, match=re.escape(golden("server.attaching.usage-policy-requires"))
+        ) as refused:
             stored(services, who)
         assert refused.value.hint == hint
     one = Caller(name="alice", role="member", teams=("search",))
@@ -420,7 +424,7 @@ def test_22D7_a_run_without_the_team_that_its_policy_requires_is_refused(service
 
 
 def test_22D7_a_policy_names_no_team_that_is_not_there(services: Services) -> None:
-    with pytest.raises(NotFound, match="there is no team 'nowhere'"):
+    with pytest.raises(NotFound, match=re.escape(golden("server.attaching.team-nowhere"))):
         put(services, "p", team="nowhere")
 
 
@@ -436,7 +440,7 @@ def test_22D3_a_mandatory_policy_applies_beside_the_one_that_a_run_names(service
     attach(services, "house", "team", "ads")
     eight = Resources(gpus=8, gpu_type="H100")
     for named in (None, "loose", "house"):  # also a run for no team: it is in that team
-        with pytest.raises(PolicyViolation, match=r"^usage policy 'house' does not accept .*'cost'; gpus=8\n"):
+        with pytest.raises(PolicyViolation, match=golden("server.attaching.usage-policy-house")):
             submitting.submit(services, ALICE, request(policy=named, resources=eight))
     one: dict[str, Any] = {"tags": {"cost": "1"}, "resources": Resources(gpus=1, gpu_type="H100")}
     run = stored(services, ALICE, **one)
@@ -464,7 +468,7 @@ def test_22D3_the_cap_of_a_mandatory_policy_holds_whatever_else_runs_name(servic
         scheduler.tick(clock.boottime_ns())
         assert sorted(states(services, ids)) == [State.QUEUED, State.STARTING]
         clock.advance(1)
-    assert "usage policy 'house' allows bob 4 GPUs at once: 4 are in use" in services.sentences.of(ids[1])
+    assert golden("server.attaching.usage-policy-house-allows") in services.sentences.of(ids[1])
 
 
 def test_22D3_what_comes_with_a_request_is_no_policy(services: Services) -> None:
@@ -488,7 +492,7 @@ def test_22D4_critical_is_granted_by_role_or_by_an_attached_policy(services: Ser
     operator = Caller(name="root", role="operator")
     put(services, "urgent", priorities=tuple(Priority))
     for who, named in ((BOB, None), (ALICE, "urgent")):  # attached to nobody, a policy grants nothing
-        with pytest.raises(PolicyViolation, match=r"^priority='CRITICAL' is not granted"):
+        with pytest.raises(PolicyViolation, match=golden("server.attaching.priority-critical-granted")):
             submitting.submit(services, who, request(policy=named, priority=Priority.CRITICAL))
         assert stored(services, who, policy=named, priority=Priority.BEST_EFFORT).priority == 2
     assert stored(services, operator, priority=Priority.CRITICAL).priority == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.server.played import Played
 from tests.server.postgres import Cluster
 from tests.server.served import Served, served
 from tests.server.stored import T0, add_node, add_people, add_run, place, stored, tell
+from tests.support.golden import golden
 from tests.support.server.backups import S, backup_of, going_on, line
 from tests.support.server.measures import value
 from tests.support.server.runs_api import Reader, submit
@@ -138,7 +140,7 @@ def test_what_an_ended_backup_left_is_removed_and_two_at_once_are_refused(tmp_pa
         assert sorted(path.name for path in backups.iterdir()) == [".lock", made.path.name]
         with (backups / ".lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            with pytest.raises(ServerProblem, match="another backup is being made"):
+            with pytest.raises(ServerProblem, match=re.escape(golden("server.backups.another-backup-being"))):
                 backup_of(server.home, backups)
     with pytest.raises(ServerProblem, match="has no server"):
         backup_of(tmp_path / "nothing", backups)
@@ -157,9 +159,9 @@ def test_a_backup_that_was_altered_is_refused_by_the_name_of_its_file(tmp_path: 
         made = backup_of(server.home, tmp_path / "backups")
     _flip(made.path / name)
     other = tmp_path / "other"
-    with pytest.raises(InvalidValue, match=f"{name} is not what was backed up"):
+    with pytest.raises(InvalidValue, match=golden("server.backups.backed-up", name=name)):
         verify(made.path)
-    with pytest.raises(InvalidValue, match=f"{name} is not what was backed up"):
+    with pytest.raises(InvalidValue, match=golden("server.backups.backed-up", name=name)):
         restore(Home(other), made.path, nothing_ran_since=False)
     assert [path.name for path in other.iterdir()] == ["server.lock"]
     (made.path / name).unlink()
@@ -174,9 +176,9 @@ def test_what_is_no_backup_and_a_home_with_a_server_are_refused(tmp_path: Path) 
         with pytest.raises(ServerProblem, match="runs already: process") as refused:
             restore(Home(server.home), made.path, nothing_ran_since=False)
         assert "stop it first" in refused.value.hint
-    with pytest.raises(ServerProblem, match="has a server already") as refused:
+    with pytest.raises(ServerProblem, match=re.escape(golden("server.backups.server-already"))) as refused:
         restore(Home(server.home), made.path, nothing_ran_since=False)
-    assert "stop the server first" in refused.value.hint
+    assert golden("server.backups.stop-server-first") in refused.value.hint
     assert (server.home / "server" / "key").read_bytes() == before
     with pytest.raises(InvalidValue, match="is no backup"):
         restore(Home(tmp_path / "other"), tmp_path, nothing_ran_since=False)
@@ -193,7 +195,7 @@ def test_a_backup_is_not_made_of_itself_and_a_full_disk_is_said(
         before = sorted((server.home / "server").iterdir())
         (tmp_path / "link").symlink_to(server.home / "server")
         for directory in (server.home / "server" / "backups", tmp_path / "link" / "backups", server.home / "server"):
-            with pytest.raises(ServerProblem, match="which is what is backed up"):
+            with pytest.raises(ServerProblem, match=re.escape(golden("server.backups.backed-up-2"))):
                 backup_of(server.home, directory)
         assert sorted((server.home / "server").iterdir()) == before
 
@@ -201,7 +203,7 @@ def test_a_backup_is_not_made_of_itself_and_a_full_disk_is_said(
             raise OSError(28, "No space left on device", str(target))
 
         monkeypatch.setattr(backing_up, "copy", full)
-        with pytest.raises(StorageError, match="No space left on device"):
+        with pytest.raises(StorageError, match=re.escape(golden("rows.full_disk_mid_run.space-left-device"))):
             backup_of(server.home, tmp_path / "backups")
     assert [path.name for path in (tmp_path / "backups").iterdir()] == [".lock"]
 
@@ -230,7 +232,7 @@ def test_what_sqlite_left_of_another_database_is_not_applied_to_the_restored_one
     (other / "server.toml").write_text(f"database = 'sqlite:///{database}'\n")
     left = database.with_name(f"runs.db{end}")
     left.write_bytes(b"of another one")
-    with pytest.raises(ServerProblem, match=f"runs.db{end} is there already") as refused:
+    with pytest.raises(ServerProblem, match=golden("server.backups.runs-db-already", end=end)) as refused:
         restore(Home(other), made.path, nothing_ran_since=False)
     assert refused.value.hint == f"mv {left} {database}.old{end}"
     assert not (other / "server").exists() and left.read_bytes() == b"of another one"

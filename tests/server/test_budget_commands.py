@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from serverless_gpu.cli import program
 from serverless_gpu.wire.budgets import BudgetView
 from tests.server.served import Served
+from tests.support.golden import golden
 
 Said = Callable[..., Result]
 
@@ -35,7 +36,7 @@ def test_what_is_not_said_of_a_budget_stays_as_it_is(said: Said) -> None:
     said("set", "llm", "--tag", "project=llm", "--money", "500.000001", "--per", "week")
     made = shown(said, "llm")
     assert (made.limit_micros, made.period.value, made.hard) == (500_000_001, "week", False)
-    assert "at 100 % runs are stopped" in said("set", "llm", "--hard").stdout
+    assert golden("server.budget_commands.100-runs-stopped") in said("set", "llm", "--hard").stdout
     after = shown(said, "llm")
     assert (after.limit_micros, after.kind, after.period, after.hard) == (500_000_001, "tag", made.period, True)
     said("set", "llm", "--gpu-hours", "0.333333")  # of another kind: the other limit goes

@@ -38,6 +38,7 @@ from serverless_gpu.wire.principals import TeamChange
 from tests.server.made import made_services
 from tests.server.spent import ROOT, UNIT, Spent
 from tests.server.stored import rows
+from tests.support.golden import golden
 from tests.support.server.agents import hello
 from tests.support.server.submitting import ALICE, BOB
 
@@ -88,7 +89,7 @@ def test_F71_a_hard_budget_stops_the_last_first_and_everybody_in_the_end(spent: 
     assert spent.find(second).stop is StopReason.BUDGET and spent.find(first).stop is None
     assert spent.told(second)[-1] == (
         State.STOPPING,
-        "asked to stop: budget: what is left of budget 'llm' this month does not pay for its next minute",
+        golden("server.budgets.asked-stop-budget"),
     )
     stop = rows(spent.database, tables.orders)[-1]
     assert (stop["run_id"], stop["kind"], stop["stop"]) == (second, "stop", "budget")
@@ -157,9 +158,9 @@ def test_F71_a_soft_budget_warns_and_lets_what_goes_on_finish(spent: Spent, capl
     spent.go_on(10, run_id)
     told = [sentence for state, sentence in spent.told(run_id) if "budget" in sentence]
     assert told == [
-        "budget 'llm' is at 80 % this month (80.00 of 100.00 USD used); at 100 % nothing new starts",
-        "budget 'llm' is at 95 % this month (95.00 of 100.00 USD used); at 100 % nothing new starts",
-        "budget 'llm' is used up: 105.00 of 100.00 USD this month; nothing new starts",
+        golden("server.budgets.budget-llm-80"),
+        golden("server.budgets.budget-llm-95"),
+        golden("server.budgets.budget-llm-used"),
     ]
     assert [(one["percent"], one["used"]) for one in notices_of(spent)] == [
         (80, 80 * UNIT),
@@ -169,11 +170,9 @@ def test_F71_a_soft_budget_warns_and_lets_what_goes_on_finish(spent: Spent, capl
     assert actions(spent.database) == ["budget.set", "budget.warning", "budget.warning", "budget.reached"]
     assert [text for text in told if text in caplog.text] == told
     assert spent.find(run_id).stop is None and spent.find(waits).state is State.QUEUED
-    with pytest.raises(BudgetExhausted, match=re.escape("budget 'llm' is used up: 105.00 of 100.00 USD")) as caught:
+    with pytest.raises(BudgetExhausted, match=re.escape(golden("server.budgets.budget-llm-used-up"))) as caught:
         spent.submit()
-    assert caught.value.hint == (
-        "the next period begins on 2026-12-01 (UTC); an operator can raise it: sgpu budget set llm"
-    )
+    assert caught.value.hint == golden("server.budgets.next-period-begins")
     other = spent.submit(BOB)  # counts for nothing of alice's
     spent.start(other)
 
@@ -198,11 +197,11 @@ def test_nobody_learns_amounts_of_a_budget_that_is_not_theirs(spent: Spent) -> N
     run_id = spent.submit(tags={"project": "llm"})
     spent.start(run_id)
     spent.go_on(90, run_id)
-    assert spent.told(run_id)[-1][1] == "budget 'llm' is at 90 % this month; at 100 % nothing new starts"
+    assert spent.told(run_id)[-1][1] == golden("server.budgets.budget-llm-90")
     spent.go_on(20, run_id)
     with pytest.raises(BudgetExhausted) as caught:
         spent.submit(tags={"project": "llm"})
-    assert caught.value.message == "budget 'llm' is used up this month"
+    assert caught.value.message == golden("server.budgets.budget-llm-used-up-2")
     spent.submit(tags={"project": "other"})
 
 
@@ -212,7 +211,7 @@ def test_runs_of_one_tick_are_not_let_in_for_the_same_money(spent: Spent) -> Non
     spent.tick()
     assert [spent.find(run_id).state for run_id in waiting] == [State.STARTING] * 2 + [State.QUEUED] * 2
     said = spent.services.sentences.of(waiting[2])
-    assert "budget 'llm' has no room for it" in said and "2026-12-01 (UTC)" in said
+    assert golden("server.budgets.budget-llm-room") in said and "2026-12-01 (UTC)" in said
     for _ in range(3):
         spent.tick()
     assert [spent.find(run_id).state for run_id in waiting] == [State.STARTING] * 2 + [State.QUEUED] * 2
@@ -223,7 +222,7 @@ def test_a_run_that_takes_any_device_is_let_in_for_what_the_dearest_costs(spent:
     run_id = spent.submit(gpu_type=None)
     spent.tick()
     assert spent.find(run_id).state is State.QUEUED
-    with pytest.raises(BudgetExhausted, match="less left this month than the run's first minute costs"):
+    with pytest.raises(BudgetExhausted, match=re.escape(golden("server.budgets.less-left-month"))):
         spent.submit()
     spent.set(limit_micros=60 * UNIT, hard=True)
     spent.tick()
@@ -502,8 +501,8 @@ def test_22D6_a_hard_budget_warns_closes_with_what_is_used_and_tells_others_that
     assert closed.document["percent"] == spent.view().used * 100 // (150 * UNIT) < 30
     assert "100 %" not in closed.text("sentence")
     heard = [sentence for _, sentence in spent.told(first) if "budget 'llm'" in sentence]
-    assert "this one goes on" in heard[-1] and not any("asked to stop" in sentence for sentence in heard)
-    assert not any("this one goes on" in sentence for _, sentence in spent.told(second))
+    assert golden("server.budgets.one-goes") in heard[-1] and not any("asked to stop" in sentence for sentence in heard)
+    assert not any(golden("server.budgets.one-goes") in sentence for _, sentence in spent.told(second))
 
 
 def test_22D6_runs_whose_like_are_short_use_most_of_a_small_hard_budget(spent: Spent) -> None:

@@ -36,6 +36,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.server.charged import charge_all
 from tests.server.stored import T0, S, add_run, place, rows, tell
+from tests.support.golden import golden
 from tests.support.server.charging import (
     HOUR_S,
     MIDNIGHT,
@@ -230,7 +231,7 @@ def test_a_node_that_counts_more_time_than_there_was_is_said(
     write_facts(database, run_id, used(run_id, seconds=HOUR_S))
     end(database, run_id, at_ns=T0 + 60 * S)
     charge_all(services)
-    assert "was placed 0 s ago, and is said to have held devices for 3600 s" in caplog.text
+    assert golden("server.charging.placed-ago-said") in caplog.text
     assert shape(database, run_id) == [("original", False, 7_200_000)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import Health, Version
 from tests.server.postgres import Cluster
 from tests.server.served import Served, served
+from tests.support.golden import golden
 
 KEY = migrations.LOCK + 1
 WAIT_S = 60
@@ -78,7 +80,7 @@ def test_a_database_has_one_server_and_the_next_one_gets_it_when_that_ends(
     database.be_sole()
     database.write(add("first"))
     second = open_again()
-    with pytest.raises(ServerProblem, match="another server uses this database"):
+    with pytest.raises(ServerProblem, match=re.escape(golden("crash.two_servers.another-server-uses"))):
         second.be_sole()
     database.close()
     second.be_sole()
@@ -165,7 +167,7 @@ def test_22B7_a_lock_that_is_free_when_postgresql_starts_again_goes_to_the_serve
     assert not first.claim.look() and first.claim.is_gone
     assert second.claim.look() and not second.claim.is_gone
     second.write(add("of the living one"))
-    assert second.read(names) == ["of the living one"]
+    assert second.read(names) == [golden("server.claim.living-one")]
     first.close()
     second.close()
 
@@ -185,7 +187,7 @@ def test_22B7_a_server_process_that_goes_on_after_its_successor_ends_with_3(home
         successor.close()
         server.send_signal(signal.SIGCONT)
         assert server.wait(WAIT_S) == TAKEN_OVER == 3
-        assert "another server has taken the database over" in server.stderr.read()
+        assert golden("crash.two_servers.another-server-taken") in server.stderr.read()
 
 
 def test_22B7_no_transaction_of_an_older_generation_commits(
@@ -196,7 +198,7 @@ def test_22B7_no_transaction_of_an_older_generation_commits(
     database.write(add("first"))
     second = open_again()
     second.number(now_ns=2)
-    with pytest.raises(ServerUnavailable, match="another server has taken the database over"):
+    with pytest.raises(ServerUnavailable, match=re.escape(golden("crash.two_servers.another-server-taken"))):
         database.write(add("two at once"))
     assert database.claim.is_gone
     second.write(add("second"))
@@ -268,7 +270,7 @@ def test_a_server_whose_database_was_taken_over_stops(
     monkeypatch.setattr(claim_room, "REFUSED_S", 0.0)
     with (
         contextlib.ExitStack() as other,
-        pytest.raises(ServerProblem, match="taken the database over"),
+        pytest.raises(ServerProblem, match=re.escape(golden("server.claim.taken-database-over"))),
         served(tmp_path, database=postgres_url) as server,
     ):
         other.enter_context(taken_over(postgres_url))

@@ -22,6 +22,7 @@ from serverless_gpu.server import events, operating
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from tests.server.simulation import Crash, World
+from tests.support.golden import golden
 
 NODES = {"n1": "H100:8", "n2": "H100:4"}
 QUICK = {"partition_grace_s": 60.0, "partition_margin_s": 10.0, "soft_expiry_s": 15.0}
@@ -163,7 +164,7 @@ def test_F22_a_node_that_never_returns_keeps_its_devices_until_the_fence(world: 
     waiting = world.submit(8)
     world.run_for(5)
     assert world.services is not None
-    assert "has not been heard of since" in world.services.sentences.of(waiting)
+    assert golden("server.cluster.been-heard-since") in world.services.sentences.of(waiting)
     world.run_for(30)
     assert outcome(world, run_id) == (State.LOST, Reason.NODE_GONE)
 
@@ -179,7 +180,7 @@ def test_F22_an_operator_who_knows_shortens_it(world: World) -> None:
     assert world.run(run_id).state is State.QUEUED
     world.run_for(5)
     assert world.run(run_id).state is State.QUEUED  # n2 has four
-    assert "the largest has 4 (n2)" in world.services.sentences.of(run_id)
+    assert golden("server.cluster.largest-n2") in world.services.sentences.of(run_id)
 
 
 def test_F31_killed_after_the_intent_the_run_starts_after_the_restart_once(
@@ -285,7 +286,7 @@ def test_a_node_that_the_engine_lost_gets_nothing_until_it_is_back(world: World)
     run_id = world.submit(8)
     assert world.services is not None
     world.run_for(2)
-    assert "n1 is not to be counted on: lost power" in world.services.sentences.of(run_id)
+    assert golden("server.cluster.n1-counted-lost") in world.services.sentences.of(run_id)
     engine.bring_back("n1")
     for agent in world.agents.values():
         agent.start()

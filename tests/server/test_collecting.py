@@ -29,6 +29,7 @@ from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.server.stored import T0, add_node, add_people, add_run, new_run, place, tell
+from tests.support.golden import golden
 from tests.unit.environments_in_stores import capture
 
 DAY_S = 24 * 3600
@@ -132,6 +133,6 @@ def test_F43_a_store_that_does_not_answer_costs_one_collection_and_a_line(
     with caplog.at_level(logging.INFO, logger="serverless_gpu.server.collecting"):
         assert collector.tick(clock.boottime_ns()) is not None
     assert [record.getMessage() for record in caplog.records] == [
-        "parts were not collected: no answer for 5 minutes",
-        "environments collected: 0 B kept, 0 B condemned, 0 B deleted",
+        golden("server.collecting.parts-collected-answer"),
+        golden("server.collecting.environments-collected-kept"),
     ]

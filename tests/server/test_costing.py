@@ -31,6 +31,7 @@ from tests.server.made import made_services
 from tests.server.served import Served
 from tests.server.spent import UNIT, Spent
 from tests.server.stored import T0, TARGET, S, add_node, add_people, add_run, place, tell
+from tests.support.golden import golden
 from tests.support.server.charging import begun, end, fact, used, write_facts
 from tests.support.server.submitting import ALICE
 
@@ -60,7 +61,7 @@ def test_a_run_that_waits_has_waited_and_used_nothing(services: Services, databa
     run_id = add_run(database)
     found = cost(database, run_id, now_ns=T0 + 90 * S)
     assert (found.micros, found.gpu_ms, found.queued_ms, found.attempts) == (None, 0, 90_000, 0)
-    assert not found.is_final and str(found) == "nothing used · so far"
+    assert not found.is_final and str(found) == golden("server.costing.nothing-used-so")
 
 
 def test_what_goes_on_counts_up_to_when_it_was_heard_of_last(services: Services, database: Database) -> None:
@@ -231,12 +232,9 @@ def test_the_price_is_that_of_the_devices_it_would_get(database: Database) -> No
 def test_an_estimate_says_what_it_rests_on(database: Database) -> None:
     found = would_cost(database, timeout_s=1_800.0, max_run_s=600.0, retries=1)
     assert (found.at_timeout_micros, found.currency) == (2_000_000, "EUR")
-    assert found.basis == (
-        "2 H100 × 3.00 EUR = 6.00 EUR an hour; timeout 10 min 00 s in each of up to 2 attempts; "
-        "of its name too few runs have ended well to say how long it takes; the dearest of what it may get"
-    )
+    assert found.basis == golden("server.costing.h100-00-eur")
     unpriced = would_cost(database, resources=Resources(gpus=1, gpu_type="A10"))
-    assert "1 A10, unpriced (`sgpu price set A10 …` sets one)" in unpriced.basis
+    assert golden("server.costing.a10-unpriced-sgpu") in unpriced.basis
     assert would_cost(database, resources=Resources()).text().startswith("unknown: ")
 
 
@@ -250,12 +248,9 @@ def test_an_estimate_says_what_is_left_of_the_budgets_it_would_count_for(databas
     asked = EstimateRequest(spec=RunSpec(remote=True, resources=Resources(gpus=1, gpu_type="H100")), target=TARGET)
     view = estimating.estimate(spent.services, ALICE, asked)
     # The minute ahead of the run that goes on is not left; whose budget it is not is told no amounts.
-    assert view.budgets == ("all: not used up this month", "own: 40.00 of 100.00 USD left this month")
+    assert view.budgets == (golden("server.costing.all-used-up"), golden("server.costing.own-40-00"))
     boss = msgspec.structs.replace(ALICE, role="operator")
-    assert (
-        "all: 3540.0 GPU-seconds of 1.0 GPU-hours left this month"
-        in estimating.estimate(spent.services, boss, asked).budgets
-    )
+    assert golden("server.costing.all-3540-gpu") in estimating.estimate(spent.services, boss, asked).budgets
     assert view.cost is not None and view.cost.micros_per_hour == 3_600 * UNIT and view.policy == ""
 
 
@@ -270,4 +265,4 @@ def test_an_estimate_says_that_a_budget_has_no_room_now_for_what_would_wait(data
     waits = spent.submit()  # just like it
     spent.go_on(1, run_id)
     assert (view.at_ns, view.basis) == (None, spent.services.sentences.of(waits))
-    assert "budget 'own' has no room for it" in view.basis
+    assert golden("server.costing.budget-own-room") in view.basis

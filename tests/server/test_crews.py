@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ from tests.server.ganged import (
     wrong,
 )
 from tests.server.stored import T0, S, add_run, outcome, place_gang, rows, stored, tell
+from tests.support.golden import golden
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_a_gang_is_placed_with_a_crew_and_an_order_for_each_node(database: Datab
         (1, "n2", 2, 1),
     ]
     assert run.attempt.node == "n1, n2" and views.attempt_view(run.attempt).node == "n1, n2"
-    assert told_of(database, run_id) == [(State.STARTING, "placed on n1, n2")]
+    assert told_of(database, run_id) == [(State.STARTING, golden("server.crews.placed-n1-n2"))]
     for number, node_id in enumerate(("node-1", "node-2")):
         (order,) = waiting(database, node_id)
         assert (order.run_id, order.fence, order.crew, order.kind) == (run_id, 1, number, "start")
@@ -159,7 +161,7 @@ def test_a_crew_sends_its_own_ranks_and_no_others(services: Services, database: 
     for rank, name in ((0, "stdout"), (1, "stderr"), (3, "stdout"), (0, "telemetry")):
         with pytest.raises(InvalidValue, match=f"no rank {rank}"):
             say(services, run_id, 1, logs=(LogPiece(rank=rank, stream=name, offset=0, data=b"x"),))  # type: ignore[arg-type]  # as from a node
-    with pytest.raises(InvalidValue, match="is not of node n2"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.crews.node-n2"))):
         say(services, run_id, 1, State.STOPPING, files=(result(0),), ending=FINISHED)
     say(services, run_id, 0, files=(result(0),))
     with pytest.raises(InvalidValue, match="0 of 1 results"):
@@ -170,14 +172,14 @@ def test_one_crew_is_silent_and_the_other_reports(services: Services, database: 
     began(services, run_id)
     happened(database, run_id, 1, Silent())
     run = stored(database, run_id)
-    assert run.state is State.UNREACHABLE and "no word from n2 since" in views.sentence(run)
+    assert run.state is State.UNREACHABLE and golden("server.crews.word-n2-since") in views.sentence(run)
     say(services, run_id, 0, sentence="epoch 3")
     say(services, run_id, 0, State.STOPPING)
     assert stored(database, run_id).state is State.UNREACHABLE
     say(services, run_id, 1)
     assert stored(database, run_id).state is State.STOPPING
     assert told_of(database, run_id)[2:] == [
-        (State.UNREACHABLE, "no word from n2; the run may well be going on"),
+        (State.UNREACHABLE, golden("server.crews.word-n2-run")),
         (State.STOPPING, "n2 answers again"),
     ]
     assert wrong(database) == []
@@ -189,7 +191,7 @@ def test_both_are_silent_and_one_answers(services: Services, database: Database,
     happened(database, run_id, 1, Silent())
     say(services, run_id, 0)
     run = stored(database, run_id)
-    assert run.state is State.UNREACHABLE and "no word from n2 since" in views.sentence(run)
+    assert run.state is State.UNREACHABLE and golden("server.crews.word-n2-since") in views.sentence(run)
     say(services, run_id, 1)
     assert stored(database, run_id).state is State.RUNNING
 
@@ -200,7 +202,7 @@ def test_a_gang_with_a_lost_crew_ends_with_the_other_and_settles(
     began(services, run_id)
     happened(database, run_id, 1, Silent())
     happened(database, run_id, 1, GivenUp(Reason.NODE_GONE), detail="nothing was heard of it for 960 s")
-    assert told_of(database, run_id)[-1] == (State.STOPPING, "on n2: nothing was heard of it for 960 s")
+    assert told_of(database, run_id)[-1] == (State.STOPPING, golden("server.crews.n2-nothing-heard"))
     assert services.looks.of("node-1") == ()  # whoever tells it announces it
     run = stored(database, run_id)
     assert run.attempt is not None and run.attempt.cause is not None
@@ -264,7 +266,7 @@ def test_endings_that_cross_conclude_once(services: Services, database: Database
     run = stored(database, run_id)
     assert run.attempt is not None and run.attempt.open_crews == ()
     assert (run.state, run.reason) == (State.SUCCEEDED, Reason.COMPLETED)
-    assert wrong(database) == ["has succeeded, and 0 of 3 results are there"]
+    assert wrong(database) == [golden("server.crews.succeeded-results")]
 
 
 def test_a_stop_reaches_every_crew_and_no_start_leaves_for_one_that_is_over(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from pathlib import Path
 
 import msgspec
@@ -41,6 +42,7 @@ from tests.server.ganged import (
     wrong,
 )
 from tests.server.stored import T0, S, add_run, place_gang, stored, tell
+from tests.support.golden import golden
 from tests.support.server.agents import hello
 
 
@@ -136,16 +138,20 @@ def test_a_halt_is_told_to_the_others_before_it_has_ended(services: Services, da
     halt = Halt(reason=Reason.RANK_RAISED, rank=2, detail="ValueError: lr\x1b[2J\nand more")
     answer = say(services, run_id, 1, State.STOPPING, halt=halt)
     assert (answer.peer_failed, answer.release, looks(services, database)) == ("", False, [("node-1", 0)])
-    assert say(services, run_id, 0).peer_failed == "rank 2 on n2: ValueError: lr [2J"
+    assert say(services, run_id, 0).peer_failed == golden("server.crews_tell.rank-n2-valueerror")
     assert looks(services, database) == []
     assert say(services, run_id, 0).peer_failed  # until it says that it ends
     assert not say(services, run_id, 0, State.STOPPING, halt=Halt(reason=Reason.PEER_FAILED)).peer_failed
-    assert told_of(database, run_id)[-1] == (State.STOPPING, "rank 2 on n2: ValueError: lr [2J")
+    assert told_of(database, run_id)[-1] == (State.STOPPING, golden("server.crews_tell.rank-n2-valueerror"))
     followed = Ending(state=State.FAILED, reason=Reason.PEER_FAILED, began=True, stopped=msgspec.Raw(b"{}"))
     say(services, run_id, 0, State.STOPPING, ending=followed)
     say(services, run_id, 1, State.STOPPING, ending=RAISED)
     run = stored(database, run_id)
-    assert (run.state, run.reason, run.detail) == (State.FAILED, Reason.RANK_RAISED, "rank 2 on n2: ValueError: lr [2J")
+    assert (run.state, run.reason, run.detail) == (
+        State.FAILED,
+        Reason.RANK_RAISED,
+        golden("server.crews_tell.rank-n2-valueerror"),
+    )
     assert wrong(database) == []
 
 
@@ -163,7 +169,7 @@ def test_who_only_says_that_a_peer_left_is_believed_until_somebody_has_more_to_s
     ending = Ending(state=State.FAILED, reason=Reason.HOST_OOM, began=True, stopped=msgspec.Raw(stopped))
     say(services, run_id, 1, State.STOPPING, ending=ending)
     run = stored(database, run_id)
-    assert (run.reason, run.detail) == (Reason.HOST_OOM, "rank 2 on n2: killed for memory")
+    assert (run.reason, run.detail) == (Reason.HOST_OOM, golden("server.crews_tell.rank-n2-killed"))
 
 
 def test_what_a_crew_is_asked_to_report_for_is_in_its_answer_though_it_was_read_before(
@@ -179,7 +185,7 @@ def test_what_a_crew_is_asked_to_report_for_is_in_its_answer_though_it_was_read_
             return super().done(node_id, crew)
 
     services = dataclasses.replace(services, looks=Slow())
-    assert say(services, run_id, 0).peer_failed == "rank 2 on n2: no"
+    assert say(services, run_id, 0).peer_failed == golden("server.crews_tell.rank-n2")
     assert services.looks.of("node-1") == ()
 
 
@@ -208,13 +214,13 @@ def test_a_crew_without_others_has_nobody_to_tell(services: Services, database: 
 
 
 def test_a_halt_is_of_a_rank_of_its_crew(services: Services, run_id: str) -> None:
-    with pytest.raises(InvalidValue, match="no rank 0 on node n2"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.crews_tell.rank-node-n2"))):
         say(services, run_id, 1, halt=Halt(reason=Reason.RANK_RAISED, rank=0))
 
 
 @pytest.mark.parametrize("name", ["results/0.pkl", "failures/1.json", "failures/9.stack", "hang-0-1.txt"])
 def test_a_crew_writes_no_file_of_another(services: Services, run_id: str, name: str) -> None:
-    with pytest.raises(InvalidValue, match="is not of node n2"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.crews.node-n2"))):
         say(services, run_id, 1, files=(File(name=name, size=2, inline=b"no"),))
     own = [File(name=name, size=2, inline=b"ok") for name in ("results/2.pkl", "failures/2.stack", "hang-1-1.txt")]
     say(services, run_id, 1, files=tuple(own))

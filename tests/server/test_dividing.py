@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from serverless_gpu.wire.agents import PoolRequest
 from serverless_gpu.wire.queue import ShareView
 from tests.server.made import made_services
 from tests.server.stored import add_people
+from tests.support.golden import golden
 from tests.support.server.agents import NODE, hello
 from tests.support.server.submitting import ALICE, BOB, request
 
@@ -51,7 +53,7 @@ def test_a_reserved_pool_lends_and_what_is_not_said_stays(services: Services) ->
     assert (view.kind, view.lends, view.return_s) == ("reserved", True, 60.0)
     view = dividing.put_pool(services, ROOT, "research", PoolRequest(return_s=90.0))
     assert (view.kind, view.lends, view.return_s) == ("reserved", True, 90.0)
-    with pytest.raises(InvalidValue, match="on-demand and cannot lend") as caught:
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.dividing.demand-cannot-lend"))) as caught:
         dividing.put_pool(services, ROOT, "research", PoolRequest(kind="on-demand", lends=True))
     assert "--reserved --lend" in caught.value.hint
     view = dividing.put_pool(services, ROOT, "research", PoolRequest(kind="on-demand"))
@@ -86,7 +88,7 @@ def test_a_share_is_set_for_who_is_there_and_the_scheduler_is_woken(services: Se
         ("share.set", "user alice", {"weight": 0.5}),
         ("share.remove", "user alice", {}),
     ]
-    with pytest.raises(NotFound, match="no share was set for user 'alice'"):
+    with pytest.raises(NotFound, match=re.escape(golden("server.dividing.share-set-user"))):
         dividing.remove_share(services, ROOT, "user", "alice")
 
 

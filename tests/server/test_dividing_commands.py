@@ -19,6 +19,7 @@ from serverless_gpu.wire.queue import QueueEntry
 from serverless_gpu.wire.runs import RunView
 from serverless_gpu.wire.waiting import wait_view
 from tests.server.served import Served
+from tests.support.golden import golden
 from tests.support.server.submitting import request
 
 Said = Callable[..., str]
@@ -43,10 +44,10 @@ def test_pools_shares_and_policies_are_set_and_listed_by_who_may(server: Served,
     admin = server.connection()
     admin.ask("POST", "/teams", TeamRequest(name="search"), answer=TeamView)
     bob = admin.ask("POST", "/users", PrincipalRequest(name="bob", teams=("search",)), answer=TokenMade).secret
-    assert said("pool", "set", "lab 1", "--reserved", "--lend", "--return", "2m") == (
-        "lab 1 (reserved, lends for 2 min 00 s): no nodes\n"
+    assert said("pool", "set", "lab 1", "--reserved", "--lend", "--return", "2m") == golden(
+        "server.dividing_commands.lab-reserved-lends"
     )
-    assert said("pool", "set", "lab 1", "--no-lend") == "lab 1 (reserved): no nodes\n"
+    assert said("pool", "set", "lab 1", "--no-lend") == golden("server.dividing_commands.lab-reserved-nodes")
     assert said("pool", "list", token=bob) == said("pools", token=bob)
     assert "lab 1" in said("pools", token=bob)
     assert "all are equal" in said("share", "list")
@@ -54,34 +55,38 @@ def test_pools_shares_and_policies_are_set_and_listed_by_who_may(server: Served,
     assert said("share", "set", "user", "bob", "0.5") == "user bob has 0.5\n"
     for token in ("", bob):
         assert said("share", "list", token=token).splitlines() == [
-            "KIND  NAME    WEIGHT  DUE     USED                OF ALL USE  COUNTED",
-            "team  search  70      100.0%  0.0 device-seconds  0.0%        0.0 device-seconds",
+            golden("server.dividing_commands.kind-name-weight"),
+            golden("server.dividing_commands.team-search-70"),
             "user  bob     0.5     -       -                   -           -",
-            "use counts half after 7 days",
+            golden("server.dividing_commands.use-counts-half"),
         ]
-    assert said("share", "remove", "user", "bob") == "user bob has 1 again\n"
-    assert said("policy", "set", "nightly", "--pool", "lab 1") == "policy nightly: pool lab 1\n"
-    assert said("policy", "list", token=bob) == "POLICY   ATTACHED TO  SAYS\nnightly  -            pool lab 1\n"
+    assert said("share", "remove", "user", "bob") == golden("server.dividing_commands.user-bob-again")
+    assert said("policy", "set", "nightly", "--pool", "lab 1") == golden("server.dividing_commands.policy-nightly-pool")
+    assert said("policy", "list", token=bob) == golden("server.dividing_commands.policy-attached-says")
     for arguments in (("share", "set", "team", "search", "99"), ("policy", "delete", "nightly")):
         with pytest.raises(NotAllowed):
             said(*arguments, token=bob)
-    assert said("policy", "delete", "nightly") == "policy nightly is gone\n"
+    assert said("policy", "delete", "nightly") == golden("server.dividing_commands.policy-nightly-gone")
     assert said("policy", "list", "--json") == "[]\n"
 
 
 def test_the_queue_is_listed_as_far_as_one_may_see_it(server: Served, said: Said) -> None:
     admin = server.connection()
     bob = admin.ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade).secret
-    assert said("queue") == "nothing waits\n" and said("queue", "--mine", token=bob) == "none of your runs waits\n"
+    assert said("queue") == "nothing waits\n" and said("queue", "--mine", token=bob) == golden(
+        "server.dividing_commands.none-your-runs"
+    )
     said("pool", "set", "lab", "--reserved")
     asked = request(name="fit", pool="lab")
     admin.ask("POST", "/runs", asked, answer=RunView)
     told = said("queue", "--limit", "1").splitlines()
     assert len(told) == 2
     assert told[0].split() == ["PLACE", "RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"]
-    assert told[1].startswith(f"-      {asked.id} fit") and "every GPU of lab" in told[1]
-    assert asked.id not in said("queue", token=bob) and "every GPU of lab" in said("queue", token=bob)
-    assert said("queue", "--mine", token=bob) == "none of your runs waits\n"
+    assert told[1].startswith(f"-      {asked.id} fit") and golden("server.dividing_commands.every-gpu-lab") in told[1]
+    assert asked.id not in said("queue", token=bob) and golden("server.dividing_commands.every-gpu-lab") in said(
+        "queue", token=bob
+    )
+    assert said("queue", "--mine", token=bob) == golden("server.dividing_commands.none-your-runs")
     assert msgspec.json.decode(said("queue", "--json"))["waiting"] == 1
 
 
@@ -104,10 +109,10 @@ def test_a_place_in_the_queue_stands_beside_a_run_and_nobody_is_told_that_it_is_
     )
     place, *_, reserved, why = dividing._waiting(entry, NOW)
     assert (place, reserved) == ("2", f"about {format_soon(NOW)}")
-    assert why == f"needs 8 H100 on one node; none free on n3; it starts at about {format_soon(NOW)}"
+    assert why == golden("server.dividing_commands.needs-h100-one", format_soon=format_soon(NOW))
 
 
 @pytest.mark.parametrize(("weight", "told"), [("nan", "nan"), ("inf", "inf"), ("-1", "-1.0"), ("0", "0.0")])
 def test_a_share_that_is_none_is_told_as_one(said: Said, weight: str, told: str) -> None:
-    with pytest.raises(InvalidValue, match=f"a share cannot be {told}"):
+    with pytest.raises(InvalidValue, match=golden("server.dividing_commands.share-cannot", told=told)):
         said("share", "set", "team", "search", weight)

@@ -19,6 +19,7 @@ from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.state import DrainRequest, DrainView
 from tests.server.served import served
 from tests.server.stored import add_people
+from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, submit
 
 ROOT = Caller(name="root", role="admin", token_id="t")
@@ -49,8 +50,8 @@ def test_what_runs_goes_on_what_waits_is_told_and_started_afterwards(
         assert (find(services, going).state, find(services, waiting).state) == (State.STARTING, State.QUEUED)
     tick(services, Scheduler(services))  # of the next server
     assert find(services, waiting).state is State.QUEUED
-    assert services.sentences.of(waiting) == (
-        f"the server starts nothing new: root drains it since {format_clock(since_ns)} (new driver)"
+    assert services.sentences.of(waiting) == golden(
+        "server.draining.server-starts-nothing", format_clock=format_clock(since_ns)
     )
     again = draining.put(services, Caller(name="alice", role="operator"), DrainRequest(on=True, note="me too"))
     assert (again.by, again.note) == ("root", "new driver")

@@ -26,6 +26,7 @@ from serverless_gpu.wire.agents import AttemptSeen, Order, Start, Stop
 from tests.server.ganged import happened, say, wrong
 from tests.server.made import made_services
 from tests.server.stored import add_people, new_run
+from tests.support.golden import golden
 from tests.support.server.agents import NODE, _insert, find, hello, tell
 
 DEVICES = parse_fake("H100:2")
@@ -150,7 +151,7 @@ def test_a_node_that_the_engine_has_lost_is_still_its_own(pool: Pool) -> None:
     pool.engine.lose("n2", "does not answer")
     run_id = submit(pool.services)
     pool.scheduler.tick(pool.clock.boottime_ns())  # before anybody has heard of that
-    assert (pool.orders(), pool.told(run_id)) == ({}, "n2 does not answer")
+    assert (pool.orders(), pool.told(run_id)) == ({}, golden("server.engine_gate.n2-does-answer"))
 
 
 def test_what_can_never_be_reserved_goes_back_whole_and_is_placed_again(pool: Pool, clock: FakeClock) -> None:
@@ -217,7 +218,7 @@ def test_a_node_that_goes_away_meanwhile_takes_the_gang_with_it(pool: Pool, cloc
     run = pool.find(run_id)
     assert run.state is State.QUEUED and is_over(pool, run_id)
     told = pool.services.database.read(lambda connection: events.after(connection, run_id, 0))
-    assert "n2 went away before it was told" in told[-1].sentence
+    assert golden("server.engine_gate.n2-went-away") in told[-1].sentence
 
 
 def test_F31_a_server_that_starts_again_holds_back_the_same_orders_before_its_first_tick(pool: Pool) -> None:
@@ -260,7 +261,7 @@ def test_what_a_node_has_is_not_taken_back_though_the_engine_has_forgotten_it(po
     run_id = gated(pool)
     pool.tick()
     orders = Agents(pool.services).waiting(NODE, pool.ids["n1"])
-    if known_by == "its word about the order":
+    if known_by == golden("server.engine_gate.word-about-order"):
         Agents(pool.services).take(NODE, pool.ids["n1"], [order.seq for order in orders])
     pool.engine.release(f"{run_id}:1")
     pool.restart(LOST, Impossible(sentence="no such node"))

@@ -24,6 +24,7 @@ from serverless_gpu.wire.state import DrainRequest
 from tests.server.made import made_services
 from tests.server.served import Served
 from tests.server.stored import add_people, rows
+from tests.support.golden import golden
 
 ALICE = Caller(name="alice", role="member", teams=("search",), token_id="token-1")
 LIVE = Target(machine="m1", caller="m1", python="3.11.7", platform="linux-x86_64")
@@ -120,7 +121,7 @@ def test_while_the_server_starts_nothing_nobody_can_say_when(services: Services,
 def test_who_may_start_nothing_is_told_that(services: Services, database: Database) -> None:
     database.write(lambda connection: connection.execute(tables.principals.update().values(role="viewer")))
     view = estimating.estimate(services, ALICE, question())
-    assert (view.at_ns, view.basis) == (None, "alice may start no runs now")
+    assert (view.at_ns, view.basis) == (None, golden("server.estimating.alice-may-start"))
 
 
 def test_a_real_server_says_why_nobody_can_say(server: Served) -> None:

@@ -21,6 +21,7 @@ from serverless_gpu.testing import FakeClock
 from tests.server.ganged import began, happened, place_met, say
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_node, add_people, add_run, stored, tell
+from tests.support.golden import golden
 
 
 @pytest.fixture
@@ -74,16 +75,16 @@ def test_what_two_crews_amount_to_is_written_though_nobody_did(
     for number, values in enumerate(CHANGES[what]):
         if values:
             change(database, number, **values)
-    assert tick(services, caplog) == [f"run {run_id} was not what its crews amount to; it is now"]
+    assert tick(services, caplog) == [golden("server.folding_again.run-crews-amount", run_id=run_id)]
     assert tick(services, caplog) == []
     run = stored(database, run_id)
     assert run.attempt is not None
     if what == "both have returned":
         assert (run.state, run.attempt.released) == (State.RUNNING, True)
         assert [number for _, _, number in (*services.looks.of("node-1"), *services.looks.of("node-2"))] == [0, 1]
-    elif what == "one has said that it ends":
+    elif what == golden("server.folding_again.one-said-ends"):
         assert run.attempt.cause is not None and run.attempt.cause.detail == "no luck"
-        assert say(services, run_id, 0).peer_failed == "rank 1 on n2: no luck"
+        assert say(services, run_id, 0).peer_failed == golden("server.folding_again.rank-n2-luck")
     else:
         wanted = {"both have ended": State.SUCCEEDED, "one is silent": State.UNREACHABLE, "one stops": State.STOPPING}
         assert run.state is wanted[what] and run.attempt.state is wanted[what]

@@ -23,6 +23,7 @@ from serverless_gpu.wire.attempts import Ending, File
 from serverless_gpu.wire.runs import EndedMessage
 from tests.server.ganged import began, place_met, say, services_of_nodes, wrong
 from tests.server.stored import T0, S, add_run, outcome, place_gang, stored
+from tests.support.golden import golden
 
 RAISED = Cause(crew=1, reason=Reason.RANK_RAISED, rank=2, detail="ValueError: no")
 
@@ -200,13 +201,13 @@ def test_the_first_failure_is_told_before_the_other_node_has_cleaned_up(
     say(services, run_id, 1, halt=Halt(reason=Reason.RANK_RAISED, rank=2, detail="ValueError: no"), files=(failure,))
     there = look(services, database, run_id)
     assert there.early is None and there.may_be_early
-    assert there.run.sentence == "rank 2 on n2: ValueError: no"
+    assert there.run.sentence == golden("server.gang_endings.rank-n2-valueerror")
     say(services, run_id, 1, State.STOPPING, ending=ending(stopped(Reason.RANK_RAISED, failed(2))))
     found = look(services, database, run_id)
     early = found.early
     assert early is not None and found.ended is None and not found.may_be_early
     assert (early.seq, early.state, early.reason) == (0, State.FAILED, Reason.RANK_RAISED)
-    assert early.sentence == "a rank raised an exception: rank 2 on n2: ValueError: no"
+    assert early.sentence == golden("server.gang_endings.rank-raised-exception")
     assert [file.name for file in early.files] == ["failures/2.json"]
     assert found.run.state is State.STOPPING and not found.run.finished
     assert [(crew.node, crew.state) for crew in found.run.crews] == [("n1", State.RUNNING), ("n2", State.FAILED)]
@@ -239,10 +240,7 @@ def test_who_fails_because_a_node_is_gone_does_not_wait_for_the_fence(
     early = look(services, database, run_id).early
     assert early is not None and early.reason is Reason.RANK_RAISED and early.ending is not msgspec.UNSET
     told = msgspec.json.decode(early.ending, type=Stopped)
-    assert told.hint == (
-        "n2 has not been heard of for 11.0 s; its devices stay reserved until it is certain that nothing of the run is "
-        "left there"
-    )
+    assert told.hint == golden("server.gang_endings.n2-been-heard")
     assert told.cause is not None and told.cause.node == "n1"
     say(services, run_id, 1)  # it was only slow
     assert look(services, database, run_id).early is None
@@ -268,11 +266,11 @@ def test_a_run_that_is_tried_again_is_told_when_all_have_ended(services: Service
 def test_nodes_that_say_the_same_say_it_once(services: Services, database: Database) -> None:
     run_id = add_run(database)
     place_gang(database, run_id, 2, 1)
-    assert views.sentence(stored(database, run_id)) == "n1, n2 get ready, and meet"
+    assert views.sentence(stored(database, run_id)) == golden("server.gang_endings.n1-n2-get")
     say(services, run_id, 1, State.STARTING, sentence="environment: 37 %")
     assert views.sentence(stored(database, run_id)) == "n2: environment: 37 %"
     say(services, run_id, 0, State.STARTING, sentence="environment: 80 %")
-    assert views.sentence(stored(database, run_id)) == "n1: environment: 80 %; n2: environment: 37 %"
+    assert views.sentence(stored(database, run_id)) == golden("server.gang_endings.n1-environment-80")
     say(services, run_id, 0, State.STARTING, sentence="environment: 37 %")
     assert views.sentence(stored(database, run_id)) == "environment: 37 %"
 

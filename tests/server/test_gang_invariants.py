@@ -23,6 +23,7 @@ from serverless_gpu.server.lendings import Lendings
 from serverless_gpu.server.violations import Violation
 from tests.server.ganged import happened, place_met
 from tests.server.stored import T0, S, add_node, add_people, place_gang
+from tests.support.golden import golden
 from tests.support.server.invariants import submitted
 
 KINDS = (FactKind.RESERVED, FactKind.EXEC, FactKind.EXITED, FactKind.FREED)
@@ -250,7 +251,7 @@ def test_a_device_that_two_crews_of_a_gang_have_is_found_pages_apart(people: Dat
     people.write(partial(lent_to_both, run_id=run_id))
     page = people.read(partial(books.of_runs, run_ids=[run_id]))
     sentences = [one.sentence for one in Lendings().look(page)]
-    assert sentences == [f"attempts {run_id}:2 and {run_id}:2 (crew 1) had it at the same time"]
+    assert sentences == [golden("server.gang_invariants.attempts-crew-same", run_id=run_id)]
 
 
 def stretch(fence: int, crew: int, began: int, ended: int | None, *, device: str = "") -> Stretch:
@@ -275,10 +276,10 @@ def test_crews_of_one_attempt_run_beside_each_other_and_of_two_never() -> None:
     first = (stretch(1, 0, 0, 5), stretch(1, 1, 2, 4))
     assert of_stretches(*first, stretch(2, 0, 5, 9), stretch(2, 1, 6, None)) == []
     later = stretch(2, 1, 4, None)  # the crew of its own node has ended, and the other one not
-    assert of_stretches(*first, later) == ["I3 run r: attempts 1 and 2 ran at the same time"]
-    assert of_stretches(*first, stretch(1, 1, 7, 8)) == ["I3 run r: one attempt of it ran twice"]
+    assert of_stretches(*first, later) == [golden("server.gang_invariants.i3-run-attempts")]
+    assert of_stretches(*first, stretch(1, 1, 7, 8)) == [golden("server.gang_invariants.i3-run-one")]
     assert of_stretches(stretch(1, 0, 0, 5, device="n/0"), stretch(1, 1, 0, 5, device="n/0")) == [
-        "I4 device n/0: attempts r:1 and r:1 (crew 1) had it at the same time"
+        golden("server.gang_invariants.i4-device-attempts")
     ]
 
 
@@ -291,7 +292,7 @@ def test_user_code_of_a_gang_that_was_called_off_is_found_though_nobody_reported
     assert violations(page) == []
     ran = msgspec.structs.replace(stretch(1, 1, 0, None), run_id=run_id)
     assert [one.sentence for one in violations(page, History(stretches=(ran,)))] == [
-        "attempt 1 was called off, and user code of it ran"
+        golden("server.gang_invariants.attempt-called-off")
     ]
 
 

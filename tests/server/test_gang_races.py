@@ -22,6 +22,7 @@ from serverless_gpu.wire.agents import Stop
 from serverless_gpu.wire.attempts import Ending
 from tests.server.ganged import FINISHED, happened, result, say, services_of_nodes, wrong
 from tests.server.stored import T0, S, add_run, place_gang, stored, tell
+from tests.support.golden import golden
 from tests.support.server.agents import hello
 from tests.support.server.meetings import CHOSEN, attempt_of, look, meet, offer, reach, start
 
@@ -92,7 +93,7 @@ def test_F17_a_node_that_dies_before_the_meeting_holds_up_nobody_and_counts_for_
     look(services, clock, after_s=2, away=["node-2"])
     attempt = attempt_of(database, run_id)
     assert attempt.called_off and attempt.cause is not None
-    assert attempt.cause.detail == "n2 has gone silent before the run's nodes had met"
+    assert attempt.cause.detail == golden("server.gang_races.n2-gone-silent")
     assert (attempt.crews[1].reason, attempt.crews[1].settled_ns is not None) == (Reason.REFUSED, True)
     assert start(services, run_id, 0).peer_failed == attempt.cause.detail
     say(services, run_id, 0, State.STOPPING, ending=told_to_end())
@@ -258,7 +259,7 @@ def test_a_crew_that_fails_just_before_the_last_has_returned_is_the_cause(
     returned(services, run_id, 0)
     say(services, run_id, 1, State.STOPPING, halt=Halt(reason=Reason.RANK_RAISED, rank=1, detail="no luck"))
     answer = say(services, run_id, 0, returned=True)
-    assert (answer.release, answer.peer_failed) == (False, "rank 1 on n2: no luck")
+    assert (answer.release, answer.peer_failed) == (False, golden("server.folding_again.rank-n2-luck"))
     assert not attempt_of(database, run_id).released and wrong(database) == []
 
 

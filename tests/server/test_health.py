@@ -24,6 +24,7 @@ from serverless_gpu.wire.base import API
 from serverless_gpu.wire.state import Health as Said
 from serverless_gpu.wire.state import Version
 from tests.server.served import Served, served
+from tests.support.golden import golden
 
 PARTS = {"database", "store", "environments", "disk", "claim", "server"}
 LOOPS = {"claim", "scheduler", "reconciler", "collector", "retention", "audit"}
@@ -94,7 +95,7 @@ def test_a_loop_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert server.connection().health().ok
         clock.advance(91)
         problems = server.connection().health().problems
-        assert "the scheduler has finished nothing for 91 s" in problems
+        assert golden("server.health.scheduler-finished-nothing") in problems
         go.set()
 
 
@@ -109,10 +110,10 @@ def test_what_hangs_is_asked_once_waited_for_once_and_named() -> None:
     health.probe("store", hanging, bound_s=0.05)
     health.probe("database", lambda: "")
     found = look(health)
-    assert (found["store"].problem, found["database"].problem) == ("the store has not answered for 0 s", "")
+    assert (found["store"].problem, found["database"].problem) == (golden("server.health.store-answered"), "")
     clock.advance(30)
     for _ in range(50):  # none of them waits: the question is older than the bound
-        assert look(health)["store"].problem == "the store has not answered for 30 s"
+        assert look(health)["store"].problem == golden("server.health.store-answered-30")
     assert hanging.asked == 1
     hanging.go.set()
 
@@ -154,7 +155,7 @@ def test_a_good_answer_is_kept_for_a_while_and_a_bad_one_is_not() -> None:
     assert look(health)["store"].problem == look(health)["store"].problem == ""
     assert len(said) == 2
     clock.advance(10)
-    assert look(health)["store"].problem == "the store takes nothing"
+    assert look(health)["store"].problem == golden("server.health.store-takes-nothing")
     assert look(health)["store"].problem == ""
 
 
@@ -166,13 +167,13 @@ def test_the_log_has_each_change_once_and_what_a_visitor_is_not_told(caplog: pyt
     health.probe("store", lambda: working[0]())
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            assert look(health)["store"].problem == "the store cannot be looked at"
+            assert look(health)["store"].problem == golden("server.health.store-cannot-looked")
         working[0] = lambda: ""
         assert look(health)["store"].problem == ""
     assert [record.getMessage() for record in caplog.records] == [
-        "looked at the store",
-        "health: the store cannot be looked at",
-        "health: the store is well again",
+        golden("server.health.looked-store"),
+        golden("server.health.health-store-cannot"),
+        golden("server.health.health-store-well"),
     ]
     assert "alice" in caplog.text
 

@@ -47,6 +47,7 @@ from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.invariants import MOVES, History, Moment, Stretch, violations
 from serverless_gpu.server.self_check import check
 from tests.server.stored import T0, S, add_node, add_people, place, tell
+from tests.support.golden import golden
 from tests.support.server.invariants import WHO, WHOLE, finished, ledger, submitted
 
 
@@ -200,7 +201,7 @@ def test_what_is_wrong_is_found(people: Database) -> None:
         if invariant not in {one.invariant for one in violations(people.read(of_one), history)}:
             not_found.append(what)
         both = violations(people.read(partial(books.of_runs, run_ids=[other, run_id])))
-        assert "I4" in {one.invariant for one in both} or what == "an acknowledged run is gone"
+        assert "I4" in {one.invariant for one in both} or what == golden("server.invariants.acknowledged-run-gone")
     assert not_found == []
 
 
@@ -218,7 +219,7 @@ def test_what_was_removed_in_order_is_not_missed(people: Database) -> None:
 def test_a_request_that_was_answered_twice_over_is_found(people: Database) -> None:
     run_id = submitted(people)
     assert found(people, History(changed={(Action.RUN_CREATE, run_id): 1})) == set()
-    assert ("I8", "2 requests were answered (run.create), and the audit has 1") in found(
+    assert ("I8", golden("server.invariants.requests-answered-run")) in found(
         people, History(changed={(Action.RUN_CREATE, run_id): 2})
     )
 
@@ -263,7 +264,7 @@ def test_a_part_that_is_not_in_the_store_is_found(people: Database) -> None:
     page = people.read(lambda connection: books.load(connection))
     assert violations(page) == []
     assert [str(one) for one in violations(page, None, Moment(missing_parts=frozenset({part})))] == [
-        f"I6 run {run_id}: 1 parts of its results are not in the store"
+        golden("server.invariants.i6-run-parts", run_id=run_id)
     ]
 
 
@@ -272,7 +273,10 @@ def test_what_is_too_much_is_left_out_and_said(people: Database, monkeypatch: py
     monkeypatch.setattr(books, "EVENTS_MAX", 2)
     run_id = finished(people)
     checked = check(people.read)
-    assert checked.skipped == (f"events of run {run_id}", f"facts of attempt {run_id}:2")
+    assert checked.skipped == (
+        golden("server.invariants.events-run", run_id=run_id),
+        golden("server.invariants.facts-attempt", run_id=run_id),
+    )
     assert checked.violations == ()
 
 
@@ -322,4 +326,4 @@ def test_a_stop_is_of_somebody(people: Database) -> None:
     run_id = submitted(people)
     place(people, run_id)
     tell(people, run_id, StopAsked(StopReason.CANCEL))
-    assert ("I8", "was asked to stop (cancel), and the audit does not say by whom") in found(people)
+    assert ("I8", golden("server.invariants.asked-stop-cancel")) in found(people)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from pathlib import Path
 
 import alembic.command
@@ -51,6 +52,7 @@ from serverless_gpu.wire.runs import Target
 from serverless_gpu.wire.secrets import SecretRequest, SecretView
 from tests.server.served import Served, served
 from tests.server.stored import T0, add_run
+from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello
 
 ROOT = Caller(name="root", role="admin")
@@ -96,7 +98,7 @@ def test_22A1_runs_of_a_second_principal_wait_until_an_administrator_accepts_it(
     assert (state(services, theirs), state(services, own)) == (State.QUEUED, State.STARTING)
     told = services.sentences.told(theirs)
     assert told.wait is not None and told.wait.reason is WaitReason.ISOLATION
-    assert told.sentence == told.wait.words and "`sgpu pool set default --isolation none`" in told.sentence
+    assert told.sentence == told.wait.words and golden("server.isolation.sgpu-pool-set") in told.sentence
     (entry,) = queue_views.view_queue(services, ROOT, "all", limit=10, mine=False).entries
     assert entry.waiting is not None and entry.waiting.reason == "isolation"
     asked = EstimateRequest(
@@ -147,7 +149,7 @@ def test_22A1_taking_it_back_keeps_new_runs_waiting_and_leaves_those_that_run(se
     assert state(services, later) is State.QUEUED
     dividing.put_pool(services, ROOT, "default", PoolRequest(kind="on-demand"))  # what is not said stays as it is
     assert operating.view_pools(services)[0].isolation == "unset"
-    with pytest.raises(InvalidValue, match="cannot have the isolation 'user'"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.isolation.cannot-isolation-user"))):
         dividing.put_pool(services, ROOT, "default", PoolRequest(isolation="user"))
 
 
@@ -267,13 +269,15 @@ def test_22A1_a_real_server_warns_keeps_apart_and_is_told_otherwise(
 
     out, err = sgpu("user", "add", "bob")
     assert len(out.splitlines()) == 1  # the secret alone
-    assert "warning: runs of bob wait in pool default" in err and "sgpu pool set default --isolation none" in err
+    assert (
+        golden("server.isolation.warning-runs-bob") in err and golden("server.isolation.sgpu-pool-set-default") in err
+    )
     assert "warning" not in sgpu("user", "add", "looks", "--role", "viewer")[1]
     _, err = sgpu("pool", "set", "--isolation", "none")
-    assert "warning: in pool default the code of every run can now read" in err
+    assert golden("server.isolation.warning-pool-default") in err
     assert " none " in sgpu("pools")[0]
     _, err = sgpu("user", "add", "eve")
-    assert "all runs in pool default share one operating-system user: the code of eve" in err
+    assert golden("server.isolation.all-runs-pool") in err
     facts = look_at_server({"SERVERLESS_GPU_SERVER": server.url, "SERVERLESS_GPU_TOKEN": server.token})
     assert (facts.principals, facts.shared_pools, facts.closed_pools) == (3, ("default",), ())
     out, _ = sgpu("pool", "set", "--isolation", "unset")
@@ -317,8 +321,8 @@ def test_22A1_an_upgrade_asks_on_a_terminal_and_says_how_to_rotate(
     monkeypatch.setattr("sys.stdin", Terminal(typed))
     monkeypatch.setattr("sys.stderr", shown)
     assert up._decide(FOUND) is answer
-    assert "bob ran code here already" in shown.getvalue() and "`sgpu server rotate`" in shown.getvalue()
-    assert "May runs of several principals share one operating-system user in default?" in shown.getvalue()
+    assert golden("server.isolation.bob-ran-code") in shown.getvalue() and "`sgpu server rotate`" in shown.getvalue()
+    assert golden("server.isolation.may-runs-several") in shown.getvalue()
 
 
 def test_22A1_without_a_terminal_it_warns_and_leaves_it_open(
@@ -326,11 +330,11 @@ def test_22A1_without_a_terminal_it_warns_and_leaves_it_open(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert up._decide(FOUND) is None
-    assert "warning: runs of bob wait in pool default" in capsys.readouterr().err
+    assert golden("server.isolation.warning-runs-bob") in capsys.readouterr().err
     decided = Exposure(principals=("bob",), had_runs=(), undecided=(), closed=(), shared=("default",))
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
     assert up._decide(decided) is None
-    assert "the code of bob can read secrets" in capsys.readouterr().err
+    assert golden("server.isolation.code-bob-can") in capsys.readouterr().err
 
 
 def test_22A1_a_server_is_rotated_while_it_is_stopped_and_says_what_is_left_to_do(server: Served) -> None:
@@ -347,8 +351,8 @@ def test_22A1_a_server_is_rotated_while_it_is_stopped_and_says_what_is_left_to_d
     server.wait_stopped()
     done = rotate()
     assert done.exit_code == 0, done.output
-    assert "bob: 1 token revoked; a new one: sgpu token create --for bob" in done.stdout
-    assert "secret HF of " in done.stdout and "change it at its source" in done.stdout
+    assert golden("server.isolation.bob-token-revoked") in done.stdout
+    assert "secret HF of " in done.stdout and golden("server.isolation.change-source") in done.stdout
     with served(server.home) as again:
         assert again.token != server.token and again.node_token != server.node_token
         assert again.connection().ask("GET", "/whoami", answer=PrincipalView).role == "admin"

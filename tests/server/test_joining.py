@@ -16,6 +16,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import PROTOCOL
 from serverless_gpu.wire.joining import INVITED_S, RayPool
 from tests.server.made import made_services
+from tests.support.golden import golden
 from tests.support.server.principals import Api
 
 POOL = RayPool(address="10.0.0.5:7900", port=7900, token="f" * 64, version="2.60.0", python="3.11.7")
@@ -83,7 +84,7 @@ def test_22A3_a_join_token_lets_in_so_many_homes_and_each_has_a_token_of_its_own
         api.do(tokens[number], "POST", "/agents", hello(f"gpu-{number}", f"m{number}", f"i{number}"))
     assert tokens[2] != tokens[3]
     status, said = api.ask(token, "POST", "/agents/join", {"name": "gpu-4", "machine": "m4", "instance": "i4"})
-    assert (status, said["message"]) == (403, "the join token is used up")
+    assert (status, said["message"]) == (403, golden("server.joining.join-token-used"))
     assert "sgpu node invite" in said["hint"]
     # Nor does it let in another home under the name of one that it let in.
     assert api.ask(token, "POST", "/agents/join", {"name": "gpu-4", "machine": "m3", "instance": "i3"})[0] == 403
@@ -112,7 +113,7 @@ def test_22A3_a_join_token_expires(api: Api, database: Database, token: str, tmp
 def test_22A3_a_join_token_for_a_name_lets_in_no_other(api: Api) -> None:
     token = api.do(api.admin, "POST", "/nodes/invite", {"name": "gpu-2"})["token"]
     status, said = api.ask(token, "POST", "/agents/join", {**REQUEST, "name": "gpu-3"})
-    assert (status, said["message"]) == (403, "the join token is for a node named 'gpu-2', not 'gpu-3'")
+    assert (status, said["message"]) == (403, golden("server.joining.join-token-node"))
     api.do(token, "POST", "/agents/join", REQUEST)
 
 
@@ -171,8 +172,8 @@ def test_a_name_that_another_machine_has_is_refused_before_anything_is_started(a
     api.do(own, "POST", "/agents", hello("gpu-2", "m2", "i2"))
     status, said = api.ask(token, "POST", "/agents/join", {"name": "gpu-2", "machine": "m3", "instance": "i3"})
     assert status == 403
-    assert said["message"] == "a node named 'gpu-2' is connected, and it is another machine"
-    assert said["hint"] == "give this one another name: --name"
+    assert said["message"] == golden("server.joining.node-named-gpu")
+    assert said["hint"] == golden("server.joining.give-one-another")
     assert api.ask(own, "POST", "/agents", hello("gpu-2", "m2", "i2"))[0] == 200
 
 
@@ -187,8 +188,8 @@ def test_a_server_of_one_machine_says_how_it_becomes_one_of_many(database: Datab
     token = join_token(database, tmp_path / "server", now_ns=clock.wall_ns())
     status, said = api.ask(token, "POST", "/agents/join", REQUEST)
     assert status == 403
-    assert said["message"] == "this server has one machine: no other can join it"
-    assert said["hint"] == "it is started so that others can: sgpu up --engine ray"
+    assert said["message"] == golden("server.joining.server-one-machine")
+    assert said["hint"] == golden("server.joining.started-so-others")
 
 
 def test_a_deleted_file_is_how_the_token_is_changed(api: Api, database: Database, token: str, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import serverless_gpu
@@ -14,6 +16,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.home import Home
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from tests.server.served import Served
+from tests.support.golden import golden
 from tests.support.server.runs_api import submit
 
 
@@ -42,8 +45,8 @@ def test_a_run_that_is_nowhere_is_said_to_be_neither_here_nor_at_the_server(serv
     bob = server.connection().ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade)
     write_profile(server.home, Profile(url=server.url, token=bob.secret))
     for run_id in (theirs, new_run_id(), "nothing"):
-        with pytest.raises(InvalidValue, match=f"there is no run .* and none at {server.url} that you may see"):
+        with pytest.raises(InvalidValue, match=golden("server.locating.run-none-you", url=server.url)):
             locate(logged_in, run_id)
-    with pytest.raises(InvalidValue, match="and none of the server's that you may see"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.locating.none-server-you"))):
         serverless_gpu.attach(theirs)
     close_all()

@@ -16,6 +16,7 @@ from serverless_gpu.cli.program import sgpu
 from serverless_gpu.cli.server.logbook import _Followed
 from serverless_gpu.server import log_context, logfile
 from serverless_gpu.server.logfile import ACCESS, LogFile, Redacted
+from tests.support.golden import golden
 
 RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
 
@@ -44,7 +45,11 @@ def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> No
     logger.error("nobody's")
     first, second, third = lines_of(path)
     assert set(first) == {"ts", "level", "logger", "msg", "run", "attempt"}
-    assert (first["level"], first["logger"], first["msg"]) == ("WARNING", "reporting", "a fact came again")
+    assert (first["level"], first["logger"], first["msg"]) == (
+        "WARNING",
+        "reporting",
+        golden("server.logbook.fact-came-again"),
+    )
     assert (first["run"], first["attempt"], second["node"]) == (RUN, 2, "node-1")
     assert first["ts"].endswith("Z") and "run" not in third
 
@@ -192,7 +197,7 @@ def test_people_read_it_by_run_and_level_over_all_files(home: Path, monkeypatch:
 
 
 def test_without_a_log_it_is_said(home: Path) -> None:
-    assert "there is no log of a server" in str(CliRunner().invoke(sgpu, ["server", "logs"]).exception)
+    assert golden("server.logbook.log-server") in str(CliRunner().invoke(sgpu, ["server", "logs"]).exception)
 
 
 def test_it_is_followed_over_a_turn(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from serverless_gpu.server.invariants import History
 from serverless_gpu.server.self_check import check
 from serverless_gpu.wire.agents import PoolRequest
 from tests.server.simulation import World
+from tests.support.golden import golden
 
 ROOT = Caller(name="root", role="admin")
 SOON = QueuePolicy(preempt_after_s=60.0)
@@ -59,7 +60,7 @@ def test_a_critical_run_has_one_of_best_effort_leave_which_goes_on_when_there_is
     urgent = world.submit(4, name="llama", priority=Priority.CRITICAL)
     world.run_for(30)
     assert world.run(urgent).state is State.QUEUED  # nobody leaves who has just begun
-    assert "alice/cheap holds 4 and is asked to make room at " in sentence(world, urgent)
+    assert golden("server.making_room.alice-cheap-holds") in sentence(world, urgent)
     world.run_for(60)
     assert world.run(urgent).state is State.RUNNING
     (left,) = [run_id for run_id in cheap if world.run(run_id).state is not State.RUNNING]

@@ -20,6 +20,7 @@ from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.server.stored import add_node, add_people, add_run, place, tell
+from tests.support.golden import golden
 from tests.support.server.measures import value
 
 
@@ -118,4 +119,4 @@ def test_a_loop_that_finishes_nothing_says_so() -> None:
     clock.advance(60)
     assert loop.problem() == ""
     clock.advance(5)
-    assert loop.problem() == "the scheduler has finished nothing for 65 s"
+    assert loop.problem() == golden("server.measures.scheduler-finished-nothing")

@@ -26,6 +26,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending
 from tests.server.ganged import say, told_of, waiting, wrong
 from tests.server.stored import T0, S, add_run, place_gang, stored, tell
+from tests.support.golden import golden
 from tests.support.server.agents import hello
 from tests.support.server.meetings import CHOSEN, attempt_of, look, meet, offer, reach, start
 
@@ -153,12 +154,16 @@ def test_a_gang_whose_node_never_comes_is_placed_again_soon(
     assert not attempt_of(database, run_id).called_off
     look(services, clock, after_s=2)
     attempt = attempt_of(database, run_id)
-    assert attempt.called_off and attempt.cause is not None and attempt.cause.detail == "n2 has not come to the meeting"
+    assert (
+        attempt.called_off
+        and attempt.cause is not None
+        and attempt.cause.detail == golden("server.meetings.n2-come-meeting")
+    )
     assert (attempt.crews[1].reason, attempt.crews[1].began) == (Reason.REFUSED, False)
     assert attempt.crews[1].settled_ns is not None and attempt.crews[0].ended_ns is None
     assert waiting(database, "node-2") == []  # its order will not leave any more
-    assert told_of(database, run_id)[-1] == (State.STOPPING, "n2 has not come to the meeting")
-    assert start(services, run_id, 0).peer_failed == "n2 has not come to the meeting"
+    assert told_of(database, run_id)[-1] == (State.STOPPING, golden("server.meetings.n2-come-meeting"))
+    assert start(services, run_id, 0).peer_failed == golden("server.meetings.n2-come-meeting")
     ended(services, run_id, 0)
     run = stored(database, run_id)
     assert (run.state, run.infra_retries_used) == (State.QUEUED, 1)
@@ -209,7 +214,7 @@ def test_a_crew_that_an_earlier_server_heard_of_is_waited_for(
     look(services, clock, after_s=gathering.TOTAL_S)
     attempt = attempt_of(database, run_id)
     assert attempt.called_off and [crew.ended_ns for crew in attempt.crews] == [None, None]
-    assert start(services, run_id, 1).peer_failed == "n2 has not come to the meeting"
+    assert start(services, run_id, 1).peer_failed == golden("server.meetings.n2-come-meeting")
 
 
 def test_servers_that_are_started_again_and_again_wait_no_longer(
@@ -232,7 +237,7 @@ def test_who_does_not_say_what_it_reached_is_named(
     start(services, run_id, 1, offer=offer(1))
     look(services, clock, after_s=gathering.MEET_S + 1)
     answer = start(services, run_id, 1, offer=offer(1), reach=reach(1))
-    assert answer.peer_failed == "n2 has not said which nodes can be reached from there" and answer.chosen is None
+    assert answer.peer_failed == golden("server.meetings.n2-said-nodes") and answer.chosen is None
 
 
 def test_chosen_waits_for_a_crew_that_went_silent(
@@ -254,7 +259,7 @@ def test_nothing_is_chosen_once_a_crew_has_failed(
     meet(services, run_id, 0)
     say(services, run_id, 0, State.STOPPING, halt=Halt(reason=Reason.ENV_CORRUPT, detail="no such package"))
     answer = start(services, run_id, 1, offer=offer(1), reach=reach(1, took=None))
-    assert answer.peer_failed == "on n1: no such package" and answer.chosen is None
+    assert answer.peer_failed == golden("server.meetings.n1-such-package") and answer.chosen is None
     look(services, clock)
     attempt = attempt_of(database, run_id)
     assert attempt.called_off and attempt.chosen is None and attempt.cause is not None
@@ -384,7 +389,7 @@ def test_a_gang_that_has_met_and_was_called_off_is_found(database: Database, ser
     meet(services, run_id, 0, 1)
     assert wrong(database) == []
     database.write(lambda connection: connection.execute(tables.attempts.update().values(called_off=True)))
-    assert wrong(database) == ["attempt 1 was called off, and its crews have met"]
+    assert wrong(database) == [golden("server.meetings.attempt-called-off")]
 
 
 def test_what_was_decided_is_not_decided_again(database: Database, services: Services, run_id: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import State
 from serverless_gpu.server.services import Services
+from tests.support.golden import golden
 from tests.support.server.reporting import CALM, COMPLETED, RESULTS, clock, piece, run_id, say, services
 
 __all__ = ["clock", "run_id", "services"]
@@ -29,7 +30,7 @@ def test_F40_output_that_there_was_no_room_for_is_said_where_it_is_missing(
             services.logs.read(run_id, 1, rank=rank, stream="stdout", limit=1000).decode() for rank in range(2)
         )
         why = f"the server's disk was full when the run ended; it is on node n1, runs/{run_id}/1/logs/{{}} in its home"
-        assert first == f"one\n\n— 4 B missing ({why.format('0.stdout')}) —\n"
+        assert first == golden("server.missing_output.one-missing", format=why.format("0.stdout"))
         assert second == f"\n— 3.0 MB missing ({why.format('1.stdout')}) —\n"
         monkeypatch.undo()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from serverless_gpu.server.mlflow_beside import mlflow_beside, mlflow_checks
 from serverless_gpu.server.settings import Settings, read_settings
 from tests.local.observe import wait_for
 from tests.local.pretended_mlflow import PretendedMlflow, asked, environ_of, keeper_of, server_of
+from tests.support.golden import golden
 
 UP = (sys.executable, "-m", "serverless_gpu.cli", "up", "--port", "0", "--no-node")
 
@@ -105,7 +107,7 @@ def test_the_server_is_unwell_while_mlflow_is(home: Path, place: Place, mlflow: 
     settings = read_settings(home, {"mlflow": True})
     (check,) = mlflow_checks(settings)
     with mlflow_beside(settings):
-        assert "mlflow-skinny is not enough" in wait_for(check, "what is wrong")
+        assert golden("local.mlflow_server.mlflow-skinny-enough") in wait_for(check, "what is wrong")
         mlflow.has_trouble("")
         wait_for(lambda: check() == "", "MLflow is tried again")
     assert mlflow_checks(read_settings(home)) == ()
@@ -126,7 +128,7 @@ def test_other_machines_are_told_of_a_proxy_and_mlflow_takes_its_name(
 ) -> None:
     options = {"mlflow": True, "host": "0.0.0.0", "behind_proxy": ("10.0.0.1",), "hosts": ("gpu.internal",)}
     with (
-        pytest.raises(InvalidValue, match=r"could not reach MLflow's") as raised,
+        pytest.raises(InvalidValue, match=re.escape(golden("server.mlflow_beside.could-reach-mlflow"))) as raised,
         mlflow_beside(read_settings(home, options)),
     ):
         pytest.fail("it was started")

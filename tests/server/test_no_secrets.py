@@ -15,6 +15,7 @@ from serverless_gpu.server.app import all_routes
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
 from tests.server.served import Served, served
+from tests.support.golden import golden
 from tests.support.server.runs_api import request
 from tests.support.server.walk import path_of
 
@@ -73,7 +74,7 @@ def test_no_token_and_no_variable_of_a_caller_is_in_any_file(home: Path, monkeyp
     files = everything(home)
     assert {"server/server.log", "server/server.db"} <= set(files)
     log = files["server/server.log"].decode()
-    assert "a bug, beside Bearer" in log and '"route":"/runs"' in log and '"status":500' in log
+    assert golden("server.no_secrets.bug-beside-bearer") in log and '"route":"/runs"' in log and '"status":500' in log
     for secret in secrets:
         bare = secret.split("_", 2)[-1]  # the part of a token that nobody else knows
         found = [name for name, data in files.items() if secret.encode() in data or bare.encode() in data]

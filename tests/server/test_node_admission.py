@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat
 from tests.server.stored import add_people
+from tests.support.golden import golden
 from tests.support.server.agents import H100, hello, placed, token_of
 from tests.support.server.principals import Api
 
@@ -120,7 +122,7 @@ def test_22A3_a_forgotten_nodes_token_is_still_its_own(services: Services, agent
     node = token_of(services, "node.token")
     first = agents.hello(node, hello(instance="i1")).node
     services.database.write(lambda connection: nodes.forget(connection, first, at_ns=1))
-    with pytest.raises(NotAllowed, match="is that of the node 'n1'"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.node_admission.node-n1"))):
         agents.hello(node, hello("thief", instance="i2"))
     assert agents.hello(node, hello(instance="i1")).node == first
 
@@ -161,19 +163,19 @@ def test_22A3_a_second_process_of_a_home_takes_over_only_when_the_first_is_gone(
     placed(services)
     with connected(services, node, node_id, "p1"):
         for thief in (second, hello(instance="i1")):
-            with pytest.raises(NotAllowed, match="another process is connected as the node 'n1'"):
+            with pytest.raises(NotAllowed, match=re.escape(golden("server.node_admission.another-process-connected"))):
                 agents.hello(node, thief)
         for ask in (
             lambda: agents.waiting(node, node_id, "i1", "p2"),
             lambda: agents.check(node, node_id, "i1", "p2"),
             lambda: agents.heartbeat(node, node_id, Heartbeat(devices=H100, instance="i1", process="p2")),
         ):
-            with pytest.raises(NotFound, match="another process said hello"):
+            with pytest.raises(NotFound, match=re.escape(golden("server.node_admission.another-process-said"))):
                 ask()
         assert agents.hello(node, first).node == node_id  # the first may say hello again
     # kill -9 closes its stream: the next process is let in at once.
     assert agents.hello(node, second).node == node_id
-    with pytest.raises(NotFound, match="another process said hello"):
+    with pytest.raises(NotFound, match=re.escape(golden("server.node_admission.another-process-said"))):
         agents.heartbeat(node, node_id, Heartbeat(devices=H100, instance="i1", process="p1"))
 
 
@@ -197,14 +199,14 @@ def test_22A3_a_new_name_waits_for_an_administrator(api: Api) -> None:
     secret = api.do(api.admin, "POST", "/tokens", {"principal": "node", "scopes": ["agent"]})["secret"]
     for _ in range(2):
         status, refused = api.ask(secret, "POST", "/agents", said("new"))
-        assert (status, refused["message"]) == (403, "the node 'new' waits for an administrator to approve it")
-        assert refused["hint"] == "an administrator of the server: sgpu node approve new"
+        assert (status, refused["message"]) == (403, golden("server.node_admission.node-new-waits"))
+        assert refused["hint"] == golden("server.node_admission.administrator-server-sgpu")
     assert api.ask(secret, "POST", "/agents", said("other"))[0] == 403
     (waiting,) = api.do(api.user("ada"), "GET", "/nodes")["nodes"]
     assert (waiting["name"], waiting["state"]) == ("new", "PENDING")
-    assert "sgpu node approve new" in waiting["sentence"]
+    assert golden("server.node_admission.sgpu-node-approve") in waiting["sentence"]
     status, missing = api.ask(api.admin, "POST", "/nodes/approve", {"name": "other"})
-    assert (status, missing["hint"]) == (404, "nodes that wait: new")
+    assert (status, missing["hint"]) == (404, golden("server.node_admission.nodes-wait-new"))
     assert api.do(api.admin, "POST", "/nodes/approve", {"name": "new"})["state"] == "APPROVED"
     assert api.do(secret, "POST", "/agents", said("new"))["node"]
     (there,) = api.do(api.admin, "GET", "/nodes")["nodes"]
@@ -238,7 +240,7 @@ def test_22A3_so_many_nodes_may_wait(api: Api, monkeypatch: pytest.MonkeyPatch) 
         secret = api.do(api.admin, "POST", "/tokens", {"principal": "node", "scopes": ["agent"]})["secret"]
         status, refused = api.ask(secret, "POST", "/agents", said(name))
         assert status == 403
-    assert "1 nodes wait for an administrator already" in refused["message"]
+    assert golden("server.node_admission.nodes-wait-administrator") in refused["message"]
 
 
 # the server's own node ------------------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def test_22A3_the_servers_own_token_is_its_machines_and_follows_its_home(
     secret = start(HOME)
     who = Caller(name="node", kind="service", role="agent", token_id=token_id(secret))
     agents = Agents(services)
-    with pytest.raises(NotAllowed, match="is that of the node 'n1'"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.node_admission.node-n1"))):
         agents.hello(who, hello("thief", instance="i2"))
     agents.hello(who, hello(instance="i1"))
     moved = Identity(name="renamed", machine="m2", instance="i1")

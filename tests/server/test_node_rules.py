@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, NodeView, Start
 from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, QuarantineRequest
 from tests.server.stored import add_people, new_run
+from tests.support.golden import golden
 from tests.support.server.agents import H100, NODE, hello, tell
 
 ROOT = Caller(name="root", role="admin")
@@ -136,10 +138,10 @@ def test_drain_with_stop_has_runs_leave_and_go_on_elsewhere_with_resume(services
     tick(services)
     for run_id in (stays, goes_on):
         assert (find(services, run_id).state, find(services, run_id).stop) == (State.STOPPING, StopReason.DRAIN)
-        assert last_event(services, run_id) == "asked to stop: drain: root drains n1 (new fan)"
-        assert sentence(services, run_id) == "asked to stop: drain: root drains n1 (new fan)"
+        assert last_event(services, run_id) == golden("server.node_rules.asked-stop-drain")
+        assert sentence(services, run_id) == golden("server.node_rules.asked-stop-drain")
         end(services, run_id)
-    assert sentence(services, stays) == "the run had to leave its node: root drains n1 (new fan)"
+    assert sentence(services, stays) == golden("server.node_rules.run-leave-node")
     join(services, "n2")
     tick(services)
     again = find(services, goes_on)
@@ -263,7 +265,7 @@ def test_when_a_node_ceases_to_be_shared_others_are_told_and_then_stopped_and_it
     assert find(services, others).stop is None
     later(services, clock, 1)
     assert (find(services, others).stop, find(services, own).stop) == (StopReason.DRAIN, None)
-    assert last_event(services, others) == "asked to stop: drain: n1 is alice's"
+    assert last_event(services, others) == golden("server.node_rules.asked-stop-drain-n1")
     assert sentence(services, own) == ""
 
 
@@ -280,7 +282,7 @@ def test_nobody_leaves_without_a_warning_also_when_the_calendar_is_new_or_the_se
     assert (find(services, run_id).stop, leave_ns(services, run_id)) == (None, told_ns)
     later(services, clock, 1)
     assert find(services, run_id).stop is StopReason.DRAIN
-    assert last_event(services, run_id) == "asked to stop: drain: n1 is not shared"
+    assert last_event(services, run_id) == golden("server.node_rules.asked-stop-drain-n1-2")
 
 
 def test_who_lived_through_a_turn_is_told_anew_before_the_next(
@@ -336,7 +338,7 @@ def test_others_start_only_what_can_be_gone_by_the_turn_and_the_owner_whatever_t
         State.STARTING,
         State.STARTING,
     ]
-    assert "which is alice's from " in services.sentences.of(unknown)
+    assert golden("server.node_rules.alice") in services.sentences.of(unknown)
     later(services, clock, 2 * HOUR_S)
     more = submit(services, owner="alice")
     tick(services)
@@ -379,9 +381,7 @@ def test_a_calendar_that_cannot_be_read_any_more_lets_nobody_in_and_says_so(
     waiting = submit(services)
     tick(services)
     assert (find(services, going).stop, find(services, waiting).state) == (None, State.QUEUED)
-    assert "a calendar that cannot be read: the server knows no time zone 'Europe/Berlin'" in (
-        services.sentences.of(waiting)
-    )
+    assert golden("server.node_rules.calendar-cannot-read") in (services.sentences.of(waiting))
     assert view_of(services).sentence.startswith("has a calendar that cannot be read")
 
 
@@ -407,7 +407,7 @@ def test_a_calendar_that_cannot_be_is_refused(
 def test_an_owner_is_somebody_who_is_there(services: Services, node_id: str) -> None:
     with pytest.raises(NotFound):
         ruling.put_calendar(services, by(ROOT), CalendarRequest(owner="carol"))
-    with pytest.raises(NotFound, match="there is no node 'n9'"):
+    with pytest.raises(NotFound, match=re.escape(golden("server.node_rules.node-n9"))):
         ruling.put_calendar(services, by(ROOT, node="n9"), CalendarRequest())
 
 
@@ -417,17 +417,17 @@ def test_an_owner_is_somebody_who_is_there(services: Services, node_id: str) -> 
 def test_an_owner_decides_about_their_node_and_takes_nothing_back_that_others_decided(
     services: Services, node_id: str
 ) -> None:
-    with pytest.raises(NotAllowed, match="n1 is not alice's"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.n1-alice"))):
         ruling.drain(services, by(ALICE), NodeDrainRequest(on=True))
-    with pytest.raises(NotAllowed, match="n1 is not alice's"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.n1-alice"))):
         ruling.put_calendar(services, by(ALICE), CalendarRequest(owner="alice"))
-    with pytest.raises(NotAllowed, match="n1 is not alice's"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.n1-alice"))):
         ruling.quarantine(services, by(ALICE), QuarantineRequest(uuid=H100[0].uuid, on=True))
     ruling.put_calendar(services, by(ROOT), CalendarRequest(owner="alice"))
     assert ruling.put_calendar(services, by(ALICE), NIGHTS).rules.calendar.shared == NIGHTS.shared
-    with pytest.raises(NotAllowed, match="an operator says whose n1 is"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.operator-says-whose"))):
         ruling.put_calendar(services, by(ALICE), CalendarRequest(owner="bob"))
-    with pytest.raises(NotAllowed, match="n1 is not bob's"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.n1-bob"))):
         ruling.drain(services, by(BOB), NodeDrainRequest(on=True))
     ruling.drain(services, by(ALICE), NodeDrainRequest(on=True))
     assert ruling.drain(services, by(ALICE), NodeDrainRequest(on=False)).rules.drain is None
@@ -463,8 +463,8 @@ def test_a_gpu_that_is_left_out_is_not_counted_and_the_node_is_told_so(services:
     tick(services)
     assert find(services, all_of_it).state is State.QUEUED
     told = services.sentences.of(all_of_it)
-    assert "1 of it used by others than this server, or in quarantine" in told
-    assert f"root left out: {uuid} (ECC)" in told
+    assert golden("server.node_rules.used-others-server") in told
+    assert golden("server.node_rules.root-left-out", uuid=uuid) in told
     again = ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=uuid, on=True))
     assert again.rules == view.rules  # the note stays where no other one comes
     assert ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=uuid, on=False)).rules == NodeRules()
@@ -475,10 +475,10 @@ def test_a_gpu_that_is_left_out_is_not_counted_and_the_node_is_told_so(services:
 
 
 def test_only_a_device_of_a_node_that_can_do_without_is_left_out(services: Services, node_id: str) -> None:
-    with pytest.raises(NotFound, match="n1 has no device 'GPU-x'"):
+    with pytest.raises(NotFound, match=re.escape(golden("server.node_rules.n1-device-gpu"))):
         ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid="GPU-x", on=True))
     Agents(services).hello(NODE, hello("n1", machine="machine of n1", takes=("secrets",)))
-    with pytest.raises(InvalidValue, match="n1 is of a version that leaves no device out"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.node_rules.n1-version-leaves"))):
         ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=H100[0].uuid, on=True))
 
 

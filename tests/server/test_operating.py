@@ -15,6 +15,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest, PoolView
 from tests.server.stored import add_people
+from tests.support.golden import golden
 from tests.support.server.agents import H100, NODE, find, hello, submit
 
 ADMIN = Caller(name="root", role="admin", token_id="t")
@@ -41,7 +42,7 @@ def test_a_node_is_up_then_silent_then_gone(services: Services, agents: Agents, 
     since = format_clock(clock.wall_ns())
     clock.advance(30)
     (node,) = operating.view_nodes(services)
-    assert (node.state, node.sentence) == ("SILENT", f"has not been heard of since {since}")
+    assert (node.state, node.sentence) == ("SILENT", golden("server.operating.been-heard-since", since=since))
     clock.advance(960)
     assert operating.view_nodes(services)[0].state == "GONE"
 
@@ -114,7 +115,7 @@ def test_F22_a_node_that_an_operator_knows_to_be_dead_is_given_up_at_once_and_th
     with pytest.raises(InvalidValue, match="would run twice"):
         operating.forget(services, ADMIN, "n1", known_dead=False)
     view = operating.forget(services, ADMIN, "n1", known_dead=True)
-    assert (view.state, view.sentence) == ("GONE", "was given up: root said that it is dead")
+    assert (view.state, view.sentence) == ("GONE", golden("server.operating.given-up-root"))
     run = find(services, run_id)
     assert (run.state, run.reason) == (State.LOST, Reason.NODE_GONE)
     assert operating.view_nodes(services) == []

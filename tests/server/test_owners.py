@@ -25,6 +25,7 @@ from serverless_gpu.wire.runs import RunView, StreamMessage
 from tests.server.made import made_services
 from tests.server.served import served
 from tests.server.stored import add_people
+from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, submit
 from tests.support.server.measures import value
 from tests.support.server.principals import Api
@@ -81,7 +82,7 @@ def test_F68_what_runs_and_what_waits_is_stopped_where_that_was_decided(services
     assert (find(services, going).state, find(services, going).stop) == (State.STOPPING, StopReason.CANCEL)
     ended = find(services, waiting)
     assert (ended.state, ended.reason) == (State.CANCELLED, Reason.CANCELLED)
-    assert ended.detail == "alice may start no runs any more"
+    assert ended.detail == golden("server.owners.alice-may-start")
     entries = [one for one in api.database.read(audit.entries) if one.action in ("run.stop", "user.change")]
     stopped = sorted([going, waiting])
     assert [(one.principal, one.subject) for one in entries] == [

@@ -40,6 +40,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
 from tests.server.planned import Planners, Scripted, decision, placement, waiting
 from tests.server.stored import add_people, new_run
+from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, submit, tell
 from tests.support.server.measures import value
 
@@ -186,7 +187,7 @@ def test_a_tick_that_fails_begins_from_nothing(
     scheduler = Scheduler(services)
     tick(services, scheduler)
     planners.last.waits[run_id] = waiting(run_id, "its devices are in use")
-    assert services.sentences.of(run_id) == "its devices are in use"
+    assert services.sentences.of(run_id) == golden("server.planning.devices-use")
     planners.last.decisions.append(decision([placement(run_id, node_id)]))
 
     def away(_work: object) -> None:
@@ -272,7 +273,7 @@ def test_nodes_pools_and_shares_that_change_are_told(services: Services, node_id
     tick(services, scheduler)
     policy, node = planners.last.told[-1]
     assert isinstance(policy, QueuePolicySet) and policy.policy.team_weights == {"search": 70}
-    assert isinstance(node, NodeSeen) and "its disk is full" in node.node.away
+    assert isinstance(node, NodeSeen) and golden("server.planning.disk-full") in node.node.away
     operating.forget(services, ROOT, "n1", known_dead=True)
     tick(services, scheduler)
     assert planners.last.told[-1] == [NodeGone(node_id)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -12,6 +13,7 @@ from serverless_gpu.cli import program
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade, TokenRequest
 from tests.server.served import Served
+from tests.support.golden import golden
 
 Said = Callable[..., Result]
 
@@ -34,17 +36,16 @@ def test_a_policy_is_made_and_changed_as_far_as_is_said(said: Said) -> None:
         *("--gpu-types", "h100, A10", "--gpus-per-run", "8", "--gpus-at-once", "16", "--max-run", "7d"),
         *("--idle", "30m", "--priorities", "normal,BEST_EFFORT"),
     )
-    assert made.stdout == (
-        "policy llm: any on-demand pool; needs tag team (a, b); needs tag cost; adds tag team=a; GPU types H100, A10; "
-        "8 GPUs a run; 16 GPUs at once; 7 days at a time; stopped after 30 min 00 s idle; classes NORMAL, BEST_EFFORT\n"
-    )
+    assert made.stdout == golden("server.policy_commands.policy-llm-any")
     # What is not said stays; `any` takes a limit away.
     changes = ("--gpus-per-run=any", "--max-run=2h", "--idle=any", "--require-tag=team", "--gpu-types=any")
-    assert said("policy", "set", "llm", *changes, "--priorities", "any").stdout == (
-        "policy llm: any on-demand pool; needs tag team; adds tag team=a; 16 GPUs at once; 2 h 00 min at a time\n"
+    assert said("policy", "set", "llm", *changes, "--priorities", "any").stdout == golden(
+        "server.policy_commands.policy-llm-any-demand"
     )
-    assert said("policy", "set", "free", "--gpus-per-run=1").stdout == "policy free: any on-demand pool; 1 GPU a run\n"
-    assert said("policy", "set", "free", "--gpus-per-run=any").stdout == "policy free: any on-demand pool\n"
+    assert said("policy", "set", "free", "--gpus-per-run=1").stdout == golden("server.policy_commands.policy-free-any")
+    assert said("policy", "set", "free", "--gpus-per-run=any").stdout == golden(
+        "server.policy_commands.policy-free-any-demand"
+    )
 
 
 def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: Said) -> None:
@@ -55,19 +56,21 @@ def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: S
     said("policy", "set", "llm", "--require-tag", "team", "--gpus-at-once", "16")
     says = "any on-demand pool; needs tag team; 16 GPUs at once"
     assert said("policy", "mine", token=bob).stdout.splitlines()[1:] == [
-        "free    -            any on-demand pool",
+        golden("server.policy_commands.free-any-demand"),
         f"llm     -            {says}",
-        "no policy is attached to you: runs are under none, or one of these that they name with policy=",
+        golden("server.policy_commands.policy-attached-you"),
     ]
     attached = said("policy", "attach", "llm", "--team", "search", "--user", "bob").stdout
-    assert attached == "policy llm is attached to: team search, user bob\n"
-    assert said("policy", "mine", token=bob).stdout.splitlines()[-1] == "llm applies by itself"
+    assert attached == golden("server.policy_commands.policy-llm-attached")
+    assert said("policy", "mine", token=bob).stdout.splitlines()[-1] == golden(
+        "server.policy_commands.llm-applies-itself"
+    )
     assert said("policy", "show", "llm", token=bob).stdout.splitlines() == [
         "policy llm",
         "  any on-demand pool",
         "  needs tag team",
         "  16 GPUs at once",
-        "  attached to: team search, user bob",
+        golden("server.policy_commands.attached-team-search"),
     ]
     said("policy", "attach", "free", "--user", "bob")
     assert "says which" in said("policy", "mine", token=bob).stdout
@@ -80,12 +83,12 @@ def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: S
         for change in (("set", "llm"), ("detach", "llm", "--user", "bob"), ("delete", "llm")):
             with pytest.raises(NotAllowed):
                 said("policy", *change, token=token)
-    with pytest.raises(InvalidValue, match="is attached to team search and 1 other"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.policy_commands.attached-team-search-other"))):
         said("policy", "delete", "llm")
-    assert said("policy", "detach", "llm", "--team", "search", "--user", "bob").stdout == (
-        "policy llm is attached to: -\n"
+    assert said("policy", "detach", "llm", "--team", "search", "--user", "bob").stdout == golden(
+        "server.policy_commands.policy-llm-attached-2"
     )
-    assert said("policy", "delete", "llm").stdout == "policy llm is gone\n"
+    assert said("policy", "delete", "llm").stdout == golden("server.policy_commands.policy-llm-gone")
     with pytest.raises(NotFound, match="no policy 'llm'"):
         said("policy", "show", "llm")
 
@@ -97,21 +100,20 @@ def test_22D3_a_policy_is_made_mandatory_and_its_holders_see_that(server: Served
         *("policy", "set", "house", "--mandatory", "--attempts", "5", "--total-run", "2d"),
         *("--unsaved-attempts", "1", "--gpus-per-run", "4"),
     )
-    assert made.stdout == (
-        "policy house: mandatory; any on-demand pool; 4 GPUs a run; 2 days in all attempts; 5 attempts; "
-        "stopped after 1 attempt in a row without a checkpoint\n"
-    )
+    assert made.stdout == golden("server.policy_commands.policy-house-mandatory")
     said("policy", "set", "free")
     said("policy", "attach", "house", "--user", "bob")
     *rows, always, other = said("policy", "mine", token=bob).stdout.splitlines()
     assert [row.split()[0] for row in rows] == ["POLICY", "free", "house"]
-    assert always == "house applies to every run, beside the others"
+    assert always == golden("server.policy_commands.house-applies-every")
     assert other.startswith("no other policy is attached to you")
     changed = said(
         "policy", "set", "house", "--optional", "--attempts=any", "--total-run=any", "--unsaved-attempts=any"
     )
-    assert changed.stdout == "policy house: any on-demand pool; 4 GPUs a run\n"
-    assert said("policy", "mine", token=bob).stdout.splitlines()[-1] == "house applies by itself"
+    assert changed.stdout == golden("server.policy_commands.policy-house-any")
+    assert said("policy", "mine", token=bob).stdout.splitlines()[-1] == golden(
+        "server.policy_commands.house-applies-itself"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,4 +139,4 @@ def test_22D7_a_policy_s_time_limit_and_team_are_set_and_taken_away(server: Serv
     says = "any on-demand pool; time limit 2 h 00 min by itself; team ads by itself; needs a team"
     assert made == f"policy p: {says}\n"
     taken = said("policy", "set", "p", "--timeout", "any", "--team", "any", "--no-require-team").stdout
-    assert taken == "policy p: any on-demand pool\n"
+    assert taken == golden("server.policy_commands.policy-any-demand")

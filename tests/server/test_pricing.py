@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from serverless_gpu.wire.prices import PriceRequest, PriceSet
 from tests.server.made import made_services
 from tests.server.served import Served
 from tests.server.stored import T0, S, add_node, add_people, add_run, place
+from tests.support.golden import golden
 
 WHO = Caller(name="alice", kind="user")
 HOUR = 3600 * S
@@ -103,9 +105,9 @@ def test_the_past_is_refused_once_something_was_placed_that_could_have_paid(
     put(services, micros=1, at=T0)  # nothing was: it may be
     place(database, add_run(database, at_ns=T0 + HOUR), at_ns=T0 + HOUR)  # two H100
     for resource in ("H100", "core", "memory"):
-        with pytest.raises(InvalidValue, match="cannot change in the past"):
+        with pytest.raises(InvalidValue, match=re.escape(golden("server.pricing.cannot-change-past"))):
             put(services, resource, 2, at=T0 + HOUR // 2)
-    with pytest.raises(InvalidValue, match="cannot change in the past"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.pricing.cannot-change-past"))):
         pricing.end_price(services, WHO, "H100", until_ns=T0 + HOUR // 2)
     put(services, "A10", 2, at=T0 + HOUR // 2)
     put(services, micros=2, at=T0 + HOUR + 1)
@@ -180,19 +182,16 @@ def said(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Said]:
 
 
 def test_prices_are_set_listed_and_ended_by_command(server: Served, said: Said) -> None:
-    assert (
-        said("price", "list")
-        == "nothing has a price: what is used is counted, and unpriced; sgpu price set H100 2.99\n"
-    )
+    assert said("price", "list") == golden("server.pricing.nothing-price-used")
     server.connection().ask("PUT", "/pools/lab", PoolRequest(), answer=PoolView)
-    assert said("price", "set", "h100", "3.49") == "H100: 3.49 USD for one device for one hour\n"
+    assert said("price", "set", "h100", "3.49") == golden("server.pricing.h100-49-usd")
     planned = said("price", "set", "H100", "2.99", "--from", "2096-12-01")
-    assert planned.splitlines()[0] == "H100: 2.99 USD for one device for one hour from 2096-12-01T00:00:00Z"
+    assert planned.splitlines()[0] == golden("server.pricing.h100-99-usd")
     assert planned.splitlines()[1].startswith("before it: H100: 3.49 USD for one device for one hour, since ")
     said("price", "set", "memory", "0.005")
     made = said("price", "set", "H100", "--pool", "lab", "--dbu-per-gpu-hour", "8.884", "--usd-per-dbu", "0.70")
-    assert made == "H100 in pool lab: 6.2188 USD for one device for one hour, 8.884 DBU\n"
-    assert "neither the catalogue nor a node has a GPU named H1000" in said("price", "set", "H1000", "1")
+    assert made == golden("server.pricing.h100-pool-lab")
+    assert golden("server.pricing.neither-catalogue-nor") in said("price", "set", "H1000", "1")
     lines = said("price", "list").splitlines()
     assert [line.split()[:3] for line in lines] == [
         ["WHAT", "POOL", "PRICE"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from serverless_gpu.server import ray_beside
 from serverless_gpu.server.ray_settings import RaySettings
 from serverless_gpu.server.settings import Settings, read_settings
 from tests.server.certificates import Authority
+from tests.support.golden import golden
 
 RAY = RaySettings(port=7900, node_address="127.0.0.2")
 
@@ -67,12 +69,12 @@ def test_a_cluster_that_is_there_has_to_answer_and_its_token_is_private(
     token.write_text("f" * 64)
     ray = msgspec.structs.replace(RAY, address="127.0.0.1:1", token_file=str(token))
     token.chmod(0o644)
-    with pytest.raises(InvalidValue, match="lets in whoever has it"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.ray_beside.lets-whoever"))):
         ray_beside.refuse(told(home, ray=ray))
     token.chmod(0o600)
     with pytest.raises(ServerProblem) as refused:
         ray_beside.refuse(told(home, ray=ray))
-    assert refused.value.message == "no Ray answers at 127.0.0.1:1: Connection refused"
+    assert refused.value.message == golden("server.ray_beside.ray-answers-127")
 
 
 def test_on_loopback_the_first_machine_says_that_no_other_can_join_and_why(home: Path) -> None:
@@ -80,9 +82,8 @@ def test_on_loopback_the_first_machine_says_that_no_other_can_join_and_why(home:
     lines = ray_beside.offer_joining(settings, url="http://127.0.0.1:7878", port=7878)
     assert lines == [
         "Ray at 127.0.0.2:7900, ports 7900-7999",
-        f"another home of this machine joins: sgpu join 127.0.0.2 --token-file {settings.directory}/join.json "
-        "--name NAME --node-address IP --ray-port PORT",
-        "other machines cannot: this server listens on loopback. Give it --host, --tls-cert and --tls-key",
+        golden("server.ray_beside.another-home-machine", directory=settings.directory),
+        golden("server.ray_beside.other-machines-cannot"),
     ]
     path = settings.directory / "join.json"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -92,9 +93,7 @@ def test_on_loopback_the_first_machine_says_that_no_other_can_join_and_why(home:
 def test_with_an_address_of_a_network_homes_of_this_machine_are_not_spoken_of(home: Path) -> None:
     settings = told(home, ray=msgspec.structs.replace(RAY, node_address="10.0.0.5"))
     lines = ray_beside.offer_joining(settings, url="http://127.0.0.1:7878", port=7878)
-    assert lines[1:] == [
-        "other machines cannot join yet: this server listens on loopback. Give it --host, --tls-cert and --tls-key"
-    ]
+    assert lines[1:] == [golden("server.ray_beside.other-machines-cannot-join")]
 
 
 def test_with_a_certificate_the_join_file_has_its_name_and_who_issued_it(home: Path, tmp_path: Path) -> None:
@@ -106,9 +105,9 @@ def test_with_a_certificate_the_join_file_has_its_name_and_who_issued_it(home: P
     path = settings.directory / "join.json"
     assert lines == [
         "Ray at 127.0.0.2:7900, ports 7900-7999",
-        f"another machine joins with a copy of {path}, as secret as a password:",
-        "  sgpu join 127.0.0.2 --token-file join.json",
-        "it is good for one machine within a day; for more: sgpu node invite --uses 10",
+        golden("server.ray_beside.another-machine-joins", path=path),
+        golden("server.ray_beside.sgpu-join-127"),
+        golden("server.ray_beside.good-one-machine"),
     ]
     file = read_join_file(path)
     assert (file.server, file.ca) == ("https://127.0.0.2:7878", authority.ca.read_text())

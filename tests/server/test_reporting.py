@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from serverless_gpu.wire.attempts import Ending, File
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_run, outcome, place, rows, stored, tell
+from tests.support.golden import golden
 from tests.support.server.reporting import CALM, COMPLETED, RESULTS, fact, piece, say
 
 FAILED = Ending(state=State.FAILED, reason=Reason.RANK_RAISED, began=True, stopped=msgspec.Raw(b'{"a":2}'))
@@ -117,7 +119,7 @@ def test_F33_an_ending_is_acknowledged_once_its_logs_are_durable(
     with monkeypatch.context() as broken:
         broken.setattr(services.logs, "sync", full)
         for _ in range(2):  # the node keeps what it has, and reports again
-            with pytest.raises(OSError, match="the disk is broken"):
+            with pytest.raises(OSError, match=re.escape(golden("server.reporting.disk-broken"))):
                 say(services, run_id, State.STOPPING, **said)
     assert say(services, run_id, State.STOPPING, **said) == CALM
     assert (stored(database, run_id).state, stored(database, run_id).events) == (State.SUCCEEDED, 5)
@@ -225,7 +227,7 @@ def test_a_stop_is_told_with_every_answer_until_the_end(services: Services, data
 def test_who_was_silent_is_heard_again(services: Services, database: Database, run_id: str) -> None:
     say(services, run_id, exec_ns=T0)
     tell(database, run_id, Silent())
-    assert "no word from n1 since 2030-03-17T17:46:41Z" in views.sentence(stored(database, run_id))
+    assert golden("server.reporting.word-n1-since") in views.sentence(stored(database, run_id))
     say(services, run_id, exec_ns=T0)
     assert stored(database, run_id).state is State.RUNNING
 
@@ -273,7 +275,7 @@ def test_a_large_file_is_a_blob_whose_parts_are_here(services: Services, databas
     data = b"x" * 1000
     digest = blake3(data).hexdigest()
     large = File(name="results/0.pkl", size=1000, blob=BlobReference(size=1000, parts=(digest,)))
-    with pytest.raises(NotFound, match="1 parts of the files"):
+    with pytest.raises(NotFound, match=re.escape(golden("server.reporting.parts-files"))):
         say(services, run_id, State.STOPPING, files=(large, RESULTS[1]), ending=COMPLETED, logs=(piece(b"x"),))
     assert stored(database, run_id).state is State.STARTING
     assert services.logs.sizes(run_id, 1) == {}
@@ -287,7 +289,7 @@ def test_a_large_file_is_a_blob_whose_parts_are_here(services: Services, databas
 def test_a_run_has_not_completed_without_the_results_of_all_ranks(
     services: Services, database: Database, run_id: str
 ) -> None:
-    with pytest.raises(InvalidValue, match="1 of 2 results are here"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.reporting.results-here"))):
         say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS[:1], ending=COMPLETED)
     assert stored(database, run_id).state is State.STARTING
     assert rows(database, tables.files) == []
@@ -322,7 +324,7 @@ def test_a_fact_that_contradicts_another_is_said_and_left_out(
     say(services, run_id, facts=(fact(run_id, 1), fact(run_id, 2)))
     assert not caplog.records
     say(services, run_id, facts=(fact(run_id, 1, cpus=9),))
-    assert f"fact 1 of attempt {run_id}:1 came again and says something else" in caplog.text
+    assert golden("server.reporting.fact-attempt-came", run_id=run_id) in caplog.text
     found = database.read(lambda connection: facts.of_crew(connection, (run_id, 1, 0)))
     assert [(one.seq, one.cpus) for one in found] == [(0, 0), (1, 0), (2, 0)]
 
@@ -330,7 +332,7 @@ def test_a_fact_that_contradicts_another_is_said_and_left_out(
 def test_a_failure_is_told_with_what_the_node_says(services: Services, database: Database, run_id: str) -> None:
     say(services, run_id, State.STOPPING, exec_ns=T0, ending=FAILED, sentence="rank 1: ValueError: no")
     run = stored(database, run_id)
-    assert views.sentence(run) == "a rank raised an exception: rank 1: ValueError: no"
+    assert views.sentence(run) == golden("server.reporting.rank-raised-exception")
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_which_rank_it_was_and_why_is_read_from_what_the_supervisor_said(
 ) -> None:
     ending = msgspec.structs.replace(FAILED, stopped=msgspec.Raw(stopped))
     say(services, run_id, State.STOPPING, exec_ns=T0, ending=ending)
-    assert views.sentence(stored(database, run_id)) == "a rank raised an exception" + told
+    assert views.sentence(stored(database, run_id)) == golden("server.reporting.rank-raised-exception-2") + told
 
 
 def test_no_text_of_a_node_is_too_long_or_odd_to_be_stored(services: Services, database: Database, run_id: str) -> None:
@@ -481,5 +483,5 @@ def test_22D2_the_next_attempt_says_what_a_lost_one_had_saved(services: Services
 
 def test_22D2_no_report_speaks_of_attempts_that_were_not_made(services: Services, run_id: str) -> None:
     for saved in (-1, 2):
-        with pytest.raises(InvalidValue, match="is said to see checkpoints of attempt"):
+        with pytest.raises(InvalidValue, match=re.escape(golden("server.reporting.said-see-checkpoints"))):
             say(services, run_id, saved=saved)

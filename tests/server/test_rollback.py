@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import signal
 import sqlite3
@@ -25,6 +26,7 @@ from serverless_gpu.wire.runs import RunView
 from tests.local.observe import wait_for
 from tests.server.postgres import Cluster
 from tests.server.served import Served, served
+from tests.support.golden import golden
 from tests.support.server.rollback import delete_log, has_identity
 from tests.support.server.runs_api import request, submit
 from tests.support.server.server_process import Process
@@ -64,12 +66,17 @@ def test_22B3_a_server_whose_database_was_rolled_back_does_not_start(
 ) -> None:
     killed(home)
     damage(home)
-    with pytest.raises(ServerProblem, match="the database was rolled back") as caught, served(home):
+    with (
+        pytest.raises(ServerProblem, match=re.escape(golden("server.rollback.database-rolled-back"))) as caught,
+        served(home),
+    ):
         pass
-    assert "sgpu server restore BACKUP" in caught.value.hint and "--accept-rollback" in caught.value.hint
+    assert (
+        golden("server.rollback.sgpu-server-restore") in caught.value.hint and "--accept-rollback" in caught.value.hint
+    )
     checked = check()
     assert checked.exit_code == 1
-    with pytest.raises(ServerProblem, match="the database was rolled back"), served(home):
+    with pytest.raises(ServerProblem, match=re.escape(golden("server.rollback.database-rolled-back"))), served(home):
         pass
 
 
@@ -124,7 +131,10 @@ def test_22B3_postgresql_a_database_that_is_behind_its_mark_is_refused(
     postgres.drop_database(name)
     with psycopg.connect(postgres.url("postgres"), autocommit=True) as connection:
         connection.execute(f"ALTER DATABASE {behind} RENAME TO {name}".encode())
-    with pytest.raises(ServerProblem, match="the database was rolled back"), served(home, database=url):
+    with (
+        pytest.raises(ServerProblem, match=re.escape(golden("server.rollback.database-rolled-back"))),
+        served(home, database=url),
+    ):
         pass
     with served(home, database=url, accept_rollback=True):
         pass
@@ -150,9 +160,12 @@ def test_22B8_a_server_that_shares_the_directory_of_one_with_another_database_is
         for _ in range(2):  # also where the first try left something behind
             with pytest.raises(ServerProblem, match="with another database") as caught, served(beside, database=other):
                 pass
-            assert "give this one its own home" in caught.value.hint
+            assert golden("server.rollback.give-one-own") in caught.value.hint
         assert mark is not None and read_mark(home / "server" / "database.mark") == mark
-        with pytest.raises(ServerProblem, match="another server uses this database"), served(beside, database=mine):
+        with (
+            pytest.raises(ServerProblem, match=re.escape(golden("crash.two_servers.another-server-uses"))),
+            served(beside, database=mine),
+        ):
             pass
         run = submit(server.connection()).id
     with served(beside, database=mine) as server:  # the other one has ended: this one replaces it

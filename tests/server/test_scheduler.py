@@ -34,6 +34,7 @@ from serverless_gpu.wire.attempts import Report
 from serverless_gpu.wire.runs import Target
 from tests.server.made import made_services
 from tests.server.stored import T0, add_people, new_run
+from tests.support.golden import golden
 from tests.support.server.agents import H100, NODE, find, hello, submit, tell
 
 ROOT = Caller(name="root", role="admin")
@@ -76,9 +77,7 @@ def test_a_placement_is_one_attempt_one_order_and_one_event(services: Services, 
 def test_who_waits_reads_why_and_is_woken_when_that_changes(services: Services, node_id: str) -> None:
     first, second = submit(services, 6), submit(services, 4)
     scheduler = tick(services)
-    assert services.sentences.of(second) == (
-        f"needs 4 H100 on one node; 2 free on n1; alice/{first} holds 6; you are 1st"
-    )
+    assert services.sentences.of(second) == golden("server.scheduler.needs-h100-one", first=first)
     seen = services.hub.version(run_key(second))
     tick(services, scheduler)
     assert services.hub.version(run_key(second)) == seen
@@ -89,9 +88,7 @@ def test_who_waits_reads_why_and_is_woken_when_that_changes(services: Services, 
     tick(services, scheduler)
     assert services.hub.version(run_key(second)) > seen
     since = format_clock(services.clock.wall_ns() - 30 * 10**9)
-    assert services.sentences.of(second) == (
-        f"needs 4 H100 on one node; n1 has not been heard of since {since}; you are 1st"
-    )
+    assert services.sentences.of(second) == golden("server.scheduler.needs-h100-one-node", since=since)
 
 
 def test_nothing_is_placed_on_a_node_that_is_not_heard_of(services: Services, node_id: str, clock: FakeClock) -> None:
@@ -108,9 +105,7 @@ def test_a_node_with_a_problem_gets_nothing_and_its_problem_is_said(services: Se
     Agents(services).hello(NODE, hello(problem="its disk is full"))
     run_id = submit(services)
     tick(services)
-    assert services.sentences.of(run_id) == (
-        "needs 2 H100 on one node; n1 can run nothing now: its disk is full; you are 1st"
-    )
+    assert services.sentences.of(run_id) == golden("server.scheduler.needs-h100-one-node-2")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +317,7 @@ def test_what_an_engine_can_never_do_goes_back_to_the_queue_and_ends_after_three
         Agents(services).hello(NODE, hello())
     tick(services, scheduler)
     run = find(services, run_id)
-    assert (run.state, run.reason, run.detail) == (State.FAILED, Reason.REFUSED, "no licence for n1")
+    assert (run.state, run.reason, run.detail) == (State.FAILED, Reason.REFUSED, golden("server.scheduler.licence-n1"))
     assert services.database.read(lambda connection: orders.waiting(connection, node_id)) == []
 
 
@@ -344,7 +339,7 @@ def test_what_did_not_start_is_left_alone_for_a_while_and_others_go_first(
     assert (find(services, run_id).state, find(services, other).state) == (State.QUEUED, State.STARTING)
     following = Scheduler(services)  # a server that was started again knows it, too
     following.tick(clock.boottime_ns())
-    assert "it is tried again at" in services.sentences.of(run_id)
+    assert golden("server.scheduler.tried-again") in services.sentences.of(run_id)
     tell(services, other, StopAsked(why=StopReason.CANCEL))
     tell(services, other, Ended(reason=Reason.CANCELLED, began=False))
     clock.advance(0.75)
@@ -380,7 +375,7 @@ def test_what_an_engine_cannot_do_now_is_asked_for_again_and_said(services: Serv
     scheduler = tick(services, Scheduler(services, engine=cluster))
     run = find(services, run_id)
     assert run.attempt is not None
-    assert (run.state, run.attempt.sentence) == (State.STARTING, "n1 is being started")
+    assert (run.state, run.attempt.sentence) == (State.STARTING, golden("server.scheduler.n1-being-started"))
     assert cluster.recover() == []
     tick(services, scheduler)
     assert cluster.recover() == [f"{run_id}:1"]

@@ -25,6 +25,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL
 from tests.server.stored import add_node, add_people
+from tests.support.golden import golden
 from tests.support.server.invariants import finished, submitted
 
 
@@ -67,7 +68,7 @@ def test_what_is_wrong_is_said_once_and_counted(
     check.tick(clock.boottime_ns())
     said = errors(caplog)
     sentence = f"I2 run {run_id}: was SUCCEEDED (completed), and is FAILED (rank_raised)"
-    assert f"what is never true is true: {sentence}" in said
+    assert golden("server.self_check.never-true-true", sentence=sentence) in said
     check.tick(clock.boottime_ns())
     assert errors(caplog) == said and check.found == len(said)
     assert f'sgpu_violations_total{{invariant="I2"}} {float(len(said))}'.encode() in services.measures.text()
@@ -144,19 +145,19 @@ def test_I8_a_chain_that_was_cut_off_or_written_anew_is_not_the_one_before(peopl
     links = tables.audit_links
     people.write(lambda connection: connection.execute(links.delete().where(links.c.number > 4)))
     chain.begin_again()
-    assert chain.look(people.read) == [(6, "the audit went as far as this, and now ends with entry 4")]
+    assert chain.look(people.read) == [(6, golden("server.self_check.audit-went-far"))]
     people.write(lambda connection: connection.execute(links.delete()))
     people.write(lambda connection: connection.execute(tables.audit.update().values(principal="mallory")))
     people.write(lambda connection: audit.chain(connection, after_seq=0, limit=1_000))
     chain.begin_again()
-    assert chain.look(people.read) == [(4, "it is another one than before, or one before it is")]
+    assert chain.look(people.read) == [(4, golden("server.self_check.another-one-before"))]
 
 
 def test_I8_an_entry_that_is_gone_or_no_json_is_said(people: Database) -> None:
     chained(people, 4)
     links = tables.audit_links
     people.write(lambda connection: connection.execute(links.delete().where(links.c.number == 2)))
-    assert ChainCheck().look(people.read)[0] == (3, "entry 2 is missing: entry 3 follows entry 1")
+    assert ChainCheck().look(people.read)[0] == (3, golden("server.self_check.entry-missing-entry"))
     people.write(lambda connection: connection.execute(tables.audit.update().values(detail_json="{")))
     [(number, sentence)] = ChainCheck().look(people.read)
     assert number == 1 and "cannot be read" in sentence
@@ -171,9 +172,7 @@ def test_a_run_that_waits_untold_is_found_after_a_minute(
     clock.advance(61)
     assert errors(caplog) == []
     check.tick(clock.boottime_ns())
-    assert errors(caplog) == [
-        f"what is never true is true: I14 run {run_id}: waits, and has been told nothing for 61 s"
-    ]
+    assert errors(caplog) == [golden("server.self_check.never-true-true-i14", run_id=run_id)]
     for _ in range(3):
         clock.advance(5)
         check.tick(clock.boottime_ns())
@@ -203,7 +202,7 @@ def test_when_more_is_wrong_than_anybody_reads_the_log_says_so(
         check.tick(clock.boottime_ns())
     said = errors(caplog)
     assert ["told nothing" in line for line in said] == [True, True, False]
-    assert said[2] == "more than 2 things are wrong; `sgpu server check` names the others"
+    assert said[2] == golden("server.self_check.more-things-wrong")
 
 
 def test_a_device_that_was_lent_twice_is_found_pages_apart(people: Database, clock: FakeClock) -> None:
@@ -236,7 +235,7 @@ def test_a_store_that_is_away_is_no_violation(
 def test_the_command_says_what_is_wrong_and_exits_with_1(home: Path) -> None:
     (home / "server").mkdir(parents=True)
     runner = CliRunner()
-    assert "there is no server in this home" in str(runner.invoke(sgpu, ["server", "check"]).exception)
+    assert golden("server.self_check.server-home") in str(runner.invoke(sgpu, ["server", "check"]).exception)
     database = Database(f"sqlite:///{home}/server/server.db", clock=SystemClock())
     database.migrate()
     add_people(database, "alice")

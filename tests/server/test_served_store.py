@@ -40,6 +40,7 @@ from serverless_gpu.wire.connection import Connection
 from tests.server.listening import app_of, listening
 from tests.small_disks import small_disk
 from tests.stores.servers import Line, cut, flip
+from tests.support.golden import golden
 from tests.unit.environments_in_stores import capture, make_pack, make_unit, snapshot_of
 
 CONTENT = b"print('the project of another member')"
@@ -330,7 +331,7 @@ def test_F40_a_full_disk_is_said_before_bytes_nothing_is_half_there_and_it_goes_
         connection = Connection(url, "member")
         filler = disk / "filler"
         filler.write_bytes(b"x" * 4_000_000)
-        with pytest.raises(ServerStorageFull, match=r"3\.0 MB to write, 2\.\d MB free"):
+        with pytest.raises(ServerStorageFull, match=golden("server.served_store.mb-write-mb")):
             connection.put(f"/blobs/{digest}", data)
         with pytest.raises(StorageError, match="no room"):
             served(url, "member").put({pack_key(data): data})

@@ -15,6 +15,7 @@ from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
 from serverless_gpu.wire.state import Health
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 from tests.support.server.runs_api import Reader, request
 from tests.support.server.server_process import Process
 
@@ -53,7 +54,7 @@ def test_told_to_read_a_certificate_again_that_it_does_not_have_it_goes_on(
     processes.append(Process(home))
     os.kill(processes[0]._process.pid, signal.SIGHUP)
     log = home / "server" / "server.log"
-    wait_for(lambda: "no certificate to be read again" in log.read_text(), "it is said")
+    wait_for(lambda: golden("server.server_process.certificate-read-again") in log.read_text(), "it is said")
     assert processes[0].connection.ask("GET", "/health", answer=Health).ok
     assert processes[0].end(signal.SIGTERM) == 0
 

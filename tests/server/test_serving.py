@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
 import socket
 import stat
 import subprocess
@@ -30,6 +31,7 @@ from serverless_gpu.wire.runs import RunView, StopRequest
 from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
 from serverless_gpu.wire.state import Health, Version
 from tests.server.served import Served, served
+from tests.support.golden import golden
 from tests.support.server.runs_api import submit
 
 
@@ -108,7 +110,7 @@ def test_a_server_without_the_key_of_its_runs_does_not_start_unless_told(tmp_pat
     with served(tmp_path, database=database_url) as server:
         run = submit(server.connection())
     (tmp_path / "server" / "key").unlink()
-    wrong = pytest.raises(ServerProblem, match="key is not the one of its database")
+    wrong = pytest.raises(ServerProblem, match=re.escape(golden("server.serving.key-one-database")))
     with wrong, served(tmp_path, database=database_url):
         pass
     with served(tmp_path, database=database_url, key_lost=True) as server:
@@ -125,7 +127,7 @@ def test_a_server_without_the_key_of_its_secrets_does_not_start_unless_told(tmp_
     key = tmp_path / "server" / "key"
     right = key.read_bytes()
     key.unlink()
-    wrong = pytest.raises(ServerProblem, match=r"secrets were sealed with another one \(KEEP, OTHER\)")
+    wrong = pytest.raises(ServerProblem, match=re.escape(golden("server.serving.secrets-sealed-another")))
     with wrong as refused, served(tmp_path, database=database_url):
         pass
     assert "put back" in refused.value.hint and "--key-lost" in refused.value.hint

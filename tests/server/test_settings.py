@@ -13,6 +13,7 @@ from serverless_gpu.cli.server.up import up
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.scheduling.values import QueuePolicy
 from serverless_gpu.server.settings import Said, effective, option_of, read_settings
+from tests.support.golden import golden
 
 
 def test_without_anything_said_it_is_sqlite_on_loopback(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_what_is_wrong_in_a_variable_is_said_with_its_name(tmp_path: Path, varia
 
 
 def test_what_is_wrong_in_an_option_is_said_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match="--retention: retention is 1s"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.settings.retention-retention-1s"))):
         read_settings(tmp_path, {"retention": "1s"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
 from tests.server.made import made_services
 from tests.server.spent import PER_SECOND, ROOT, UNIT, Spent
+from tests.support.golden import golden
 from tests.support.server.submitting import ALICE, request
 
 MORNING = 1_794_729_600_000_000_000  # 2026-11-15 08:00 UTC
@@ -163,7 +165,7 @@ def test_a_run_whose_cores_a_budget_has_no_room_for_waits_beside_the_line_and_is
     spent.set(limit_micros=530 * UNIT, hard=True)
     for _ in range(2):
         spent.tick()
-        assert "budget 'llm' has no room for it" in spent.services.sentences.of(dear)
+        assert golden("server.budgets.budget-llm-room") in spent.services.sentences.of(dear)
         assert spent.find(dear).state is State.QUEUED
     assert spent.find(first).state is State.STARTING  # nothing is kept for who cannot start
 
@@ -171,7 +173,7 @@ def test_a_run_whose_cores_a_budget_has_no_room_for_waits_beside_the_line_and_is
 def test_a_run_that_cannot_pay_the_first_minute_of_its_cores_is_refused_at_once(spent: Spent) -> None:
     price(spent, "core")
     spent.set(limit_micros=100 * UNIT, hard=True)
-    with pytest.raises(BudgetExhausted, match="less left this month than the run's first minute costs"):
+    with pytest.raises(BudgetExhausted, match=re.escape(golden("server.budgets.less-left-month"))):
         with_cores(spent)
     spent.submit()
 
@@ -183,4 +185,4 @@ def test_a_run_that_may_come_to_a_pool_is_let_in_for_what_that_pool_costs(spent:
     run_id = spent.submit()
     for _ in range(2):
         spent.tick()
-        assert "budget 'llm' has no room for it" in spent.services.sentences.of(run_id)
+        assert golden("server.budgets.budget-llm-room") in spent.services.sentences.of(run_id)

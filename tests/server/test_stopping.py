@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.server.made import made_services
 from tests.server.stored import add_node, add_people, add_run, place, stored, tell
+from tests.support.golden import golden
 
 ALICE = Caller(name="alice", role="member")
 BOB = Caller(name="bob", role="member", teams=("search",))
@@ -37,7 +39,11 @@ def test_a_running_run_is_asked_and_it_is_written_who_asked(services: Services, 
     run_id = add_run(database)
     place(database, run_id)
     view = stopping.stop(services, ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
-    assert (view.state, view.stop, view.sentence) == (State.STOPPING, StopReason.CANCEL, "asked to stop: cancel")
+    assert (view.state, view.stop, view.sentence) == (
+        State.STOPPING,
+        StopReason.CANCEL,
+        golden("server.stopping.asked-stop-cancel"),
+    )
     (entry,) = database.read(audit.entries)
     assert (entry.action, entry.principal, entry.subject) == ("run.stop", "alice", run_id)
     assert entry.detail == {"reason": "cancel", "fence": 1}
@@ -66,7 +72,7 @@ def test_runs_of_others_are_stopped_by_operators_only(services: Services, databa
     for run_id, who in [(mine, BOB), (mine, VIEWER), (ours, VIEWER)]:
         with pytest.raises(NotFound):
             stopping.stop(services, who, "own", run_id=run_id, why=StopReason.CANCEL)
-    with pytest.raises(NotAllowed, match="bob may see run"):
+    with pytest.raises(NotAllowed, match=re.escape(golden("server.stopping.bob-may-see"))):
         stopping.stop(services, BOB, "own", run_id=ours, why=StopReason.CANCEL)
     with pytest.raises(NotFound):
         stopping.stop(services, ALICE, "own", run_id="nobody", why=StopReason.CANCEL)

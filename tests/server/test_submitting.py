@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from serverless_gpu.wire.runs import RunRequest
 from tests.server.made import made_services
 from tests.server.stored import add_people, rows, stored
+from tests.support.golden import golden
 from tests.support.server.submitting import ALICE, BOB, CONTEXT, LIVE, request
 from tests.unit.environments_in_stores import make_unit, snapshot_of
 
@@ -129,14 +131,14 @@ def test_F60_two_different_ones_at_once_are_one_run_and_one_conflict(services: S
 def test_no_more_runs_of_one_owner_wait_than_may(services: Services) -> None:
     for _ in range(3):
         submitting.submit(services, ALICE, request())
-    with pytest.raises(TooLarge, match="alice has 3 runs that wait") as caught:
+    with pytest.raises(TooLarge, match=re.escape(golden("server.submitting.alice-runs-wait"))) as caught:
         submitting.submit(services, ALICE, request())
     assert "cancel some" in caught.value.hint
     submitting.submit(services, BOB, request())
 
 
 def test_a_pool_has_to_be_there(services: Services, database: Database) -> None:
-    with pytest.raises(InvalidValue, match="there is no pool 'big'"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("server.submitting.pool-big"))):
         submitting.submit(services, ALICE, request(pool="big"))
     database.write(lambda connection: pools.ensure(connection, "big", at_ns=1))
     assert submitting.submit(services, ALICE, request(pool="big")).pool == "big"

@@ -19,6 +19,7 @@ from serverless_gpu.server import serving
 from serverless_gpu.server.claim import TakenOver
 from serverless_gpu.server.systemd import Installation, join_unit, notify, taken_from, unit
 from tests.docs.pages import ROOT
+from tests.support.golden import golden
 
 EXAMPLE = Installation(
     command=("/opt/serverless-gpu/bin/sgpu", "up"),
@@ -101,7 +102,7 @@ def test_a_server_that_was_replaced_is_not_started_again(home: Path, monkeypatch
 
     monkeypatch.setattr(serving, "serve", replaced)
     said = CliRunner().invoke(sgpu, ["up", "--no-node", "--port", "0"])
-    assert said.exit_code == 3 and "taken the database over" in said.output
+    assert said.exit_code == 3 and golden("server.claim.taken-database-over") in said.output
     assert "RestartPreventExitStatus=3" in unit(EXAMPLE).splitlines()
 
 
@@ -110,7 +111,7 @@ def test_sgpu_server_unit_prints_it_with_this_machines_paths(home: Path) -> None
     said = CliRunner().invoke(sgpu, ["server", "unit"], catch_exceptions=False)
     assert said.exit_code == 0
     lines = said.output.splitlines()
-    assert f"ExecStart={shlex.quote(sys.executable)} -m serverless_gpu.cli up" in lines
+    assert golden("server.systemd.execstart-serverless-gpu", quote=shlex.quote(sys.executable)) in lines
     assert f"Environment=SERVERLESS_GPU_HOME={home}" in lines
     assert "TimeoutStopSec=120" in lines and "NoNewPrivileges=yes" in lines
 

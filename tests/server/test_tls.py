@@ -21,6 +21,7 @@ from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalView
 from tests.server.certificates import Authority
 from tests.server.served import Served, served
+from tests.support.golden import golden
 
 NAMES = ("localhost", "127.0.0.1")
 
@@ -122,7 +123,7 @@ def test_a_renewed_certificate_is_for_new_connections_and_one_that_is_none_chang
         (cert.with_name("other.key")).replace(key)  # the certificate's is another one
         with caplog.at_level(logging.ERROR):
             server.renew()
-        assert "was not renewed" in caplog.text and "do not go together" in caplog.text
+        assert "was not renewed" in caplog.text and golden("server.tls.do-go-together") in caplog.text
         with peer_of(server, authority) as connection:
             assert serial(connection) == second
 
@@ -139,7 +140,7 @@ def test_a_certificate_that_has_ended_or_is_not_good_yet_does_not_replace_a_good
         with caplog.at_level(logging.ERROR):
             server.renew()
         says = "is not good before 24 h" if days > 0 else "ended 24 h"
-        assert "was not renewed, the one in use stays" in caplog.text and says in caplog.text
+        assert golden("server.tls.renewed-one-use") in caplog.text and says in caplog.text
         with peer_of(server, authority) as connection:
             assert serial(connection) == first
         written = msgspec.json.decode((tmp_path / "server" / FILE).read_bytes(), type=InUse)
@@ -185,7 +186,7 @@ def test_how_long_a_certificate_is_good_is_said_at_the_start(
     cert, key = authority.sign(*NAMES, days=-1, file="ended")
     with caplog.at_level(logging.ERROR):
         Certificate(str(cert), str(key), directory=tmp_path, clock=SystemClock())
-    assert "ended.pem (localhost, 127.0.0.1) ended 24 h 00 min ago" in caplog.text
+    assert golden("server.tls.ended-pem-localhost") in caplog.text
     written = msgspec.json.decode((tmp_path / FILE).read_bytes(), type=InUse)
     assert (written.path, written.names) == (str(cert), NAMES)
 

@@ -29,6 +29,7 @@ from serverless_gpu.server.hub import SCHEDULER, node_key, run_key
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note
 from tests.server.stored import T0, S, add_node, add_people, add_run, outcome, place, rows, stored, tell
+from tests.support.golden import golden
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_silence_and_a_word_after_it_are_events(database: Database, run_id: str)
     assert run.attempt is not None
     assert (run.state, run.attempt.state, run.attempt.before) == (State.RUNNING, State.RUNNING, None)
     assert told_of(database, run_id)[-2:] == [
-        (4, 1, State.UNREACHABLE, None, "no word from n1; the run may well be going on"),
+        (4, 1, State.UNREACHABLE, None, golden("server.transitions.word-n1-run")),
         (5, 1, State.RUNNING, None, "n1 answers again"),
     ]
 
@@ -146,7 +147,9 @@ def test_a_run_that_is_cancelled_while_it_waits_is_finished(database: Database, 
     run = stored(database, run_id)
     assert run.finished and run.state is State.CANCELLED and run.stop is StopReason.CANCEL
     assert rows(database, tables.orders) == []
-    assert told_of(database, run_id) == [(2, 0, State.CANCELLED, Reason.CANCELLED, "the run was cancelled")]
+    assert told_of(database, run_id) == [
+        (2, 0, State.CANCELLED, Reason.CANCELLED, golden("server.transitions.run-cancelled"))
+    ]
 
 
 def test_F23_faults_of_the_infrastructure_have_a_count_of_their_own(database: Database) -> None:
@@ -216,10 +219,7 @@ def test_F73_what_reached_the_longest_time_of_an_attempt_waits_anew_behind_the_o
     run = stored(database, run_id)
     assert (run.state, run.reason, run.queued_ns, run.retries_used) == (State.QUEUED, None, T0 + 9 * S, 0)
     last = rows(database, tables.events)[-1]
-    assert last["sentence"] == (
-        "attempt 1 is over: the run reached its time limit: usage policy 'llm' lets an attempt run for 7 days; "
-        "it waits for another"
-    )
+    assert last["sentence"] == golden("server.transitions.attempt-over-run")
     place(database, run_id)
     tell(database, run_id, Started(), StopAsked(StopReason.CANCEL), Ended(Reason.TIMEOUT, began=True))
     assert stored(database, run_id).reason is Reason.CANCELLED
@@ -257,10 +257,7 @@ def test_22D2_a_run_whose_attempts_save_nothing_ends_as_that_and_says_how_often(
         assert (run.fence, run.unsaved, run.state in TERMINAL) == (number, number, number == 3)
     assert (run.state, run.reason, run.ran, run.ran_ms) == (State.FAILED, Reason.NO_PROGRESS, 2, 16_000)
     assert run.attempt is not None and run.attempt.reason is Reason.TIMEOUT
-    assert rows(database, tables.events)[-1]["sentence"] == (
-        "attempt after attempt of the run saved nothing new to continue from: 3 in a row, and the last one ended so: "
-        "the run reached its time limit. Only what lies in runtime.checkpoint_dir() counts as saved"
-    )
+    assert rows(database, tables.events)[-1]["sentence"] == golden("server.transitions.attempt-after-attempt")
 
 
 def test_22D2_a_policy_bounds_the_attempts_of_a_run_and_their_time(database: Database) -> None:

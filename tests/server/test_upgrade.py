@@ -12,6 +12,7 @@ import pytest
 from serverless_gpu.wire.base import PROTOCOL
 from tests.server.replaying import RECORDED, Replay, conversation, lacks
 from tests.server.served import Served, served
+from tests.support.golden import golden
 
 pytestmark = pytest.mark.slow
 
@@ -96,8 +97,10 @@ def test_F53_a_node_of_the_protocol_to_come_is_told_to_wait_for_the_server(serve
     hello = next(one for one in conversation(PROTOCOL_BEFORE) if one.get("path") == "/agents")
     for body in ({**hello["body"], "protocol": PROTOCOL + 1}, {**hello["body"], "what_is_new_there": 1}):
         status, problem = replay.ask_as("node", "POST", "/agents", body)
-        assert status == 400 and f"protocol {PROTOCOL + 1}, this server speaks" in problem["message"]
-        assert problem["hint"] == "upgrade serverless-gpu on the server: it is upgraded first"
+        assert (
+            status == 400 and golden("server.upgrade.protocol-server-speaks", value=PROTOCOL + 1) in problem["message"]
+        )
+        assert problem["hint"] == golden("server.agents.upgrade-serverless-gpu")
     status, problem = replay_of(PROTOCOL, server).ask_as(
         "node", "POST", "/agents", {**hello["body"], "what_is_that": 1}
     )

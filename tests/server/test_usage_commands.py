@@ -30,6 +30,7 @@ from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamVi
 from tests.server import ledgered
 from tests.server.ledgered import HOUR_MS
 from tests.server.served import Served, served
+from tests.support.golden import golden
 
 Said = Callable[..., str]
 MONTH, DAY = "2026-10", model.day_of("2026-10-05")
@@ -95,18 +96,16 @@ def said(server: Served, monkeypatch: pytest.MonkeyPatch) -> Said:
 
 def test_a_report_says_what_was_used_and_what_must_not_be_overlooked(said: Said) -> None:
     assert said("--month", MONTH, "--by", "user,team").splitlines() == [
-        "USER   TEAM    RUNS  QUEUED  RUN   STOP  USED  BILLED  UNPRICED  COST          DBU       BUSY    IDLE",
+        golden("server.usage_commands.user-team-runs"),
         "alice  search  2     0.50    2.00  0.25  2.00  2.00    0.00      3.000000 USD  8.884000  25.0 %  75.0 %",
         "carol  -       2     0.00    2.00  0.00  2.00  2.00    1.00      0.000001 USD  0.000000  -       -",
         "all    -       4     0.50    4.00  0.25  4.00  4.00    1.00      3.000001 USD  8.884000  25.0 %  75.0 %",
-        "2026-10-01 to 2026-10-31, UTC; QUEUED: hours of waiting, else device-hours",
-        "1.0 device-hours have no price and are in no cost: `sgpu price set` gives what comes one",
-        "1.0 device-hours may still change: their nodes fell silent before they said how it ended",
+        golden("server.usage_commands.2026-10-01"),
+        golden("server.usage_commands.device-hours-price"),
+        golden("server.usage_commands.device-hours-may"),
         *FORMULAS,
     ]
-    assert (
-        said("--from", "2020-01-01", "--to", "2020-01-31") == "nothing was used in these days, as far as you may see\n"
-    )
+    assert said("--from", "2020-01-01", "--to", "2020-01-31") == golden("server.usage_commands.nothing-used-these")
 
 
 def test_days_are_chosen_in_one_way_and_values_by_where(said: Said) -> None:
@@ -149,7 +148,7 @@ def test_short_times_are_in_a_unit_that_shows_them(said: Said) -> None:
 def test_what_is_cut_is_said(said: Said) -> None:
     lines = said("--month", MONTH, "--by", "run", "--limit", "1").splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["RUN", "r1", "all"]
-    assert "cut: others used 3.0 device-hours for 1.00 USD; --limit shows more" in lines
+    assert golden("server.usage_commands.cut-others-used") in lines
     assert "cut: others" in said("--month", MONTH, "--by", "run", "--limit", "1", "--csv", stderr=True)
 
 
@@ -194,7 +193,7 @@ def test_a_member_sees_their_teams_and_themselves(server: Served, said: Said) ->
     alice = admin.ask("POST", "/users", PrincipalRequest(name="alice", teams=("search",)), answer=TokenMade).secret
     dora = admin.ask("POST", "/users", PrincipalRequest(name="dora"), answer=TokenMade).secret
     assert "carol" not in said("--month", MONTH, token=alice) and "alice" in said("--month", MONTH, token=alice)
-    assert said("--month", MONTH, token=dora) == "nothing was used in these days, as far as you may see\n"
+    assert said("--month", MONTH, token=dora) == golden("server.usage_commands.nothing-used-these")
     assert len(said("--month", MONTH, "--records", token=dora).splitlines()) == 1
 
 

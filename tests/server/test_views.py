@@ -16,6 +16,7 @@ from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.sentences import Told
 from serverless_gpu.server.watching import Look
 from tests.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell
+from tests.support.golden import golden
 
 ALICE = Caller(name="alice", role="member")
 BOB = Caller(name="bob", role="member", teams=("search",))
@@ -64,7 +65,7 @@ def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str
         view = views.run_view(stored(database, run_id), told=Told(sentence="needs 8 H100; you are 2nd"))
         return view.state, view.node, view.sentence
 
-    assert seen() == (State.QUEUED, "", "needs 8 H100; you are 2nd")
+    assert seen() == (State.QUEUED, "", golden("server.views.needs-h100-you"))
     place(database, run_id)
     assert seen() == (State.STARTING, "n1", "")
     database.write(lambda connection: crews.note(connection, (run_id, 1, 0), sentence="restoring 2 GB"))
@@ -76,7 +77,7 @@ def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str
     tell(database, run_id, StopAsked(StopReason.CANCEL))
     assert seen() == (State.UNREACHABLE, "n1", said)
     tell(database, run_id, GivenUp(Reason.NODE_GONE), detail="nothing for 960 s")
-    assert seen() == (State.LOST, "n1", "the node never came back: nothing for 960 s")
+    assert seen() == (State.LOST, "n1", golden("server.views.node-never-came"))
     view = views.run_view(stored(database, run_id))
     assert (view.name, view.owner, view.team, view.gpu_type, view.world_size) == ("fit", "alice", "search", "H100", 2)
     assert (view.created_ns, view.started_ns, view.ended_ns, view.finished) == (T0, T0, T0 + 2 * S, True)
@@ -126,6 +127,6 @@ def test_a_reader_gets_what_it_has_not_and_the_end_once_there_is_one(database: D
     last = look(3)
     assert last.events == () and last.settled is None and last.ended is not None
     assert (last.ended.seq, last.ended.reason, last.ended.ending) == (4, Reason.GPU_OOM, msgspec.UNSET)
-    assert last.ended.sentence == "a rank ran out of GPU memory: rank 1"
+    assert last.ended.sentence == golden("server.views.rank-ran-out")
     with pytest.raises(NotFound):
         database.read(lambda connection: views.look(connection, "0" * 26, 0))

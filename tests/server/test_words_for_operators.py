@@ -40,6 +40,7 @@ from serverless_gpu.wire.state import Version
 from tests.server.certificates import Authority
 from tests.server.served import served
 from tests.server.stored import add_people
+from tests.support.golden import golden
 from tests.support.server.agents import NODE, hello, submit, tell
 from tests.support.server.runs_api import request
 
@@ -56,7 +57,10 @@ def test_a_damaged_database_is_named(home: Path, command: list[str], monkeypatch
     (home / "server" / "server.db").write_bytes(b"garbage" * 1000)
     error = told("server", *command).exception
     assert isinstance(error, ServerProblem), error
-    assert f"{home}/server/server.db" in error.message and "file is not a database" in error.message
+    assert (
+        f"{home}/server/server.db" in error.message
+        and golden("server.words_for_operators.file-database") in error.message
+    )
     assert error.hint
 
 
@@ -64,7 +68,7 @@ def test_a_server_with_a_damaged_database_does_not_start(home: Path, caplog: pyt
     path = home / "server.db"
     path.write_bytes(b"garbage" * 1000)
     database = Database(f"sqlite:///{path}", clock=SystemClock())
-    with pytest.raises(ServerProblem, match=r"the database is damaged, or is none: .*server.db") as found:
+    with pytest.raises(ServerProblem, match=golden("server.words_for_operators.database-damaged-none")) as found:
         database.migrate()
     assert "sgpu server restore" in found.value.hint
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
@@ -127,7 +131,7 @@ def test_why_a_certificate_is_not_trusted_is_said_with_what_mends_it(tmp_path: P
             there.ask("GET", "/version", answer=Version)
         there.close()
     stranger, misnamed = said.values()
-    assert "unable to get local issuer certificate" in stranger.message and "--ca" in stranger.hint
+    assert golden("server.words_for_operators.unable-get-local") in stranger.message and "--ca" in stranger.hint
     assert "mismatch" in misnamed.message and "name" in misnamed.hint and "--ca" not in misnamed.hint
     assert "https://" in plain.value.hint
 
@@ -151,7 +155,7 @@ def test_a_key_that_is_a_directory_or_has_a_passphrase_is_said_to_be(tmp_path: P
 def test_how_large_a_secret_is_is_not_made_up(home: Path) -> None:
     error = told("secret", "set", "HUGE", "--local", stdin=b"x" * 3_000_000).exception
     assert isinstance(error, InvalidValue)
-    assert error.message == f"secret HUGE has more than {VALUE_BYTES_MAX} bytes"
+    assert error.message == golden("server.words_for_operators.secret-huge-more", VALUE_BYTES_MAX=VALUE_BYTES_MAX)
 
 
 def test_variables_that_are_no_settings_are_named_with_what_was_meant() -> None:
@@ -159,9 +163,9 @@ def test_variables_that_are_no_settings_are_named_with_what_was_meant() -> None:
         ("SGPU_PORT", "SGPU_ALLOW_HOST", "SGPU_RETENTOIN", "SGPU_QQQQ", "SGPU_FAULT", "SGPU_RUN_ID", "PATH"), "x"
     )
     assert unknown(environ) == [
-        "SGPU_ALLOW_HOST is no setting: SGPU_HOSTS is",
-        "SGPU_QQQQ is no setting",
-        "SGPU_RETENTOIN is no setting: SGPU_RETENTION is",
+        golden("server.words_for_operators.sgpu-allow-host"),
+        golden("server.words_for_operators.sgpu-qqqq-setting"),
+        golden("server.words_for_operators.sgpu-retentoin-setting"),
     ]
 
 
@@ -183,7 +187,9 @@ def test_who_is_disabled_is_told_so_and_who_enables_that_tokens_are_gone(
         asking = server.connection(carl)
         with pytest.raises(NotAuthenticated, match="carl is disabled"):
             asking.ask("GET", "/whoami", answer=PrincipalView)
-        assert "sgpu token create --for carl" in told("user", "change", "carl", "--enable").output
+        assert (
+            golden("server.words_for_operators.sgpu-token-create") in told("user", "change", "carl", "--enable").output
+        )
         with pytest.raises(NotAuthenticated, match="was revoked"):
             asking.ask("GET", "/whoami", answer=PrincipalView)
         carl = told("token", "create", "--for", "carl").stdout.split()[-1]
@@ -192,7 +198,11 @@ def test_who_is_disabled_is_told_so_and_who_enables_that_tokens_are_gone(
         (_, line) = told("secret", "list").stdout.splitlines()
         assert line.split()[:3] == ["CS", "1", "carl"]
         error = told("secret", "delete", "CS").exception
-        assert isinstance(error, NotFound) and "has no secret 'CS'" in error.message and "one's own" in error.hint
+        assert (
+            isinstance(error, NotFound)
+            and golden("server.words_for_operators.secret-cs") in error.message
+            and "one's own" in error.hint
+        )
 
 
 def test_the_log_has_what_became_of_a_run(services: Services, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import serverless_gpu
 from serverless_gpu import errors
 from tests.stable import recording
+from tests.support.golden import golden
 from tests.support.stable.recorded_home import STATES, TRAINED, Sgpu, same_python
 
 
@@ -22,8 +23,8 @@ from tests.support.stable.recorded_home import STATES, TRAINED, Sgpu, same_pytho
 def test_24_6_a_recorded_run_is_attached(expected: Any) -> None:
     run = serverless_gpu.attach(expected["runs"]["trains"])
     assert run.wait(0) and run.status() == "SUCCEEDED"
-    assert run.logs() == "epoch 0 of rank 0\nepoch 1 of rank 0\nepoch 2 of rank 0\nepoch 3 of rank 0\n"
-    assert run.logs(1, "stderr") == "no learning rate: 0.1 is taken\n"
+    assert run.logs() == golden("stable.recorded_home.epoch-rank-epoch")
+    assert run.logs(1, "stderr") == golden("stable.recorded_home.learning-rate-taken")
     receipt = run.receipt()
     assert (receipt.run_id, receipt.state, receipt.gpus) == (run.id, "SUCCEEDED", ("FAKE-H100-0", "FAKE-H100-1"))
     assert (receipt.world_size, receipt.tags, receipt.currency) == (2, {"project": "recorded"}, "USD")
@@ -43,7 +44,7 @@ def test_24_6_results_and_exceptions_of_recorded_runs_are_loaded(expected: Any) 
     assert runs["in_session"].result() == 4
     with pytest.raises(ValueError) as raised:
         runs["fails"].results()
-    assert raised.value.args == ("shard 1 has no rows",) and raised.value.__cause__ is not None
+    assert raised.value.args == (golden("stable.recorded_home.shard-rows"),) and raised.value.__cause__ is not None
     with pytest.raises(errors.InvalidValue) as refused:
         runs["refuses"].results()
     assert (refused.value.message, refused.value.hint) == ("batch size 0", "take 1")
@@ -123,7 +124,7 @@ def test_24_6_a_recorded_environment_is_shown_and_restored(expected: Any, sgpu: 
     target = tmp_path / "restored"
     sgpu("env", "restore", address, str(target), "--copies")
     (module,) = target.glob("lib/python*/site-packages/greeting.py")
-    assert module.read_text(encoding="utf-8") == 'TEXT = "hello from a recorded environment"\n'
+    assert module.read_text(encoding="utf-8") == golden("stable.recorded_home.text-hello-recorded")
     (code,) = target.glob("code/*/work.py")
     assert code.read_text(encoding="utf-8") == recording.SCRIPT
     words = [str(target / "bin" / "python"), "-c", "import greeting; print(greeting.TEXT)"]

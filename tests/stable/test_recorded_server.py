@@ -17,6 +17,7 @@ import pytest
 import serverless_gpu
 from serverless_gpu import errors
 from tests.stable import recording
+from tests.support.golden import golden
 from tests.support.stable.recorded_home import STATES, TRAINED, Sgpu, same_python
 
 pytestmark = pytest.mark.slow
@@ -95,4 +96,4 @@ def _is_attached(runs: dict[str, str], expected: Any) -> None:
     assert attached["trains"].results(10) == TRAINED
     with pytest.raises(ValueError) as raised:
         attached["fails"].results(10)
-    assert raised.value.args == ("shard 1 has no rows",)
+    assert raised.value.args == (golden("stable.recorded_home.shard-rows"),)

@@ -18,6 +18,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
 from tests.small_disks import small_disk
 from tests.stores.far_away import KEY, OTHER, PACK, FarAway, files, read, server_on, until
+from tests.support.golden import golden
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_F40_a_disk_that_fills_while_a_copy_is_written_is_said_once(
         assert read(environments, pack_key(OTHER)) == OTHER
     assert files(disk) == ["of others"]
     assert [record.getMessage() for record in caplog.records] == [
-        f"copies of memory://bucket are not kept in {disk}/nearby: No space left on device"
+        golden("stores.nearby_room.copies-memory-bucket", disk=disk)
     ]
 
 

@@ -14,6 +14,7 @@ from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.testing.stores import StoreConformance, pack_key
 from tests.stores.conftest import BUCKET
 from tests.stores.servers import SECRET, Line, cut, flip, variables
+from tests.support.golden import golden
 from tests.unit.environments_in_stores import capture
 
 LARGE = bytes(range(256)) * 4096
@@ -85,12 +86,12 @@ def test_a_wrong_secret_says_what_to_check(rclone_url: str, prefix: str) -> None
     ):
         with pytest.raises(StoreUnavailable) as caught:
             call()
-        assert f"the store s3://{BUCKET}/{prefix} (at {rclone_url}) refuses to " in caught.value.message
-        assert ": 403" in caught.value.message
-        assert caught.value.hint == (
-            "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL, "
-            "and that they may get, put, list and delete there"
+        assert (
+            golden("stores.servers.store-s3-refuses", BUCKET=BUCKET, prefix=prefix, rclone_url=rclone_url)
+            in caught.value.message
         )
+        assert ": 403" in caught.value.message
+        assert caught.value.hint == golden("stores.servers.check-aws-access")
         assert "wrong-but-secret" not in repr(caught.value) + str(caught.value)
     with pytest.raises(StoreUnavailable, match="403 SignatureDoesNotMatch"):
         store.put({key: b"1"})
@@ -105,7 +106,7 @@ def test_a_bucket_that_does_not_exist(server: str) -> None:
     ):
         with pytest.raises(StoreUnavailable) as caught:
             call()
-        assert caught.value.message == f"the store s3://nowhere/here (at {server}) does not exist: 404 NoSuchBucket"
+        assert caught.value.message == golden("stores.servers.store-s3-nowhere", server=server)
         assert SECRET not in str(caught.value)
 
 

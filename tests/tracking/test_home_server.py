@@ -15,6 +15,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.mlflow_server.places import Place, place_of
 from serverless_gpu.node.mlflow_server.serving import ensure_server, look, stop_server, stop_servers
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 from tests.tracking.mlflow_server import PYTHON, READY_S, without_mlflow_variables
 
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -101,7 +102,7 @@ def test_a_database_of_another_mlflow_is_said_and_left_as_it_is(there: Home) -> 
     said = wait_for(
         lambda: ensure_server(there, str(PYTHON), environ=os.environ).problem, "what is wrong", limit_s=READY_S
     )
-    assert "was written by another version of MLflow; serve it with that one, or upgrade it, after a backup: " in said
+    assert golden("tracking.home_server.written-another-version") in said
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "files"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.local.observe import cancel_all, wait_for
+from tests.support.golden import golden
 from tests.tracking.mlflow_server import PYTHON, MlflowRun, MlflowServer, without_mlflow_variables
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.torch]
@@ -103,7 +104,7 @@ def test_usage_2_every_rank_logs_without_start_run(driver: Driver) -> None:
         """
     )
     assert done.returncode == 0, done.stderr
-    assert "[None, None, None, None, None, None, None, None]" in done.stdout
+    assert golden("tracking.runs.none-none-none") in done.stdout
     run = driver.ended("FINISHED")
     assert run.name.startswith("jobTaskRun-")
     assert {step for step, _ in driver.server.history(run.run_id, "loss")} == {0, 1, 2}
@@ -134,7 +135,7 @@ def test_usage_3_a_named_run_with_artifacts_on_all_ranks(driver: Driver) -> None
         """
     )
     assert done.returncode == 0, done.stderr
-    assert "{'losses': [0.5], 'workers': 2, 'name': 'fsdp', 'ok': True}" in done.stdout
+    assert golden("tracking.runs.text") in done.stdout
     run = driver.ended("FINISHED")
     assert (run.name, run.params["num_workers"]) == ("fsdp_tutorial", "2")
     files = driver.server.get("artifacts/list", run_id=run.run_id, path="checkpoint")["files"]
@@ -247,11 +248,11 @@ def test_mlflow_digits_registers_a_model_and_loads_it_back(
 ) -> None:
     done = example(MLFLOW_TRACKING_URI=mlflow_server.uri)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "digits version 1, loaded from the registry: test accuracy 9" in done.stdout
+    assert golden("tracking.runs.digits-version-loaded") in done.stdout
 
 
 def test_mlflow_digits_needs_no_server(example: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """Against the home's own store, behind the server that is started for it."""
     done = example()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "digits version 1, loaded from the registry: test accuracy 9" in done.stdout
+    assert golden("tracking.runs.digits-version-loaded") in done.stdout

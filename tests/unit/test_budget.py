@@ -32,6 +32,7 @@ from serverless_gpu.model.budget import (
     window,
 )
 from serverless_gpu.model.days import DAY_NS, format_day
+from tests.support.golden import golden
 
 NOW = 1_795_000_000_000_000_000  # 2026-11-18 15:06:40 UTC
 SECOND = 1_000_000_000
@@ -293,6 +294,6 @@ def test_22D6_a_budget_that_stops_runs_is_closed_and_not_at_100_per_cent() -> No
         "is closed" in said and "8.00 of 100.00 USD used" in said and "100 %" not in said and "1 run is stopped" in said
     )
     goes_on = budget_words.goes_on("llm", standing, "USD", is_open=True)
-    assert "this one goes on" in goes_on
+    assert golden("server.budgets.one-goes") in goes_on
     assert "USD" not in budget_words.goes_on("llm", standing, "USD", is_open=False)
     assert "80 % of budget 'llm'" in budget_words.warning("llm", standing, "USD", is_open=True, mark=80)

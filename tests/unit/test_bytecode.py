@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import struct
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from serverless_gpu.environment.restore.restoring import Restored, Way, compile_
 from serverless_gpu.environment.restore.unpacking import MTIME_S
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentRejected
+from tests.support.golden import golden
 from tests.unit.made_environments import Counting, Made, Piece, base_python, interpreter
 from tests.unit.restored_process import MODES, ask
 
@@ -150,7 +152,7 @@ def test_S221_start_up_code_of_an_environment_is_never_run_by_restoring_or_compi
 
 
 def test_S221_bytecode_is_never_taken_from_a_unit(made: Made) -> None:
-    with pytest.raises(EnvironmentRejected, match="bytecode is made on the node, never sent"):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.bytecode.bytecode-made-node"))):
         made.piece({"site/a.py": "", f"site/__pycache__/a.{TAG}.pyc": "evil"})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import time
@@ -22,6 +23,7 @@ from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.testing import FakeClock
 from tests.small_disks import small_disk
+from tests.support.golden import golden
 from tests.unit import fetching_process
 from tests.unit.made_environments import Counting, Executable, Link, Made, Piece, altered
 from tests.unit.restored_process import CANNOT_MOUNT, command
@@ -83,7 +85,7 @@ def test_a_unit_is_unpacked_once_read_only_and_with_one_time(store: Counting, ma
 
 
 def test_a_unit_the_store_lacks_is_named(made: Made, cache: Cache) -> None:
-    with pytest.raises(EnvironmentMissing, match="unit 111111111111 is not in the store"):
+    with pytest.raises(EnvironmentMissing, match=re.escape(golden("unit.cache.unit-111111111111-store"))):
         cache.ensure(["1" * 64], made.blobs)
 
 
@@ -207,7 +209,7 @@ def test_F29_who_uses_a_damaged_unit_keeps_seeing_it_until_they_end(made: Made, 
     )
     assert user.stdout is not None and user.stdout.readline() == "up\n"
     altered(cache.unit(piece.unit.address) / "site/alpha.py")
-    assert cache.verify(piece.unit.address, made.blobs) == "site/alpha.py holds other bytes"
+    assert cache.verify(piece.unit.address, made.blobs) == golden("unit.cache.site-alpha-py")
     cache.evict(max_bytes=0)
     assert user.communicate("\n", timeout=60)[0] == "2\n"
     assert len(list(cache.units.glob("*/.old-*"))) == 1
@@ -224,7 +226,7 @@ def test_F29_a_tree_of_links_to_a_damaged_unit_is_made_again(made: Made, cache: 
     module = next(Path(restored.tree).rglob("alpha.py"))
     altered(module)  # one file with the cache's
     with module.open("rb") as in_use:
-        assert cache.verify(piece.unit.address, made.blobs) == "site/alpha.py holds other bytes"
+        assert cache.verify(piece.unit.address, made.blobs) == golden("unit.cache.site-alpha-py")
         restore(snapshot.address, made.blobs, cache, way=links)
         assert in_use.read() == b"` = 1\n"
     assert module.read_text() == "a = 1\n"
@@ -301,7 +303,7 @@ def test_a_process_killed_while_it_fetches_leaves_the_work_to_the_next(
     waiting = fetching_process.start(store, cache.root, log, [one.unit.address, two.unit.address])
     until(lambda: cache.unit(one.unit.address).exists())  # it goes on with what is free
     assert waiting.stderr is not None
-    assert waiting.stderr.readline() == f"waits for unit {two.unit.address[:12]} (102.6 kB)\n"
+    assert waiting.stderr.readline() == golden("unit.cache.waits-unit-102", address=two.unit.address[:12])
     assert waiting.poll() is None
     killed.kill()
     killed.communicate(timeout=60)
@@ -425,7 +427,7 @@ def test_F27_a_full_disk_is_named_with_what_is_free_and_needed(disk: Path, store
     with pytest.raises(StorageError) as caught:
         cache.ensure([piece.unit.address], made.blobs)
     assert caught.value.message.startswith(f"The disk at {disk} is full: 67.1 MB are free, and 3.4 MB of it stay")
-    assert "the environment needs 70.2 MB more in" in caught.value.message
+    assert golden("unit.cache.environment-needs-70") in caught.value.message
     assert "SERVERLESS_GPU_HOME" in caught.value.hint
     assert store.packs_got() == reads  # seen before the first byte
     assert files_below(disk / "environments" / "units") == []
@@ -438,7 +440,7 @@ def test_F27_what_nobody_uses_goes_first_and_what_is_held_stays(disk: Path, made
     one, two = (made.piece({f"site/{name}.bin": os.urandom(40_000_000)}) for name in ("one", "two"))
     first = used(made, cache, clock, one)
     held = cache.hold(first)
-    with pytest.raises(StorageError, match=f"The disk at {disk} is full"):
+    with pytest.raises(StorageError, match=golden("unit.cache.disk-full", disk=disk)):
         used(made, cache, clock, two)
     assert cache.verify(one.unit.address, made.blobs) == ""
     assert not cache.unit(two.unit.address).exists()
@@ -466,7 +468,7 @@ def test_F27_a_disk_that_others_fill_meanwhile_leaves_nothing_half_visible(
             return store.get(key, start, length)
 
     cache = Cache(disk / "environments", floor_bytes=0)
-    with pytest.raises(StorageError, match=f"The disk at {disk} is full: .* are free; the environment needs"):
+    with pytest.raises(StorageError, match=golden("unit.cache.disk-full-free", disk=disk)):
         cache.ensure([piece.unit.address], Blobs(Filling()))
     assert files_below(disk / "environments" / "units") == []
     filler.unlink()

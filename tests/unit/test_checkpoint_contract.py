@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.checkpoints import newest_before
 from serverless_gpu.node.remote import Remote
 from serverless_gpu.node.uplink.checkpoint_probe import CheckpointProbe
+from tests.support.golden import golden
 
 _FIRST = "import os, signal, sys\nfrom serverless_gpu import runtime as rt\n"
 
@@ -60,7 +62,7 @@ def test_with_it_the_process_goes_on_and_knows_why(first: str, tmp_path: Path) -
     program = f"{first}\nprint(rt.should_stop())\nstop('preempt')\n"
     program += "print(os.environ['SGPU_STOP_REASON'], rt.should_stop(), rt.stop_reason())"
     done = in_a_run(program, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "False\npreempt True preempt\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, golden("unit.checkpoint_contract.false-preempt-true"), "")
 
 
 def test_a_signal_from_somebody_else_is_a_cancel(tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_callbacks_are_called_once_and_in_order_and_at_once_when_it_is_late(tmp_
         "@rt.on_stop\ndef two(): print('two')\n"
         "stop('drain')\nstop('drain')\nrt.on_stop(lambda: print('late'))"
     )
-    assert in_a_run(program, tmp_path).stdout == "one drain\ntwo\nlate\n"
+    assert in_a_run(program, tmp_path).stdout == golden("unit.checkpoint_contract.one-drain-two")
 
 
 def test_what_a_callback_raises_is_raised_after_the_others(tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_only_the_main_thread_may_ask_first(tmp_path: Path) -> None:
 
 
 def test_on_stop_takes_functions() -> None:
-    with pytest.raises(InvalidOption, match="on_stop takes a function, not 3"):
+    with pytest.raises(InvalidOption, match=re.escape(golden("unit.checkpoint_contract.stop-takes-function"))):
         runtime.on_stop(3)  # type: ignore[type-var]  # the point of the test
 
 
@@ -188,7 +190,7 @@ def test_a_later_attempt_that_finds_nothing_says_so_once(fence: str, rank: str, 
 
 def test_a_place_that_is_not_mounted_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGPU_CHECKPOINT_DIR", str(tmp_path / "not-mounted" / "run" / "1"))
-    with pytest.raises(StorageError, match="cannot be made: No such file or directory"):
+    with pytest.raises(StorageError, match=re.escape(golden("unit.checkpoint_contract.cannot-made-such"))):
         runtime.checkpoint_dir()
     assert not (tmp_path / "not-mounted").exists()
 

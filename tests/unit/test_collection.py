@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, StoreUnavailable
 from serverless_gpu.testing import FakeClock
+from tests.support.golden import golden
 from tests.unit.environments_in_stores import capture, make_pack, make_unit, snapshot_of
 
 KEEP_S, GRACE_S = 1000, 100
@@ -210,7 +212,7 @@ def test_two_at_once_do_nothing(store: Store, clock: FakeClock) -> None:
 
 def test_clocks_that_differ_are_said(clock: FakeClock) -> None:
     store = MemoryStore(clock=FakeClock(wall_ns=clock.wall_ns() + HOUR_S * 10**9))
-    with pytest.raises(StoreUnavailable, match="the clocks of this machine and of the store memory:// differ"):
+    with pytest.raises(StoreUnavailable, match=re.escape(golden("unit.collection.clocks-machine-store"))):
         run(store, clock)
     assert read_keys(store) == []
 
@@ -224,7 +226,7 @@ def test_a_collection_that_stands_still_gives_up(clock: FakeClock) -> None:
 
     store = Slow(clock=clock)
     capture(Blobs(store, clock=clock), b"1")
-    with pytest.raises(StoreUnavailable, match="stood still for 660 s and was given up"):
+    with pytest.raises(StoreUnavailable, match=re.escape(golden("unit.collection.stood-still-660"))):
         run(store, clock)
     assert read_keys(store) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ from serverless_gpu.model.attempt import State, StopReason
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import SettledMessage, StateMessage, StopRequest
 from serverless_gpu.wire.state import Health
+from tests.support.golden import golden
 
 Answers = Callable[[BaseHTTPRequestHandler], None]
 
@@ -82,7 +84,7 @@ def test_a_request_carries_the_token_and_the_answer_is_a_value(serve: Serve, con
 
 def test_a_problem_is_raised_as_the_class_of_its_code(serve: Serve, connect: Connect) -> None:
     body = b'{"code": "not_found", "message": "there is no run x", "hint": "look"}'
-    with pytest.raises(NotFound, match="there is no run x") as caught:
+    with pytest.raises(NotFound, match=re.escape(golden("unit.connection.run"))) as caught:
         connect(serve(lambda handler: answer(handler, 404, body))).ask("GET", "/runs/x", answer=Health)
     assert caught.value.hint == "look"
 
@@ -162,5 +164,5 @@ def test_events_of_a_stream_come_one_by_one_and_a_broken_one_is_said(serve: Serv
 def test_a_stream_that_is_refused_raises_what_the_server_says(serve: Serve, connect: Connect) -> None:
     body = b'{"code": "not_found", "message": "there is no run x"}'
     url = serve(lambda handler: answer(handler, 404, body))
-    with pytest.raises(NotFound, match="there is no run x"):
+    with pytest.raises(NotFound, match=re.escape(golden("unit.connection.run"))):
         next(connect(url).stream("GET", "/runs/x/events", answer=StateMessage))

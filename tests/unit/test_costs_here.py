@@ -24,6 +24,7 @@ from serverless_gpu.node.remote import Remote
 from serverless_gpu.node.submission import Submission
 from serverless_gpu.node.uplink import unattended
 from serverless_gpu.testing import FakeClock
+from tests.support.golden import golden
 
 GPUS = ("GPU-1", "GPU-2")
 PRICE = Tariff(gpu_micros_per_hour=3_600_000)  # a micro for each GPU-millisecond
@@ -136,7 +137,7 @@ def test_a_run_that_goes_on_has_used_what_it_has_by_now(living: Path, clock: Fak
     clock.advance(3.0)
     cost = cost_here(living, clock)
     assert (cost.gpu_ms, cost.micros, cost.is_final) == (4_000, 4_000, False)
-    assert str(cost) == "0.004 USD · 4.0 GPU-seconds · so far"
+    assert str(cost) == golden("unit.costs_here.004-usd-gpu")
 
 
 def test_a_receipt_is_the_last_word_while_whoever_wrote_it_ends(living: Path, clock: FakeClock) -> None:
@@ -205,6 +206,6 @@ def test_a_receipt_that_is_made_afterwards_has_the_price_of_the_launch(run: Path
 
 
 def test_what_never_got_devices_used_nothing(run: Path, tmp_path: Path, clock: FakeClock) -> None:
-    assert cost_here(tmp_path / "nowhere", clock).text() == "nothing used · so far"
+    assert cost_here(tmp_path / "nowhere", clock).text() == golden("server.costing.nothing-used-so")
     Attempt(run, clock)
     assert cost_here(run, clock).gpu_ms == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import stat
@@ -23,6 +24,7 @@ from serverless_gpu.errors import EnvironmentRejected, StorageError, StoreUnavai
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
 from tests.small_disks import small_disk
+from tests.support.golden import golden
 from tests.unit.environments_in_stores import capture
 from tests.unit.second_process import SOURCE
 
@@ -192,7 +194,7 @@ def test_what_others_put_there_is_neither_listed_nor_followed(root: Path) -> Non
         store.get(planted)
     os.unlink(directory / planted.rpartition("/")[2])
     os.mkfifo(directory / planted.rpartition("/")[2])
-    with pytest.raises(StoreUnavailable, match="is not a plain file"):
+    with pytest.raises(StoreUnavailable, match=re.escape(golden("unit.directory_store.plain-file"))):
         store.get(planted)
     store.put({planted: b"mine"})
     assert store.get(planted) == b"mine"
@@ -205,7 +207,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     store = DirectoryStore(blocked / "store")
     with pytest.raises(StoreUnavailable) as caught:
         store.put({KEY: DATA})
-    assert caught.value.message == f"cannot write {KEY} in the store {store.url}: Not a directory"
+    assert caught.value.message == golden("unit.directory_store.cannot-write-store", KEY=KEY, url=store.url)
     assert str(blocked / "store") in caught.value.hint
     with pytest.raises(KeyError):
         store.get(KEY)
@@ -220,7 +222,7 @@ def test_an_object_over_the_limit_is_neither_put_nor_read(root: Path) -> None:
     path = root / "packs" / KEY[6:8] / KEY[6:]
     path.chmod(0o600)
     os.truncate(path, OBJECT_BYTES_MAX + 1)
-    with pytest.raises(EnvironmentRejected, match="are not a range that can be read"):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.directory_store.range-can-read"))):
         store.get(KEY)
     assert store.get(KEY, OBJECT_BYTES_MAX - 1, 10) == b"\0\0"
 
@@ -235,12 +237,9 @@ def test_F40_too_little_space_is_said_before_the_first_byte(root: Path) -> None:
 
     with pytest.raises(StorageError) as caught:
         Small(root).put({KEY: DATA})
-    assert str(caught.value) == (
-        f"no space left in the store {root.as_uri()}: 1.0 MB to write, 1.0 MB free\n"
-        "hint: free some space on its disk (`sgpu env gc` removes what nobody uses), or choose another store"
-    )
+    assert str(caught.value) == golden("unit.directory_store.space-left-store", as_uri=root.as_uri())
     assert files(root) == []
-    with pytest.raises(StorageError, match="bytes to write, 10 bytes free"):
+    with pytest.raises(StorageError, match=re.escape(golden("unit.directory_store.bytes-write-10"))):
         MemoryStore(capacity_bytes=10).put({KEY: DATA})
 
 
@@ -279,7 +278,9 @@ for size in (200_000, 400_000):
 """
     done = limited(root, script)
     small, full = done.stdout.splitlines()
-    assert full == f"full: no space left in the store {root.as_uri()}: {os.strerror(errno.EFBIG)}"
+    assert full == golden(
+        "unit.directory_store.full-space-left", as_uri=root.as_uri(), strerror=os.strerror(errno.EFBIG)
+    )
     # Nothing half-visible, nothing left over; what was there is; and it goes on once there is space.
     assert files(root) == [f"packs/{small[:2]}/{small}"]
     blobs = Blobs(DirectoryStore(root))
@@ -303,7 +304,7 @@ def test_F40_a_small_file_system() -> None:
         blobs = Blobs(store)
         first = blobs.write_pack(os.urandom(2_000_000))
         second = os.urandom(2_000_000)
-        with pytest.raises(StorageError, match=r"2\.0 MB to write, 1\.\d MB free"):
+        with pytest.raises(StorageError, match=golden("unit.directory_store.mb-write-mb")):
             blobs.write_pack(second)
         assert [stored.key for stored in store.list("packs")] == [f"packs/{first}"]
         assert blobs.read_pack(first)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from serverless_gpu.doctor.facts import Broken, Facts, Imported, ImportFacts, Shadow
 from serverless_gpu.doctor.findings import Outcome
+from tests.support.golden import golden
 from tests.unit.diagnosed import FAILED, FINE, IMPORTS, INTERPRETER, OK, PYTHON, UNKNOWN, WARNING, found, one
 
 
@@ -72,9 +73,8 @@ def test_numpy_1_is_only_written_and_still_told() -> None:
     imports = ImportFacts(modules={"numpy": FINE, "cv2": Imported(outcome="ok", written=NUMPY_1)})
     assert one("numpy-abi", Facts(imports=imports)) == (
         WARNING,
-        "import cv2 complains: A module that was compiled using NumPy 1.x cannot be run in",
-        f"{PIP} --upgrade --force-reinstall numpy opencv-python   "
-        f"(or, while there is no newer one: {PYTHON} -m pip install 'numpy<2')",
+        golden("unit.doctor_environment.import-cv2-complains"),
+        golden("unit.doctor_environment.upgrade-force-reinstall", PIP=PIP, PYTHON=PYTHON),
     )
 
 
@@ -88,9 +88,9 @@ def test_a_crash_a_hang_and_what_was_not_tried() -> None:
     }
     findings = found("imports", Facts(imports=ImportFacts(modules=modules), interpreter=INTERPRETER))
     assert [(finding.outcome, finding.sentence) for finding in findings] == [
-        (FAILED, "import numpy: the process was ended by SIGSEGV; it wrote: cannot load it"),
-        (UNKNOWN, "import scipy did not end: it took too long"),
-        (UNKNOWN, "not tried: pandas, cv2 (no time was left of 8 s)"),
+        (FAILED, golden("unit.doctor_environment.import-numpy-process")),
+        (UNKNOWN, golden("unit.doctor_environment.import-scipy-did")),
+        (UNKNOWN, golden("unit.doctor_environment.tried-pandas-cv2")),
     ]
     assert findings[2].mend == "sgpu doctor --limit 60"
 
@@ -98,7 +98,7 @@ def test_a_crash_a_hang_and_what_was_not_tried() -> None:
 def test_what_is_installed_is_told() -> None:
     assert one("imports", Facts(imports=IMPORTS, interpreter=INTERPRETER))[:2] == (OK, "torch 2.9.0, numpy 2.4.6")
     absent = ImportFacts(modules={"torch": Imported(outcome="absent")})
-    assert one("imports", Facts(imports=absent))[:2] == (OK, "none of the usual packages is installed")
+    assert one("imports", Facts(imports=absent))[:2] == (OK, golden("unit.doctor_environment.none-usual-packages"))
     assert found("cuda-libraries", Facts(imports=absent)) == []
     assert found("torchvision", Facts(imports=absent)) == []
 
@@ -115,14 +115,14 @@ def test_requirements() -> None:
     )
     findings = found("requirements", Facts(python=PYTHON, interpreter=replace(INTERPRETER, broken=broken)))
     assert [(finding.sentence, finding.mend) for finding in findings] == [
-        ("torchvision 0.20 requires torch==2.5.0, and 2.9.0 is installed", f"{PIP} 'torch==2.5.0'"),
-        ("peft 0.21 requires accelerate>=1, and it is not installed", f"{PIP} 'accelerate>=1'"),
+        (golden("unit.doctor_environment.torchvision-20-requires"), f"{PIP} 'torch==2.5.0'"),
+        (golden("unit.doctor_environment.peft-21-requires"), f"{PIP} 'accelerate>=1'"),
     ]
     unclear = replace(INTERPRETER, broken_problem="neither packaging nor pip")
     assert one("requirements", Facts(interpreter=unclear)) == (
         UNKNOWN,
-        "neither packaging nor pip",
-        f"{PYTHON} -m pip check",
+        golden("unit.doctor_environment.neither-packaging-nor"),
+        golden("unit.doctor_environment.pip-check", PYTHON=PYTHON),
     )
 
 
@@ -184,8 +184,8 @@ def test_downloads_from_the_hub() -> None:
     facts = Facts(environ={"HF_HUB_ENABLE_HF_TRANSFER": "1"}, interpreter=old)
     assert one("hf-transfer", facts) == (
         FAILED,
-        "HF_HUB_ENABLE_HF_TRANSFER=1, and the package hf_transfer is not installed",
-        f"{PIP} hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)",
+        golden("unit.doctor_environment.hf-hub-enable"),
+        golden("unit.doctor_environment.hf-transfer-export", PIP=PIP),
     )
     there = replace(INTERPRETER, packages={"huggingface-hub": "0.36.0", "hf-transfer": "0.1"})
     assert one("hf-transfer", replace(facts, interpreter=there))[0] is OK

@@ -28,6 +28,7 @@ from serverless_gpu.doctor.gathering.machine import (
     look_at_limits,
     look_at_runs,
 )
+from tests.support.golden import golden
 from tests.support.unit.gpus import Card, FakeNvml, FakeNvmlError
 
 MOUNTS = """\
@@ -90,7 +91,7 @@ def test_no_home_to_be_had(tmp_path: Path) -> None:
     facts = look_at_home({"SERVERLESS_GPU_HOME": place, "TMPDIR": str(tmp_path / "file")})
     assert facts.root == ""
     assert facts.problem.startswith(f"neither {place} (Not a directory) nor ")
-    assert facts.hint == "set SERVERLESS_GPU_HOME to a directory you can write to"
+    assert facts.hint == golden("unit.doctor_gathering.set-serverless-gpu")
 
 
 def test_a_home_that_takes_no_bytes_is_found_by_writing(tmp_path: Path) -> None:
@@ -100,16 +101,15 @@ def test_a_home_that_takes_no_bytes_is_found_by_writing(tmp_path: Path) -> None:
         facts = look_at_home({"SERVERLESS_GPU_HOME": str(tmp_path)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert facts.problem == f"cannot write {tmp_path}: File too large"
-    assert facts.hint == "set SERVERLESS_GPU_HOME to a directory you can write to"
+    assert facts.problem == golden("unit.doctor_gathering.cannot-write-file", tmp_path=tmp_path)
+    assert facts.hint == golden("unit.doctor_gathering.set-serverless-gpu")
 
 
 def test_a_configuration_with_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[prices]\nH100 = "much"\n')
     facts = look_at_home({"SERVERLESS_GPU_HOME": str(tmp_path)})
-    assert facts.configuration_problem == (
-        f"{tmp_path / 'config.toml'}, table prices: Expected `float | object`, got `str` - at `$[...]`\n"
-        "hint: H100 = 2.99, or { dbu_per_gpu_hour = 8.9, usd_per_dbu = 0.7 }"
+    assert facts.configuration_problem == golden(
+        "unit.doctor_gathering.table-prices-expected", value=tmp_path / "config.toml"
     )
 
 
@@ -135,13 +135,13 @@ def child(program: str, limit_s: float = 30.0) -> Ended:
 def test_a_look_that_answers() -> None:
     ended = child("import os, sys; print('said'); os.write(int(sys.argv[1]), b'answer')")
     assert (ended.answer, ended.written, ended.code) == (b"answer", "said\n", 0)
-    assert ended.why == "the process ended with code 0"
+    assert ended.why == golden("unit.doctor_gathering.process-ended-code")
 
 
 def test_a_look_that_crashes() -> None:
     ended = child("import os; os.kill(os.getpid(), 11)")
     assert (ended.answer, ended.code) == (b"", -signal.SIGSEGV)
-    assert ended.why == "the process was ended by SIGSEGV"
+    assert ended.why == golden("unit.doctor_gathering.process-ended-sigsegv")
 
 
 def test_a_look_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_look_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
         "os.write(int(sys.argv[1]), b'begun'); time.sleep(600)"
     )
     ended = child(program, limit_s=6.0)
-    assert (ended.answer, ended.code, ended.why) == (b"begun", None, "it took too long")
+    assert (ended.answer, ended.code, ended.why) == (b"begun", None, golden("unit.doctor_gathering.took-too-long"))
     stat = Path(f"/proc/{note.read_text()}/stat")
     for _ in range(500):
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -178,7 +178,11 @@ def test_a_torch_that_hangs_on_cuda_keeps_its_version() -> None:
     ]
     torch = read_imports(records, Ended(b"", "", None)).torch
     assert torch is not None
-    assert (torch.version, torch.devices, torch.problem) == ("2.9.0", None, "it took too long")
+    assert (torch.version, torch.devices, torch.problem) == (
+        "2.9.0",
+        None,
+        golden("unit.doctor_gathering.took-too-long"),
+    )
 
 
 @pytest.fixture
@@ -203,9 +207,12 @@ def test_imports_that_raise_crash_and_write(packages: Path) -> None:
     (packages / "scipy.py").write_text("import sys; sys.exit('gone')")
     seen = look_at_imports(30.0).modules
     assert seen["torch"] == Imported(outcome="raised", error="RuntimeError: operator torchvision::nms does not exist")
-    assert (seen["torchvision"].outcome, seen["torchvision"].error) == ("crashed", "the process was ended by SIGSEGV")
+    assert (seen["torchvision"].outcome, seen["torchvision"].error) == (
+        "crashed",
+        golden("unit.doctor_gathering.process-ended-sigsegv"),
+    )
     assert seen["torchaudio"] == Imported(outcome="ok", written="A module that was compiled using NumPy 1.x\n")
-    assert seen["numpy"].error == "ModuleNotFoundError: No module named 'a_module_that_is_missing'"
+    assert seen["numpy"].error == golden("unit.doctor_gathering.modulenotfounderror-module-named")
     assert seen["scipy"] == Imported(outcome="raised", error="SystemExit: gone")
 
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from serverless_gpu.doctor.facts import Facts, GpuFacts, Health, ImportFacts, TorchFacts
 from serverless_gpu.doctor.findings import Finding, Outcome
 from serverless_gpu.node.usages import GpuProcess, Unavailable, Usage
+from tests.support.golden import golden
 from tests.unit.diagnosed import DEVICES, FAILED, GIB, GPUS, IMPORTS, OK, PYTHON, TORCH, UNKNOWN, WARNING, found, one
 
 
@@ -63,9 +64,8 @@ def test_a_driver_that_is_too_old_is_told_with_what_it_takes() -> None:
     torch = TorchFacts(version="2.9.0", cuda="13.0", devices=0)
     assert one("cuda-driver", Facts(gpus=GPUS, imports=ImportFacts(torch=torch))) == (
         FAILED,
-        "torch 2.9.0 is built for CUDA 13.0, the driver is 570.124.06, and CUDA 13 needs 580",
-        f"install a driver of at least 580, or a torch for this one: {PYTHON} -m pip install --force-reinstall torch "
-        "--index-url https://download.pytorch.org/whl/cu126",
+        golden("unit.doctor_gpus.torch-built-cuda"),
+        golden("unit.doctor_gpus.install-driver-least", PYTHON=PYTHON),
     )
 
 
@@ -73,8 +73,8 @@ def test_a_cpu_build_on_a_machine_with_gpus() -> None:
     torch = TorchFacts(version="2.9.0+cpu")
     assert one("torch-cpu-only", Facts(gpus=GPUS, imports=ImportFacts(torch=torch))) == (
         FAILED,
-        "torch 2.9.0+cpu is a CPU build, and this machine has 2 GPUs",
-        f"{PYTHON} -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126",
+        golden("unit.doctor_gpus.torch-cpu-cpu"),
+        golden("unit.doctor_gpus.pip-install-force", PYTHON=PYTHON),
     )
     assert found("torch-cpu-only", Facts(gpus=GpuFacts(), imports=ImportFacts(torch=torch))) == []
     assert one("torch-cpu-only", Facts(gpus=GPUS, imports=IMPORTS))[0] is OK
@@ -100,7 +100,7 @@ def test_a_torch_that_hangs_when_it_is_asked_is_unknown() -> None:
     imports = ImportFacts(torch=replace(TORCH, devices=None, problem="it took too long"))
     assert one("torch-sees-fewer", Facts(gpus=GPUS, imports=imports)) == (
         UNKNOWN,
-        "torch could not be asked how many GPUs it sees: it took too long",
+        golden("unit.doctor_gpus.torch-could-asked"),
         "",
     )
 
@@ -128,8 +128,8 @@ def test_visible_devices() -> None:
     def look(value: str) -> tuple[Outcome, str, str]:
         return one("visible-devices", Facts(environ={"CUDA_VISIBLE_DEVICES": value}, gpus=GPUS))
 
-    assert look("0") == (OK, "CUDA_VISIBLE_DEVICES=0 leaves 1 of 2 GPUs", "")
-    assert look("") == (WARNING, "CUDA_VISIBLE_DEVICES= leaves 0 of 2 GPUs", "unset CUDA_VISIBLE_DEVICES")
+    assert look("0") == (OK, golden("unit.doctor_gpus.cuda-visible-devices"), "")
+    assert look("") == (WARNING, golden("unit.doctor_gpus.cuda-visible-devices-leaves"), "unset CUDA_VISIBLE_DEVICES")
     assert found("visible-devices", Facts(gpus=GPUS)) == []
 
 
@@ -138,10 +138,10 @@ def test_foreign_processes_are_named_those_of_runs_are_not() -> None:
     gpus = replace(GPUS, usage={"GPU-0": used, "GPU-1": used}, held={"GPU-1": "01abc"})
     assert one("gpu-busy", Facts(gpus=gpus)) == (
         WARNING,
-        "GPU-0 (H100): pid 41 (python) holds 40.0 GiB",
-        "end it if it is yours: kill 41; or take it: ignore_busy=True",
+        golden("unit.doctor_gpus.gpu-h100-pid"),
+        golden("unit.doctor_gpus.end-if-yours"),
     )
-    assert one("gpu-busy", Facts(gpus=GPUS))[:2] == (OK, "no foreign process on 2 GPUs")
+    assert one("gpu-busy", Facts(gpus=GPUS))[:2] == (OK, golden("unit.doctor_gpus.foreign-process-gpus"))
 
 
 def test_processes_that_are_not_visible() -> None:
@@ -149,8 +149,8 @@ def test_processes_that_are_not_visible() -> None:
     gpus = replace(GPUS, devices=DEVICES[:1], usage={"GPU-0": used})
     assert one("gpu-busy", Facts(gpus=gpus)) == (
         WARNING,
-        "GPU-0 (H100): 9.0 GiB used by processes that are not visible from here (memory only)",
-        "end it where it runs (another container?); or take it: ignore_busy=True",
+        golden("unit.doctor_gpus.gpu-h100-gib"),
+        golden("unit.doctor_gpus.end-runs-another"),
     )
 
 
@@ -166,14 +166,14 @@ def test_quarantine_with_how_to_lift_it() -> None:
     gpus = replace(GPUS, quarantined={"GPU-1": ("after run 01a: pid 4 still holds 1 GiB", "/l/GPU-1.quarantine")})
     assert one("quarantine", Facts(gpus=gpus)) == (
         WARNING,
-        "GPU-1 is not lent: after run 01a: pid 4 still holds 1 GiB",
-        "truncate -s 0 /l/GPU-1.quarantine   (once nothing uses it)",
+        golden("unit.doctor_gpus.gpu-lent-after"),
+        golden("unit.doctor_gpus.truncate-gpu-quarantine"),
     )
 
 
 def test_cards_that_are_not_lent() -> None:
     gpus = replace(GPUS, unavailable=(Unavailable("GPU-3", "MIG mode is on"),))
-    assert one("gpu-unusable", Facts(gpus=gpus)) == (WARNING, "GPU-3 is not lent: MIG mode is on", "")
+    assert one("gpu-unusable", Facts(gpus=gpus)) == (WARNING, golden("unit.doctor_gpus.gpu-lent-mig"), "")
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,6 @@ def test_declared_gpus() -> None:
     assert one("fake-gpus", Facts(environ=fakes, gpus=GpuFacts()))[0] is OK
     assert one("fake-gpus", Facts(environ=fakes, gpus=GPUS))[:2] == (
         WARNING,
-        "SERVERLESS_GPU_FAKE=H100:8: declared GPUs are used instead of the 2 real ones",
+        golden("unit.doctor_gpus.serverless-gpu-fake"),
     )
     assert found("fake-gpus", Facts(gpus=GPUS)) == []

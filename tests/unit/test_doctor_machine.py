@@ -18,6 +18,7 @@ from serverless_gpu.doctor.facts import (
 )
 from serverless_gpu.doctor.findings import Outcome
 from serverless_gpu.node.statuses import ZygoteStatus
+from tests.support.golden import golden
 from tests.unit.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, found, one
 
 FEWER_FILES = (
@@ -96,7 +97,7 @@ def test_23C6_a_home_without_execution_matters_where_environments_are_made_of_li
     outcome, sentence, mend = one("home-filesystem", Facts(home=home, mounts=MountFacts(problem="refused")))
     assert (outcome, sentence) == (
         FAILED,
-        '/h is mounted noexec: env="snapshot" cannot load compiled modules from it',
+        golden("unit.doctor_machine.mounted-noexec-env"),
     )
     assert "remount,exec" in mend
 
@@ -233,8 +234,7 @@ def test_agents_of_other_versions() -> None:
     agent = AgentFacts(others={"9": "0.0, protocol 1", "12": "0.2, protocol 2"})
     assert one("other-agents", Facts(agent=agent)) == (
         WARNING,
-        "there are others beside that of this version: "
-        "version 0.0, protocol 1 (pid 9), version 0.2, protocol 2 (pid 12)",
+        golden("unit.doctor_machine.others-beside-version"),
         "kill 9 12",
     )
     assert found("other-agents", Facts(agent=AgentFacts(pid=1))) == []
@@ -276,6 +276,8 @@ def test_zygotes(zygotes: tuple[ZygoteStatus, ...], expected: tuple[Outcome, str
 
 def test_how_the_last_run_started() -> None:
     cold = RunsFacts(last_run="01a", warm_reason="first run with this interpreter")
-    assert one("last-start", Facts(runs=cold))[1] == "run 01a started cold: first run with this interpreter"
-    assert one("last-start", Facts(runs=RunsFacts(last_run="01a", warm=True)))[1] == "run 01a started warm"
+    assert one("last-start", Facts(runs=cold))[1] == golden("unit.doctor_machine.run-01a-started")
+    assert one("last-start", Facts(runs=RunsFacts(last_run="01a", warm=True)))[1] == golden(
+        "unit.doctor_machine.run-01a-started-warm"
+    )
     assert one("last-start", Facts(runs=RunsFacts()))[1] == "no run yet"

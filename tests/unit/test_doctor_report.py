@@ -9,6 +9,7 @@ from serverless_gpu.doctor.facts import Facts
 from serverless_gpu.doctor.findings import Check, Finding, Group
 from serverless_gpu.doctor.report import as_builtins, has_failed, lines
 from serverless_gpu.doctor.table import TABLE, judge
+from tests.support.golden import golden
 from tests.unit.diagnosed import BY_CODE, FAILED, OK, PYTHON, UNKNOWN, WARNING
 
 
@@ -47,23 +48,23 @@ REPORT = [
 def test_the_report() -> None:
     assert list(lines(REPORT, lambda word, outcome: word)) == [
         "machine",
-        "  ok       home              /h, writable",
-        "  warning  shared-memory     /dev/shm has 64 MB",
+        golden("unit.doctor_report.ok-home-writable"),
+        golden("unit.doctor_report.warning-shared-memory"),
         f"           cause: {BY_CODE['shared-memory'].cause}",
         f"           mend:  {BY_CODE['shared-memory'].mend}",
         "",
         "agent",
-        "  failed   agent             two; lines",
+        golden("unit.doctor_report.failed-agent-two"),
         f"           cause: {BY_CODE['agent'].cause}",
         "           mend:  sgpu stop",
-        "  unknown  agent             not seen?[31m",
+        golden("unit.doctor_report.unknown-agent-seen"),
         "",
-        "1 failed, 1 warning, 1 unknown, 1 ok",
+        golden("unit.doctor_report.failed-warning-unknown"),
     ]
 
 
 def test_a_report_without_trouble() -> None:
-    assert list(lines(REPORT[:1], lambda word, outcome: word))[-1] == "all 1 checks are ok"
+    assert list(lines(REPORT[:1], lambda word, outcome: word))[-1] == golden("unit.doctor_report.all-checks-ok")
 
 
 def test_the_report_for_machines() -> None:

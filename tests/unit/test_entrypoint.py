@@ -13,6 +13,7 @@ import pytest
 from serverless_gpu.node.entrypoint import INSIDE, air_program, zygote_program
 from serverless_gpu.node.inside.protocol import VERSION
 from serverless_gpu.node.protocol import Context
+from tests.support.golden import golden
 
 HOSTILE = {
     "quote": "/tmp/it's",
@@ -60,46 +61,14 @@ spec.loader.exec_module(runtime)
 
 
 def test_the_zygote_program() -> None:
-    assert zygote_program(7, ["numpy", "torch"]) == (
-        f"{LOAD}from _sgpu_inside import zygote\nzygote.main(7, {VERSION}, ['numpy', 'torch'])\n"
+    assert zygote_program(7, ["numpy", "torch"]) == golden(
+        "unit.entrypoint.sgpu-inside-import", LOAD=LOAD, VERSION=VERSION
     )
 
 
 def test_the_readable_program() -> None:
     text = air_program(directory=Path("/home/r/1"), run_id="r", fence=1, world_size=2, context=context())
-    assert (
-        text
-        == f'''\
-"""Run r, attempt 1: what every rank executes.
-
-Reproduce it by hand, outside of serverless-gpu:
-
-    torchrun --nproc-per-node=2 /home/r/1/_air.py
-
-The call itself (function, arguments) is in call.pkl beside this file. This program puts the interpreter where the
-caller was, loads the runtime that every rank uses (standard library only) and calls the function; each rank prints what
-it returned.
-"""
-
-import os
-import sys
-
-os.chdir('/work')
-os.umask(0o22)
-sys.argv = ['train.py', '--lr', '3e-4']
-sys.path[:] = [
-    '/work',
-    '/usr/lib/python3.11',
-]
-
-# The runtime, loaded from its own directory so that nothing has to be installed.
-{LOAD}
-from _sgpu_inside import reproduce  # noqa: E402
-
-if __name__ == "__main__":
-    sys.exit(reproduce.main('/home/r/1', world_size=2))
-'''
-    )
+    assert text == golden("unit.entrypoint.run-attempt-every", LOAD=LOAD)
 
 
 def test_no_value_of_a_variable_is_written_down() -> None:

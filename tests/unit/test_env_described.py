@@ -15,6 +15,7 @@ from serverless_gpu.environment.documents import (
     Snapshot,
     make_snapshot,
 )
+from tests.support.golden import golden
 
 PYTHON = Interpreter(
     implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux-x86_64"
@@ -48,25 +49,25 @@ def test_the_largest_units_the_unowned_files_and_what_pth_files_do() -> None:
     lines = described(SNAPSHOT, CONTENTS, everything=False, state="not captured")
     assert lines == [
         f"environment  {SNAPSHOT.address}",
-        "             700.0 MB, 12,268 files, 13 distributions; not captured",
-        "interpreter  cpython 3.11.7, cpython-311-x86_64-linux-gnu, linux-x86_64: /usr/bin/python3.11",
+        golden("unit.env_described.700-mb-12"),
+        golden("unit.env_described.interpreter-cpython-11"),
         "",
-        "/venv/lib/python3.11/site-packages  (the interpreter's own, 13 distributions, 700.0 MB)",
-        "  torch 2.13.0  700.0 MB  12,251 files  aaaaaaaaaaaa",
+        golden("unit.env_described.venv-lib-python3"),
+        golden("unit.env_described.torch-13-700"),
         *(f"  p{n:02} 1         {f'{n} B':<8}  1 file        000000000000" for n in range(11, 2, -1)),
-        "  and 3 smaller, 3 B: --all",
-        "  2 files of no distribution, 120 B: hook.pth, alone.py",
+        golden("unit.env_described.smaller-all"),
+        golden("unit.env_described.files-distribution-120"),
         "  editable.pth adds /home/ada/project",
         "  hook.pth adds /opt/more",
-        "  hook.pth runs at every start: import hook; hook.start()",
+        golden("unit.env_described.hook-pth-runs"),
         "",
-        "/home/ada/project  (code, 2.0 kB, before the standard library)",
-        "  code of project  2.0 kB  3 files  dddddddddddd",
+        golden("unit.env_described.home-ada-project"),
+        golden("unit.env_described.code-project-kb"),
         "",
         "left out:",
         "  data/ (its .gitignore)",
         "",
-        "start-up variables (names only): OMP_NUM_THREADS, PYTHONPATH",
+        golden("unit.env_described.start-up-variables"),
     ]
 
 
@@ -84,8 +85,8 @@ def test_a_long_list_of_what_was_left_out_is_cut_and_says_so() -> None:
 def test_what_is_not_at_hand_is_left_out_and_not_guessed() -> None:
     bare = make_snapshot(PYTHON, (Root(kind="own", members=(UNOWNED,)),), Facts())
     assert described(bare, Contents(), everything=False, state="captured")[4:] == [
-        "root 0  (the interpreter's own, 0 distributions, 120 B)",
-        "  2 files of no distribution, 120 B",
+        golden("unit.env_described.root-interpreter-own"),
+        golden("unit.env_described.files-distribution-120-2"),
     ]
     unread = Contents(rows={UNOWNED.address: (Row("site/hook.pth"),)})
     assert described(bare, unread, everything=False, state="")[-1] == "  hook.pth"
@@ -112,6 +113,6 @@ def test_json_has_every_unit_and_every_pth_file() -> None:
 
 def test_a_snapshot_of_nothing_is_described() -> None:
     nothing: Snapshot = make_snapshot(PYTHON, (), Facts())
-    assert described(nothing, Contents(), everything=False, state="x")[1] == (
-        "             0 B, 0 files, 0 distributions; x"
+    assert described(nothing, Contents(), everything=False, state="x")[1] == golden(
+        "unit.env_described.files-distributions"
     )

@@ -11,6 +11,7 @@ import pytest
 
 from serverless_gpu import errors
 from serverless_gpu.errors import RankCrashed, RunError, ServerlessGpuError, UsageError
+from tests.support.golden import golden
 
 
 def subtree(root: type[ServerlessGpuError]) -> Iterator[type[ServerlessGpuError]]:
@@ -72,7 +73,7 @@ def test_what_python_would_raise_is_a_base_of_what_we_raise() -> None:
 
 
 def test_a_hint_has_a_line_of_its_own() -> None:
-    assert str(UsageError("no", hint="do this")) == "no\nhint: do this"
+    assert str(UsageError("no", hint="do this")) == golden("unit.errors.hint-do")
 
 
 @every_class
@@ -109,7 +110,7 @@ class Extended(ServerlessGpuError):
 def test_a_run_error_tells_where() -> None:
     error = RankCrashed("rank 3 was ended by SIGSEGV", run_id="r", rank=3, reason="rank_signal", log_tail="bye")
     assert error.__dict__ == {
-        "message": "rank 3 was ended by SIGSEGV",
+        "message": golden("unit.errors.rank-ended-sigsegv"),
         "hint": "",
         "run_id": "r",
         "rank": 3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -16,6 +17,7 @@ from serverless_gpu.environment.restore.cache import Cache
 from serverless_gpu.environment.restore.restoring import Order, export, restore
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentCorrupt, InvalidValue, StorageError
+from tests.support.golden import golden
 from tests.unit.made_environments import Counting, Made, interpreter
 from tests.unit.restored_process import NOBODY, public_directory
 
@@ -121,7 +123,7 @@ def test_what_fails_leaves_nothing(store: Counting, made: Made, cache: Cache, tm
         export(snapshot.address, made.blobs, cache, Order(target=tmp_path / "here" / "env"))
     store.altered_times = 0
     snapshot = environment(made)  # the unit was removed from the store
-    with pytest.raises(StorageError, match="/proc/none cannot be written: No such file"):
+    with pytest.raises(StorageError, match=re.escape(golden("unit.exporting.proc-none-cannot"))):
         export(snapshot.address, made.blobs, cache, Order(target=Path("/proc/none/env")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["environments"]
 

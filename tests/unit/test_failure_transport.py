@@ -22,6 +22,7 @@ from serverless_gpu.client import failures
 from serverless_gpu.errors import RemoteError, RunError
 from serverless_gpu.model.attempt import Reason
 from serverless_gpu.node.inside import failure, payload
+from tests.support.golden import golden
 from tests.unit.rank_process import run_rank
 
 
@@ -183,14 +184,14 @@ def test_the_first_line_of_a_ranks_traceback_is_the_users(tmp_path: Path) -> Non
     )
     raised_there, imported_there = (json.loads(line).splitlines() for line in text.splitlines())
     assert raised_there[-3:] == [
-        f'  File "{tmp_path}/users_code.py", line 2, in train',
+        golden("unit.failure_transport.file-users-code", tmp_path=tmp_path),
         "    raise ValueError('theirs')",
         "ValueError: theirs",
     ]
     # Neither the frames that loaded the call nor those of the import below them.
     assert imported_there[:2] == [
-        "Traceback (most recent call last):",
-        f'  File "{tmp_path}/broken_import.py", line 1, in <module>',
+        golden("unit.failure_transport.traceback-most-recent"),
+        golden("unit.failure_transport.file-broken-import", tmp_path=tmp_path),
     ]
 
 
@@ -289,7 +290,7 @@ def test_F06_an_exception_comes_back_as_its_own_type_with_cause_and_note(tmp_pat
     error.add_note("from the user")
     back = rebuilt(error, tmp_path)
     assert type(back) is ValueError and back.args == ("bad value", 7)
-    assert back.__notes__ == ["from the user", "rank 1 on host node1, run r7; log: /logs/1"]
+    assert back.__notes__ == ["from the user", golden("unit.failure_transport.rank-host-node1")]
     assert isinstance(back.__cause__, failures.RemoteTraceback)
     shown = "".join(traceback.format_exception(back))
     assert "in raised\n" in shown and "raise make()" in shown and "direct cause" in shown
@@ -321,7 +322,7 @@ def test_F56_exceptions_that_pickle_badly_keep_their_type(make: Callable[[], Bas
 
 def test_F56_an_exception_whose_text_raises_keeps_its_type(tmp_path: Path) -> None:
     error = raised(lambda: BadText(1))
-    assert "BadText, whose text cannot be made" in str(failure.describe(error)["message"])
+    assert golden("unit.failure_transport.badtext-whose-text") in str(failure.describe(error)["message"])
     assert "BadText" in str(failure.describe(error)["traceback"])
     back = rebuilt(error, tmp_path)
     assert type(back) is BadText and back.args == (1,)
@@ -341,7 +342,7 @@ def test_F56_what_cannot_be_pickled_is_told_and_never_replaced(
     if type(back) is not type(error):
         assert isinstance(back, RemoteError) and type(error).__name__ in str(back)
         assert (back.run_id, back.rank, back.reason) == ("r7", 1, Reason.RANK_RAISED)
-        assert "the rank could not pickle it" in back.hint
+        assert golden("unit.failure_transport.rank-could-pickle") in back.hint
     assert "in raised\n" in str(back.__cause__)
     assert sorted(tmp_path.iterdir()) in ([], [tmp_path / "error.pkl"])
 
@@ -388,9 +389,12 @@ def test_F57_a_class_that_cannot_be_imported_here_becomes_a_remote_error(tmp_pat
     back = failures.rebuild(json.loads(described), str(path), rank=0, host="h", run_id="r", log_path="/l")
     assert isinstance(back, RemoteError)
     assert str(back).startswith("rank 0 raised remote_only.Special: only there\nhint: ")
-    assert "No module named 'remote_only'" in back.hint
-    assert back.__notes__ == ["look at the data", "rank 0 on host h, run r; log: /l"]
-    assert f'File "{tmp_path}/remote_only.py", line 7, in fail' in str(back.__cause__)
+    assert golden("unit.failure_transport.module-named-remote") in back.hint
+    assert back.__notes__ == [
+        golden("unit.failure_transport.look-data"),
+        golden("unit.failure_transport.rank-host-run"),
+    ]
+    assert golden("unit.failure_transport.file-remote-only", tmp_path=tmp_path) in str(back.__cause__)
 
 
 def test_F57_the_same_class_is_caught_by_its_type_when_it_can_be_imported(
@@ -427,12 +431,12 @@ def test_F07_what_would_end_the_caller_becomes_a_run_error(
 
 def test_other_base_exceptions_become_remote_errors(tmp_path: Path) -> None:
     back = rebuilt(BaseExceptionGroup("g", [SystemExit(1)]), tmp_path)
-    assert isinstance(back, RemoteError) and "would end this process" in back.hint
+    assert isinstance(back, RemoteError) and golden("unit.failure_transport.would-end-process") in back.hint
 
 
 def test_an_incomplete_description_still_gives_an_error() -> None:
     back = failures.rebuild({}, None, rank=0, host="h", run_id="r", log_path="/l")
-    assert isinstance(back, RemoteError) and "rank 0 raised an exception" in str(back)
+    assert isinstance(back, RemoteError) and golden("unit.failure_transport.rank-raised-exception") in str(back)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +465,7 @@ def test_a_file_that_is_missing_in_the_captured_copy_is_explained(number: int, p
         failure.tell_of_copies(error, {"/view/code/1": "/proj"})
         notes = failure.describe(error)["notes"]
         assert isinstance(notes, list) and len(notes) == bool(said)
-        assert not said or ("captured copy of /proj" in notes[0] and said in notes[0])
+        assert not said or (golden("unit.failure_transport.captured-copy-proj") in notes[0] and said in notes[0])
 
 
 def test_an_error_that_takes_no_note_is_told_without() -> None:
@@ -510,7 +514,7 @@ def test_23A7_an_exception_that_ends_whoever_looks_at_it_is_told_and_replaced_by
     failure.tell_of_copies(error, {"/copy": "/code"})
     failure.tell_of_joining(error)
     record = failure.describe(error)
-    assert record["type"] == "Hostile" and "text cannot be made" in str(record["message"])
+    assert record["type"] == "Hostile" and golden("unit.failure_transport.text-cannot-made") in str(record["message"])
     assert failure.pickle_exception(error) is not None  # made from its base, without its own methods
     assert failure.describe(HostileExit(1))["exit_code"] == 1
     failure.tell_of_copies(HostileFile(2, "gone"), {"/copy": "/code"})

@@ -12,6 +12,7 @@ import pytest
 from serverless_gpu.errors import StorageError
 from serverless_gpu.node.filesystems import flock_refusal, record_lock_refusal, require_flock, require_record_locks
 from serverless_gpu.node.taking import take_attempt
+from tests.support.golden import golden
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
@@ -37,8 +38,8 @@ def test_23C3_a_home_whose_locks_are_refused_is_named(
     refuse(monkeypatch, "flock", code)
     with pytest.raises(StorageError) as refused:
         require_flock(tmp_path)
-    assert refused.value.message == (
-        f"{tmp_path} cannot be used: its file system refuses file locks (flock: {os.strerror(code)})"
+    assert refused.value.message == golden(
+        "unit.filesystems.cannot-used-file", tmp_path=tmp_path, strerror=os.strerror(code)
     )
     assert "SERVERLESS_GPU_HOME" in refused.value.hint and "-o flock" in refused.value.hint
     assert list(tmp_path.iterdir()) == []
@@ -47,7 +48,7 @@ def test_23C3_a_home_whose_locks_are_refused_is_named(
 
 
 def test_23C3_a_directory_in_which_no_file_can_be_made_says_that(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"cannot write .*/gone/\.asked-.*: No such file or directory"):
+    with pytest.raises(StorageError, match=golden("unit.filesystems.cannot-write-gone")):
         require_flock(tmp_path / "gone")
 
 
@@ -57,7 +58,4 @@ def test_23C10_a_database_of_sqlite_names_the_directory_that_grants_no_record_lo
     refuse(monkeypatch, "lockf", errno.ENOLCK)
     with pytest.raises(StorageError) as refused:
         require_record_locks(tmp_path, "the server's database")
-    assert refused.value.message == (
-        f"the server's database cannot be kept in {tmp_path}: its file system refuses the locks that SQLite needs "
-        "(fcntl: No locks available)"
-    )
+    assert refused.value.message == golden("unit.filesystems.server-database-cannot", tmp_path=tmp_path)

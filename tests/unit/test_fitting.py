@@ -15,6 +15,7 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
 )
 from serverless_gpu.environment.restore.fitting import Loaded, Units, changed_units, fits, row_of
+from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
 NUMPY = Member(address="a" * 64, kind="distribution", name="numpy", version="2.0", modules=("numpy",))
@@ -124,11 +125,9 @@ def test_which_row_a_file_is_without_a_global_lock() -> None:
 def test_what_a_unit_brings_is_what_is_in_it_whatever_the_snapshot_says() -> None:
     shadow = newer(TOY, name="", kind="unowned", modules=())
     why = asked(snapshot(NUMPY, TOY, shadow), names={shadow.address: {"numpy"}})
-    assert why == "what no distribution owns brings numpy, which it has loaded from elsewhere"
+    assert why == golden("unit.fitting.distribution-owns-brings")
 
 
 def test_libraries_that_are_not_known_may_be_any() -> None:
     unknown = msgspec.structs.replace(LOADED, libraries_known=False)
-    assert fits(unknown, OLD, snapshot(NUMPY), Units()) == (
-        "it is not known which libraries the warm interpreter has loaded"
-    )
+    assert fits(unknown, OLD, snapshot(NUMPY), Units()) == golden("unit.fitting.known-libraries-warm")

@@ -10,6 +10,7 @@ from serverless_gpu.model import budget_words, forecasting
 from serverless_gpu.model.budget import Budget, Period, Scope, Standing, Use, window
 from serverless_gpu.model.days import DAY_NS, HOUR_NS
 from serverless_gpu.model.forecasting import Alarm, forecast, spread, unusual
+from tests.support.golden import golden
 
 DAY = 20_775  # 2026-11-18, a Wednesday
 NOON = DAY * DAY_NS + DAY_NS // 2
@@ -28,7 +29,7 @@ def test_a_forecast_goes_on_at_the_rate_of_the_last_days() -> None:
     assert found.per_day == 30
     assert found.amount == 600 + 30 * 25 // 2  # twelve and a half days are left of November
     assert found.reached_ns is None
-    assert found.basis == "used so far + use per day since 3 days ago × days left"
+    assert found.basis == golden("unit.forecasting.used-so-far")
     found = forecast(standing(900, 600), by_day, NOON)
     assert found.reached_ns == NOON + 10 * DAY_NS
     assert forecast(standing(600, 600), by_day, NOON).reached_ns == NOON
@@ -98,4 +99,4 @@ def test_what_people_read(said: str, text: str) -> None:
 def test_gpu_time_is_written_as_gpu_time() -> None:
     budget = Budget(scope=Scope(kind="everything"), period=Period.WEEK, limit_gpu_ms=360_000_000)
     told = Standing(budget=budget, window=window(Period.WEEK, NOON), used=Use(gpu_ms=291_600_000), held=Use())
-    assert budget_words.used_words(told, "USD") == "81.0 of 100.0 GPU-hours this week"
+    assert budget_words.used_words(told, "USD") == golden("unit.forecasting.81-100-gpu")

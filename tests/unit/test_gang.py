@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from serverless_gpu.model.attempt import RankFailed, Reason
+from tests.support.golden import golden
 from tests.support.unit.gang import Line
 
 
@@ -39,7 +41,7 @@ def test_a_run_says_no_more_than_fifty_sentences(line: Line) -> None:
 
 
 def test_a_sentence_without_text_is_no_event(line: Line) -> None:
-    with pytest.raises(ValueError, match="field 'text' must be a string"):
+    with pytest.raises(ValueError, match=re.escape(golden("unit.gang.field-text-must"))):
         line.hear(event="say")
 
 
@@ -48,7 +50,11 @@ def test_F45_a_lost_cluster_is_a_failure_of_its_node_in_the_tasks_own_words(line
     [event] = line.hear(event="failed", failure=record)
     assert isinstance(event, RankFailed)
     failure = event.failure
-    assert (failure.reason, failure.rank, failure.detail) == (Reason.ENGINE_HEAD_LOST, 0, "Ray on node n1 is gone")
+    assert (failure.reason, failure.rank, failure.detail) == (
+        Reason.ENGINE_HEAD_LOST,
+        0,
+        golden("unit.gang.ray-node-n1"),
+    )
 
 
 def test_F45_a_cluster_that_never_came_up_is_a_failed_start_while_user_code_has_not_begun(line: Line) -> None:

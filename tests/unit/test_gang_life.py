@@ -10,6 +10,7 @@ from hypothesis import given
 from serverless_gpu.model.attempt import Reason, State, StopReason
 from serverless_gpu.model.gang_life import Cause, Crew, Halt, Over, fold, told_to_stop
 from serverless_gpu.model.run_lifecycle import Ended, GivenUp
+from tests.support.golden import golden
 
 S, R, U, STOPPING = State.STARTING, State.RUNNING, State.UNREACHABLE, State.STOPPING
 LOST_PEER = Halt(reason=Reason.RANK_RAISED, rank=0, peer_lost=True, detail="Connection closed by peer")
@@ -94,7 +95,7 @@ def test_a_node_that_is_gone_is_what_the_others_lost_a_peer_for() -> None:
     ]
     found = fold(crews, Cause(crew=0, reason=Reason.RANK_RAISED, final=False))
     assert found.over == GivenUp(Reason.NODE_GONE)
-    assert found.cause is not None and found.cause.detail == "nothing was heard of n2"
+    assert found.cause is not None and found.cause.detail == golden("unit.gang_life.nothing-heard-n2")
 
 
 def test_it_is_over_when_all_are_and_ended_as_its_cause_did() -> None:

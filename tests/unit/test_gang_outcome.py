@@ -11,6 +11,7 @@ from serverless_gpu.client.outcome import Origin, ending_text, make_exception
 from serverless_gpu.errors import RunError
 from serverless_gpu.model.attempt import Failure, Reason
 from serverless_gpu.node.protocol import Stopped
+from tests.support.golden import golden
 from tests.support.unit.outcome import RUN, stopped
 
 
@@ -68,5 +69,5 @@ def test_what_failed_on_the_other_node_is_a_consequence_with_its_name(directory:
     gone = Failure(rank=None, reason=Reason.NODE_GONE, at_ns=0, node="n3")
     ending = of_a_gang(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=3, others=(other, gone))
     told = ending_text(ending, directory, RUN, None, Origin("n1, n2, n3"))
-    assert "consequence: rank 0 on n1: RuntimeError: reset" in told
-    assert "consequence: the attempt on n3: the node never came back" in told
+    assert golden("unit.gang_outcome.consequence-rank-n1") in told
+    assert golden("unit.gang_outcome.consequence-attempt-n3") in told

@@ -13,6 +13,7 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.gate import GatePolicy, Verdict, foreign, judge, verify
 from serverless_gpu.node.gpus import Provider
 from serverless_gpu.node.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage
+from tests.support.golden import golden
 
 GIB = 1024 * MIB
 IDLE = Usage(processes=(), memory_used_bytes=3 * MIB, pids_visible=True)
@@ -197,7 +198,7 @@ def test_F11_gate_asks_again_only_about_what_is_not_clean_yet() -> None:
     verdicts = verify(provider, ["a", "b", "c"], {"a": IDLE, "b": IDLE, "c": IDLE}, GatePolicy(), pauses.append)
 
     assert [verdicts[uuid].ok for uuid in "abc"] == [True, True, False]
-    assert verdicts["c"].evidence == "pid 4242 (python) still holds 2.0 GiB"
+    assert verdicts["c"].evidence == golden("unit.gate.pid-4242-python")
     assert script.asked == [("a", "b", "c"), ("b", "c"), ("c",), ("c",), ("c",), ("c",)]
     assert pauses == [0.05, 0.2, 0.75, 4.0, 10.0]
 

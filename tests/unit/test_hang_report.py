@@ -8,6 +8,7 @@ import pytest
 from serverless_gpu.model.hang_report import RANK_CHARACTERS_MAX, Finding, ranks_text, report, sentence, stacks
 from serverless_gpu.model.hangs import Look
 from serverless_gpu.model.stacks import Frame, Stack, Thread
+from tests.support.golden import golden
 
 C10D = Frame("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 TRAIN, LOAD = Frame("/home/me/train.py", 30, "train"), Frame("/home/me/train.py", 41, "load_batch")
@@ -94,7 +95,7 @@ SENTENCES: dict[str, tuple[Finding, str]] = {
 
 @pytest.mark.parametrize(("found", "expected"), SENTENCES.values(), ids=SENTENCES)
 def test_the_sentence(found: Finding, expected: str) -> None:
-    assert sentence(found) == f"no output for 10 min 00 s, and {expected}"
+    assert sentence(found) == golden("unit.hang_report.output-10-min", expected=expected)
 
 
 def test_many_ranks_are_not_all_listed() -> None:
@@ -110,30 +111,8 @@ def test_the_file_whole() -> None:
         waiting=(0,),
         elsewhere=(1, 2, 3),
     )
-    assert report(found, "run 01k, attempt 1, at 14:03:22", range(4)) == (
-        "run 01k, attempt 1, at 14:03:22\n"
-        "no output for 10 min 00 s, and rank 0 waits in train.py:30 train: rank 1 is stopped (SIGSTOP), rank 3 is "
-        "elsewhere, in train.py:41 load_batch, rank 2 has returned\n"
-        "\n"
-        "rank  pid        now, where in the kernel, CPU used in the last 5 min 00 s\n"
-        "0     100        sleeping, futex_do_wait, 50 ms\n"
-        "1     101        stopped, 50 ms, kill -CONT 101 lets it go on\n"
-        "2                has returned\n"
-        "3     103        running, 50 ms\n"
-        "\n"
-        "---- rank 0 (waits) ----\n"
-        "main thread (most recent call first):\n"
-        f'  File "{C10D.file}", line 3252 in all_reduce\n'
-        '  File "/home/me/train.py", line 30 in train\n'
-        "\n"
-        "---- rank 1 (elsewhere) ----\n"
-        "kill -CONT 101 lets it go on\n"
-        "main thread (most recent call first):\n"
-        "  (no stack)\n"
-        "\n"
-        "---- rank 3 (elsewhere) ----\n"
-        "main thread (most recent call first):\n"
-        '  File "/home/me/train.py", line 41 in load_batch\n'
+    assert report(found, "run 01k, attempt 1, at 14:03:22", range(4)) == golden(
+        "unit.hang_report.run-01k-attempt", file=C10D.file
     )
 
 
@@ -142,7 +121,7 @@ def test_the_stacks_of_one_rank_are_bounded() -> None:
     found = finding(look(0, *deep), look(1, TRAIN), waiting=(0,), elsewhere=(1,))
     text = report(found, "run", range(2))
     assert RANK_CHARACTERS_MAX < len(text) < RANK_CHARACTERS_MAX + 5_000
-    assert "characters left out\n\n---- rank 1 (elsewhere)" in text
+    assert golden("unit.hang_report.characters-left-out") in text
     assert len(stacks(finding(look(0, *deep), waiting=(0,), elsewhere=()))[0]) == 4_000
 
 

@@ -17,6 +17,7 @@ from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.hangs import HangWatch
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.testing import FakeClock
+from tests.support.golden import golden
 from tests.support.unit.account import launch
 
 ATTEMPT = Attempt(
@@ -55,7 +56,7 @@ def test_a_warning_is_taken_back_by_progress_and_leaves_no_sentence(scene: Scene
     assert warning.startswith("no output for 10 min 0") and scene.watch.said == warning
     scene.watch.heard()
     scene.live(30)
-    assert scene.told[1:] == ["the ranks get on again, after 10 min 30 s without output", ""]
+    assert scene.told[1:] == [golden("unit.hang_watch.ranks-get-again"), ""]
     assert scene.watch.said == ""
     scene.watch.heard()
     scene.live(30)
@@ -72,13 +73,13 @@ def test_an_observer_that_slept_has_seen_no_progress(scene: Scene) -> None:
     assert len(scene.told) == 2 and scene.told[1].startswith("no output for 10 min 0")
     scene.watch.heard()
     scene.live(5)
-    assert scene.told[2:] == ["the ranks get on again, after 1 h 22 min without output", ""]
+    assert scene.told[2:] == [golden("unit.hang_watch.ranks-get-again-after"), ""]
 
 
 def test_the_note_begins_with_the_file_for_a_receipt_cuts_the_end(scene: Scene, tmp_path: Path) -> None:
     scene.live(630)
-    assert scene.told == [f"{NOTHING_SEEN}; stacks of all ranks: {tmp_path}/hang-1.txt"]
-    assert scene.notes == [f"hang-1.txt has the stacks of all ranks: {NOTHING_SEEN}"]
+    assert scene.told == [golden("unit.hang_watch.stacks-all-ranks", NOTHING_SEEN=NOTHING_SEEN, tmp_path=tmp_path)]
+    assert scene.notes == [golden("unit.hang_watch.hang-txt-stacks", NOTHING_SEEN=NOTHING_SEEN)]
     assert (tmp_path / "hang-1.txt").exists()
 
 
@@ -86,5 +87,7 @@ def test_a_file_that_cannot_be_written_loses_no_sentence(scene: Scene, tmp_path:
     (tmp_path / "hang-1.txt").mkdir()
     scene.live(630)
     problem = "could not be written (Is a directory)"
-    assert scene.told == [f"{NOTHING_SEEN}; stacks of all ranks: {tmp_path}/hang-1.txt {problem}"]
+    assert scene.told == [
+        golden("unit.hang_watch.stacks-all-ranks-hang", NOTHING_SEEN=NOTHING_SEEN, tmp_path=tmp_path, problem=problem)
+    ]
     assert scene.notes == [f"hang-1.txt {problem}: {NOTHING_SEEN}"]

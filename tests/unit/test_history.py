@@ -11,6 +11,7 @@ import pytest
 from serverless_gpu.ambient import created_wall_ns, format_moment, format_utc, new_run_id
 from serverless_gpu.node import history
 from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, read_run, run_ids, size_on_disk, touched_ns, walk
+from tests.support.golden import golden
 
 SPEC = (
     b'{"run_id": "r", "fence": 1, "world_size": 2, "spec": {"name": "train", "resources": {"gpus": 2}}, "version": "0"}'
@@ -111,7 +112,7 @@ def test_a_directory_of_something_else(runs: Path, spec: bytes | None, problem: 
 def test_a_directory_without_an_attempt(runs: Path) -> None:
     (runs / "a" / "logs").mkdir(parents=True)
     record = read_run(runs, "a")
-    assert (record.state, record.problem, record.live) == (UNREADABLE, "it holds no attempt", False)
+    assert (record.state, record.problem, record.live) == (UNREADABLE, golden("unit.cli.holds-attempt"), False)
 
 
 def test_one_that_is_gone_meanwhile(runs: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import serverless_gpu
+from tests.support.golden import golden
 
 HEAVY = {
     "IPython",
@@ -110,7 +111,7 @@ def test_the_names_of_a_public_room_are_there(room: str) -> None:
 
 
 def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(AttributeError, match=r"^module 'serverless_gpu' has no attribute 'distribute'$"):
+    with pytest.raises(AttributeError, match=golden("unit.import.module-serverless-gpu")):
         _ = serverless_gpu.distribute
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.uplink.interpreters import FLAGS_MAX, check_flags, check_python
+from tests.support.golden import golden
 
 
 def program(path: Path, mode: int = 0o755) -> str:
@@ -83,5 +84,5 @@ def test_22A11_options_that_change_how_it_behaves_are_taken(flags: tuple[str, ..
     ],
 )
 def test_22A11_options_that_name_code_are_refused(flags: tuple[str, ...]) -> None:
-    with pytest.raises(InvalidValue, match=r"is not started with the option|takes at most"):
+    with pytest.raises(InvalidValue, match=golden("unit.interpreters.started-option-takes")):
         check_flags(flags)

@@ -39,6 +39,7 @@ from serverless_gpu.model.attempt import (
     TreeEmpty,
 )
 from serverless_gpu.model.lifecycle import SETTLE_NS, TABLE, IllegalTransition, Instruction, advance
+from tests.support.golden import golden
 from tests.support.unit.lifecycle import (
     CONCLUDE,
     KILL,
@@ -106,7 +107,9 @@ def test_every_pair_has_a_row_or_is_refused_by_name(state: State, event: Event) 
     else:
         with pytest.raises(IllegalTransition) as caught:
             advance(attempt, event, 20 * S)
-        assert str(caught.value) == f"run run-7 (fence 3): {type(event).__name__} in {state.value}"
+        assert str(caught.value) == golden(
+            "unit.lifecycle.run-run-fence", name__=type(event).__name__, value=state.value
+        )
     assert msgspec.structs.asdict(attempt) == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from serverless_gpu.environment.restore.assembly import Part
 from serverless_gpu.environment.restore.linking import Source, fill
 from serverless_gpu.errors import EnvironmentRejected
 from tests.small_disks import small_disk
+from tests.support.golden import golden
 from tests.unit.restored_process import CANNOT_MOUNT, public_directory
 
 
@@ -97,7 +99,7 @@ def test_nothing_is_written_through_a_link_of_another_unit(tmp_path: Path) -> No
 def test_a_file_where_another_unit_has_a_directory_is_refused(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one", d__file="1"), write(tmp_path / "two")
     two.mkdir()
-    with pytest.raises(EnvironmentRejected, match="is a file in one unit, and a directory in another"):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.linking.file-one-unit"))):
         fill(tree_of(tmp_path), [Source(part(files={"d": b"generated"}), [one, two])])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from serverless_gpu.node.inside.linux import descendants, kill_descendants, signal_main_thread
+from tests.support.golden import golden
 from tests.unit.rank_process import run_rank
 
 # A family of three generations; the youngest says its pid and waits for ever.
@@ -196,7 +197,7 @@ linux.outlive_ranks()
 linux.be_ordinary()
 print(score() == 0 if may else score() >= 500)
 """
-    assert run_rank(code) == "True\nTrue\nTrue\nTrue\n"
+    assert run_rank(code) == golden("unit.linux.true-true-true")
 
 
 def test_a_signal_for_the_main_thread_arrives_and_a_process_that_is_gone_is_said() -> None:

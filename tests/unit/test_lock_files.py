@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -14,6 +15,7 @@ import pytest
 from serverless_gpu.errors import StorageError
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.locks import DeviceLocks, Holder, Locked, Ticket, lock_directory
+from tests.support.golden import golden
 from tests.unit.second_process import other
 
 ME = Holder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
@@ -53,7 +55,7 @@ def test_planted_file_is_refused_and_its_target_untouched(
     plant(locks.directory / name, victim)
     before = os.listdir("/proc/self/fd")
 
-    with pytest.raises(StorageError, match="is a link or not a plain file") as caught:
+    with pytest.raises(StorageError, match=re.escape(golden("unit.lock_files.link-plain-file"))) as caught:
         if name == "GPU-1.quarantine":
             locks.quarantine("GPU-1", "x")
         elif name == "H100.mutex":
@@ -91,8 +93,8 @@ def test_unwritable_directory_says_what_to_do(tmp_path: Path, directory: str) ->
     for action in actions:
         with pytest.raises(StorageError) as caught:
             action()
-        assert f"The lock directory {path} cannot be used" in str(caught.value)
-        assert "\nhint: this user must be able to write there" in str(caught.value)
+        assert golden("unit.lock_files.lock-directory-cannot", path=path) in str(caught.value)
+        assert golden("unit.lock_files.hint-user-must") in str(caught.value)
 
 
 def test_directory_is_made_for_this_user_only(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_machine_wide_directory_that_is_something_else_is_refused(tmp_path: Path
     (tmp_path / "target").mkdir()
     link = tmp_path / "link"
     link.symlink_to("target")
-    with pytest.raises(StorageError, match="must be a directory for GPU locks") as caught:
+    with pytest.raises(StorageError, match=re.escape(golden("unit.lock_files.must-directory-gpu"))) as caught:
         lock_directory(DeviceKind.GPU, tmp_path, machine=(link,))
     assert f"`ls -ld {link}`" in caught.value.hint
 
@@ -153,7 +155,7 @@ def test_no_machine_wide_directory_says_how_to_make_one(tmp_path: Path) -> None:
         lock_directory(DeviceKind.GPU, tmp_path, machine=(first, second))
     assert str(first) in caught.value.message
     assert str(second) in caught.value.message
-    assert caught.value.hint == f"make one that everybody can write: `sudo install -d -m 1777 {first}`"
+    assert caught.value.hint == golden("unit.lock_files.make-one-everybody", first=first)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
@@ -179,7 +181,7 @@ except StorageError as error:
 """
         )
         with other(script, parent) as stranger:
-            assert stranger.hear() == f"open it for everybody: `sudo chmod 1777 {parent}/locks`"
-            assert stranger.hear() == f"The lock directory {parent} cannot be used (devices.mutex): Permission denied."
+            assert stranger.hear() == golden("unit.lock_files.open-everybody-sudo", parent=parent)
+            assert stranger.hear() == golden("unit.lock_files.lock-directory-cannot-used", parent=parent)
     finally:
         shutil.rmtree(parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.node.locks import Busy, DeviceLocks, Holder, Locked, Quarantine
+from tests.support.golden import golden
 from tests.unit.second_process import other
 
 FOUR = ("GPU-0", "GPU-1", "GPU-2", "GPU-3")
@@ -79,13 +81,13 @@ def test_too_few_free_devices_take_none_and_say_who_holds_the_others(locks: Devi
 
 @pytest.mark.parametrize("count", [0, -1, 3])
 def test_impossible_counts_are_refused(locks: DeviceLocks, count: int) -> None:
-    with pytest.raises(InvalidValue, match=f"{count} devices cannot be taken from 2"):
+    with pytest.raises(InvalidValue, match=golden("unit.locks.devices-cannot-taken", count=count)):
         locks.try_lock(["GPU-0", "GPU-1", "GPU-0"], count, ME)
 
 
 @pytest.mark.parametrize("uuid", ["", "../GPU-0", "a/b", ".hidden", "GPU\n0", "x" * 200])
 def test_uuid_that_could_leave_the_directory_is_refused(locks: DeviceLocks, uuid: str) -> None:
-    with pytest.raises(InvalidValue, match="is not a device uuid"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("unit.locks.device-uuid"))):
         locks.try_lock([uuid], 1, ME)
     with pytest.raises(InvalidValue):
         locks.quarantine(uuid, "x")
@@ -138,7 +140,7 @@ def test_file_that_is_always_deleted_is_an_error_not_a_lock(
     locks: DeviceLocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delete_before_locking(monkeypatch, locks.directory / "GPU-0.lock", times=99)
-    with pytest.raises(StorageError, match=r"GPU-0\.lock is deleted again and again"):
+    with pytest.raises(StorageError, match=re.escape(golden("unit.locks.gpu-lock-deleted"))):
         locks.try_lock(["GPU-0"], 1, ME)
 
 

@@ -10,6 +10,7 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.server.loops import Loop
+from tests.support.golden import golden
 
 FAR_NS = 10**18
 
@@ -54,8 +55,8 @@ def test_a_mistake_is_logged_and_it_goes_on(caplog: pytest.LogCaptureFixture) ->
         ticks.wait(3)
         assert loop.stop(timeout_s=30)
     assert [record.getMessage() for record in caplog.records] == [
-        "test failed and is tried again",
-        "test: the database is away",
+        golden("unit.loops.test-failed-tried"),
+        golden("unit.loops.test-database-away"),
     ]
 
 

@@ -16,6 +16,7 @@ import pytest
 from serverless_gpu.model.meeting import ADDRESSES_MAX, PROBE_S, Address
 from serverless_gpu.node import addresses
 from serverless_gpu.node.meeting import GUESTS_MAX, SETTLE_S
+from tests.support.golden import golden
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +41,7 @@ def test_a_crew_of_another_gang_is_not_taken_for_one_of_ours() -> None:
 
 def test_who_does_not_answer_is_waited_for_once_and_names_are_not_looked_up() -> None:
     came = scene("nobody")
-    assert came["problems"][:2] == ["no answer in 3 s", "Connection refused"]
+    assert came["problems"][:2] == [golden("unit.node_meeting.answer"), "Connection refused"]
     assert len(came["problems"]) == 3 and came["problems"][2]
     assert PROBE_S <= came["took_s"] < PROBE_S + 2
 
@@ -55,7 +56,7 @@ def test_a_dead_address_is_not_waited_for_where_another_one_lives() -> None:
 def test_a_network_that_loses_large_packets_is_found_before_user_code_hangs_on_it() -> None:
     came = scene("large_is_lost")
     assert came["said"]
-    assert came["problems"] == ["it answers, but large packets get lost: has the network the same MTU everywhere?"]
+    assert came["problems"] == [golden("unit.node_meeting.answers-but-large")]
 
 
 def test_strangers_garbage_and_floods_are_told_nothing_and_stop_nobody() -> None:

@@ -18,6 +18,7 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.server.node_rules import Leave, Sharing, leaves, may_concern, sharing
 from serverless_gpu.wire.agents import NodeView
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
+from tests.support.golden import golden
 
 MINUTE_NS = 60 * 10**9
 BERLIN = NodeCalendar(owner="alice", shared=("mon-fri 19:00-07:00", "sat-sun"), zone="Europe/Berlin")
@@ -114,14 +115,14 @@ def test_for_whom_a_node_is_and_its_calendar_read_as_text() -> None:
     assert for_whom(view(BERLIN, turns_ns=turns)) == "all until 25 Nov 2031 07:00"
     assert for_whom(view(BERLIN, shared=False, turns_ns=turns)) == "alice until 25 Nov 2031 07:00"
     assert for_whom(view(NodeCalendar(shared=("sat",)), shared=False)) == "nobody"
-    assert calendar_lines(view(NodeCalendar())) == ["n3 is nobody's in particular; everybody may use it at any time"]
+    assert calendar_lines(view(NodeCalendar())) == [golden("unit.node_rules.n3-nobody-particular")]
     assert calendar_lines(view(first)) == [
-        "n3 is alice's; everybody may use it at any time",
-        "runs of alice come first: others leave for them",
+        golden("unit.node_rules.n3-alice-everybody"),
+        golden("unit.node_rules.runs-alice-come"),
     ]
     assert calendar_lines(view(BERLIN, shared=False, turns_ns=turns)) == [
-        "n3 is alice's; others may use it mon-fri 19:00-07:00, sat-sun (Europe/Berlin)",
-        "not shared now, until 25 Nov 2031 07:00",
+        golden("unit.node_rules.n3-alice-others"),
+        golden("unit.node_rules.shared-now-until"),
     ]
 
 
@@ -137,7 +138,7 @@ def test_a_gpu_is_found_by_number_uuid_or_a_beginning_that_is_its_own() -> None:
     for asked, words in (("2", "no device '2'"), ("GPU-11", "several devices"), ("GPU", "no device")):
         with pytest.raises(InvalidValue, match=f"n3 has {words}") as caught:
             find_device(cards, asked, "n3")
-        assert caught.value.hint == "its devices: 0: GPU-11a, 1: GPU-11b"
+        assert caught.value.hint == golden("unit.node_rules.devices-gpu-11a")
 
 
 def test_the_zone_of_this_machine_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside import failure, payload
 from serverless_gpu.node.protocol import Stopped
+from tests.support.golden import golden
 from tests.support.unit.outcome import RUN, stopped
 
 
@@ -149,7 +150,7 @@ def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: 
 
 def test_a_time_limit_that_is_not_known_is_not_named(directory: Path) -> None:
     error = make_exception(stopped(Reason.TIMEOUT, cause=False), directory, RUN, None)
-    assert isinstance(error, RunTimedOut) and error.message == "the run reached its time limit"
+    assert isinstance(error, RunTimedOut) and error.message == golden("unit.outcome.run-reached-time")
 
 
 @pytest.mark.parametrize(
@@ -184,11 +185,7 @@ def test_a_run_that_was_stopped_for_idleness_says_what_keeps_one(directory: Path
     ending = stopped(Reason.IDLE, cause=False)
     error = make_exception(ending, directory, RUN, RunSpec(idle_timeout_s=6.0, timeout_s=90.0))
     assert isinstance(error, RunTimedOut)
-    assert str(error) == (
-        "the run did nothing for as long as idle_timeout allows: no device worked, and nothing was printed, for 6 s\n"
-        "hint: work of a device, output or `attach` keeps a run; "
-        f"a larger idle_timeout= lets it stand longer; {logs_hint(directory, None)}"
-    )
+    assert str(error) == golden("unit.outcome.run-did-nothing", logs_hint=logs_hint(directory, None))
 
 
 def test_F02_a_rank_killed_for_memory_says_memory(directory: Path) -> None:
@@ -220,26 +217,21 @@ def test_F55_a_result_that_cannot_be_pickled(directory: Path) -> None:
     )
     error = make_exception(stopped(Reason.RESULT_UNSERIALISABLE, "x", rank=1), directory, RUN, None)
     assert isinstance(error, ResultNotSerializable)
-    assert error.message == (
-        "rank 1 finished, but its result of type _thread.lock cannot be pickled (TypeError: cannot pickle lock): <lock>"
-    )
+    assert error.message == golden("unit.outcome.rank-finished-but")
 
 
 def test_F52_a_result_that_is_too_large(directory: Path) -> None:
     write_record(directory, 1, size=17_200_000_000, limit=16_000_000_000)
     error = make_exception(stopped(Reason.RESULT_TOO_LARGE, "x", rank=1), directory, RUN, None)
     assert isinstance(error, ResultTooLarge)
-    assert error.message == (
-        "rank 1 finished, but its result of 17.2 GB is over the limit of 16.0 GB; write it to a file in the function "
-        "and return the path"
-    )
+    assert error.message == golden("unit.outcome.rank-finished-but-result")
 
 
 def test_F28_a_result_that_could_not_be_written(directory: Path) -> None:
     detail = "OSError: [Errno 28] No space left on device"
     error = make_exception(stopped(Reason.RESULT_STORAGE, detail, rank=1), directory, RUN, None)
     assert type(error) is RunError
-    assert error.message == f"rank 1 finished, but its result could not be written: {detail}"
+    assert error.message == golden("unit.outcome.rank-finished-but-result-2", detail=detail)
 
 
 @pytest.mark.parametrize("reason", [Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE])
@@ -252,7 +244,7 @@ def test_F28_without_the_record_the_message_still_makes_sense(
         (directory / "failures" / "1.json").write_text(record)
     error = make_exception(stopped(reason, "TypeError: cannot pickle lock", rank=1), directory, RUN, None)
     assert isinstance(error, RunError)
-    assert "rank 1 finished, but its result" in error.message
+    assert golden("unit.outcome.rank-finished-but-result-3") in error.message
     assert "None" not in error.message and "0 B" not in error.message
 
 
@@ -273,7 +265,9 @@ def test_F06_the_users_exception_is_raised_as_its_own_type(
     write_raised(directory, 1, KeyError("lr"))
     error = make_exception(stopped(Reason.RANK_RAISED, "KeyError: 'lr'", rank=1), directory, RUN, None)
     assert (type(error), error.args) == (KeyError, ("lr",))
-    assert error.__notes__ == [f"rank 1 on host {socket.gethostname()}, run {RUN}; log: {directory / named}"]
+    assert error.__notes__ == [
+        golden("unit.outcome.rank-host-run", gethostname=socket.gethostname(), RUN=RUN, value=directory / named)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +290,11 @@ def test_F07_what_would_end_the_caller_is_an_error_of_ours(
 def test_F28_an_exception_without_a_record_is_told_by_its_event(directory: Path) -> None:
     error = make_exception(stopped(Reason.RANK_RAISED, "ValueError: no", rank=2), directory, RUN, None)
     assert isinstance(error, RemoteError)
-    assert (error.message, error.rank, error.reason) == ("rank 2 raised ValueError: no", 2, "rank_raised")
+    assert (error.message, error.rank, error.reason) == (
+        golden("unit.outcome.rank-raised-valueerror"),
+        2,
+        "rank_raised",
+    )
 
 
 # --- consequences and evidence ---------------------------------------------------------------------------------------
@@ -319,8 +317,8 @@ def test_consequences_are_notes(directory: Path) -> None:
         stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, consequences=consequences), directory, RUN, None
     )
     assert error.__notes__ == [
-        "consequence: rank 1: RuntimeError: peer 1",
-        f"consequence: the attempt: {OWNED}",
+        golden("unit.outcome.consequence-rank-runtimeerror"),
+        golden("unit.outcome.consequence-attempt", OWNED=OWNED),
         "consequence: " + ("rank 2: " + "x" * 1000)[:300],
     ]
 
@@ -329,7 +327,10 @@ def test_many_consequences_are_counted(directory: Path) -> None:
     ending = stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, consequences=peers(20))
     notes = make_exception(ending, directory, RUN, None).__notes__
     assert len(notes) == 9
-    assert notes[7:] == ["consequence: rank 8: RuntimeError: peer 8", "consequence: 12 more ranks failed"]
+    assert notes[7:] == [
+        golden("unit.outcome.consequence-rank-runtimeerror-peer"),
+        golden("unit.outcome.consequence-12-more"),
+    ]
     assert ending_text(ending, directory, RUN, None).splitlines()[-9:] == notes, "as it is read later"
 
 
@@ -353,13 +354,8 @@ def test_F01_the_stack_and_the_last_output_of_a_crashed_rank(directory: Path) ->
     ending = stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, log_tail="epoch 1\nepoch 2")
     error = make_exception(ending, directory, RUN, None)
     assert error.__notes__ == [
-        "Python stack of rank 0 when it was ended:\n"
-        "Fatal Python error: Segmentation fault\n\n"
-        "Current thread 0x1 (most recent call first):\n"
-        '  File "<string>", line 2 in made_by_exec\n'
-        '  File "<string>", line 9 in <module>\n'
-        '  File "/home/me/train.py", line 7 in step',
-        "last output of rank 0:\nepoch 1\nepoch 2",
+        golden("unit.outcome.python-stack-rank"),
+        golden("unit.outcome.last-output-rank"),
     ]
     assert isinstance(error, RankCrashed) and error.log_tail == "epoch 1\nepoch 2"
 
@@ -368,7 +364,7 @@ def test_the_last_output_in_a_note_is_safe_for_a_terminal(directory: Path) -> No
     tail = "\x1b[31mred\n\x1b]52;c;x\x07clip\u202e"
     ending = stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, log_tail=tail)
     error = make_exception(ending, directory, RUN, None)
-    assert error.__notes__ == ["last output of rank 0:\n\x1b[31mred\x1b[0m\nclip\\u202e"]
+    assert error.__notes__ == [golden("unit.outcome.last-output-rank-31mred")]
     assert isinstance(error, RankCrashed) and error.log_tail == tail
 
 
@@ -384,13 +380,13 @@ def test_F04_a_hang_names_who_waits_and_who_is_elsewhere(directory: Path) -> Non
     over_the_wire = msgspec.json.decode(msgspec.json.encode(ending), type=Stopped)
     error = make_exception(over_the_wire, directory, RUN, None)
     assert isinstance(error, CollectiveHang)
-    assert str(error) == f"{told}\nhint: Python stacks of all ranks: {directory}/hang-1.txt"
+    assert str(error) == golden("unit.outcome.hint-python-stacks", told=told, directory=directory)
     assert (error.ranks_waiting, error.ranks_elsewhere) == ([0, 2], [1])
     assert (error.run_id, error.rank, error.reason) == (RUN, None, "collective_hang")
     assert error.__notes__ == [
-        'rank 1 is here (most recent call first):\n  File "/home/me/load.py", line 4 in load',
-        'rank 2 waits here (most recent call first):\n  File "/home/me/train.py", line 30 in train',
-        "consequence: rank 1: RuntimeError: peer 1",
+        golden("unit.outcome.rank-here-most"),
+        golden("unit.outcome.rank-waits-here"),
+        golden("unit.outcome.consequence-rank-runtimeerror"),
     ]
     assert pickle.loads(pickle.dumps(error)).ranks_waiting == [0, 2]
 
@@ -403,13 +399,15 @@ def test_F45_a_lost_cluster_says_what_died_where_ray_wrote_and_what_came_of_it(d
     ending = stopped(Reason.ENGINE_HEAD_LOST, told, rank=0)
     error = make_exception(ending, directory, RUN, None)
     assert isinstance(error, EngineHeadLost)
-    assert str(error) == f"{told}\nhint: what Ray wrote: {directory}/ray; {logs_hint(directory, 0)}"
+    assert str(error) == golden(
+        "unit.outcome.hint-ray-wrote", told=told, directory=directory, logs_hint=logs_hint(directory, 0)
+    )
     assert (error.rank, error.reason, error.code) == (0, "engine_head_lost", "engine_head_lost")
-    assert error.__notes__ == ["the function then raised RayError: no head", "Traceback :\n  x"]
+    assert error.__notes__ == [golden("unit.outcome.function-then-raised"), "Traceback :\n  x"]
     elsewhere = make_exception(ending, directory, RUN, None, Origin(node="gpu7"))
     assert isinstance(elsewhere, EngineHeadLost)
     logs = f"logs: `sgpu logs {RUN} --rank 0`"
-    assert elsewhere.hint == f"what Ray wrote is on node gpu7: ray/ in the run's directory there; {logs}"
+    assert elsewhere.hint == golden("unit.outcome.ray-wrote-node", logs=logs)
     assert ending_text(ending, directory, RUN, None).splitlines()[0] == told
 
 
@@ -419,8 +417,8 @@ def test_F45_a_cluster_that_memory_ended_says_so_and_what_died(directory: Path) 
     detail = "ended by the kernel because host memory ran out (limit 4.0 GB, peak 4.0 GB)"
     error = make_exception(stopped(Reason.HOST_OOM, detail, rank=0), directory, RUN, None)
     assert isinstance(error, OutOfMemory)
-    assert error.message == f"a process of the run's Ray cluster was {detail}"
-    assert error.__notes__ == [lost, "the function then raised RayError: x"]
+    assert error.message == golden("unit.outcome.process-run-ray", detail=detail)
+    assert error.__notes__ == [lost, golden("unit.outcome.function-then-raised-rayerror")]
 
 
 def test_F45_a_cluster_that_never_came_up_is_told_in_the_nodes_words(directory: Path) -> None:
@@ -452,16 +450,13 @@ def test_F57_a_result_that_cannot_be_loaded_here_stays_where_it_is(directory: Pa
     payload.dump(Stubborn(), str(path))
     with pytest.raises(ResultUnavailableHere) as caught:
         load_result(directory, 2, RUN)
-    assert str(caught.value) == (
-        "rank 2 returned a value that this process cannot load: ValueError: invalid literal for int() with base 10: "
-        f"'not a number'\nhint: import what it needs and call results() again; the bytes are in {path}"
-    )
+    assert str(caught.value) == golden("unit.outcome.rank-returned-value", path=path)
     assert (caught.value.run_id, caught.value.rank, caught.value.reason) == (RUN, 2, "completed")
     assert path.exists()
 
 
 def test_a_result_that_is_gone(directory: Path) -> None:
-    with pytest.raises(ResultUnavailableHere, match=r"rank 5 returned a value, but the file \S+/5.pkl is missing"):
+    with pytest.raises(ResultUnavailableHere, match=golden("unit.outcome.rank-returned-value-but")):
         load_result(directory, 5, RUN)
 
 

@@ -24,6 +24,7 @@ from serverless_gpu.model.placement import (
     share_of_cores,
     threads_per_rank,
 )
+from tests.support.golden import golden
 
 
 def gpu(index: int, uuid: str, gpu_type: str = "H100") -> Device:
@@ -248,7 +249,7 @@ def test_an_unknown_type_is_answered_with_the_cards_that_are_there_too() -> None
     known = ", ".join(["Tesla K80", *(gpu_type.name for gpu_type in CATALOGUE)])
     with pytest.raises(UnknownGpuType) as refused:
         candidates(gpus=1, gpu_type="Tesla K8", devices=(*K80, *H100S))
-    assert str(refused.value) == (f"unknown GPU type 'Tesla K8'; known types: {known}\nhint: did you mean 'Tesla K80'?")
+    assert str(refused.value) == golden("unit.placement.unknown-gpu-type", known=known)
 
 
 @given(
@@ -340,9 +341,14 @@ def test_a_place_outside_its_gang_is_refused(
             local_world_size=local_world_size,
             num_nodes=num_nodes,
         )
-    assert str(refused.value) == (
-        f"no rank can stand here: RankPlace(rank={rank}, local_rank={local_rank}, node_rank={node_rank}, "
-        f"world_size={world_size}, local_world_size={local_world_size}, num_nodes={num_nodes})"
+    assert str(refused.value) == golden(
+        "unit.placement.rank-can-stand",
+        rank=rank,
+        local_rank=local_rank,
+        node_rank=node_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        num_nodes=num_nodes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.hardware import DeviceKind
+from tests.support.golden import golden
 from tests.support.unit.plot import handle
 from tests.unit.plotted import ORIGIN_NS, attempt, telemetry
 
@@ -62,7 +64,7 @@ def test_metrics_of_a_run_that_was_not_sampled_are_none(tmp_path: Path) -> None:
 def test_the_picture_has_a_place_for_every_gpu(tmp_path: Path, gpus: int, panels: int) -> None:
     figure = handle(attempt(tmp_path / "r", 1, [telemetry(30, gpus=gpus)])).plot()
     assert len(figure.axes) == panels, "beside those of heat maps stand the bars of their colours"
-    assert f"{gpus} H100 · 29.0 s · SUCCEEDED" in words(figure)
+    assert golden("unit.plot.h100-29-succeeded", gpus=gpus) in words(figure)
     assert "GPU utilisation, %" in words(figure) and "GPU memory, GiB" in words(figure)
     assert drawn(figure)
 
@@ -73,9 +75,9 @@ def test_failures_and_attempts_are_marked_where_they_were(tmp_path: Path) -> Non
     figure = handle(last).plot()
     assert failures(figure) == [58.5, 159.0]
     text = words(figure)
-    assert "FAILED (rank_raised, rank 1): a rank raised an exception · after 58.5 s" in text
-    assert "attempt 2 began · after 1 min 39 s" in text or "attempt 2 began · after 99.0 s" in text
-    assert "2 H100 · 2 min 39 s · FAILED · rank_raised" in text
+    assert golden("unit.plot.failed-rank-raised") in text
+    assert golden("unit.plot.attempt-began-after") in text or golden("unit.plot.attempt-began-after-99") in text
+    assert golden("unit.plot.h100-min-39") in text
     assert drawn(figure)
 
 
@@ -92,18 +94,18 @@ def test_letters_of_marks_at_the_same_moment_stand_beside_each_other(tmp_path: P
 def test_a_stop_is_marked(tmp_path: Path) -> None:
     directory = attempt(tmp_path / "r", 1, [telemetry(60, gpus=2)], asked="preempt")
     os.utime(directory / "stop_reason", ns=(0, ORIGIN_NS + 50 * 10**9))
-    assert "asked to stop: preempt · after 50.0 s" in words(handle(directory).plot())
+    assert golden("unit.plot.asked-stop-preempt") in words(handle(directory).plot())
 
 
 def test_slots_of_a_cpu_are_shown_as_ranks(tmp_path: Path) -> None:
     figure = handle(attempt(tmp_path / "r", 1, [telemetry(5, gpus=2, kind=DeviceKind.CPU)])).plot()
-    assert "share of a core, %" in words(figure) and "host memory, GB" in words(figure)
+    assert golden("unit.plot.share-core") in words(figure) and "host memory, GB" in words(figure)
     assert "2 CPU slots" in words(figure) and "rank 1" in words(figure) and "mean 97 %" in words(figure)
 
 
 def test_little_is_said_to_be_little(tmp_path: Path) -> None:
-    assert "too short for a curve" in words(handle(attempt(tmp_path / "a", 1, [telemetry(2)])).plot())
-    assert "nothing was sampled of this run" in words(handle(attempt(tmp_path / "b", 1, [])).plot())
+    assert golden("unit.plot.too-short-curve") in words(handle(attempt(tmp_path / "a", 1, [telemetry(2)])).plot())
+    assert golden("unit.plot.nothing-sampled-run") in words(handle(attempt(tmp_path / "b", 1, [])).plot())
     assert "too short" not in words(handle(attempt(tmp_path / "c", 1, [telemetry(3)])).plot())
 
 
@@ -111,7 +113,7 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     run = handle(attempt(tmp_path / "r", 1, [telemetry(5)]), name="a $\\nope{$ \x1b[31m\nb")
     figure = run.plot()
     assert drawn(figure), "nothing in it is mathematics"
-    assert figure.texts[0].get_text() == "a $\\nope{$  [31m b · run r"
+    assert figure.texts[0].get_text() == golden("unit.plot.nope-31m-run")
 
 
 def test_the_caller_s_style_changes_nothing(tmp_path: Path) -> None:
@@ -147,11 +149,11 @@ def test_a_notebook_shows_it_and_a_file_gets_it(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     run = handle(attempt(tmp_path / "r", 1, [telemetry(5)]))
-    with pytest.raises(InvalidValue, match="Format 'docx' is not supported"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("unit.plot.format-docx-supported"))):
         run.plot(tmp_path / "p.docx")
-    with pytest.raises(StorageError, match=r"the picture cannot be written to .*p\.png: No such file") as refused:
+    with pytest.raises(StorageError, match=golden("unit.plot.picture-cannot-written")) as refused:
         run.plot(tmp_path / "nowhere" / "p.png")
-    assert refused.value.hint == "give the path of a file in a directory you can write to"
+    assert refused.value.hint == golden("unit.plot.give-path-file")
 
 
 def test_without_matplotlib_there_is_one_sentence(tmp_path: Path) -> None:
@@ -176,6 +178,6 @@ except ServerlessGpuError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert "needs" not in done.stderr and done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "Run.plot() draws with Matplotlib, which this Python does not have",
-        "hint: pip install 'serverless-gpu[plot]'",
+        golden("unit.plot.run-plot-draws"),
+        golden("unit.plot.hint-pip-install"),
     ]

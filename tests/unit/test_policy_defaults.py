@@ -8,6 +8,7 @@ from serverless_gpu.errors import PolicyViolation
 from serverless_gpu.model.policy import UsagePolicy, describe
 from serverless_gpu.model.policy_defaults import with_defaults
 from serverless_gpu.model.spec import RunSpec
+from tests.support.golden import golden
 
 HOUR = UsagePolicy(timeout_s=3600.0)
 SEARCH = UsagePolicy(team="search")
@@ -55,9 +56,14 @@ def test_22D7_a_team_that_is_required_is_the_only_one_of_its_owner() -> None:
 def test_22D7_a_run_without_the_team_that_is_required_is_refused(teams: tuple[str, ...], hint: str) -> None:
     with pytest.raises(PolicyViolation) as refused:
         with_defaults([("p", REQUIRED)], RunSpec(), teams)
-    assert str(refused.value) == f"usage policy 'p' requires a team, and the run names none\nhint: {hint}"
+    assert str(refused.value) == golden("unit.policy_defaults.usage-policy-requires", hint=hint)
 
 
 def test_22D7_people_read_what_a_policy_says_of_teams_and_time() -> None:
     said = describe(UsagePolicy(timeout_s=7200.0, team="ads", team_required=True))
-    assert said == ["any on-demand pool", "time limit 2 h 00 min by itself", "team ads by itself", "needs a team"]
+    assert said == [
+        "any on-demand pool",
+        golden("unit.policy_defaults.time-limit-00"),
+        golden("unit.policy_defaults.team-ads-itself"),
+        "needs a team",
+    ]

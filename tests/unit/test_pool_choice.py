@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -10,6 +11,7 @@ from serverless_gpu.client.remote.pool_choice import POOL, POOL_ID, USE_RESERVED
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.agents import PoolView
+from tests.support.golden import golden
 
 ALL = {POOL: "mine", POOL_ID: "theirs", USE_RESERVED: "true"}
 
@@ -47,7 +49,7 @@ def test_a_reserved_pool_is_the_only_one_there_is() -> None:
     environ = {USE_RESERVED: "TRUE"}
     there = [pool("default", "on-demand"), pool("gold")]
     assert choose(RunSpec(), environ, lambda: there) == Choice("gold", USE_RESERVED)
-    with pytest.raises(InvalidValue, match="the server has none"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("unit.pool_choice.server-none"))):
         choose(RunSpec(), environ, lambda: there[:1])
     with pytest.raises(InvalidValue, match="has 2: gold, silver"):
         choose(RunSpec(), environ, lambda: [*there, pool("silver")])
@@ -61,7 +63,7 @@ def test_what_is_neither_true_nor_false_is_refused() -> None:
 def test_a_refusal_names_the_variable_that_named_the_pool() -> None:
     refused = InvalidValue("there is no pool 'mine'", hint="pools: default")
     told = Choice("mine", POOL).told(refused)
-    assert (told.message, told.hint) == ("there is no pool 'mine', which SGPU_POOL names", "pools: default")
+    assert (told.message, told.hint) == (golden("unit.pool_choice.pool-mine-sgpu"), "pools: default")
     other = InvalidValue("tags are too many")
     assert Choice("mine", POOL).told(other) is other
     assert Choice("mine").told(refused) is refused

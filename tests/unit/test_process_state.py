@@ -14,6 +14,7 @@ from serverless_gpu.client import preflight, process_state
 from serverless_gpu.errors import NotPicklable
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.inside import call, payload, training
+from tests.support.golden import golden
 from tests.unit.rank_process import run_rank
 
 # As transformers has it: made with all of them, kept in the instance, the device first asked for by `__post_init__`.
@@ -75,7 +76,7 @@ print(payload.join_late())
         path,
         path=tmp_path,
     )
-    assert said == "out ['output_dir'] True (1, 2) 2\nFalse\n"
+    assert said == golden("unit.process_state.out-output-dir")
 
 
 def test_23A1_arguments_that_a_rank_returns_know_nothing_of_the_rank(
@@ -141,10 +142,10 @@ def test_23A1_what_is_set_up_for_one_process_is_refused_by_name(
     refuse = process_state.refusal(RunSpec(resources=Resources()))
     with pytest.raises(NotPicklable) as caught:
         preflight.pack(str(tmp_path / "call.pkl"), train, (), {}, refuse)
-    assert f"closure variable `trainer` of `train` -> attribute `accelerator` -> {__name__}.{kind.__name__}" in (
+    assert golden("unit.process_state.closure-variable-trainer", name__=__name__, name___2=kind.__name__) in (
         str(caught.value)
     )
-    assert "every rank that used it would train alone" in str(caught.value)
+    assert golden("unit.process_state.every-rank-used") in str(caught.value)
 
 
 def test_23A1_a_second_process_group_is_explained_where_captured_arguments_made_the_first() -> None:

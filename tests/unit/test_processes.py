@@ -22,6 +22,7 @@ from serverless_gpu.node.processes import (
     kill_cgroup,
     remove_cgroup,
 )
+from tests.support.golden import golden
 
 # Detaches itself twice, says so, waits for ever: what only a cgroup ends.
 DAEMON = """
@@ -126,7 +127,7 @@ def test_F02_a_limit_is_enforced_or_the_user_is_told() -> None:
     watch = MemoryWatch(None, process.pid, 64 << 20)
     process.communicate()
     if watch.note:
-        assert watch.note == "memory= is not enforced: no memory controller can be written to on this machine"
+        assert watch.note == golden("unit.processes.memory-enforced-memory")
         assert process.returncode == 0
         pytest.skip(watch.note)
     assert process.returncode == -signal.SIGKILL
@@ -158,12 +159,12 @@ def test_of_two_places_one_may_fail(tmp_path: Path) -> None:
 
 def test_cgroups_can_be_switched_off() -> None:
     root = find_cgroup_root("any", {"SERVERLESS_GPU_CGROUPS": "0"})
-    assert (root.path, root.problem) == (None, "switched off by SERVERLESS_GPU_CGROUPS=0")
+    assert (root.path, root.problem) == (None, golden("unit.processes.switched-off-serverless"))
 
 
 def test_a_name_that_cannot_be_a_directory_is_a_problem_in_words() -> None:
     root = find_cgroup_root("no/such/parent/at/all", {})
-    assert (root.path, root.problem) == (None, "no cgroup v2 directory is ours to write")
+    assert (root.path, root.problem) == (None, golden("unit.processes.cgroup-v2-directory"))
 
 
 # --- files that look like a cgroup -----------------------------------------------------------------------------------

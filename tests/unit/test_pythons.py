@@ -12,6 +12,7 @@ import pytest
 from serverless_gpu.environment.restore import pythons
 from serverless_gpu.environment.restore.pythons import ask, candidates, find_python, keep, recall, trusted
 from serverless_gpu.errors import EnvironmentUnsupported
+from tests.support.golden import golden
 from tests.unit.made_environments import base_python, interpreter
 
 
@@ -38,7 +39,10 @@ def test_the_exact_version_is_preferred_and_another_patch_is_noted(tmp_path: Pat
     exact = wrapper(tmp_path / "exact" / "python", version=wanted.version)
     assert find_python(wanted, [str(near), str(exact)], {}).path == str(exact)
     found = find_python(wanted, [str(near)], {})
-    assert (found.path, found.note) == (str(near), f"Python {interpreter().version} stands in for {wanted.version}")
+    assert (found.path, found.note) == (
+        str(near),
+        golden("unit.pythons.python-stands", version=interpreter().version, version_2=wanted.version),
+    )
 
 
 def test_another_abi_does_not_fit_and_is_named(tmp_path: Path) -> None:
@@ -46,8 +50,8 @@ def test_another_abi_does_not_fit_and_is_named(tmp_path: Path) -> None:
     other = wrapper(tmp_path / "python")
     with pytest.raises(EnvironmentUnsupported) as caught:
         find_python(wanted, [str(other)], {})
-    assert f"(cpython-311d-x86_64-linux-gnu) for the environment; looked at {other}, " in caught.value.message
-    assert caught.value.hint == f"install it, for example with `uv python install {interpreter().minor}`"
+    assert golden("unit.pythons.cpython-311d-x86", other=other) in caught.value.message
+    assert caught.value.hint == golden("unit.pythons.install-example-uv", minor=interpreter().minor)
     fitting = wrapper(tmp_path / "fitting", abi=wanted.abi)
     assert find_python(wanted, [str(other), str(fitting)], {}).path == str(fitting)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.support.golden import golden
 from tests.unit.rank_process import run_rank
 
 OFFER = """
@@ -26,7 +27,7 @@ ask(protocol.PASS_SIGNAL)
 print("in ask" in answer(), answer().encode().endswith(protocol.PASSED))
 """
     )
-    assert said == "True False /memfd:sgpu-stacks (deleted) False\nTrue True\n"
+    assert said == golden("unit.rank_stacks.true-false-memfd")
 
 
 def test_a_main_thread_in_a_call_that_does_not_come_back_says_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import site
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from serverless_gpu.node.inside.raycluster import commands, installed, ports, starting, variables
 from serverless_gpu.node.inside.raycluster.ports import Ports
 from tests.ray.node_tasks import share
+from tests.support.golden import golden
 from tests.unit.rank_process import run_rank
 
 PORTS = Ports(*range(12_000, 12_000 + len(Ports._fields)))
@@ -153,11 +155,11 @@ def test_a_ray_without_metadata_says_its_version_itself(tmp_path: Path, monkeypa
     monkeypatch.setattr(importlib.metadata, "version", absent)
     monkeypatch.setattr(installed, "origin", lambda: str(tmp_path / "__init__.py"))
     assert installed.version() == ""
-    assert installed.ray_version() == "of an unknown version"
+    assert installed.ray_version() == golden("unit.ray_cluster.unknown-version")
     (tmp_path / "_version.py").write_text('commit = "abc"\nversion = "2.55.1"\n')
     assert installed.ray_version(2) == "2.55.1"
     monkeypatch.setattr(installed, "origin", lambda: "")
-    with pytest.raises(ModuleNotFoundError, match="not installed in the environment of the run"):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(golden("unit.ray_cluster.installed-environment-run"))):
         installed.ray_version()
 
 

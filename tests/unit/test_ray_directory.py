@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -21,6 +22,7 @@ from serverless_gpu.node.inside.raycluster.words import read_share
 from serverless_gpu.node.protocol import Context, Launch
 from serverless_gpu.node.raycluster import Cluster, NoDirectory, Sweeper, is_left, sweep
 from serverless_gpu.testing import FakeClock
+from tests.support.golden import golden
 
 GB = 10**9
 CONTEXT = Context(python="python3", flags=(), environ={}, cwd="/", umask=0o022, argv=(), sys_path=())
@@ -209,13 +211,13 @@ def test_where_no_name_is_free_the_run_cannot_start(
 ) -> None:
     (parent / "sgpu-ray-89abcdef").mkdir()
     monkeypatch.setattr(secrets, "token_hex", lambda _: "89abcdef")
-    with pytest.raises(OSError, match=r"no directory could be made for the run's Ray cluster: 20 names were taken"):
+    with pytest.raises(OSError, match=re.escape(golden("unit.ray_directory.directory-could-made"))):
         Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
 
 
 def test_no_room_for_it_is_said_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: Path) -> None:
     monkeypatch.setattr(directory, "PARENT", "/proc")
-    with pytest.raises(NoDirectory, match=r"no directory can be made in /proc for the run's Ray cluster: No such file"):
+    with pytest.raises(NoDirectory, match=re.escape(golden("unit.ray_directory.directory-can-made"))):
         Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
 
 

@@ -20,6 +20,7 @@ from serverless_gpu.engines.ray import RayEngine
 from serverless_gpu.engines.ray_link import RayAccess
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 from tests.unit.fake_ray_cluster import FakeRay
 
 H100 = {"GPU": 4.0, "CPU": 2.0, "sgpu_gpus:H100": 4.0}
@@ -108,7 +109,7 @@ def test_what_ray_has_not_is_said_with_figures(ray: FakeRay, made: Callable[...,
     assert ask(engine, Gang(id="a:1", shares=(Share(node="n1", gpu_type="A10", count=1),))) == Impossible(
         sentence="n1 has 0 A10, not 1"
     )
-    assert engine.plan(TWO).text == "reserve in Ray for r:1: 2 H100 on n1, 1 H100 on n2"
+    assert engine.plan(TWO).text == golden("unit.ray_engine.reserve-ray-h100")
     assert engine.recover() == []
 
 

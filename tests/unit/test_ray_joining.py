@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from serverless_gpu.engines.ray_join_file import JoinFile, read_join_file, write
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.raycluster import installed
+from tests.support.golden import golden
 
 FILE = JoinFile(server="https://gpu.internal:7878", token="sgpu_x")
 
@@ -32,7 +34,7 @@ def test_a_join_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(InvalidValue) as refused:
         read_join_file(path)
-    assert refused.value.message == f"{path} lets in whoever has it, and its mode is 0644, so others can read it"
+    assert refused.value.message == golden("unit.ray_joining.lets-whoever-mode", path=path)
     assert refused.value.hint.startswith(f"chmod 600 {path} ")
 
 
@@ -41,15 +43,15 @@ def test_what_is_no_join_file_is_said(tmp_path: Path, text: str) -> None:
     path = tmp_path / "join.json"
     path.touch(mode=0o600)
     path.write_text(text)
-    with pytest.raises(InvalidValue, match="is not a join file"):
+    with pytest.raises(InvalidValue, match=re.escape(golden("unit.ray_joining.join-file"))):
         read_join_file(path)
 
 
 def test_a_join_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue) as refused:
         read_join_file(tmp_path / "join.json")
-    assert refused.value.message == f"{tmp_path / 'join.json'} cannot be read: No such file or directory"
-    assert refused.value.hint == "`sgpu up --engine ray` says where it wrote it: copy that here"
+    assert refused.value.message == golden("unit.ray_joining.cannot-read-such", value=tmp_path / "join.json")
+    assert refused.value.hint == golden("unit.ray_joining.sgpu-up-engine")
 
 
 @pytest.mark.parametrize(
@@ -84,10 +86,8 @@ def test_a_server_on_loopback_cannot_be_joined_from_elsewhere(tmp_path: Path, mo
     wish = ray_joining.Wish(host="192.0.2.7", file=file, path=tmp_path / "join.json", name="n")
     with pytest.raises(InvalidValue) as refused:
         ray_joining.prepare(wish, Home(tmp_path), {})
-    assert refused.value.message == (
-        f"{tmp_path / 'join.json'} says that the server is at http://127.0.0.1:7878: only its own machine reaches that"
-    )
-    assert refused.value.hint == "start it with --host, --tls-cert and --tls-key, too, and copy the file again"
+    assert refused.value.message == golden("unit.ray_joining.says-server-http", value=tmp_path / "join.json")
+    assert refused.value.hint == golden("unit.ray_joining.start-host-tls")
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
@@ -95,8 +95,8 @@ def test_an_address_of_another_machine_is_refused() -> None:
     # In a process that may bind to anything; nothing is sent.
     program = "from serverless_gpu.engines import ray_machine; ray_machine.check_own('192.0.2.7')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
-    assert "192.0.2.7 is no address of this machine: Cannot assign requested address" in done.stderr
-    assert "hint: `ip -brief address` lists them" in done.stderr
+    assert golden("unit.ray_joining.192-address-machine") in done.stderr
+    assert golden("unit.ray_joining.hint-ip-brief") in done.stderr
 
 
 def test_a_port_that_somebody_has_is_named() -> None:
@@ -114,11 +114,11 @@ def test_a_head_that_is_being_started_is_waited_for_and_one_that_is_closed_is_no
     head = f"127.0.0.1:{port}"
     with pytest.raises(ServerProblem) as closed:
         ray_joining._refuse_closed(head, patience_s=0.0, ports="7900-7999")
-    assert closed.value.message == f"the server answers, and Ray at {head} does not: Connection refused"
-    assert closed.value.hint == "between the machines of a pool, TCP 7900-7999 has to be open, in both directions"
+    assert closed.value.message == golden("unit.ray_joining.server-answers-ray", head=head)
+    assert closed.value.hint == golden("unit.ray_joining.between-machines-pool")
     with pytest.raises(ServerProblem) as gone:
         ray_joining._refuse_closed(head, patience_s=0.1, ports="7900-7999")
-    assert gone.value.message == f"Ray's head at {head} answers nobody, the server neither: Connection refused"
+    assert gone.value.message == golden("unit.ray_joining.ray-head-answers", head=head)
     late = threading.Timer(0.3, lambda: served.append(socket.create_server(("127.0.0.1", port))))
     served: list[socket.socket] = []
     late.start()
@@ -132,21 +132,17 @@ def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPa
     own = ray_machine.python_version()
     assert ray_machine.differences("2.60.0", own) == ""
     assert ray_machine.differences("2.60.0", own.rpartition(".")[0] + ".99") == ""
-    assert ray_machine.differences("2.61.0", own) == (
-        "this machine has Ray 2.60.0, and the pool has 2.61.0: pip install 'ray==2.61.0'"
-    )
-    assert ray_machine.differences("2.60.0", "3.9.1") == (
-        f"this is Python {own}, and the pool has 3.9.1: Ray needs the same minor version"
-    )
+    assert ray_machine.differences("2.61.0", own) == golden("unit.ray_joining.machine-ray-60")
+    assert ray_machine.differences("2.60.0", "3.9.1") == golden("unit.ray_joining.python-pool-ray", own=own)
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "origin", lambda: "")
-    with pytest.raises(ServerProblem, match="Ray is not installed for "):
+    with pytest.raises(ServerProblem, match=re.escape(golden("unit.ray_joining.ray-installed"))):
         ray_machine.check_ray()
     monkeypatch.setattr(installed, "origin", lambda: "x")
     monkeypatch.setattr(installed, "version", lambda: "2.54.1")
     with pytest.raises(ServerProblem) as refused:
         ray_machine.check_ray()
-    assert refused.value.message == "Ray 2.54.1 is too old for several machines"
+    assert refused.value.message == golden("unit.ray_joining.ray-54-too")
     assert refused.value.hint == "pip install 'ray>=2.55'"

@@ -16,6 +16,7 @@ from serverless_gpu.engines import ray_keeper
 from serverless_gpu.engines.ray_keeper import MARK, Keeper, Plan
 from serverless_gpu.errors import StorageError
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 
 _STAY = "print('Ray runtime started', flush=True); import signal; signal.pause()"
 _TWO = """
@@ -136,9 +137,7 @@ def test_a_head_that_is_away_is_asked_again_and_that_is_said_once(kept: Callable
         port = there.getsockname()[1]
     one = kept(_STAY, head=f"127.0.0.1:{port}")
     wait_for(lambda: bool(one.said), "it is said")
-    assert one.said == [
-        f"the head of the pool at 127.0.0.1:{port} does not answer (Connection refused); it is asked again"
-    ]
+    assert one.said == [golden("unit.ray_keeper.head-pool-127", port=port)]
     with socket.create_server(("127.0.0.1", port)):
         wait_for(lambda: one.starts == 1, "it has started")
     assert len(one.said) == 1
@@ -150,7 +149,7 @@ def test_it_ends_when_nobody_needs_it(tmp_path: Path, kept: Callable[..., Kept])
     wait_for(lambda: one.starts == 1, "it has started")
     gone.set()
     one.thread.join(30)
-    assert one.said == ["Ray ends: there was no server for ten minutes"]
+    assert one.said == [golden("unit.ray_keeper.ray-ends-server")]
     assert not (tmp_path / "pool").exists()
 
 
@@ -159,5 +158,5 @@ def test_a_directory_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> Non
     (tmp_path / "pool").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError) as refused:
         ray_keeper.make_directory(str(tmp_path / "pool"))
-    assert refused.value.message == f"{tmp_path / 'pool'} is not a directory of ours"
+    assert refused.value.message == golden("unit.ray_keeper.directory-ours", value=tmp_path / "pool")
     assert (tmp_path / "elsewhere").is_dir()

@@ -14,6 +14,7 @@ from serverless_gpu.engines import ray_keeping
 from serverless_gpu.engines.ray_keeper import MARK, Plan, marked_pids
 from serverless_gpu.node.flocks import hold
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 
 PROGRAM = f"import os; os.makedirs(os.environ['{MARK}'], exist_ok=True); import signal; signal.pause()"
 
@@ -74,7 +75,7 @@ def test_it_is_needed_while_somebody_holds_the_lock_and_a_while_after(tmp_path: 
     owner = tmp_path / "lock"
     needed = ray_keeping.Needed(owner, idle_s=0.2)
     assert needed() == ""
-    wait_for(lambda: needed() == "there was no server for ten minutes", "nobody needs it")
+    wait_for(lambda: needed() == golden("unit.ray_keeping.server-ten-minutes"), "nobody needs it")
     lock = hold(owner, "server")
     assert lock is not None
     assert needed() == ""

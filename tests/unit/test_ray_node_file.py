@@ -9,6 +9,7 @@ import pytest
 from serverless_gpu.engines.ray_node_file import NodeFile, read_node_file, write_node_file
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.private_files import readers
+from tests.support.golden import golden
 
 FILE = NodeFile(python="/opt/env/bin/python", paths=("/opt/src",), home="/home/ada/.serverless_gpu", profile="/p.json")
 
@@ -19,12 +20,12 @@ def test_it_says_what_was_written_and_only_its_owner_can_read_it(tmp_path: Path)
     assert read_node_file(path) == FILE
     assert readers(path) == ""
     path.chmod(0o640)
-    assert readers(path) == "its mode is 0640, so others can read it"
+    assert readers(path) == golden("unit.ray_node_file.mode-0640-so")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"python": 1}'])
 def test_what_is_none_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "node.json"
     path.write_text(text)
-    with pytest.raises(InvalidValue, match=rf"^{path} does not say how the agent of this machine is started"):
+    with pytest.raises(InvalidValue, match=golden("unit.ray_node_file.does-say-how", path=path)):
         read_node_file(path)

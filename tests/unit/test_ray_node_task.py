@@ -14,6 +14,7 @@ from serverless_gpu.node.inside import linux
 from tests.local.observe import wait_for
 from tests.ray import drivers, node_tasks
 from tests.ray.node_tasks import NodeTask, cluster_directory, node_task, share
+from tests.support.golden import golden
 from tests.unit import fake_ray
 from tests.unit.rank_process import run_rank
 
@@ -71,7 +72,7 @@ def test_no_process_to_be_had_is_a_failure_that_says_so(before: str, tmp_path: P
     with node_task(tmp_path / "a", share(directory), drivers.never, python=Path(sys.executable), before=before) as task:
         failure = task.failure()
         assert task.end() == 1
-    assert failure["message"] == ("Ray could not be started on node node-of-the-test: [Errno 11] no process can be had")
+    assert failure["message"] == golden("unit.ray_node_task.ray-could-started")
 
 
 def test_a_node_that_says_what_it_lost_is_not_disturbed_by_being_stopped(tmp_path: Path, directory: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_node_that_says_what_it_lost_is_not_disturbed_by_being_stopped(tmp_pat
     ) as task:
         message = str(task.failure()["message"])
         assert task.end() == 1, task.output()
-    assert "could not reach the head" in message
+    assert golden("unit.ray_node_task.could-reach-head") in message
     assert task.output() == ""
 
 
@@ -220,7 +221,7 @@ os.close(writing)
 print(repr(engine.gone()), one.has_ended(), linux.readable([high]) == {high})
 """
     )
-    assert said == "'' False set()\n'raylet' True True\n"
+    assert said == golden("unit.ray_node_task.false-set-raylet")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -9,6 +9,7 @@ import pytest
 from serverless_gpu.engines import ray_start
 from serverless_gpu.engines.ray_start import Node
 from serverless_gpu.errors import InvalidValue
+from tests.support.golden import golden
 
 NODE = Node(
     name="gpu-2",
@@ -93,12 +94,8 @@ def test_no_secret_is_in_a_command_or_in_a_variable() -> None:
 def test_the_address_that_ray_would_replace_is_refused_by_name(address: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         ray_start.check_node_address(address)
-    assert refused.value.message == (
-        f"a machine cannot have the address {address}: Ray would take another one of its addresses instead, unasked"
-    )
-    assert refused.value.hint == (
-        "--node-address with one that the other machines reach; to try things out on one machine: 127.0.0.2"
-    )
+    assert refused.value.message == golden("unit.ray_start.machine-cannot-address", address=address)
+    assert refused.value.hint == golden("unit.ray_start.node-address-one")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "224.0.0.1", "gpu-1", "10.0.0.5:7900", ""])

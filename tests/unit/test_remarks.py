@@ -9,6 +9,7 @@ from serverless_gpu.environment.documents import Facts, Member, Root, Row, make_
 from serverless_gpu.environment.questions import Found, Taken
 from serverless_gpu.environment.remarks import remarks
 from serverless_gpu.environment.scan.scanning import Scan, Source
+from tests.support.golden import golden
 from tests.unit.hostile import PYTHON
 
 MB = 1_000_000
@@ -40,7 +41,7 @@ def test_code_that_grows_is_said_once_for_each_100_mb() -> None:
 
     assert remarks(before, scan(a=260 * MB)) == ()
     (said,) = remarks(before, scan(a=250 * MB, b=300 * MB))
-    assert "is 550.0 MB, 300.0 MB more than at the last capture; largest: b 300.0 MB, a 250.0 MB" in said
+    assert golden("unit.remarks.550-mb-300") in said
 
 
 def test_what_of_the_code_stays_behind_is_said_once() -> None:
@@ -50,7 +51,7 @@ def test_what_of_the_code_stays_behind_is_said_once() -> None:
     assert remarks(None, scan(inside, "/elsewhere: y")) == ()
     assert remarks(None, scan(*many, inside)) == (
         *(f"left out: {sentence}" for sentence in many[:3]),
-        "left out: 1 more, which `sgpu env show --all` names",
+        golden("unit.remarks.left-out-more"),
     )
     assert remarks(scan(*many[:3]).snapshot, scan(*many)) == (f"left out: {many[3]}",)
 
@@ -69,12 +70,12 @@ def test_the_first_capture_says_all_and_later_ones_what_is_new() -> None:
     changed = Found(number=1, first=False, changes=("six 1.17.0 added", "helper.py changed"), remarks=("a remark",))
 
     assert [line.partition(" (")[0] for line in found_text(first)] == ["capturing the environment"]
-    assert found_text(changed) == ["environment changed: six 1.17.0 added; helper.py changed", "a remark"]
+    assert found_text(changed) == [golden("unit.remarks.environment-changed-six"), "a remark"]
     said = taken_text(TAKEN, first)
     assert said.startswith(
         "environment aaaaaaaaaaaa: 3.0 MB in 20 files and 4 units, 1.0 MB of it the project's code; "
     )
-    assert taken_text(TAKEN, changed) == "environment aaaaaaaaaaaa: 1 of 4 units new, 2.0 kB stored, in 40 ms"
+    assert taken_text(TAKEN, changed) == golden("unit.remarks.environment-aaaaaaaaaaaa-units")
 
 
 def test_nothing_is_said_where_nothing_changed() -> None:

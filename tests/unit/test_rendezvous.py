@@ -5,6 +5,7 @@ In processes of their own: a reserved port is bound on every address, which the 
 
 from __future__ import annotations
 
+from tests.support.golden import golden
 from tests.unit.rank_process import run_script
 
 PREAMBLE = """
@@ -98,7 +99,7 @@ try:
 except NoPort as error:
     print(error)
 """
-    assert run_script(PREAMBLE + code) == "True\nno rendezvous port could be reserved: \n"
+    assert run_script(PREAMBLE + code) == golden("unit.rendezvous.true-rendezvous-port")
 
 
 def test_F13_a_closed_reservation_gives_the_port_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from serverless_gpu.cli.results import Result, _copy
 from serverless_gpu.cli.server import audit_file, usage_files
 from serverless_gpu.client.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
+from tests.support.golden import golden
 from tests.support.unit.plot import handle
 from tests.unit.plotted import attempt, telemetry
 
@@ -46,7 +48,7 @@ def test_a_pipe_in_the_place_of_a_file_stays_a_pipe(write: Callable[[Path], None
     link.symlink_to(pipe)
     before = pipe.stat()
     for path in (pipe, link):
-        with pytest.raises(InvalidValue, match=r"\.png is there and is no file: it is left as it is"):
+        with pytest.raises(InvalidValue, match=re.escape(golden("unit.result_files.png-file-left"))):
             write(path)
     assert stat.S_ISFIFO(pipe.stat().st_mode) and pipe.stat().st_ino == before.st_ino and link.is_symlink()
     assert not list(tmp_path.glob(".*"))
@@ -65,7 +67,7 @@ def test_a_file_is_replaced_whole_and_a_link_stays_one(write: Callable[[Path], N
 def test_what_was_there_stays_when_it_cannot_be_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "there"
     path.write_text("before")
-    with pytest.raises(StorageError, match="would have 3 bytes of 4"):
+    with pytest.raises(StorageError, match=re.escape(golden("unit.result_files.would-bytes"))):
         _copy(Result(4, iter([b"abc"])), path)
     with pytest.raises(KeyboardInterrupt), whole(path):
         raise KeyboardInterrupt

@@ -23,6 +23,7 @@ from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import Schedule, clean, cleaned_text, delete, empty_trash, scan
 from serverless_gpu.testing import FakeClock
+from tests.support.golden import golden
 
 NOW_NS = 1_000 * DAY_NS
 
@@ -130,7 +131,9 @@ def test_a_table_that_cannot_be(tmp_path: Path, table: str, message: str) -> Non
     (tmp_path / "config.toml").write_text(f"[retention]\n{table}\n")
     with pytest.raises(InvalidValue) as caught:
         read_configuration(Home(tmp_path))
-    assert str(caught.value) == f"{tmp_path / 'config.toml'}, table retention: {message}"
+    assert str(caught.value) == golden(
+        "unit.retention.table-retention", value=tmp_path / "config.toml", message=message
+    )
 
 
 # --- directories -----------------------------------------------------------------------------------------------------

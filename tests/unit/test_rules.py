@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from serverless_gpu.environment.documents import BLOCK_BYTES, Block, Facts, Generated, Place, Row, Snapshot, Unit
 from serverless_gpu.environment.rules import check_path, check_snapshot, check_together, check_unit
 from serverless_gpu.errors import EnvironmentRejected
+from tests.support.golden import golden
 from tests.unit.hostile import file, hostile_snapshots, hostile_units, link, member_of, snapshot, unit
 
 
@@ -33,7 +35,7 @@ def test_the_error_names_unit_path_and_rule() -> None:
     bad = unit(file("site/a/../b"))
     with pytest.raises(EnvironmentRejected) as caught:
         check_unit(bad)
-    assert str(caught.value) == f"unit {bad.address[:12]}: 'site/a/../b': a name is not '.' or '..'"
+    assert str(caught.value) == golden("unit.rules.unit-site-name", address=bad.address[:12])
 
 
 def test_an_ordinary_unit_passes() -> None:
@@ -130,7 +132,7 @@ def test_units_may_share_directories_with_what_is_generated() -> None:
 def test_a_unit_is_as_large_as_the_snapshot_says() -> None:
     there = unit(file("site/a", 5))
     whole = snapshot(msgspec.structs.replace(member_of(there), size=4))
-    with pytest.raises(EnvironmentRejected, match="not those of its unit"):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.rules.those-unit"))):
         check_together(whole, {there.address: there})
 
 

@@ -35,6 +35,7 @@ from serverless_gpu.model.run_lifecycle import (
     over_because,
     pause_s,
 )
+from tests.support.golden import golden
 
 SEND_STOP, REQUEUE, CONCLUDE = Instruction.SEND_STOP, Instruction.REQUEUE, Instruction.CONCLUDE
 QUEUED = Run(run_id="run-7")
@@ -103,7 +104,7 @@ def test_every_pair_has_a_row_or_is_refused_by_name(state: State, event: Event) 
     else:
         with pytest.raises(IllegalTransition) as caught:
             advance(run, event)
-        assert str(caught.value) == f"run run-7 (fence 3): {type(event).__name__} in {state}"
+        assert str(caught.value) == golden("unit.run_lifecycle.run-run-fence", name__=type(event).__name__, state=state)
     assert msgspec.structs.asdict(run) == before
 
 
@@ -349,7 +350,7 @@ def test_the_reference_says_when_another_attempt_follows() -> None:
         def follows(*, reason: Reason = reason, began: bool = True, **given: object) -> bool:
             return REQUEUE in advance(changed(RUNNING, began=began, **given), Ended(reason, began=began))[1]
 
-        assert follows(retries_left=1) == ("for one of `retries`" in words), reason
+        assert follows(retries_left=1) == (golden("unit.run_lifecycle.one-retries") in words), reason
         assert follows(faults_left=1) == ("`retry_on_infra=True`" in words), reason
         assert follows(may_resume=True) == ("`resume=True`" in words), reason
         assert follows(began=False) == ("by itself" in words), reason

@@ -10,19 +10,11 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.restore.scripts import entry_points, is_generic, script, shebang, specific
+from tests.support.golden import golden
 
 
 def test_a_script_is_what_pip_writes() -> None:
-    assert script("pkg.cli:Group.main", "/env/bin/python") == (
-        "#!/env/bin/python\n"
-        "# -*- coding: utf-8 -*-\n"
-        "import re\n"
-        "import sys\n"
-        "from pkg.cli import Group\n"
-        "if __name__ == '__main__':\n"
-        "    sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])\n"
-        "    sys.exit(Group.main())\n"
-    )
+    assert script("pkg.cli:Group.main", "/env/bin/python") == golden("unit.scripts.env-bin-python")
 
 
 def test_console_and_gui_scripts_are_read_and_other_groups_are_not() -> None:

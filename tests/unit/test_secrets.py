@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.secret_files import Sweeper
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.secrets import SecretRequest, SecretValue
+from tests.support.golden import golden
 
 IN_MEMORY = pytest.mark.skipif(not secret_files._is_in_memory(), reason="/dev/shm is not in memory here")
 
@@ -90,7 +92,7 @@ def test_they_lie_in_memory_and_only_their_user_can_read_them(attempt: Path) -> 
 def test_without_memory_they_lie_in_the_attempt(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret_files, "_is_in_memory", lambda: False)
     place = secret_files.write(attempt, {"A": b"hunter2"})
-    assert place == attempt / "secrets" and "were on this node's disk" in secret_files.note(place)
+    assert place == attempt / "secrets" and golden("unit.secrets.node-disk") in secret_files.note(place)
     assert stat.S_IMODE(place.lstat().st_mode) == 0o700
     secret_files.remove(attempt)
     assert not place.exists()
@@ -108,7 +110,7 @@ def test_23A9_memory_that_is_full_refuses_and_nothing_goes_to_the_disk(
         fill(place, values)
 
     monkeypatch.setattr(secret_files, "_fill", full)
-    with pytest.raises(StorageError, match="cannot take the secrets of the run: No space left on device"):
+    with pytest.raises(StorageError, match=re.escape(golden("unit.secrets.cannot-take-secrets"))):
         secret_files.write(attempt, {"A": b"hunter2"})
     assert names() == before and list(attempt.iterdir()) == []
 
@@ -199,7 +201,7 @@ def test_a_home_has_secrets_for_runs_of_this_machine(tmp_path: Path) -> None:
 
 def test_a_rank_reads_what_it_was_given_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGPU_SECRETS_DIR", raising=False)
-    with pytest.raises(SecretMissing, match="was given no secrets"):
+    with pytest.raises(SecretMissing, match=re.escape(golden("unit.secrets.given-secrets"))):
         runtime.secret("A")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "A").write_text("hunter2", encoding="utf-8")

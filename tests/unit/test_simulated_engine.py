@@ -10,6 +10,7 @@ from serverless_gpu.engines.base import EngineNode, Gang, Impossible, NodeLost, 
 from serverless_gpu.engines.simulated import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
+from tests.support.golden import golden
 
 NODES = (
     EngineNode(name="n1", devices=parse_fake("H100:8")),
@@ -72,8 +73,8 @@ def test_sentences_say_what_is_missing() -> None:
     assert ask("a:1", 3) == Impossible(sentence="n2 has 2 A10, not 3")
     assert isinstance(ask("b:1", 1), Placed)
     assert ask("c:1", 2) == Waiting(sentence="1 of 2 A10 are free on n2")
-    assert engine.plan(Gang(id="a:1", shares=(Share(node="n2", gpu_type="A10", count=3),))).text == (
-        "reserve for a:1: 3 A10 on n2"
+    assert engine.plan(Gang(id="a:1", shares=(Share(node="n2", gpu_type="A10", count=3),))).text == golden(
+        "unit.simulated_engine.reserve-a10-n2"
     )
 
 

@@ -26,6 +26,7 @@ from serverless_gpu.model.stacks import (
     readable,
     uses_torch,
 )
+from tests.support.golden import golden
 from tests.support.unit.stacks import (
     ACCEPT,
     ALL_REDUCE,
@@ -148,7 +149,7 @@ def test_other_threads_are_apart_and_the_main_thread_is_the_last() -> None:
     )
     stack = parse(dump(*LOADER, before=feeder), OWN)
     assert stack.frames == frames(*LOADER)
-    assert [thread.title for thread in stack.others] == ["Thread 0x00007f66ce5ff6c0 (most recent call first):"]
+    assert [thread.title for thread in stack.others] == [golden("unit.stacks.thread-0x00007f66ce5ff6c0-most")]
     assert [frame.function for frame in stack.others[0].frames] == ["wait", "_bootstrap"]
     assert not stack.others[0].current
 

@@ -13,6 +13,7 @@ from serverless_gpu.cli.server import submitting
 from serverless_gpu.cli.server.command_line import command_of
 from serverless_gpu.client.program import Program, submitted_program
 from serverless_gpu.model.spec import Command, RunSpec
+from tests.support.golden import golden
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_23B2_a_mistyped_option_is_a_usage_error_that_names_the_one_that_was_mea
     words: list[str], meant: str, launched: list[RunSpec]
 ) -> None:
     code, said = submit(*words)
-    assert code == 2 and f"did you mean {meant}?" in said
+    assert code == 2 and golden("unit.submit_command_line.did-you-mean", meant=meant) in said
     assert launched == []
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.cli.program import COMMANDS
+from tests.support.golden import golden
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOWS_REFUSAL = (
@@ -79,21 +80,16 @@ def test_23B13_windows_is_refused_with_one_sentence(tmp_path: Path) -> None:
 
 def test_23B13_calls_on_macos_are_refused_before_anything_starts(tmp_path: Path) -> None:
     done = on("macOS", CALL.format(remote=False), tmp_path)
-    assert done.stdout == f"ranks need Linux, and this is macOS\n{MACOS_HINT}\n", done.stderr
+    assert done.stdout == golden("unit.systems.ranks-need-linux", MACOS_HINT=MACOS_HINT), done.stderr
     done = on("macOS", CALL.format(remote=True), tmp_path)
-    assert done.stdout == (
-        "calls through a server need Linux, and this is macOS: their ranks import the packages that are captured here\n"
-        f"{MACOS_HINT}\n"
-    ), done.stderr
+    assert done.stdout == golden("unit.systems.calls-through-server", MACOS_HINT=MACOS_HINT), done.stderr
 
 
 @pytest.mark.parametrize("command", ["doctor", "gpus", "join", "mlflow", "server", "top", "up"])
 def test_23B13_commands_of_nodes_and_servers_are_refused_on_macos(command: str, tmp_path: Path) -> None:
     done = sgpu("macOS", tmp_path, command)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        f"sgpu: nodes and servers, which `sgpu {command}` is for, need Linux, and this is macOS\n{MACOS_HINT}\n"
-    )
+    assert done.stderr == golden("unit.systems.sgpu-nodes-servers", command=command, MACOS_HINT=MACOS_HINT)
 
 
 @pytest.mark.slow

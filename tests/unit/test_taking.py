@@ -25,6 +25,7 @@ from serverless_gpu.environment.scan.scanning import Source
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentTooLarge, EnvironmentUnsupported, StorageError
+from tests.support.golden import golden
 from tests.unit.counting import TINY, WHOLE_PACKS, CountingStore, claiming, two_units
 from tests.unit.scanned import contents, scan_of, source_of
 
@@ -121,7 +122,7 @@ def test_a_file_that_never_has_the_size_it_says_is_named(tmp_path: Path) -> None
     # As a log that grows with each look: the kernel says 0 bytes, and gives more.
     row = Row(path="site/uptime", size=0, sha256=hashlib.sha256(b"").digest())
     store = CountingStore()
-    with pytest.raises(EnvironmentUnsupported, match="/proc/uptime changes while it is read"):
+    with pytest.raises(EnvironmentUnsupported, match=re.escape(golden("unit.taking.proc-uptime-changes"))):
         capture(scan_of({"thing": Source(rows=(row,), files=("/proc/uptime",))}), Blobs(store))
     assert not store.puts
 
@@ -147,7 +148,7 @@ def test_a_file_that_is_gone_is_named_and_nothing_is_sent(tmp_path: Path) -> Non
     scan, store = two_units(tmp_path), CountingStore()
     gone = sorted(tmp_path.rglob("f*"))[-1]
     gone.unlink()
-    with pytest.raises(EnvironmentUnsupported, match=f"{gone} disappeared while the environment was captured"):
+    with pytest.raises(EnvironmentUnsupported, match=golden("unit.taking.disappeared-while-environment", gone=gone)):
         capture(scan, Blobs(store), settings=TINY)
     assert not store.puts
 
@@ -184,10 +185,7 @@ def test_a_file_without_permission_is_named_before_anything_is_sent() -> None:
     finally:
         os.seteuid(uid)
         shutil.rmtree(top)
-    assert str(caught.value) == (
-        f"{bad} cannot be read, so the environment cannot be captured: Permission denied\n"
-        f"hint: allow it (chmod u+r '{bad}'), or remove the file, or leave it out with .sgpuignore if it is code"
-    )
+    assert str(caught.value) == golden("unit.taking.cannot-read-so", bad=bad)
     assert not store.puts
 
 
@@ -199,7 +197,7 @@ def test_a_name_that_no_restore_would_accept_is_refused(tmp_path: Path) -> None:
     store = CountingStore()
     with pytest.raises(EnvironmentUnsupported) as caught:
         capture(scan_of({"thing": source_of(before)}), Blobs(store))
-    assert "thing 1.0: 'readme': it is the same file as 'README'" in str(caught.value)
+    assert golden("unit.taking.thing-readme-same") in str(caught.value)
     assert not store.puts
 
 
@@ -210,7 +208,7 @@ def test_zeros_without_measure_are_refused_by_name(tmp_path: Path) -> None:
         sparse.truncate(400_000_000)
     zeros = Row(path="site/zeros", size=400_000_000, sha256=bytes(32))  # corrected by the capture
     store = CountingStore()
-    with pytest.raises(EnvironmentUnsupported, match=r"thing 1.0 cannot be captured.*would become 400000000"):
+    with pytest.raises(EnvironmentUnsupported, match=golden("unit.taking.thing-cannot-captured")):
         capture(scan_of({"thing": Source(rows=(zeros,), files=(str(before / "zeros"),))}), Blobs(store))
     assert "snapshots" not in store.kinds()
     assert "units" not in store.kinds()
@@ -228,19 +226,15 @@ def test_F41_over_the_cap_the_ten_largest_are_named_before_a_byte_moves(tmp_path
     with pytest.raises(EnvironmentTooLarge) as caught:
         capture(scan_of(sources), Blobs(store))
     largest = "\n".join(f"  {1 + number / 10:6.1f} GB  package{number} 1.0" for number in range(15, 5, -1))
-    assert str(caught.value) == (
-        "the environment holds 28.0 GB, and 15.0 GB is the limit; the largest parts of it:\n"
-        f"{largest}\n"
-        "hint: uninstall what is not needed, and leave data out of the code with .sgpuignore"
-    )
+    assert str(caught.value) == golden("unit.taking.environment-holds-28", largest=largest)
     assert not store.puts
 
 
 def test_F40_a_store_without_space_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
     store = CountingStore(free=10_000_000)
-    with pytest.raises(StorageError, match=r"memory:// has 10.0 MB free; .* are to be stored, which") as caught:
+    with pytest.raises(StorageError, match=golden("unit.taking.memory-10-mb")) as caught:
         capture(two_units(tmp_path), Blobs(store), settings=TINY)
-    assert "and 67.1 MB always stay free: 57.1 MB more are needed; nothing was sent" in caught.value.message
+    assert golden("unit.taking.67-mb-always") in caught.value.message
     assert "SERVERLESS_GPU_HOME" in caught.value.hint
     assert not store.puts
 
@@ -252,7 +246,7 @@ def test_F40_a_store_that_becomes_full_keeps_what_it_has_and_goes_on_later(tmp_p
         (before / f"f{number}").write_bytes(os.urandom(5_000_000))
     scan = scan_of({"thing": source_of(before)})
     store = CountingStore(free=64 * 1024 * 1024 + 15_000_000)
-    with pytest.raises(StorageError, match="nothing of it can be seen"):
+    with pytest.raises(StorageError, match=re.escape(golden("unit.taking.nothing-can-seen"))):
         capture(scan, Blobs(store), settings=WHOLE_PACKS)
     sent = [key for key in store.puts if key.startswith("packs/")]
     assert sent

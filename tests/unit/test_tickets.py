@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from serverless_gpu.errors import StorageError
 from serverless_gpu.node.locks import Ticket
+from tests.support.golden import golden
 from tests.unit.second_process import other
 
 WAIT = 'with Ticket(directory, "H100") as ticket: say("waiting"); sys.stdin.read()'
@@ -64,7 +66,7 @@ def test_full_disk_leaves_no_ticket_behind(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "pwrite", full)
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(StorageError, match="No space left on device"):
+    with pytest.raises(StorageError, match=re.escape(golden("rows.full_disk_mid_run.space-left-device"))):
         Ticket(tmp_path, "H100").__enter__()
     assert os.listdir("/proc/self/fd") == before
     assert os.listdir(tmp_path) == ["H100.mutex"]

@@ -22,6 +22,7 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node.monitor.words import Frame
+from tests.support.golden import golden
 from tests.tiny_terminal import screen
 from tests.unit.framed import NOW_NS, S, frame
 from tests.unit.framing_monitor import FramingMonitor
@@ -227,7 +228,7 @@ def test_a_monitor_that_says_nothing_is_told_of(home: Path) -> None:
         return frames(number)
 
     with FramingMonitor(home, dumb) as monitor, window(home) as shown:
-        shown.until(lambda: "the monitor has ended; it is started again" in shown.rows()[-1])
+        shown.until(lambda: golden("unit.top_live.monitor-ended-started") in shown.rows()[-1])
         assert any("train rank 3" in row for row in shown.rows()), "the last frame stays"
         shown.until(lambda: len(monitor.watches) > 1)
         shown.press("q")

@@ -14,6 +14,7 @@ from serverless_gpu.client import tracking
 from serverless_gpu.client.tracking import Far, Place, Resolved, place_of, resolve, tracked
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking import Tracking
+from tests.support.golden import golden
 
 SPEC = RunSpec(name="train")
 SERVER = "http://10.1.2.3:5000"
@@ -338,7 +339,7 @@ def test_a_store_of_this_machine_is_not_for_runs_elsewhere(driver: Driver) -> No
     told = resolved.tracking
     assert (told.uri, told.store, told.parent_id, told.experiment_id) == (SERVER, "", "", "")
     assert told.experiment == "/Team/digits"
-    assert "is on this machine" in resolved.sentence
+    assert golden("unit.tracked_calls.machine") in resolved.sentence
     here = resolve(SPEC, {}, environ, Far(False, True, no_question))
     assert here.tracking is not None and here.tracking.store == driver.uri
 

@@ -27,6 +27,7 @@ from serverless_gpu.model.tracking_rules import (
     variables,
 )
 from serverless_gpu.testing.mlflow_store import Refusal, check
+from tests.support.golden import golden
 
 RECEIPT = Receipt(
     run_id="01",
@@ -122,7 +123,10 @@ def test_parameters_are_the_clients_and_the_specs() -> None:
     }
     assert spec_params(RunSpec()) == {"sgpu.environment": "live"}
     program = RunSpec(payload=Command(argv=("python", "t 2.py", "--token", "abc")))
-    assert spec_params(program) == {"sgpu.command": "python 't 2.py' --token …", "sgpu.environment": "live"}
+    assert spec_params(program) == {
+        "sgpu.command": golden("unit.tracking_rules.python-py-token"),
+        "sgpu.environment": "live",
+    }
 
 
 def test_tags_of_users_do_not_pass_for_mlflows_or_ours() -> None:

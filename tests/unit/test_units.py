@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu import units
+from tests.support.golden import golden
 
 COUNTS = st.integers(min_value=0, max_value=10**6)
 TIMES = st.integers(min_value=0, max_value=10**12)
@@ -132,7 +133,7 @@ def test_gpu_milliseconds_are_gpus_times_milliseconds() -> None:
 def test_negative_gpu_time_is_refused(gpus: int, ms: int) -> None:
     with pytest.raises(ValueError) as refused:
         units.gpu_milliseconds(gpus, ms)
-    assert str(refused.value) == f"GPU time cannot be negative: {gpus} GPUs for {ms} ms"
+    assert str(refused.value) == golden("unit.units.gpu-time-cannot", gpus=gpus, ms=ms)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_a_cost_is_rounded_up_to_the_micro(gpu_ms: int, rate: int, micros: int) 
 def test_a_negative_cost_is_refused(gpu_ms: int, rate: int) -> None:
     with pytest.raises(ValueError) as refused:
         units.micros_for(gpu_ms, rate)
-    assert str(refused.value) == f"a cost cannot be negative: {gpu_ms} GPU-ms at {rate} micros per GPU-hour"
+    assert str(refused.value) == golden("unit.units.cost-cannot-negative", gpu_ms=gpu_ms, rate=rate)
 
 
 @given(TIMES, RATES)

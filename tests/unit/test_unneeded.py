@@ -9,6 +9,7 @@ import pytest
 
 from serverless_gpu.model.hardware import GIB, GpuType
 from serverless_gpu.model.unneeded import Ran, Unneeded, unneeded
+from tests.support.golden import golden
 
 HOUR = 3_600_000
 BOOK = {"H100": 3_000_000, "L4": 1_000_000, "A10": 1_200_000, "CPU": 50_000}
@@ -42,7 +43,7 @@ def test_a_device_that_hardly_works_is_cpu_work() -> None:
     assert found is not None
     assert (found.verdict, found.types, found.busy_percent) == ("cpu", ("CPU",), 2.5)
     assert (found.micros, found.saves_micros) == (30_000_000, 29_500_000)
-    assert found.text() == "this is CPU work: GPUs worked 2.5 % of the time"
+    assert found.text() == golden("unit.unneeded.cpu-work-gpus")
 
 
 @pytest.mark.parametrize(("busy_percent", "is_named"), [(4.9, True), (5.0, False)])
@@ -54,7 +55,7 @@ def test_what_fits_into_a_smaller_type_gets_the_cheapest_that_is_cheaper() -> No
     found = only(ran(peak_memory_bytes=20 * GIB))
     assert found is not None
     assert (found.verdict, found.types, found.saves_micros, found.slower) == ("smaller", ("L4",), 20_000_000, 3.0)
-    assert found.text() == "20.0 GiB of memory at most: L4 would do, if it takes less than 3.0 times as long"
+    assert found.text() == golden("unit.unneeded.20-gib-memory")
 
 
 @pytest.mark.parametrize(("peak", "is_named"), [(20 * GIB, True), (20 * GIB + 1, False)])
@@ -83,7 +84,7 @@ def test_without_prices_the_catalogue_says_what_would_do() -> None:
     assert found is not None
     assert found.types == ("A16", "A2", "P100", "RTX-A4000")
     assert (found.micros, found.saves_micros, found.slower) == (None, None, None)
-    assert found.text() == "1.0 GiB of memory at most: A16 or A2 or P100 or RTX-A4000 would do"
+    assert found.text() == golden("unit.unneeded.gib-memory-most")
 
 
 def test_a_type_that_costs_more_is_no_advice() -> None:

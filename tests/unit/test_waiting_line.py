@@ -8,6 +8,7 @@ from serverless_gpu.client import display
 from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.client.waiting_line import ROWS_MAX, WaitingLine, waited_text
 from serverless_gpu.testing import FakeClock
+from tests.support.golden import golden
 from tests.support.unit.display import Terminal
 from tests.support.unit.notebook_display import Cell
 
@@ -88,7 +89,7 @@ def test_a_long_wait_that_is_over_is_said(capsys: pytest.CaptureFixture[str], cl
     clock.advance(300)
     made.state("STARTING", "")
     made.state("RUNNING", "")
-    assert capsys.readouterr().err.splitlines()[1:] == ["serverless-gpu: it starts, after 1 h 5 min in the queue"]
+    assert capsys.readouterr().err.splitlines()[1:] == [golden("unit.waiting_line.serverless-gpu-starts")]
     made.waits("first", None)
     clock.advance(60)
     made.state("CANCELLED", "")
@@ -104,11 +105,11 @@ def test_on_a_terminal_it_is_one_place_that_changes(terminal: Terminal, clock: F
             clock.advance(1)
             made.tick()
     assert terminal.rows() == [
-        "serverless-gpu: queued for 4 min: needs 8 H100 on one node; 5 free on n3;",
-        "  alice/bert-ft holds 3 until 14:20 at the latest; you are 2th",
+        golden("unit.waiting_line.serverless-gpu-queued"),
+        golden("unit.waiting_line.alice-bert-ft"),
     ]
     made.say("a word beside it")
-    assert terminal.rows()[0] == "serverless-gpu: a word beside it" and len(terminal.rows()) == 3
+    assert terminal.rows()[0] == golden("unit.waiting_line.serverless-gpu-word") and len(terminal.rows()) == 3
     made.state("STARTING", "")
     said = ["serverless-gpu: a word beside it", "serverless-gpu: it starts, after 4 min in the queue"]
     assert terminal.rows() == [*said, ""]
@@ -153,9 +154,9 @@ def test_a_notebook_shows_for_how_long_and_for_what() -> None:
     cell.clock.advance(60)
     cell.display.waits("needs 2 H100; you are 1st", None)
     assert cell.screen.plain == [
-        "QUEUED for 1 min: needs 2 H100; you are 2nd",
-        "QUEUED for 2 min: needs 2 H100; you are 2nd",
-        "QUEUED for 2 min: needs 2 H100; you are 1st",
+        golden("unit.waiting_line.queued-min-needs"),
+        golden("unit.waiting_line.queued-min-needs-h100"),
+        golden("unit.waiting_line.queued-min-needs-h100-2"),
         "RUNNING for 0 s",
-        "QUEUED for 0 s: needs 2 H100; you are 1st",
+        golden("unit.waiting_line.queued-needs-h100"),
     ]

@@ -11,6 +11,7 @@ import pytest
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.cli.server.runs import as_json, moment_of, row, sentence_of
 from serverless_gpu.wire.waiting import WaitView
+from tests.support.golden import golden
 from tests.support.unit.waiting_shown import AT_NS, VIEW, WAITING
 
 
@@ -29,9 +30,9 @@ def test_the_sentence_has_the_times_of_this_place() -> None:
 
 
 def test_a_sentence_without_parts_is_the_server_s() -> None:
-    assert sentence_of(msgspec.structs.replace(VIEW, waiting=None)) == "as the server has it"
+    assert sentence_of(msgspec.structs.replace(VIEW, waiting=None)) == golden("unit.waiting_shown.server")
     moon = msgspec.structs.replace(WAITING, reason="moonlight")
-    assert sentence_of(msgspec.structs.replace(VIEW, waiting=moon)) == "as the server has it"
+    assert sentence_of(msgspec.structs.replace(VIEW, waiting=moon)) == golden("unit.waiting_shown.server")
 
 
 def test_the_list_has_its_place() -> None:

@@ -16,6 +16,7 @@ from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.node import outbox, protocol
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.watchers import WATCHERS_MAX, Audience, Watcher
+from tests.support.golden import golden
 
 CHARACTERS_MAX = 200_000
 STOPPED = protocol.Stopped(state=State.SUCCEEDED, reason=Reason.COMPLETED, cause=None, consequences=())
@@ -207,7 +208,7 @@ def test_one_watcher_too_many_is_told_so_and_the_place_is_free_again_when_one_go
     turn(selector)
     received = protocol.receive(late)
     assert received is not None and isinstance(received[0], protocol.Refused)
-    assert received[0].message == "64 others are connected to 01m7, and more it does not take"
+    assert received[0].message == golden("unit.watchers.64-others-connected")
     assert all(read_all_of(peer) == [SNAPSHOT] for peer in peers)
     peers[0].close()
     turn(selector)

@@ -27,6 +27,7 @@ from serverless_gpu.node.peers import Peers
 from serverless_gpu.node.protocol import GangNews
 from serverless_gpu.node.witness import HangWitness
 from serverless_gpu.testing import FakeClock
+from tests.support.golden import golden
 from tests.support.unit.account import launch
 
 S = 1_000_000_000
@@ -107,12 +108,12 @@ def test_a_warning_is_told_written_and_taken_back(scene: Scene, tmp_path: Path) 
     scene.live(310)
     for _ in range(2):  # each answer has it
         assert scene.witness.judged(JUDGEMENT) is None
-    assert scene.told == [f"{TOLD}; stacks of all ranks: {tmp_path}/hang-*-1.txt"]
-    assert scene.notes == [f"hang-*-1.txt have the stacks of all ranks: {TOLD}"]
+    assert scene.told == [golden("unit.witness.stacks-all-ranks", TOLD=TOLD, tmp_path=tmp_path)]
+    assert scene.notes == [golden("unit.witness.hang-txt-stacks", TOLD=TOLD)]
     text = (tmp_path / "hang-1-1.txt").read_text()
     assert "node n2, at" in text and TOLD in text
     assert scene.witness.judged(Judgement(number=1, sentence="")) is None
-    assert scene.told[1:] == ["the ranks get on again", ""] and scene.witness.said == ""
+    assert scene.told[1:] == [golden("unit.witness.ranks-get-again"), ""] and scene.witness.said == ""
 
 
 def test_the_end_has_the_sentence_of_all_nodes_and_another_file(scene: Scene, tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_F04_what_was_seen_is_kept_where_the_other_node_was_told_first_and_ended
     if not is_kept:
         return
     text = (tmp_path / "hang-1-1.txt").read_text()  # the number that the other node's has
-    assert "the run ended before it was said here who waits for whom" in text and "---- rank 3 (" in text
+    assert golden("remote.gangs.run-ended-before") in text and "---- rank 3 (" in text
     assert scene.witness.hang is None and scene.notes == []
 
 
@@ -177,7 +178,7 @@ def test_F05_ranks_that_wait_for_those_on_other_nodes_are_told_after_a_minute(sc
     scene.live(55)
     assert scene.told == []
     scene.live(10)
-    assert scene.told == ["rank 2 returned a minute ago, those on other nodes still running"]
+    assert scene.told == [golden("unit.witness.rank-returned-minute")]
     assert scene.notes == scene.told
 
 

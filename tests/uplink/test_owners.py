@@ -19,6 +19,7 @@ from serverless_gpu.model.attempt import Reason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.testing import agent_status
 from tests.local.observe import wait_for
+from tests.support.golden import golden
 from tests.uplink.agent_server import AgentServer, SeenAttempt
 from tests.uplink.node import Node
 
@@ -77,7 +78,7 @@ def test_22A2_owners_share_no_zygote(node: Node) -> None:
     zygotes(node.home.root)
     assert warm_and_why(node.run(len, "a", owner="bob")) == (True, "")
     warm, why = warm_and_why(node.run(len, "a", owner="alice"))
-    assert not warm and "first run of this owner with this interpreter: owners share none" in why
+    assert not warm and golden("uplink.owners.first-run-owner") in why
     zygotes(node.home.root)
     assert warm_and_why(node.run(len, "a", owner="alice")) == (True, "")
     assert warm_and_why(node.run(len, "a", owner="bob")) == (True, "")

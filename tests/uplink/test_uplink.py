@@ -26,6 +26,7 @@ from serverless_gpu.testing import FakeGpus
 from serverless_gpu.wire.agents import Stop
 from tests.local.observe import announced, wait_for
 from tests.local.ranks import stay
+from tests.support.golden import golden
 from tests.unit.fake_monitor import FakeMonitor
 from tests.uplink.agent_server import TOKEN
 from tests.uplink.node import Node
@@ -232,9 +233,9 @@ def test_a_server_names_no_directory_but_those_of_its_own_runs(node: Node) -> No
     assert local.results(timeout=60) == ["local"] and local.receipt(60).gate
     own = node.run(hello, "a", run_id=local.id)
     wait_for(lambda: own.ending is not None, "it is refused")
-    assert own.reason is Reason.REFUSED and "is one of this node's own" in own.reports[0].sentence
+    assert own.reason is Reason.REFUSED and golden("uplink.uplink.one-node-own") in own.reports[0].sentence
     node.run(hello, "a", run_id="../../../tmp/elsewhere")
-    wait_for(lambda: "is no attempt's name" in node.log(), "it is refused, too")
+    wait_for(lambda: golden("uplink.uplink.attempt-name") in node.log(), "it is refused, too")
     assert not Path("/tmp/elsewhere").exists()
     assert local.results() == ["local"] and (local.directory / "receipt.json").exists()
 

@@ -6,6 +6,7 @@ import msgspec
 
 from serverless_gpu.model.scheduling.feasibility import Choice, shortage
 from serverless_gpu.model.scheduling.values import Pool
+from tests.support.golden import golden
 from tests.unit.scheduling.asking import node, wanted
 
 LAPTOP = node("laptop", CPU=4)
@@ -15,7 +16,7 @@ N1 = node("n1", H100=2, CPU=8)
 def test_23B1_without_a_gpu_cpu_slots_are_offered() -> None:
     found = shortage([LAPTOP], [], wanted("r1", 1, gpu_type=None))
     assert found is not None
-    assert (found.why, found.choices) == ("no node has a GPU", (Choice(gpu_type="CPU"),))
+    assert (found.why, found.choices) == (golden("remote.feasibility.node-gpu"), (Choice(gpu_type="CPU"),))
 
 
 def test_23B1_fewer_devices_and_other_types_are_offered() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from serverless_gpu.model.scheduling.uid_sharing import sharing_warnings
 from serverless_gpu.model.scheduling.values import Node, Pool, PoolSeen, WaitReason, Wanted
+from tests.support.golden import golden
 from tests.unit.scheduling.asking import node, planner, wanted
 
 CLOSED, OPEN = Pool(name="default", single_principal=True), Pool(name="big")
@@ -82,10 +83,12 @@ def test_22A1_a_type_that_only_a_closed_pool_has_does_not_confuse_a_run_that_nam
 def test_22A1_warnings_name_principals_pools_and_the_command() -> None:
     assert sharing_warnings(principals=[], closed=["default"], shared=["big"]) == []
     shared, closed = sharing_warnings(principals=["bob"], closed=["default"], shared=["big"])
-    assert "the code of bob can read secrets" in shared and "sgpu pool set big --isolation unset" in shared
-    assert "runs of bob wait in pool default" in closed and "sgpu pool set default --isolation none" in closed
+    assert golden("server.isolation.code-bob-can") in shared and golden("unit.isolation.sgpu-pool-set") in shared
+    assert (
+        golden("unit.isolation.runs-bob-wait") in closed and golden("server.isolation.sgpu-pool-set-default") in closed
+    )
     (alone,) = sharing_warnings(principals=["bob"], closed=[], shared=[])
-    assert "sgpu pool set default --isolation none" in alone
+    assert golden("server.isolation.sgpu-pool-set-default") in alone
 
 
 @pytest.mark.parametrize("named", ["default", ""])

@@ -22,6 +22,7 @@ from serverless_gpu.model.scheduling.values import (
     WaitReason,
     Wanted,
 )
+from tests.support.golden import golden
 from tests.unit.scheduling.driving import S, World
 
 _SEARCH = Pool(name="search", reserved=True, lends=True, return_s=300.0)
@@ -179,7 +180,7 @@ def test_an_owner_who_is_first_has_the_node_as_soon_as_others_have_left() -> Non
     assert started(world, "b1", "mine", "b2") == [0.0, 60.0, None]
     never = world.planner.why("b2", world.now_ns)
     assert never is not None
-    assert never.words == "its owner comes first on every node that would do (alice): others need resume=True there"
+    assert never.words == golden("unit.making_room.owner-comes-first")
     assert [one.run_id for one in world.preemptions] == ["b1"]
     assert not world.running
 

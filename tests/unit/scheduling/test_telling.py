@@ -9,6 +9,7 @@ from hypothesis import given
 
 from serverless_gpu.model.scheduling.telling import estimate_text, latest, ordinal, sentence
 from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
+from tests.support.golden import golden
 
 _HOUR, _MINUTE = 3_600_000_000_000, 60_000_000_000
 
@@ -189,7 +190,7 @@ def test_each_estimate_says_what_it_rests_on(estimate: Estimate, told: str) -> N
 def test_ordinals() -> None:
     numbers = (1, 2, 3, 4, 11, 12, 13, 21, 22, 101, 111)
     told = ", ".join(ordinal(number) for number in numbers)
-    assert told == "1st, 2nd, 3rd, 4th, 11th, 12th, 13th, 21st, 22nd, 101st, 111th"
+    assert told == golden("unit.telling.1st-2nd-3rd")
 
 
 _TIMES = st.one_of(st.none(), st.integers(0, 48 * _HOUR))
@@ -237,11 +238,11 @@ def test_22D5_a_latest_time_is_rounded_up_to_the_minute_and_others_are_not() -> 
     until = at("17:06") + 52_000_000_000
     bound = msgspec.structs.replace(_BERT, until_ns=until)
     told = sentence(wait(holders=(bound,), at_ns=until, is_bound=True), clock)
-    assert "alice/bert-ft holds 3 until 17:07 at the latest; it starts at 17:07 at the latest" in told
+    assert golden("unit.telling.alice-bert-ft") in told
     likely = msgspec.structs.replace(bound, is_bound=False)
-    assert "until about 17:06; it starts at about 17:06" in sentence(wait(holders=(likely,), at_ns=until), clock)
+    assert golden("unit.telling.until-about-17") in sentence(wait(holders=(likely,), at_ns=until), clock)
     leaving = msgspec.structs.replace(bound, is_leaving=True)
-    assert "was asked to give back its 3 by 17:07" in sentence(wait(holders=(leaving,)), clock)
+    assert golden("unit.telling.asked-give-back") in sentence(wait(holders=(leaving,)), clock)
     assert estimate_text(Estimate(at_ns=until, is_bound=True, basis="", place=1), clock).startswith("at 17:07 at the")
 
 
@@ -255,12 +256,8 @@ def test_22D5_what_was_learned_is_told_beside_a_latest_time() -> None:
     week = {"until_ns": at("17:06"), "is_bound": True}
     known = holder("alice/bert-ft", 3, "17:06", **week, likely_ns=at("12:10"))
     told = sentence(wait(holders=(known,), at_ns=at("17:06"), is_bound=True, likely_ns=at("12:10")), clock)
-    assert told == (
-        _NEEDS + "5 free on n3; "
-        "alice/bert-ft holds 3 until 17:06 at the latest, about 12:10 by earlier runs of that name; "
-        "it starts at 17:06 at the latest, about 12:10 by earlier runs of those names; you are 2nd"
-    )
+    assert told == (_NEEDS + golden("unit.telling.free-n3-alice"))
     # Of several runs of one name the last counts; of one of them nothing is known.
     unknown = holder("alice/bert-ft", 1, "13:00", is_bound=True)
     told = sentence(wait(holders=(known, unknown)), clock)
-    assert "holds 4 until 17:06 at the latest, about 13:00 by earlier runs of that name" in told
+    assert golden("unit.telling.holds-until-17") in told
