@@ -286,7 +286,7 @@ def test_of_several_types_a_run_gets_one_that_its_pool_has(services: Services) -
     put(services, "p", gpu_types=("L4", "A100", "H100"))
     attach(services, "p", "user", "bob")
     assert stored(services, BOB).spec.resources.gpu_type == "H100"
-    assert stored(services, BOB, pool="gold").spec.resources.gpu_type == "L4"  # which has none of them
+    assert stored(services, BOB, pool="gold", wait=True).spec.resources.gpu_type == "L4"  # which has none of them
 
 
 def environment(*packages: str, code: str = "c") -> Snapshot:

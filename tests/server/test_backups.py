@@ -37,7 +37,7 @@ from tests.support.server.runs_api import Reader, submit
 def waiting_run(server: Served) -> str:
     """Return a run that waits for a node that does not come."""
     server.connection().ask("PUT", "/pools/none", PoolRequest(kind="on-demand"), answer=PoolView)
-    return submit(server.connection(), pool="none").id
+    return submit(server.connection(), pool="none", wait=True).id
 
 
 def view(server: Served, run_id: str) -> RunView:
