@@ -14,9 +14,10 @@ ROOT = Path(__file__).parents[2]
 def _used() -> Iterator[str]:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "golden":
-                if node.args and isinstance(node.args[0], ast.Constant):
-                    yield str(node.args[0].value)
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != "golden":
+                continue
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value)
 
 
 def _there() -> set[str]:
