@@ -86,7 +86,7 @@ def _made(request: pytest.FixtureRequest, kind: str, *words: str) -> Machine:
 def test_every_place_has_a_scenario() -> None:
     assert list(SCENARIOS) == [place for place in faults.PLACES if place not in ELSEWHERE]
     for place, file in ELSEWHERE.items():
-        assert place in faults.PLACES and f'"{place}"' in Path(__file__).with_name(file).read_text()
+        assert place in faults.PLACES and f'"{place}"' in (Path(__file__).parent / file).read_text()
 
 
 @pytest.mark.parametrize(("kind", "place"), _each(ALONE))
