@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,7 +36,8 @@ from serverless_gpu.server.self_check import check
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.server.charged import charge_all
-from tests.server.stored import T0, S, add_run, place, rows, tell
+from tests.server.made import made_services
+from tests.server.stored import T0, S, add_node, add_people, add_run, place, rows, tell
 from tests.support.golden import golden
 from tests.support.server.charging import (
     HOUR_S,
@@ -48,6 +50,18 @@ from tests.support.server.charging import (
     used,
     write_facts,
 )
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(wall_ns=T0)
+
+
+@pytest.fixture
+def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
+    add_people(database, "alice")
+    add_node(database)
+    return made_services(database, tmp_path, clock=clock)
 
 
 def entries(database: Database, run_id: str) -> list[Entry]:

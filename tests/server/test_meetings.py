@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,11 +25,29 @@ from serverless_gpu.server.roster import Roster
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending
-from tests.server.ganged import say, told_of, waiting, wrong
+from tests.server.ganged import say, services_of_nodes, told_of, waiting, wrong
 from tests.server.stored import T0, S, add_run, place_gang, stored, tell
 from tests.support.golden import golden
 from tests.support.server.agents import hello
 from tests.support.server.meetings import CHOSEN, attempt_of, look, meet, offer, reach, start
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(wall_ns=T0 + 9 * S)
+
+
+@pytest.fixture
+def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
+    return services_of_nodes(database, tmp_path, clock, nodes=3)
+
+
+@pytest.fixture
+def run_id(services: Services, database: Database) -> str:
+    """Return a run with two devices on n1 and one on n2."""
+    run_id = add_run(database)
+    place_gang(database, run_id, 2, 1)
+    return run_id
 
 
 def again(services: Services) -> None:

@@ -27,7 +27,9 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from tests.server.made import made_services
 from tests.server.stored import T0, S, add_run, outcome, place, rows, stored, tell
 from tests.support.golden import golden
-from tests.support.server.reporting import CALM, COMPLETED, RESULTS, fact, piece, say
+from tests.support.server.reporting import CALM, COMPLETED, RESULTS, clock, fact, piece, run_id, say, services
+
+__all__ = ["clock", "run_id", "services"]
 
 FAILED = Ending(state=State.FAILED, reason=Reason.RANK_RAISED, began=True, stopped=msgspec.Raw(b'{"a":2}'))
 
@@ -442,21 +444,21 @@ def test_files_are_listed_with_their_bytes_as_far_as_they_are_few(
 
 def test_reports_of_many_attempts_at_once_do_not_disturb_each_other(services: Services, database: Database) -> None:
     ids = [add_run(database) for _ in range(8)]
-    for run_id in ids:
-        place(database, run_id)
+    for one_id in ids:
+        place(database, one_id)
 
-    def live(run_id: str) -> None:
+    def live(one_id: str) -> None:
         for number in range(4):
             logs = (piece(b"line\n", 5 * number),)
-            say(services, run_id, exec_ns=T0, logs=logs, facts=(fact(run_id, number),), sentence=f"step {number}")
-        say(services, run_id, State.STOPPING, exec_ns=T0, files=RESULTS, ending=COMPLETED, receipt=msgspec.Raw(b"{}"))
+            say(services, one_id, exec_ns=T0, logs=logs, facts=(fact(one_id, number),), sentence=f"step {number}")
+        say(services, one_id, State.STOPPING, exec_ns=T0, files=RESULTS, ending=COMPLETED, receipt=msgspec.Raw(b"{}"))
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(live, ids * 2))  # each of them twice, as if every request was sent twice
-    for run_id in ids:
-        run = stored(database, run_id)
+    for one_id in ids:
+        run = stored(database, one_id)
         assert (run.state, run.finished, run.events) == (State.SUCCEEDED, True, 5)
-        assert services.logs.read(run_id, 1, rank=0, stream="stdout", limit=100) == b"line\n" * 4
+        assert services.logs.read(one_id, 1, rank=0, stream="stdout", limit=100) == b"line\n" * 4
     assert len(rows(database, tables.facts)) == 4 * len(ids)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.days import DAY_NS
@@ -23,26 +21,12 @@ from serverless_gpu.server import (
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
-from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, place, tell
+from tests.server.stored import T0, S, add_run, place, tell
 
 HOUR_S = 3600
 TARIFF = Tariff(gpu_micros_per_hour=3_600_000)
 MIDNIGHT = (T0 // DAY_NS + 1) * DAY_NS
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock(wall_ns=T0)
-
-
-@pytest.fixture
-def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    add_people(database, "alice")
-    add_node(database)
-    return made_services(database, tmp_path, clock=clock)
 
 
 def begun(database: Database, *, at_ns: int = T0, tariff: Tariff = TARIFF, **fields: Any) -> str:

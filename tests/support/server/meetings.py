@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from serverless_gpu.model.attempt import State
 from serverless_gpu.model.meeting import Address, Chosen, Offer, Reach, Tried
@@ -16,28 +13,9 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import ReportAnswer
-from tests.server.ganged import say, services_of_nodes
-from tests.server.stored import T0, S, add_run, place_gang
+from tests.server.ganged import say
 
 CHOSEN = Chosen(master=("10.0.0.1", 29500), interfaces=("eth0", "eth0"), addresses=("10.0.0.1", "10.0.0.2"))
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock(wall_ns=T0 + 9 * S)
-
-
-@pytest.fixture
-def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    return services_of_nodes(database, tmp_path, clock, nodes=3)
-
-
-@pytest.fixture
-def run_id(services: Services, database: Database) -> str:
-    """Return a run with two devices on n1 and one on n2."""
-    run_id = add_run(database)
-    place_gang(database, run_id, 2, 1)
-    return run_id
 
 
 def offer(crew: int, **changes: Any) -> Offer:
