@@ -6,8 +6,10 @@ They travel by reference: the name goes, and each rank imports this module from 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,6 +34,13 @@ def stay(where: str) -> int:
     announce(where, f"rank{rank_number()}")
     wait_for_file(where, "go")
     return rank_number()
+
+
+def ignore_sigterm(where: str, rank: int = -1) -> None:
+    """Stay for a minute and ignore SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    announce(where, f"rank{rank}")
+    threading.Event().wait(60)
 
 
 def wait_for_file(where: str, name: str) -> None:

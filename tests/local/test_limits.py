@@ -18,16 +18,8 @@ import pytest
 from serverless_gpu import attach, distributed
 from serverless_gpu.errors import RunCancelled, RunTimedOut
 from tests.local.observe import Process, announced, ended, start_script, wait_for
-from tests.local.ranks import announce, stay, wait_for_file
+from tests.local.ranks import announce, ignore_sigterm, stay, wait_for_file
 from tests.support.golden import golden
-
-
-def ignore_sigterm(where: str, rank: int = -1) -> None:
-    """Stay, whatever SIGTERM says."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    announce(where, f"rank{rank}")
-    threading.Event().wait(60)
-
 
 # --- F08: grace -------------------------------------------------------------------------------------------------------
 
@@ -140,8 +132,7 @@ def test_F73_a_run_within_its_limit_is_left_alone(warm: Path) -> None:
 SCRIPT = """
 import asyncio, sys
 from serverless_gpu import distributed
-from tests.local.ranks import stay
-from tests.support.local.limits import ignore_sigterm
+from tests.local.ranks import ignore_sigterm, stay
 function = ignore_sigterm if "ignore" in sys.argv else stay
 
 def call():

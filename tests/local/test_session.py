@@ -261,8 +261,7 @@ def test_F61_ctrl_c_in_a_call_gives_everything_back(warm: Path, tmp_path: Path, 
 # A session whose block or call is interrupted, in the ways a person does it.
 INTERRUPTED = """
 import os, sys, serverless_gpu
-from tests.local.ranks import stay
-from tests.support.local.limits import ignore_sigterm
+from tests.local.ranks import ignore_sigterm, stay
 where, what = sys.argv[1:]
 options = {"on_interrupt": "detach"} if what == "detach" else {"grace": 60.0}
 with serverless_gpu.session(gpus=2, gpu_type="H100", **options) as session:
