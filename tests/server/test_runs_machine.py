@@ -98,7 +98,7 @@ class ServerMachine(RuleBasedStateMachine):
     def submit(self, run_id: str, retries: int, resume: bool) -> None:
         request = RunRequest(
             id=run_id,
-            spec=RunSpec(remote=True, retries=retries, resume=resume),
+            spec=RunSpec(remote=True, retries=retries, resume=resume, wait=True),
             target=Target(machine="m", python="3.11", platform="linux"),
             context=msgspec.Raw(b"{}"),
             call=b"call",
