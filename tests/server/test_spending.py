@@ -51,7 +51,7 @@ def test_a_queue_that_was_read_before_a_charge_was_written_makes_nothing_count_t
     run_id = spent.submit()
     spent.start(run_id)
     spent.go_on(10, run_id)
-    spent.submit(gpus=9)  # somebody waits, or nobody asks budgets
+    spent.submit(gpus=9, wait=True)  # budgets are asked only while a run waits
     there: list[int] = []
     real = runs.queue
 
