@@ -90,8 +90,8 @@ test: venv ## run the tests (no GPU, no network)
 # Most tests wait for processes: parts of them at once take little more than one. pytest-xdist does not do: its workers
 # have threads, and tests fork.
 PARTS := test-part-local test-part-remote test-part-others
-LOCAL := tests/chaos/ tests/docs/ tests/local/ tests/notebook/ tests/stores/ tests/uplink/
-REMOTE := tests/crash/ tests/environment/ tests/examples/ tests/network/ tests/remote/
+LOCAL := tests/local/ tests/notebook/ tests/stores/
+REMOTE := tests/chaos/ tests/crash/ tests/docs/ tests/environment/ tests/examples/ tests/network/ tests/remote/ tests/uplink/
 
 test-part-local:
 	TEST_PART=local $(BIN)/python -m pytest $(LOCAL)
