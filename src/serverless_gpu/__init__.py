@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from serverless_gpu.compute import GPUType as GPUType
     from serverless_gpu.model.receipt import Receipt as Receipt
 
-__all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "Session", "as_completed", "attach", "distributed"]
-__all__ += ["RunList", "errors", "session"]
+__all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "RunList", "Session", "as_completed", "attach"]
+__all__ += ["distributed", "errors", "session"]
 
 # Loaded when first asked for, so that `import serverless_gpu` costs a few milliseconds, in ranks too.
 _HOMES = {

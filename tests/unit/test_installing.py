@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_DEVELOPMENT = {"demo", "examples", "dev", "bench"}
+OF_DEVELOPMENT = {"demo", "examples", "programs", "dev", "bench"}
 CALL = """
 from serverless_gpu import distributed
 

@@ -32,6 +32,7 @@ LIST = START | {
     ".cli.runs",
     ".cli.server.reaching",
     ".client",
+    ".client.remedies",
     ".client.remote",
     ".client.remote.profile",
     ".client.terminal",
