@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "is_bound": True,
     "owner": "carol",
     "turns_ns": 16,
+    "ends_ns": 17,
     "words": "or so",
     "nodes": (Part(node="n3", count=8, free=5), Part(node="n4", count=4, free=0)),
 }
