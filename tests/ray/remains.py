@@ -25,6 +25,8 @@ from typing import NamedTuple
 _OURS = re.compile(r"/tmp/sgpu-ray-[0-9a-f]+")
 _TEMPORARY = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")
 _LISTENING = "0A"
+_CHECKOUT = f"{Path(__file__).resolve().parents[2]}/"
+"""Libraries of its environments are open files, too, and it may lie below /tmp."""
 _PROC = Path("/proc")
 
 
@@ -149,7 +151,7 @@ class Footprint:
             self.cgroups.add(path)
 
     def _remember_path(self, path: str) -> None:
-        if not path.startswith(self.allowed or ("\0",)):
+        if not path.startswith((*self.allowed, _CHECKOUT)):
             self.paths.add(path)
 
     def _abandoned(self) -> Iterable[str]:
