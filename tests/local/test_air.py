@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,33 +12,9 @@ import torch.distributed as dist
 from serverless_gpu import Run, distributed
 from tests.local.observe import nothing_of_a_run, run_script, wait_for
 from tests.support.golden import golden
+from tests.support.local.torchrun import torchrun
 
 pytestmark = pytest.mark.usefixtures("warm")
-
-
-def torchrun(run_directory: Path, ranks: int, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `_air.py` as its own text says, with nothing of ours in the environment.
-
-    (`--standalone` beside it, for a port of its own: somebody else on this machine may use torchrun's usual one.)
-    """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SERVERLESS", "SGPU"))}
-    command = [
-        "timeout",
-        "80",
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-    ]
-    return subprocess.run(
-        [*command, str(run_directory / "_air.py")],
-        capture_output=True,
-        text=True,
-        env=environ,
-        cwd=cwd,
-        check=False,
-    )
 
 
 def summed(values: list[int], rank: int = -1, world_size: int = -1) -> tuple[int, int, str]:

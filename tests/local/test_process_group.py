@@ -15,8 +15,8 @@ import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.inside.process_group import VARIABLE
-from tests.local.test_air import torchrun
 from tests.support.golden import golden
+from tests.support.local.torchrun import torchrun
 
 pytestmark = pytest.mark.usefixtures("warm")
 

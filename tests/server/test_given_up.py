@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,30 +15,10 @@ from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell
-from tests.support.server.reporting import fact, say
+from tests.server.stored import T0, stored, tell
+from tests.support.server.reporting import clock, fact, run_id, say, services
 
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock(wall_ns=T0 + S)
-
-
-@pytest.fixture
-def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
-    add_people(database, "alice")
-    add_node(database)
-    (tmp_path / "server").mkdir()
-    return made_services(database, tmp_path, clock=clock)
-
-
-@pytest.fixture
-def run_id(services: Services, database: Database) -> str:
-    """Return a run with an attempt of two ranks."""
-    run_id = add_run(database)
-    place(database, run_id)
-    return run_id
+__all__ = ["clock", "run_id", "services"]
 
 
 def test_F18_an_attempt_that_is_given_up_while_it_reports_is_told_so_whatever_the_wall_clock_says(
