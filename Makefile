@@ -90,8 +90,8 @@ test: venv ## run the tests (no GPU, no network)
 # Most tests wait for processes: parts of them at once take little more than one. pytest-xdist does not do: its workers
 # have threads, and tests fork.
 PARTS := test-part-local test-part-remote test-part-others
-LOCAL := tests/local/ tests/notebook/ tests/stores/
-REMOTE := tests/chaos/ tests/crash/ tests/docs/ tests/environment/ tests/examples/ tests/network/ tests/remote/ tests/uplink/
+LOCAL := tests/e2e/local/ tests/e2e/notebook/ tests/stores/
+REMOTE := tests/e2e/chaos/ tests/e2e/crash/ tests/e2e/docs/ tests/environment/ tests/e2e/examples/ tests/e2e/network/ tests/e2e/remote/ tests/uplink/
 
 test-part-local:
 	TEST_PART=local $(BIN)/python -m pytest $(LOCAL)
@@ -112,26 +112,26 @@ test-all: test $(HEAVY) ## run all tests, the heavy ones, too: every example, us
 	$(BIN)/python -m pytest -m "heavy and not gpu"
 
 network: venv ## networks that break, wrong clocks, nodes of the protocol before (namespaces: needs root)
-	$(BIN)/python -m pytest -m "not gpu" tests/network tests/server/test_upgrade.py tests/server/test_clocks.py tests/unit/test_steady.py
+	$(BIN)/python -m pytest -m "not gpu" tests/e2e/network tests/integration/server/http/test_upgrade.py tests/integration/server/operations/test_clocks.py tests/unit/server/operations/test_steady.py
 
 upgrade-check: venv ## the node of the commit before, a run across the upgrade of its server (needs git history)
 	@$(BIN)/python -m scripts.upgrade_check
 
 rows: venv ## full disks, a machine without memory, a process that cannot be ended (needs root to make them)
-	$(BIN)/python -m pytest -m "not gpu" tests/rows tests/local/test_host_memory.py
+	$(BIN)/python -m pytest -m "not gpu" tests/e2e/rows tests/e2e/local/test_host_memory.py
 
 fuzz: venv ## garbage at every socket and route, with fresh examples, for minutes
-	FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/fuzz tests/unit/test_terminal.py --hypothesis-profile=long -o timeout=1800
+	FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/e2e/fuzz tests/unit/client/display/test_terminal.py --hypothesis-profile=long -o timeout=1800
 
 crash: venv ## kill server and node at every named place, on SQLite and PostgreSQL; full disks, conflicts, two servers
-	$(BIN)/python -m pytest -m "not gpu" tests/crash
+	$(BIN)/python -m pytest -m "not gpu" tests/e2e/crash
 
 .PHONY: chaos
 chaos: venv ## clients, a server and two nodes under faults: make chaos SEED=7 SECONDS=600 DATABASE=postgresql
-	@$(BIN)/python -m tests.chaos --seed $(or $(SEED),1) --seconds $(or $(SECONDS),600) --database $(or $(DATABASE),sqlite)
+	@$(BIN)/python -m tests.e2e.chaos --seed $(or $(SEED),1) --seconds $(or $(SECONDS),600) --database $(or $(DATABASE),sqlite)
 
 sim: $(VENV)/.installed ## simulate server, nodes and clients: make sim SEEDS=20000 FIRST=0 STEPS=60 JOBS=2
-	@$(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) --steps $(or $(STEPS),60) --jobs $(or $(JOBS),2)
+	@$(BIN)/python -m tests.e2e.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) --steps $(or $(STEPS),60) --jobs $(or $(JOBS),2)
 
 check: venv ## format, lint, types, layers, our own lints, links
 	$(BIN)/ruff format --check $(CODE)
@@ -154,9 +154,9 @@ bench: $(VENV)/.installed-bench $(VENV)/.installed-mlflow $(VENV)/.installed-ray
 
 .PHONY: operation
 operation: venv ## restart, back up and restore a server that works, 30 times each; systemd, TLS
-	OPERATION_TIMES=30 $(BIN)/python -m pytest -s tests/server/test_operation_under_load.py tests/server/test_backups.py \
-		tests/server/test_stopping_in_order.py tests/server/test_draining.py tests/server/test_door.py tests/server/test_tls.py \
-		tests/server/test_systemd.py tests/server/test_migrations.py tests/remote/test_operation.py tests/remote/test_tls.py
+	OPERATION_TIMES=30 $(BIN)/python -m pytest -s tests/integration/server/operations/test_operation_under_load.py tests/integration/server/operations/test_backups.py \
+		tests/integration/server/operations/test_stopping_in_order.py tests/integration/server/operations/test_draining.py tests/integration/server/http/test_door.py tests/integration/server/http/test_tls.py \
+		tests/integration/server/operations/test_systemd.py tests/integration/server/db/test_migrations.py tests/e2e/remote/test_operation.py tests/e2e/remote/test_tls.py
 
 .PHONY: bench-check load
 bench-check: $(VENV)/.installed-bench ## compare the quick rows with benchmarks/ranges.json; fails when one is a fifth slower

@@ -23,8 +23,8 @@ from serverless_gpu.model.run_lifecycle import Ended, Started
 from serverless_gpu.server import tables, transitions
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.database import Database
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, place, rows, tell
+from tests.support.server.made import made_services
+from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, rows, tell
 
 _FACTS, _FACTS_QUICK = 1_000_000, 100_000
 _BAR_PER_MINUTE = 1_000_000

@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.server import tables
 from serverless_gpu.server.database import Database
-from tests.server.postgres import Cluster, cluster
+from tests.support.server.postgres import Cluster, cluster
 
 WRITES = 512
 THREADS = 32

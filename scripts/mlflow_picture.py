@@ -16,8 +16,8 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-from tests.tracking.mlflow_server import PYTHON, MlflowServer
-from tests.tracking.two_nodes import run_on_two_nodes
+from tests.e2e.tracking.two_nodes import run_on_two_nodes
+from tests.support.tracking.mlflow_server import PYTHON, MlflowServer
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "mlflow.png"
 EXPERIMENT = "/Users/ada/digits"

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import progress
-from tests.homes import PRELOAD, use_home
+from tests.support import progress
+from tests.support.homes import PRELOAD, use_home
 
 # Socket methods that reach out (or let in); the address is the last positional argument of each.
 _GUARDED = ("bind", "connect", "connect_ex", "sendto")

@@ -5,7 +5,7 @@
                                                        removes: so a test arms a place while everything runs
 
 Server and node call `reach("name")` where they pass a place. Nothing happens unless the variable names it. Every name
-has a row here, and `reach` knows no other, so that a test cannot wait for a place that is gone; `tests/crash` has a
+has a row here, and `reach` knows no other, so that a test cannot wait for a place that is gone; `tests/e2e/crash` has a
 scenario for every row. A server that is started with the variable says so in its log.
 """
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import REPOSITORY
+
 OF_DEVELOPMENT = {"demo", "examples", "programs", "dev", "bench"}
 CALL = """
 from serverless_gpu import distributed
@@ -29,7 +30,7 @@ if __name__ == "__main__":
 
 def extras() -> dict[str, list[str]]:
     """Return the optional dependencies of the package."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found: dict[str, list[str]] = project["optional-dependencies"]
     return found
 
@@ -43,7 +44,7 @@ def test_23B13_the_extra_all_has_every_extra_of_users() -> None:
 
 
 def test_23B13_the_page_lists_the_extras() -> None:
-    page = (ROOT / "docs" / "how-to" / "installing.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "how-to" / "installing.md").read_text(encoding="utf-8")
     table = page.partition("| extra |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(extras()) - OF_DEVELOPMENT
 
@@ -53,7 +54,7 @@ def test_23B13_a_wheel_house_is_enough_to_install_and_to_call(home: Path, tmp_pa
     """Needs a network to fill the wheel house, as a user does; what is installed from it needs none."""
     wheels, prefix = tmp_path / "wheel house", tmp_path / "an empty environment"
     options = ("--quiet", "--disable-pip-version-check")
-    pip(sys.executable, "wheel", *options, "--wheel-dir", wheels, "-c", ROOT / "constraints.txt", ROOT)
+    pip(sys.executable, "wheel", *options, "--wheel-dir", wheels, "-c", REPOSITORY / "constraints.txt", REPOSITORY)
     venv.create(prefix, with_pip=True)
     python = prefix / "bin" / "python"
     pip(python, "install", *options, "--no-index", "--find-links", wheels, "serverless-gpu")

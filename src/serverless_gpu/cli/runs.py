@@ -1,6 +1,6 @@
 """`sgpu runs`: the runs of this home and of its server.
 
-This module and what it imports are loaded each time somebody lists runs: `tests/unit/test_lazy_commands.py` says which
+This module and what it imports are loaded each time somebody lists runs: `tests/integration/cli/test_lazy_commands.py` says which
 modules those may be.
 """
 

@@ -15,7 +15,7 @@ PROTOCOL = 2
 PROTOCOLS = (1, 2)
 """What a server takes: its own and the one before. Servers are upgraded first, nodes and clients when it suits.
 
-    1    as it was first used; recorded in tests/server/recorded/, which every server after it is tried with
+    1    as it was first used; recorded in tests/support/server/recorded/, which every server after it is tried with
     2    a node tells how far its clock is off (`Heartbeat.clock`), and `Report.exec_ns` in the server's time
 """
 BODY_BYTES_MAX = 8 << 20

@@ -28,8 +28,8 @@ from serverless_gpu.server.secret_store import By, Whose
 from serverless_gpu.server.settings import Settings, read_settings
 from serverless_gpu.server.transitions import place
 from serverless_gpu.wire.principals import PrincipalRequest
-from tests.server.stored import T0, add_node, new_run
 from tests.support.server.agents import hello
+from tests.support.server.stored import T0, add_node, new_run
 
 PLACE = "between_rotation_steps"
 VALUE = b"hunter2"

@@ -8,8 +8,8 @@ import pytest
 
 from serverless_gpu import Run
 from serverless_gpu.errors import CollectiveHang
-from tests.local.observe import wait_for
 from tests.support.golden import golden
+from tests.support.local.observe import wait_for
 
 WARNING = "SERVERLESS_GPU_HANG_WARNING"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.monitor import words
-from tests.local.observe import Process, wait_for
+from tests.support.local.observe import Process, wait_for
 
 
 def monitor(home: Home) -> Process:

@@ -7,7 +7,7 @@ from pathlib import Path
 from serverless_gpu import distributed
 from serverless_gpu.model.attempt import State
 from serverless_gpu.node.inside import payload
-from tests.remote.fake_server import Script
+from tests.support.remote.fake_server import Script
 
 
 @distributed(gpus=1, gpu_type="H100", remote=True)

@@ -19,7 +19,7 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL
-from tests.server.stored import new_run
+from tests.support.server.stored import new_run
 
 NODE = Caller(name="node", kind="service", role="agent")
 ADMIN = Caller(name="alice", role="admin")

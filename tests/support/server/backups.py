@@ -10,9 +10,9 @@ from serverless_gpu.server.backing_up import Made, back_up
 from serverless_gpu.server.settings import read_settings
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.attempts import LogPiece, Report
-from tests.server.played import Played
-from tests.server.served import Served
+from tests.support.server.played import Played
 from tests.support.server.runs_api import submit
+from tests.support.server.served import Served
 
 S = 1_000_000_000
 

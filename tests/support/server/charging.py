@@ -22,7 +22,7 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.attempts import Report
-from tests.server.stored import T0, S, add_run, place, tell
+from tests.support.server.stored import T0, S, add_run, place, tell
 
 HOUR_S = 3600
 TARIFF = Tariff(gpu_micros_per_hour=3_600_000)

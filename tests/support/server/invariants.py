@@ -26,7 +26,7 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.files import StoredFile
-from tests.server.stored import T0, S, new_run, place, tell
+from tests.support.server.stored import T0, S, new_run, place, tell
 
 WHO = Caller(name="alice")
 

@@ -13,7 +13,7 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import ReportAnswer
-from tests.server.ganged import say
+from tests.support.server.ganged import say
 
 CHOSEN = Chosen(master=("10.0.0.1", 29500), interfaces=("eth0", "eth0"), addresses=("10.0.0.1", "10.0.0.2"))
 

@@ -16,8 +16,8 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
-from tests.server.made import made_services
-from tests.server.stored import T0, S, add_node, add_people, add_run, place
+from tests.support.server.made import made_services
+from tests.support.server.stored import T0, S, add_node, add_people, add_run, place
 
 CALM = ReportAnswer(partition_grace_s=900.0, heartbeat_s=5.0)
 RESULTS = (File(name="results/0.pkl", size=2, inline=b"r0"), File(name="results/1.pkl", size=2, inline=b"r1"))

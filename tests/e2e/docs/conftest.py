@@ -1,0 +1,41 @@
+"""One home for all snippets: a reader has one, and its warm interpreters make the second script fast."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.testing import stop_agent
+from tests.support.remote.server_process import ServerProcess
+
+
+@pytest.fixture(scope="session")
+def reader() -> Iterator[dict[str, str]]:
+    """Yield the environment of a reader: his own home, nothing set, at least 2 CPU slots."""
+    directory = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SERVERLESS_GPU_", "SGPU_"))}
+    environ["SERVERLESS_GPU_HOME"] = str(directory)
+    if len(os.sched_getaffinity(0)) < 2:
+        environ["SERVERLESS_GPU_FAKE"] = "CPU:2"
+    try:
+        yield environ
+    finally:
+        stop_agent(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server(reader: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the environment of a reader in whose home a server runs."""
+    process = ServerProcess(Path(reader["SERVERLESS_GPU_HOME"]))
+    process.start()
+    try:
+        yield reader
+    finally:
+        process.kill(signal.SIGTERM)

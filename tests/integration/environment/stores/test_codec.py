@@ -1,0 +1,119 @@
+"""A document that would take much memory is refused before anything is made of it (2.20)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from serverless_gpu.environment.compression import compress
+from serverless_gpu.environment.documents import Facts, Snapshot, make_snapshot
+from serverless_gpu.environment.stores.codec import SNAPSHOT_BYTES_MAX, decode, encode
+from serverless_gpu.errors import EnvironmentRejected
+from tests.support.environment.hostile import PYTHON, file, member_of, snapshot, unit
+from tests.support.golden import golden
+
+COUNT = 30_000_000
+MEMORY_MB_MAX = 200
+
+BOMB = """
+import resource, sys
+from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.stores.codec import decode
+from serverless_gpu.errors import EnvironmentRejected
+data = sys.stdin.buffer.read()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    decode(data, Snapshot, "it")
+    print("decoded")
+except EnvironmentRejected as error:
+    print(error.message)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+MARK = "@@ bomb @@"
+EMPTY_LIST, EMPTY_MAP, EMPTY_TEXT, TEXT = b"\x90", b"\x80", b"\xa0", b"\xa1a"
+
+
+def listed(item: bytes, count: int = COUNT) -> bytes:
+    """Return a list of one thing, again and again."""
+    return b"\xdd" + count.to_bytes(4, "big") + item * count
+
+
+def mapped(count: int = COUNT // 4) -> bytes:
+    """Return a map of texts of one letter, which nobody forbids to be the same."""
+    return b"\xdf" + count.to_bytes(4, "big") + (TEXT + TEXT) * count
+
+
+def with_bomb(where: str, bomb: bytes) -> bytes:
+    """Return a snapshot, as it would be stored, that is right but for one of its fields."""
+    member = {"address": "0" * 64, "kind": "distribution"}
+    root: dict[str, object] = {"kind": "own", "members": [member]}
+    facts: dict[str, object] = {}
+    document: dict[str, object] = {
+        "address": "0" * 64,
+        "interpreter": PYTHON,
+        "roots": [root],
+        "facts": facts,
+        "version": 1,
+    }
+    holder = {"member": member, "root": root, "facts": facts, "": document}[where.rpartition(".")[0]]
+    holder[where.rpartition(".")[2]] = MARK  # type: ignore[index]  # each is a dict with texts as keys
+    content = msgspec.msgpack.encode(document)
+    return compress(content.replace(msgspec.msgpack.encode(MARK), bomb), 3)
+
+
+@pytest.mark.parametrize(
+    ("where", "bomb"),
+    [
+        ("roots", listed(EMPTY_MAP)),
+        ("root.members", listed(EMPTY_MAP)),
+        ("root.generated", listed(EMPTY_MAP)),
+        ("member.modules", listed(TEXT, COUNT // 2)),
+        ("facts.originals", listed(EMPTY_TEXT)),
+        ("facts.notes", listed(EMPTY_MAP)),
+        ("facts.notes", b"\x91" + mapped()),
+        ("facts.loaded", listed(EMPTY_LIST)),
+        ("facts.loaded", b"\x91" + listed(TEXT, COUNT // 2)),
+        ("facts.variables", listed(TEXT, COUNT // 2)),
+        ("facts.left_out", listed(TEXT, COUNT // 2)),
+        ("unknown", listed(listed(EMPTY_LIST, 10), COUNT // 20)),
+        ("facts.notes", b"\x91" * COUNT),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value[:1].hex()} {value[-1:].hex()}",
+)
+def test_a_bomb_in_any_field_of_a_snapshot_takes_no_memory(where: str, bomb: bytes) -> None:
+    data = with_bomb(where, bomb)
+    assert len(data) < 100_000
+    done = subprocess.run([sys.executable, "-c", BOMB], input=data, capture_output=True, check=True, timeout=60)
+    said, grown = done.stdout.decode().split("\n")[:2]
+    assert said == golden("unit.codec.more-1000000-values")
+    assert int(grown) < MEMORY_MB_MAX
+
+
+def test_a_snapshot_of_too_many_bytes_is_not_decoded() -> None:
+    with pytest.raises(
+        EnvironmentRejected, match=golden("unit.codec.holds-more-bytes", SNAPSHOT_BYTES_MAX=SNAPSHOT_BYTES_MAX)
+    ):
+        decode(with_bomb("facts.notes", listed(EMPTY_MAP, 100_000_000)), Snapshot, "it")
+
+
+@pytest.mark.parametrize("length", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"])
+def test_a_length_that_is_a_lie_is_found_before_anything_is_made_of_it(length: bytes) -> None:
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.codec.cannot-read-ends"))):
+        decode(compress(b"\x92" + length + bytes(2_000_000)), Snapshot, "it")
+
+
+def test_a_large_snapshot_passes_and_what_would_not_be_read_is_not_written() -> None:
+    good = member_of(unit(file("site/a")))
+    members = tuple(msgspec.structs.replace(good, address=f"{n:064x}", modules=("a", "b" * 40)) for n in range(10_000))
+    loaded = tuple(f"site/pkg/module_{n}.py" for n in range(200_000))
+    large = snapshot(*members, facts=Facts(loaded=(loaded,), notes=({"ä" * 300: "x" * 70_000},), captured_ns=2**60))
+    assert decode(encode(large), Snapshot, "it") == large
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.codec.more-1000000-values-2"))):
+        encode(snapshot(good, facts=Facts(loaded=(("a",) * 1_000_001,))))
+    with pytest.raises(EnvironmentRejected, match=golden("unit.codec.most", SNAPSHOT_BYTES_MAX=SNAPSHOT_BYTES_MAX)):
+        encode(make_snapshot(PYTHON, (), Facts(left_out=("a" * SNAPSHOT_BYTES_MAX,))))

@@ -1,0 +1,90 @@
+"""The databases of tests: SQLite in a file and PostgreSQL, in turn; and a server's parts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.server.database import Database
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+from tests.support.server.made import made_services
+from tests.support.server.postgres import Cluster, cluster
+from tests.support.server.served import Served, served
+from tests.support.server.sharing import shared_pools
+
+__all__ = ["shared_pools"]
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Cluster]:
+    """Yield a PostgreSQL that all tests of this process share."""
+    with cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres: Cluster) -> str:
+    """Return the name of a database that has the tables and nothing in them."""
+    name = postgres.new_database()
+    database = Database(postgres.url(name), clock=SystemClock())
+    database.migrate()
+    database.close()
+    return name
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Yield the url of an empty database, of each kind in turn."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path}/server.db"
+        return
+    postgres: Cluster = request.getfixturevalue("postgres")
+    name = postgres.new_database(request.getfixturevalue("postgres_template"))
+    yield postgres.url(name)
+    postgres.drop_database(name)
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    """Yield a database that has the tables."""
+    opened = Database(database_url, clock=SystemClock())
+    opened.migrate()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def open_again(database_url: str) -> Iterator[Callable[[], Database]]:
+    """Yield a function that opens the same database once more, as a server does that starts again."""
+    opened: list[Database] = []
+
+    def open_one() -> Database:
+        opened.append(Database(database_url, clock=SystemClock()))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """Return a clock that the test moves."""
+    return FakeClock()
+
+
+@pytest.fixture
+def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
+    """Return the parts of a server, on the test's clock."""
+    return made_services(database, tmp_path, clock=clock)
+
+
+@pytest.fixture
+def server(home: Path) -> Iterator[Served]:
+    """Yield a real server on loopback, with a home and a token of its own."""
+    with served(home) as running:
+        yield running

@@ -1,0 +1,76 @@
+"""Every route of a real server, with tokens of every role: let in exactly where the policy says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import pytest
+
+from serverless_gpu.ambient import new_run_id
+from serverless_gpu.model.access import ROLES, Reach, reach
+from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, BYTES, PUBLIC, Route
+from serverless_gpu.server.app import all_routes
+from serverless_gpu.wire.base import API
+from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
+from tests.support.server.served import Served
+from tests.support.server.walk import path_of
+
+METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE")
+
+
+def ask(client: httpx2.Client, route: Route, token: str) -> int:
+    headers = {"Authorization": f"Bearer {token}"}
+    if route.content_type:
+        headers["Content-Type"] = route.content_type
+    content = b"{}" if route.content_type and route.content_type != BYTES else b"" if route.content_type else None
+    with client.stream(route.method, path_of(route), headers=headers, content=content) as answer:
+        return answer.status_code
+
+
+@pytest.fixture
+def client(server: Served) -> Any:
+    with httpx2.Client(base_url=server.url) as client:
+        yield client
+
+
+def test_every_role_is_let_in_where_the_policy_says_and_nowhere_else(server: Served, client: httpx2.Client) -> None:
+    admin = server.connection()
+    for role in ROLES:
+        made = admin.ask("POST", "/users", PrincipalRequest(name=f"a-{role}", role=role), answer=TokenMade)
+        for route in all_routes():
+            needs = route.needs
+            if needs == PUBLIC:
+                continue
+            status = ask(client, route, made.secret)
+            how_far = Reach.OWN if needs == ANYBODY else Reach.NONE
+            if needs not in (ANYBODY, ATTEMPT):
+                how_far = reach(role, needs.noun, write=needs.write)
+            if how_far in (Reach.NONE, Reach.ALL):  # between them, it depends on what is asked for
+                assert (status == 403) == (how_far is Reach.NONE), (role, route.method, route.path, status)
+            assert status < 500 and status not in (401, 405), (role, route.method, route.path, status)
+
+
+def test_no_route_lets_in_a_token_that_is_wrong_revoked_or_expired_or_none(
+    server: Served, client: httpx2.Client
+) -> None:
+    admin = server.connection()
+    revoked = admin.ask("POST", "/tokens", TokenRequest(label="gone"), answer=TokenMade)
+    client.delete(f"{API}/tokens/{revoked.token.id}", headers={"Authorization": f"Bearer {server.token}"})
+    wrong = server.token[:-3] + ("aaa" if not server.token.endswith("aaa") else "bbb")
+    attempt = f"sgpa_{new_run_id()}_1_" + "a" * 43
+    for route in all_routes():
+        if route.needs != PUBLIC:
+            for token in (revoked.secret, wrong, attempt, server.token.upper(), "sgpu_", "x"):
+                assert ask(client, route, token) == 401, (route.method, route.path, token[:5])
+        for method in METHODS:
+            status = client.request(method, path_of(route)).status_code
+            assert status == (200 if route.needs == PUBLIC and method == "GET" else 401), (method, route.path)
+
+
+def test_scopes_take_away_and_never_give(server: Served, client: httpx2.Client) -> None:
+    admin = server.connection()
+    read = admin.ask("POST", "/tokens", TokenRequest(scopes=("read",)), answer=TokenMade).secret
+    for route in all_routes():
+        if route.needs not in (PUBLIC, ANYBODY, ATTEMPT):
+            assert (ask(client, route, read) == 403) == route.needs.write, (route.method, route.path)

@@ -1,0 +1,115 @@
+"""What no known node could ever serve is refused before it is queued."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from serverless_gpu.errors import NoSuitableNode
+from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.hardware import parse_fake
+from serverless_gpu.model.spec import Command, Resources, RunSpec
+from serverless_gpu.server import draining, operating, runs, submitting
+from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.services import Services
+from serverless_gpu.testing import FakeClock
+from serverless_gpu.wire.runs import RunRequest, RunView, Target
+from serverless_gpu.wire.state import DrainRequest
+from tests.support.golden import golden
+from tests.support.server.agents import NODE, find, hello
+from tests.support.server.stored import add_people, new_run
+
+ALICE = Caller(name="alice", role="member")
+ROOT = Caller(name="root", role="admin")
+
+
+@pytest.fixture(autouse=True)
+def people(services: Services) -> None:
+    """Let those who ask exist."""
+    add_people(services.database, "node", "alice", "root")  # type: ignore[arg-type] # a Database
+
+
+def join(services: Services, devices: str = "H100:2") -> str:
+    return Agents(services).hello(NODE, hello(devices=parse_fake(devices))).node
+
+
+def request(gpus: int = 1, gpu_type: str | None = "H100", *, wait: bool = False) -> RunRequest:
+    new = new_run()
+    spec = RunSpec(
+        resources=Resources(gpus=gpus, gpu_type=gpu_type),
+        payload=Command(argv=("true",)),
+        environment="live",
+        wait=wait,
+    )
+    target = Target(machine="m1", caller="m1", python="3.11", platform="linux-x86_64")
+    return RunRequest(id=new.id, spec=spec, target=target, context=msgspec.Raw(b"{}"))
+
+
+def submit(services: Services, asked: RunRequest) -> RunView:
+    return submitting.submit(services, ALICE, asked)
+
+
+def test_23B1_a_run_that_no_node_could_serve_is_refused_and_not_written_down(services: Services) -> None:
+    join(services)
+    asked = request(4)
+    with pytest.raises(NoSuitableNode, match=golden("server.feasibility.largest-only-node")) as refused:
+        submit(services, asked)
+    assert (refused.value.gpus, refused.value.gpu_type) == (4, "H100")
+    assert {"gpus": 2} in refused.value.choices
+    assert services.database.read(lambda connection: runs.find(connection, asked.id)) is None
+
+
+def test_23B1_with_wait_it_is_queued_and_reads_until_when(services: Services) -> None:
+    join(services)
+    run_id = submit(services, request(4, wait=True)).id
+    Scheduler(services).tick(services.clock.boottime_ns())
+    assert find(services, run_id).state is State.QUEUED
+    assert golden("server.feasibility.waits-node-could") in services.sentences.of(run_id)
+
+
+def test_23B1_drained_and_silent_nodes_count_for_a_day(services: Services, clock: FakeClock) -> None:
+    join(services)
+    draining.put(services, ROOT, DrainRequest(on=True))
+    clock.advance(23 * 3_600)
+    assert submit(services, request(2)).state is State.QUEUED
+    clock.advance(2 * 3_600)
+    Agents(services).hello(Caller(name="root", role="admin"), hello("n2", machine="m2", devices=parse_fake("CPU:4")))
+    with pytest.raises(NoSuitableNode, match=re.escape(golden("server.feasibility.files-lie-machine"))):
+        submit(services, request(2))
+
+
+def test_23B1_the_same_request_again_finds_its_run_though_the_node_is_gone(services: Services) -> None:
+    join(services)
+    asked = request(2)
+    submit(services, asked)
+    Agents(services).hello(Caller(name="root", role="admin"), hello("n2", machine="m2", devices=parse_fake("CPU:4")))
+    operating.forget(services, ROOT, "n1", known_dead=True)
+    assert submit(services, asked).deduplicated
+
+
+def test_23B1_a_server_that_knows_no_node_yet_queues_and_decides_once_one_has_joined(services: Services) -> None:
+    scheduler = Scheduler(services)
+    could, never = submit(services, request(2)).id, submit(services, request(4)).id
+    scheduler.tick(services.clock.boottime_ns())
+    assert find(services, never).state is State.QUEUED
+    join(services)
+    scheduler.tick(services.clock.boottime_ns())
+    assert find(services, could).state is State.STARTING
+    run = find(services, never)
+    assert (run.state, run.reason) == (State.FAILED, Reason.UNSATISFIABLE)
+
+
+def test_23B1_while_a_node_of_the_engine_has_not_said_hello_nothing_is_refused(services: Services) -> None:
+    object.__setattr__(services, "engine_nodes", lambda: {"n1", "own"})
+    join(services)
+    scheduler = Scheduler(services)
+    run_id = submit(services, request(4)).id
+    scheduler.tick(services.clock.boottime_ns())
+    assert find(services, run_id).state is State.QUEUED
+    object.__setattr__(services, "engine_nodes", lambda: {"n1"})
+    scheduler.tick(services.clock.boottime_ns())
+    assert find(services, run_id).reason is Reason.UNSATISFIABLE

@@ -1,1 +1,0 @@
-"""Helpers that tests of unit share."""

@@ -1,0 +1,127 @@
+"""What the doctor says of the pool's Ray: who gets in, where it listens, whether a rank could end it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.doctor.facts import Facts, Listener, PoolFacts
+from serverless_gpu.doctor.gathering import pool
+from serverless_gpu.engines import ray_machine
+from serverless_gpu.engines.ray_keeper import MARK
+from serverless_gpu.node.flocks import hold
+from tests.support.doctor.diagnosed import FAILED, OK, UNKNOWN, WARNING, found, one
+from tests.support.golden import golden
+from tests.support.local.observe import wait_for
+
+GCS = Listener(port=7900, address="*", process="gcs_server")
+RAYLET = Listener(port=7901, address="*", process="raylet")
+FINE = PoolFacts(
+    directory="/home/ada/.serverless_gpu/ray",
+    address="10.0.0.6",
+    version="2.60.0",
+    listeners=(GCS, RAYLET, Listener(port=7905, address="127.0.0.1", process="ray::Agent")),
+    addresses=("10.0.0.6",),
+    processes=5,
+)
+CODES = ("pool-token", "pool-version", "pool-ports", "pool-fence")
+
+
+def said(code: str, **changes: object) -> tuple[object, str, str]:
+    fields = {name: getattr(FINE, name) for name in FINE.__struct_fields__}
+    return one(code, Facts(pool=PoolFacts(**{**fields, **changes})))
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_machine_that_is_in_no_pool_has_nothing_said(code: str) -> None:
+    assert found(code, Facts(pool=PoolFacts())) == []
+
+
+def test_a_pool_that_is_fine() -> None:
+    assert said("pool-token") == (OK, golden("unit.doctor_pool.ray-asks-everybody"), "")
+    assert said("pool-version") == (OK, "Ray 2.60.0, 5 processes", "")
+    assert said("pool-ports") == (OK, golden("unit.doctor_pool.ray-listens-10"), "")
+    sentence = "ranks can signal nothing but what they have started: `ray stop` finds Ray and cannot end it"
+    assert said("pool-fence") == (OK, sentence, "")
+
+
+def test_a_ray_that_asks_nobody_is_a_failure() -> None:
+    sentence = "Ray lets in everybody who reaches it: without a token run raylet"
+    mend = "sgpu stop   (and start `sgpu up` or `sgpu join` again)"
+    assert said("pool-token", without_token=("raylet",)) == (FAILED, sentence, mend)
+
+
+def test_a_token_that_others_can_read_is_a_failure() -> None:
+    path = "/home/ada/.serverless_gpu/ray/token"
+    problem = "its mode is 0644, so others can read it"
+    assert said("pool-token", token_problem=problem) == (
+        FAILED,
+        golden("unit.doctor_pool.ray-token", path=path, problem=problem),
+        f"chmod 600 {path}",
+    )
+
+
+def test_what_cannot_be_seen_is_unknown() -> None:
+    assert said("pool-token", processes=0)[0] == UNKNOWN
+
+
+def test_addresses_beside_the_pools_are_named_with_the_ports() -> None:
+    sentence = "Ray listens on all addresses, on 192.0.2.7 too: 7900 gcs_server, 7901 raylet"
+    outcome = said("pool-ports", addresses=("10.0.0.6", "192.0.2.7"))
+    assert outcome == (WARNING, sentence, golden("unit.doctor_pool.firewall-lets-pool"))
+
+
+def test_a_ray_that_is_too_old_is_a_failure() -> None:
+    assert said("pool-version", version="2.54.1")[:2] == (FAILED, golden("unit.doctor_pool.ray-54-runs"))
+
+
+def test_ranks_that_could_end_it_are_said_and_why() -> None:
+    outcome, sentence, _ = said("pool-fence", unfenced="Linux 6.12 or newer is needed, with Landlock")
+    assert outcome == WARNING
+    assert sentence == golden("unit.doctor_pool.ray-stop-rank")
+
+
+_LISTENING = """
+import signal, socket, sys
+kept = [socket.create_server((host, 0)) for host in ("127.0.0.1", "")]
+print(*(each.getsockname()[1] for each in kept), flush=True)
+signal.pause()
+"""
+
+
+def test_processes_of_a_keeper_are_found_with_what_they_listen_on(tmp_path: Path) -> None:
+    directory = tmp_path / "ray"
+    directory.mkdir()
+    token = directory / ray_machine.TOKEN
+    token.touch(mode=0o600)
+    lock = hold(directory / "keeper.lock", "1 x")
+    assert lock is not None
+    reading, writing = os.pipe()
+    argv = [sys.executable, "-c", _LISTENING, "--node-ip-address=127.0.0.6"]
+    environ = {MARK: ray_machine.directory_of(directory), "RAY_AUTH_MODE": "disabled"}
+    pid = os.posix_spawn(sys.executable, argv, environ, file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)])
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as output:
+            loopback, everywhere = map(int, output.readline().split())
+        wait_for(lambda: bool(pool.look_at_pool({"SERVERLESS_GPU_HOME": str(tmp_path)}).processes), "it is seen")
+        facts = pool.look_at_pool({"SERVERLESS_GPU_HOME": str(tmp_path)})
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(lock)
+    assert {(each.port, each.address) for each in facts.listeners} == {(loopback, "127.0.0.1"), (everywhere, "*")}
+    assert (facts.address, facts.processes, facts.token_problem) == ("127.0.0.6", 1, "")
+    assert len(facts.without_token) == 1
+    assert pool.look_at_pool({"SERVERLESS_GPU_HOME": str(tmp_path)}) == PoolFacts()
+
+
+def test_addresses_are_read_as_people_write_them() -> None:
+    assert pool._readable("0100007F") == "127.0.0.1"
+    assert pool._readable("00000000") == "*"
+    assert pool._readable("0" * 32) == "*"
+    assert pool._readable("0000000000000000FFFF00000A00007F") == "127.0.0.10"
+    assert pool._readable("00000000000000000000000001000000") == "::1"

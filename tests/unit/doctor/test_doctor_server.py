@@ -1,0 +1,153 @@
+"""The doctor's checks of the server: none, one that is well, and each thing that can be wrong with one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.doctor import server_checks
+from serverless_gpu.doctor.facts import Facts, ServerFacts, ServerNode
+from serverless_gpu.doctor.findings import Outcome
+from serverless_gpu.doctor.gathering.serving import look_at_server
+from serverless_gpu.version import __version__
+from tests.support.doctor.diagnosed import FAILED, OK, UNKNOWN, WARNING, found, one
+
+UP = ServerNode(name="n1", state="UP", silent_s=2.0)
+WELL = ServerFacts(
+    url="http://127.0.0.1:7878",
+    profile="/h/server.json",
+    embedded=True,
+    version=__version__,
+    protocol=1,
+    own_protocol=1,
+    clock_ahead_s=0,
+    principal="alice (admin)",
+    nodes=(UP,),
+    closed_pools=("default",),
+    principals=1,
+)
+AWAY = ServerFacts(url="http://127.0.0.1:7878", profile="/h/server.json", embedded=True, away="it does not answer")
+CODES = [check.code for check in server_checks.CHECKS]
+
+
+def test_a_server_that_is_well_is_well_in_every_way() -> None:
+    assert {one(code, Facts(server=WELL))[0] for code in CODES} == {OK}
+
+
+@pytest.mark.parametrize("server", [ServerFacts(), AWAY, ServerFacts(problem="no", hint="do")])
+def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
+    said = [finding for code in CODES for finding in found(code, Facts(server=server)) if finding.outcome is not OK]
+    assert len(said) == (server != ServerFacts())
+
+
+@pytest.mark.parametrize(
+    ("code", "server", "expected"),
+    [
+        ("server", ServerFacts(), (OK, "none is configured; remote=True needs one: sgpu up, or sgpu login URL")),
+        ("server", ServerFacts(problem="it is no address", hint="h"), (FAILED, "it is no address")),
+        ("server", replace(WELL, is_private=False), (FAILED, "others can read the token in /h/server.json")),
+        ("server", replace(WELL, profile=""), (OK, "http://127.0.0.1:7878, by SERVERLESS_GPU_SERVER")),
+        ("server-answers", AWAY, (FAILED, "it does not answer")),
+        ("server-answers", replace(WELL, unwell=("the disk is full",)), (FAILED, "the disk is full")),
+        ("server-token", replace(WELL, principal="", token_problem="it has expired"), (FAILED, "it has expired")),
+        ("server-protocol", replace(WELL, protocol=2), (FAILED, "the server speaks protocol 2, and this package 1")),
+        (
+            "server-protocol",
+            replace(WELL, version="9"),
+            (OK, f"protocol 1; the server is 9, this package {__version__}"),
+        ),
+        ("server-isolation", replace(WELL, closed_pools=None), (UNKNOWN, "your role may not look at pools")),
+        (
+            "server-isolation",
+            replace(WELL, principals=2),
+            (WARNING, "only the first administrator's runs start in default: those of others wait"),
+        ),
+        (
+            "server-isolation",
+            replace(WELL, principals=None, closed_pools=(), shared_pools=("default",)),
+            (
+                WARNING,
+                "several principals share one operating-system user in default: each run can read what other runs "
+                "leave",
+            ),
+        ),
+        ("server-nodes", replace(WELL, nodes=None), (UNKNOWN, "your role may not look at nodes")),
+        ("server-nodes", replace(WELL, nodes=()), (FAILED, "no node has joined: runs wait for ever")),
+        ("server-nodes", replace(WELL, nodes=(), embedded=False), (WARNING, "no node has joined")),
+        (
+            "server-nodes",
+            replace(WELL, nodes=(UP, ServerNode(name="n2", state="SILENT", silent_s=99.4))),
+            (WARNING, "n2 is SILENT: not heard for 99 s"),
+        ),
+        (
+            "server-nodes",
+            replace(WELL, nodes=(replace(UP, state="DRAINING", sentence="takes nothing new: root …", drained=True),)),
+            (WARNING, "n1 is DRAINING: takes nothing new: root …"),
+        ),
+        (
+            "server-protocol",
+            replace(WELL, protocol=2, protocols=(1, 2)),
+            (OK, "protocol 1, which the server takes; its own is 2: upgrade this package when it suits"),
+        ),
+        (
+            "server-nodes",
+            replace(WELL, nodes=(replace(UP, clock="has a clock that is 1 h 00 min ahead of the server's"),)),
+            (
+                WARNING,
+                "n1 has a clock that is 1 h 00 min ahead of the server's: moments that its runs write down are off",
+            ),
+        ),
+        (
+            "server-tls",
+            replace(WELL, certificate_left_s=-3600.0),
+            (FAILED, "the server's certificate ended 1 h 00 min ago"),
+        ),
+        (
+            "server-tls",
+            replace(WELL, certificate_left_s=7200.0),
+            (WARNING, "the server's certificate ends in 2 h 00 min"),
+        ),
+        ("server-tls", replace(WELL, url="https://gpu.internal"), (UNKNOWN, "it could not be read")),
+        (
+            "server-tls",
+            replace(WELL, certificate_left_s=30 * 86_400.0),
+            (OK, "the server's certificate ends in 30 days"),
+        ),
+        ("server-clock", replace(WELL, clock_ahead_s=None), (UNKNOWN, "the server did not say what time it is")),
+        (
+            "server-clock",
+            replace(WELL, clock_ahead_s=7),
+            (WARNING, "the server's clock is 7 s ahead of this machine's"),
+        ),
+        (
+            "server-clock",
+            replace(WELL, clock_ahead_s=-90),
+            (FAILED, "the server's clock is 90 s behind this machine's"),
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_server(code: str, server: ServerFacts, expected: tuple[Outcome, str]) -> None:
+    assert one(code, Facts(server=server))[:2] == expected
+
+
+def test_a_home_without_a_server(home: Path) -> None:
+    assert look_at_server(os.environ) == ServerFacts()
+
+
+def test_a_server_that_is_away_and_a_token_that_others_can_read(home: Path) -> None:
+    write_profile(home, Profile(url="http://127.0.0.1:9", token="t", embedded=True))
+    (home / "server.json").chmod(0o644)
+    seen = look_at_server(os.environ)
+    assert seen.away.startswith("the server at http://127.0.0.1:9 does not answer")
+    assert (seen.is_private, seen.version, seen.embedded) == (False, "", True)
+
+
+def test_a_profile_that_cannot_be_used(home: Path) -> None:
+    (home / "server.json").write_text("{")
+    assert "cannot be understood" in look_at_server(os.environ).problem
+    without_token = {**os.environ, "SERVERLESS_GPU_SERVER": "http://127.0.0.1:9"}
+    assert "SERVERLESS_GPU_TOKEN is not" in look_at_server(without_token).problem

@@ -1,0 +1,296 @@
+"""Room is made for who has more right to it, kept for them until they start, and nobody is pushed about for ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+from hypothesis import given, settings
+
+from serverless_gpu.model.scheduling.values import (
+    BEST_EFFORT,
+    CRITICAL,
+    NORMAL,
+    Node,
+    Pool,
+    PoolSeen,
+    QueuePolicy,
+    Reservation,
+    Share,
+    WaitReason,
+    Wanted,
+)
+from tests.support.golden import golden
+from tests.support.model.driving import S, World
+
+_SEARCH = Pool(name="search", reserved=True, lends=True, return_s=300.0)
+
+
+def node(name: str, devices: int = 8, **others: Any) -> Node:
+    """Return a node."""
+    return msgspec.structs.replace(Node(id=name, name=name, total={"H100": devices}), **others)
+
+
+def wanted(run_id: str, gpus: int = 8, **others: Any) -> Wanted:
+    """Return a run of alice's that wants H100s."""
+    base = Wanted(run_id=run_id, title=f"alice/{run_id}", owner="alice", queued_ns=0, gpus=gpus, gpu_type="H100")
+    return msgspec.structs.replace(base, **others)
+
+
+def spare(run_id: str, gpus: int = 8, **others: Any) -> Wanted:
+    """Return a run of bob's that may be stopped and goes on later."""
+    base = wanted(run_id, gpus, owner="bob", title=f"bob/{run_id}", priority=BEST_EFFORT, preemptible=True)
+    return msgspec.structs.replace(base, **others)
+
+
+def started(world: World, *run_ids: str) -> list[float | None]:
+    """Return when runs started for the first time, seconds."""
+    return [world.started_ns[run_id] / S if run_id in world.started_ns else None for run_id in run_ids]
+
+
+def test_a_critical_gang_gets_its_room_and_nobody_else_takes_it_meanwhile() -> None:
+    world = World([node("n1")])
+    world.submit(spare("b1", 4), 9_000)
+    world.submit(spare("b2", 4), 9_000, at_s=100)
+    world.submit(wanted("big", 8, priority=CRITICAL), 1_000, at_s=1_000)
+    world.submit(wanted("small", 2, priority=CRITICAL, owner="carol"), 1_000, at_s=1_005)
+    world.run(1_000)
+    assert [(one.run_id, one.for_run) for one in world.preemptions] == [("b1", "big"), ("b2", "big")]
+    assert world.planner.reservations() == (
+        Reservation(run_id="big", shares=(Share(node_id="n1", gpu_type="H100", count=8),), at_ns=None, is_bound=False),
+    )
+    wait = world.planner.why("big", world.now_ns)
+    assert wait is not None
+    assert wait.reason is WaitReason.MAKING_ROOM
+    assert all(holder.is_leaving for holder in wait.holders)
+    world.run(20_000)
+    assert started(world, "big", "small") == [1_010.0, 2_010.0]
+    assert len(world.preemptions) == 2
+    assert not world.running
+    assert not world.waiting
+
+
+def test_nobody_has_to_leave_for_a_run_that_becomes_a_guest_in_the_same_decision() -> None:
+    world = World([node("n1"), node("n2", owner="zoe", owner_first=True)])
+    world.submit(spare("b1"), 90_000)
+    guest = wanted("guest", 1, owner="amy", priority=CRITICAL, preemptible=True)
+    world.submit(guest, 100, at_s=1_000)  # is looked at before the owner has what she wants, and lets others in
+    world.submit(wanted("mine", 1, owner="zoe", priority=CRITICAL), 100, at_s=1_000)
+    world.run(1_000)
+    assert started(world, "guest", "mine") == [1_000.0, 1_000.0]
+    assert world.preemptions == []
+    assert not world.running["b1"].is_leaving
+    world.submit(wanted("late", priority=CRITICAL), 100, at_s=2_000)
+    world.run(2_100)
+    assert [(one.run_id, one.for_run) for one in world.preemptions] == [("b1", "late")]
+    assert started(world, "late") == [2_010.0]
+
+
+def test_who_is_not_needed_for_a_guest_leaves_for_who_still_waits_and_is_told_so() -> None:
+    world = World([node("n1"), node("n2", owner="zoe", owner_first=True)])
+    world.submit(spare("b1"), 90_000)
+    guest = wanted("guest", 1, owner="amy", priority=CRITICAL, preemptible=True)
+    world.submit(guest, 100, at_s=1_000)
+    world.submit(wanted("big", 8, owner="ben", priority=CRITICAL), 100, at_s=1_000)
+    world.submit(wanted("mine", 1, owner="zoe", priority=CRITICAL), 100, at_s=1_000)
+    world.run(1_100)
+    assert [(one.run_id, one.for_run) for one in world.preemptions] == [("b1", "big")]
+    assert started(world, "guest", "mine", "big") == [1_000.0, 1_000.0, 1_010.0]
+
+
+def test_nobody_has_to_leave_for_a_run_that_finds_what_was_promised_to_a_guest() -> None:
+    world = World([node("n1"), node("n2"), node("n3", 16, owner="zoe", owner_first=True)])
+    world.submit(wanted("endless", 4), 90_000)
+    world.submit(spare("b1", 4), 90_000)
+    world.submit(wanted("timed", 4, limit_s=50_000.0), 50_000, at_s=1)
+    gang = wanted("gang", 8, owner="amy", priority=CRITICAL, preemptible=True)
+    world.submit(gang, 100, at_s=1_000)  # is promised the node of `timed`, and then is a guest
+    world.submit(wanted("one", 1, owner="ben", priority=CRITICAL), 100, at_s=1_000)
+    world.submit(wanted("mine", 1, owner="zoe", priority=CRITICAL), 100, at_s=1_000)
+    world.run(1_000)
+    assert {share.node_id for share in world.running["gang"].shares} == {"n3"}
+    assert started(world, "gang", "one", "mine") == [1_000.0, 1_000.0, 1_000.0]
+    assert world.preemptions == []
+
+
+def test_who_has_run_for_too_short_a_time_is_asked_as_soon_as_it_has_not() -> None:
+    world = World([node("n1")])
+    world.submit(spare("b1"), 9_000)
+    world.submit(wanted("big"), 100, at_s=100)
+    world.run(1_000)
+    assert started(world, "big") == [610.0]  # 600 s, and 10 s to leave
+
+
+def test_nobody_is_asked_more_often_than_that_by_class() -> None:
+    world = World([node("n1")], QueuePolicy(preempt_after_s=0.0))
+    world.submit(spare("b1"), 5_000)
+    for number in range(6):
+        world.submit(wanted(f"r{number}"), 100, at_s=200.0 + 400 * number)
+    world.run(20_000)
+    assert [one.run_id for one in world.preemptions] == ["b1"] * 3
+    assert started(world, "r0", "r1", "r2") == [210.0, 610.0, 1_010.0]
+    assert not world.waiting
+    assert not world.running
+
+
+def test_a_run_whose_room_does_not_come_any_more_asks_again_elsewhere() -> None:
+    world = World([node("n1"), node("n2")])
+    world.submit(spare("b1"), 90_000)
+    world.submit(spare("b2"), 90_000, at_s=100)
+    world.submit(wanted("big"), 100, at_s=2_000)
+    world.run(2_001)
+    assert [one.run_id for one in world.preemptions] == ["b2"]
+    world.change(msgspec.structs.replace(world.nodes["n2"], away="is drained"))
+    world.run(3_000)
+    assert [one.run_id for one in world.preemptions] == ["b2", "b1"]
+    assert started(world, "big") == [2_011.0]
+
+
+def test_what_a_pool_lends_is_back_in_time_and_not_lent_again_while_its_own_wait() -> None:
+    world = World([node("n1", pool="search"), node("n2", pool="search")])
+    world.tell(PoolSeen(_SEARCH))
+    for number in range(4):
+        world.submit(spare(f"b{number}", 4), 10_000)
+    world.submit(spare("late", 4), 10_000, at_s=2)
+    world.submit(spare("rude", 4, preemptible=False), 10, at_s=3)
+    world.submit(spare("brief", 4, preemptible=False, limit_s=300.0), 200, at_s=4)
+    world.submit(wanted("own", 8, pool="search", priority=BEST_EFFORT), 1_000, at_s=30)
+    world.run(30)
+    assert len(world.running) == 4
+    assert len(world.preemptions) == 2
+    world.run(60)
+    assert started(world, "own", "late", "rude", "brief") == [40.0, None, None, None]
+    world.run(100_000)
+    assert set(world.waiting) == {"rude"}
+    never = world.planner.why("rude", world.now_ns)
+    assert never is not None
+    assert never.reason is WaitReason.UNSATISFIABLE
+    assert not world.running
+    assert len(world.preemptions) == 2
+
+
+def test_an_owner_who_is_first_has_the_node_as_soon_as_others_have_left() -> None:
+    world = World([node("n1", owner="alice", owner_first=True)])
+    world.submit(spare("b1", 8, priority=CRITICAL), 5_000)
+    world.submit(spare("b2", 1, preemptible=False), 10)
+    world.submit(wanted("mine", 2, priority=BEST_EFFORT), 1_000, at_s=50)
+    world.run(50_000)
+    assert started(world, "b1", "mine", "b2") == [0.0, 60.0, None]
+    never = world.planner.why("b2", world.now_ns)
+    assert never is not None
+    assert never.words == golden("unit.making_room.owner-comes-first")
+    assert [one.run_id for one in world.preemptions] == ["b1"]
+    assert not world.running
+
+
+# --- whatever comes ---------------------------------------------------------------------------------------------------
+
+_NODES = st.lists(
+    st.builds(
+        lambda pool, owner, first, devices: (pool, owner, first, devices),
+        st.sampled_from(["", "search", "spot"]),
+        st.sampled_from(["", "", "alice"]),
+        st.booleans(),
+        st.sampled_from([2, 4, 8]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+_RUNS = st.lists(
+    st.tuples(
+        st.sampled_from([CRITICAL, NORMAL, BEST_EFFORT, BEST_EFFORT]),
+        st.sampled_from([1, 1, 2, 4, 8, 12]),
+        st.sampled_from(["alice", "bob", "carol"]),
+        st.sampled_from(["", "", "search"]),
+        st.booleans(),  # preemptible
+        st.sampled_from([None, 100.0, 2_000.0]),
+        st.integers(1, 3_000),  # seconds
+        st.integers(0, 4_000),  # when
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+def world_of(nodes: list[tuple[str, str, bool, int]], runs: list[tuple[Any, ...]]) -> World:
+    """Return a world with all that is to come."""
+    named = [
+        node(f"n{number}", devices, pool=pool, owner=owner, owner_first=first)
+        for number, (pool, owner, first, devices) in enumerate(nodes)
+    ]
+    world = World(named, QueuePolicy(preempt_after_s=60.0, preemptions_max=2))
+    world.tell(PoolSeen(_SEARCH))
+    for number, (priority, gpus, owner, pool, preemptible, limit_s, length_s, at_s) in enumerate(runs):
+        run = wanted(
+            f"r{number}",
+            gpus,
+            owner=owner,
+            priority=priority,
+            pool=pool,
+            preemptible=preemptible,
+            limit_s=limit_s,
+            several_nodes=gpus > 8,
+        )
+        world.submit(run, min(length_s, limit_s or length_s), at_s=at_s)
+    return world
+
+
+@settings(max_examples=150, deadline=None)
+@given(_NODES, _RUNS)
+def test_everybody_who_can_be_served_is_served_and_the_number_of_preemptions_has_a_bound(
+    nodes: list[tuple[str, str, bool, int]], runs: list[tuple[Any, ...]]
+) -> None:
+    world = world_of(nodes, runs)
+    asked = Counter[tuple[str, str]]()
+    for until_s in (*range(0, 4_000, 250), 500_000):
+        world.run(until_s)
+        for place in world.nodes.values():
+            assert world.free(place.id) >= 0
+    for one in world.preemptions:
+        asked[one.run_id, one.for_run] += 1
+    assert not world.running
+    # Nobody asks the same run twice: what it gave back was kept, and its second attempt has another turn before it.
+    assert all(count == 1 for count in asked.values()), asked
+    by_class = Counter(one.run_id for one in world.preemptions if one.sentence.startswith("makes room"))
+    assert max(by_class.values(), default=0) <= 2
+    for run_id, run in world.waiting.items():
+        wait = world.planner.why(run_id, world.now_ns)
+        assert wait is not None
+        assert wait.reason in (WaitReason.UNSATISFIABLE, WaitReason.CALENDAR), (run, wait)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_NODES, _RUNS)
+def test_guests_are_let_in_only_where_nobody_with_more_right_waits_who_could_be_there(
+    nodes: list[tuple[str, str, bool, int]], runs: list[tuple[Any, ...]]
+) -> None:
+    world = world_of(nodes, runs)
+
+    def check() -> None:
+        own = [run for run in world.waiting.values() if run.pool == "search"]
+        lent_now = [
+            held
+            for held in world.running.values()
+            if held.since_ns == world.now_ns
+            and not held.wanted.pool
+            and any(world.nodes[share.node_id].pool == "search" for share in held.shares)
+        ]
+        for held in lent_now:
+            assert held.wanted.priority == BEST_EFFORT
+            assert held.wanted.preemptible or held.wanted.limit_s == 100.0
+            there = [world.nodes[share.node_id] for share in held.shares]
+            # Nodes are judged by owner: what only another owner's node is large enough for waits for that one.
+            lenders = {(place.owner, place.owner_first) for place in there if place.pool == "search"}
+            most = max(
+                place.total["H100"]
+                for place in world.nodes.values()
+                if place.pool == "search" and (place.owner, place.owner_first) in lenders
+            )
+            fitting = [run for run in own if (run.gpus or 0) <= most]
+            first = [place for place in there if place.owner_first and place.owner]
+            assert not fitting or first, (held, fitting)
+
+    world.on_decision = check
+    world.run(500_000)

@@ -1,0 +1,187 @@
+"""Where locks live, and what happens when a directory or a file there is hostile or broken."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.errors import StorageError
+from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.node.locks import DeviceLocks, Holder, Locked, Ticket, lock_directory
+from tests.support.golden import golden
+from tests.support.second_process import other
+
+ME = Holder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
+
+
+def take(locks: DeviceLocks, *uuids: str, count: int = 1) -> Locked:
+    taken = locks.try_lock(uuids, count, ME)
+    assert isinstance(taken, Locked)
+    return taken
+
+
+def plant_symlink(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def plant_hard_link(path: Path, victim: Path) -> None:
+    path.hardlink_to(victim)
+
+
+def plant_dangling(path: Path, victim: Path) -> None:
+    path.symlink_to(victim.with_name("not-there"))
+
+
+def plant_pipe(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("plant", [plant_symlink, plant_dangling, plant_hard_link, plant_pipe])
+@pytest.mark.parametrize("name", ["GPU-1.lock", "devices.mutex", "GPU-1.quarantine", "H100.mutex"])
+def test_planted_file_is_refused_and_its_target_untouched(
+    tmp_path: Path, plant: Callable[[Path, Path], None], name: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    locks = DeviceLocks(tmp_path / "locks")
+    locks.directory.mkdir()
+    plant(locks.directory / name, victim)
+    before = os.listdir("/proc/self/fd")
+
+    with pytest.raises(StorageError, match=re.escape(golden("unit.lock_files.link-plain-file"))) as caught:
+        if name == "GPU-1.quarantine":
+            locks.quarantine("GPU-1", "x")
+        elif name == "H100.mutex":
+            Ticket(locks.directory, "H100").__enter__()
+        else:
+            locks.try_lock(["GPU-0", "GPU-1"], 2, ME)
+
+    assert "then remove it" in caught.value.hint
+    assert os.listdir("/proc/self/fd") == before
+    assert os.listdir(tmp_path) in (["locks", "victim"], ["victim", "locks"])
+    assert victim.read_text() == "precious"
+    if name == "GPU-1.lock":
+        take(locks, "GPU-0").release()  # what was taken before the refusal was given back
+
+
+def test_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "locks").symlink_to("elsewhere")
+    with pytest.raises(StorageError):
+        DeviceLocks(tmp_path / "locks").try_lock(["GPU-0"], 1, ME)
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize("directory", ["file/locks", "/proc/locks", "/sys/locks"])
+def test_unwritable_directory_says_what_to_do(tmp_path: Path, directory: str) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / directory
+    actions: list[Callable[[], object]] = [
+        lambda: DeviceLocks(path).try_lock(["GPU-0"], 1, ME),
+        lambda: DeviceLocks(path).quarantine("GPU-0", "x"),
+        lambda: DeviceLocks(path).quarantined(),
+        lambda: DeviceLocks(path).lift("GPU-0"),
+        lambda: Ticket(path, "H100").__enter__(),
+    ]
+    for action in actions:
+        with pytest.raises(StorageError) as caught:
+            action()
+        assert golden("unit.lock_files.lock-directory-cannot", path=path) in str(caught.value)
+        assert golden("unit.lock_files.hint-user-must") in str(caught.value)
+
+
+def test_directory_is_made_for_this_user_only(tmp_path: Path) -> None:
+    locks = DeviceLocks(tmp_path / "home" / "locks")
+    take(locks, "GPU-0").release()
+    assert stat.S_IMODE(locks.directory.stat().st_mode) == 0o700
+
+
+def test_files_are_open_to_every_user_whatever_the_umask(tmp_path: Path) -> None:
+    locks = DeviceLocks(tmp_path)
+    mask = os.umask(0o077)
+    try:
+        take(locks, "GPU-0").release()
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((locks.directory / "GPU-0.lock").stat().st_mode) == 0o666
+
+
+# --- where ---
+
+
+def test_fakes_and_cpu_slots_are_locked_at_home(tmp_path: Path) -> None:
+    for kind in (DeviceKind.FAKE, DeviceKind.CPU):
+        assert lock_directory(kind, tmp_path) == tmp_path / "locks"
+
+
+def test_gpus_are_locked_in_the_best_machine_wide_directory(tmp_path: Path) -> None:
+    best, second = tmp_path / "best", tmp_path / "second"
+    mask = os.umask(0o077)
+    try:
+        assert lock_directory(DeviceKind.GPU, tmp_path, machine=(best, second)) == best
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(best.stat().st_mode) == 0o1777
+    assert not second.exists()
+    assert lock_directory(DeviceKind.GPU, tmp_path, machine=(best, second)) == best
+
+
+def test_gpus_are_locked_where_the_first_user_had_to(tmp_path: Path) -> None:
+    missing, second = tmp_path / "no" / "best", tmp_path / "second"
+    assert lock_directory(DeviceKind.GPU, tmp_path, machine=(missing, second)) == second
+    missing.parent.mkdir()
+    assert lock_directory(DeviceKind.GPU, tmp_path, machine=(missing, second)) == second
+
+
+def test_machine_wide_directory_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("target")
+    with pytest.raises(StorageError, match=re.escape(golden("unit.lock_files.must-directory-gpu"))) as caught:
+        lock_directory(DeviceKind.GPU, tmp_path, machine=(link,))
+    assert f"`ls -ld {link}`" in caught.value.hint
+
+
+def test_no_machine_wide_directory_says_how_to_make_one(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "locks", tmp_path / "b" / "locks"
+    with pytest.raises(StorageError) as caught:
+        lock_directory(DeviceKind.GPU, tmp_path, machine=(first, second))
+    assert str(first) in caught.value.message
+    assert str(second) in caught.value.message
+    assert caught.value.hint == golden("unit.lock_files.make-one-everybody", first=first)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_machine_wide_directory_closed_to_this_user_says_how_to_open_it() -> None:
+    parent = Path(tempfile.mkdtemp())
+    try:
+        parent.chmod(0o755)
+        (parent / "locks").mkdir(mode=0o755)
+        script = (
+            "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+            + """
+from serverless_gpu.errors import StorageError
+from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.node.locks import lock_directory
+try:
+    lock_directory(DeviceKind.GPU, directory, machine=(directory / "locks",))
+except StorageError as error:
+    say(error.hint)
+try:
+    locks.try_lock(["GPU-0"], 1, me)
+except StorageError as error:
+    say(error.message)
+"""
+        )
+        with other(script, parent) as stranger:
+            assert stranger.hear() == golden("unit.lock_files.open-everybody-sudo", parent=parent)
+            assert stranger.hear() == golden("unit.lock_files.lock-directory-cannot-used", parent=parent)
+    finally:
+        shutil.rmtree(parent)

@@ -1,0 +1,336 @@
+"""Device locks and quarantine, with real second processes wherever two parties matter."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from serverless_gpu.errors import InvalidValue, StorageError
+from serverless_gpu.node.locks import Busy, DeviceLocks, Holder, Locked, Quarantine
+from tests.support.golden import golden
+from tests.support.second_process import other
+
+FOUR = ("GPU-0", "GPU-1", "GPU-2", "GPU-3")
+ME = Holder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
+HOLD = "held = locks.try_lock(sys.argv[3:], int(sys.argv[2]), me); say(type(held).__name__); sys.stdin.read()"
+
+
+class FixedClock:
+    def boottime_ns(self) -> int:
+        return 1
+
+    def wall_ns(self) -> int:
+        return 1234
+
+    def boot_id(self) -> str:
+        return "boot"
+
+
+@pytest.fixture
+def locks(tmp_path: Path) -> DeviceLocks:
+    return DeviceLocks(tmp_path / "locks", clock=FixedClock())
+
+
+def take(locks: DeviceLocks, *uuids: str, count: int = 1) -> Locked:
+    taken = locks.try_lock(uuids, count, ME)
+    assert isinstance(taken, Locked)
+    return taken
+
+
+# --- taking and giving back ---
+
+
+def test_takes_the_first_free_devices_in_the_order_given(locks: DeviceLocks) -> None:
+    with take(locks, "GPU-2"), take(locks, "GPU-3", "GPU-2", "GPU-0", "GPU-1", count=2) as taken:
+        assert taken.uuids == ("GPU-3", "GPU-0")
+        assert len(taken.fds) == 2
+        assert [os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) for fd in taken.fds] == [
+            "GPU-3.lock",
+            "GPU-0.lock",
+        ]
+
+
+def test_release_frees_and_closes_and_can_be_repeated(locks: DeviceLocks) -> None:
+    before = os.listdir("/proc/self/fd")
+    taken = take(locks, *FOUR, count=4)
+    taken.release()
+    taken.release()
+
+    assert taken.fds == ()
+    assert os.listdir("/proc/self/fd") == before
+    take(locks, *FOUR, count=4).release()
+
+
+def test_too_few_free_devices_take_none_and_say_who_holds_the_others(locks: DeviceLocks) -> None:
+    before = os.listdir("/proc/self/fd")
+    with take(locks, "GPU-1"):
+        answer = locks.try_lock(FOUR, 4, ME)
+        assert answer == Busy((Holder(uuid="GPU-1", run_id="run-me", user="ada", pid=11, since_wall_ns=5),))
+        take(locks, "GPU-0", "GPU-2", "GPU-3", count=3).release()
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("count", [0, -1, 3])
+def test_impossible_counts_are_refused(locks: DeviceLocks, count: int) -> None:
+    with pytest.raises(InvalidValue, match=golden("unit.locks.devices-cannot-taken", count=count)):
+        locks.try_lock(["GPU-0", "GPU-1", "GPU-0"], count, ME)
+
+
+@pytest.mark.parametrize("uuid", ["", "../GPU-0", "a/b", ".hidden", "GPU\n0", "x" * 200])
+def test_uuid_that_could_leave_the_directory_is_refused(locks: DeviceLocks, uuid: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape(golden("unit.locks.device-uuid"))):
+        locks.try_lock([uuid], 1, ME)
+    with pytest.raises(InvalidValue):
+        locks.quarantine(uuid, "x")
+
+
+def test_holder_note_of_somebody_else_is_not_trusted(locks: DeviceLocks) -> None:
+    with take(locks, "GPU-0", "GPU-1", count=2):
+        (locks.directory / "GPU-0.lock").write_text("rubbish")
+        note = {"uuid": "GPU-9", "run_id": "\x1b[2J", "user": "u" * 2000, "pid": 3, "since_wall_ns": 4}
+        (locks.directory / "GPU-1.lock").write_text(json.dumps(note))
+        assert locks.try_lock(["GPU-0", "GPU-1"], 1, ME) == Busy(
+            (
+                Holder(uuid="GPU-0", run_id="", user="", pid=0, since_wall_ns=0),
+                Holder(uuid="GPU-1", run_id="?[2J", user="u" * 1000, pid=3, since_wall_ns=4),
+            )
+        )
+
+
+def test_lock_whose_file_was_deleted_does_not_count_for_the_new_file(locks: DeviceLocks) -> None:
+    with take(locks, "GPU-0"):
+        inode = (locks.directory / "GPU-0.lock").stat().st_ino
+        (locks.directory / "GPU-0.lock").unlink()
+        with take(locks, "GPU-0") as taken:
+            assert os.fstat(taken.fds[0]).st_ino == (locks.directory / "GPU-0.lock").stat().st_ino != inode
+
+
+def delete_before_locking(monkeypatch: pytest.MonkeyPatch, path: Path, times: int) -> None:
+    """Delete `path` between its being opened and its being locked, so many times."""
+    real, left = fcntl.flock, [None] * times
+
+    def flock(fd: int, operation: int) -> None:
+        if left and os.readlink(f"/proc/self/fd/{fd}") == str(path):
+            left.pop()
+            path.unlink()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_file_deleted_while_it_is_being_taken_is_made_again(
+    locks: DeviceLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = locks.directory / "GPU-0.lock"
+    delete_before_locking(monkeypatch, path, times=2)
+    with take(locks, "GPU-0") as taken:
+        assert os.fstat(taken.fds[0]).st_ino == path.stat().st_ino
+
+
+def test_file_that_is_always_deleted_is_an_error_not_a_lock(
+    locks: DeviceLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_before_locking(monkeypatch, locks.directory / "GPU-0.lock", times=99)
+    with pytest.raises(StorageError, match=re.escape(golden("unit.locks.gpu-lock-deleted"))):
+        locks.try_lock(["GPU-0"], 1, ME)
+
+
+def test_cleaner_of_temporary_files_finds_the_directory_locked(locks: DeviceLocks) -> None:
+    script = """
+import fcntl
+fd = os.open(directory, os.O_RDONLY)
+try:
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB); say("cleans")
+except BlockingIOError:
+    say("skips")
+"""
+    with take(locks, "GPU-0"), take(locks, "GPU-1"), other(script, locks.directory) as cleaner:
+        assert cleaner.hear() == "skips"
+    with other(script, locks.directory) as cleaner:
+        assert cleaner.hear() == "cleans"
+
+
+# --- other processes ---
+
+
+def test_device_held_by_another_process_is_busy_and_free_when_it_is_killed(locks: DeviceLocks) -> None:
+    with other(HOLD, locks.directory, 2, "GPU-0", "GPU-1") as holder:
+        assert holder.hear() == "Locked"
+        answer = locks.try_lock(["GPU-0", "GPU-1"], 1, ME)
+        assert isinstance(answer, Busy)
+        assert [(held.uuid, held.run_id, held.user, held.pid) for held in answer.holders] == [
+            ("GPU-0", "run-other", "bob", holder.process.pid),
+            ("GPU-1", "run-other", "bob", holder.process.pid),
+        ]
+        holder.kill()
+        assert take(locks, "GPU-0", "GPU-1", count=2).uuids == ("GPU-0", "GPU-1")
+
+
+def test_descriptors_handed_on_keep_the_device_when_the_holder_is_killed(locks: DeviceLocks) -> None:
+    ours, theirs = socket.socketpair()
+    script = """
+held = locks.try_lock(["GPU-0", "GPU-1"], 2, me)
+with socket.socket(fileno=int(sys.argv[2])) as to:
+    socket.send_fds(to, [b"x"], held.fds)
+say("sent"); sys.stdin.read()
+"""
+    with ours, theirs, other(script, locks.directory, theirs.fileno(), fds=(theirs.fileno(),)) as holder:
+        assert holder.hear() == "sent"
+        _, fds, _, _ = socket.recv_fds(ours, 1, 2)
+        holder.kill()
+        assert isinstance(locks.try_lock(["GPU-0", "GPU-1"], 1, ME), Busy)
+        os.close(fds[0])
+        take(locks, "GPU-0").release()
+        assert isinstance(locks.try_lock(["GPU-1"], 1, ME), Busy)
+        os.close(fds[1])
+        take(locks, "GPU-1").release()
+
+
+def test_descriptors_do_not_leak_into_programs_that_are_started(locks: DeviceLocks) -> None:
+    taken = take(locks, "GPU-0")
+    with other("say(sorted(os.listdir('/proc/self/fd'))[:3]); sys.stdin.read()", locks.directory) as child:
+        assert child.hear()
+        taken.release()
+        take(locks, "GPU-0").release()
+
+
+RACE = """
+markers = Path(sys.argv[2]); rounds = int(sys.argv[3])
+uuids = ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
+say("ready"); sys.stdin.readline()
+won = 0
+while won < rounds:
+    held = locks.try_lock(uuids, 3, me)
+    if isinstance(held, Busy):
+        continue
+    won += 1
+    for uuid in held.uuids:  # fails when another process has the same device
+        os.close(os.open(markers / uuid, os.O_CREAT | os.O_EXCL))
+    for uuid in held.uuids:
+        os.unlink(markers / uuid)
+    held.release()
+say("done")
+"""
+
+
+def test_two_processes_racing_for_three_of_four_devices_never_overlap(locks: DeviceLocks, tmp_path: Path) -> None:
+    markers = tmp_path / "markers"
+    markers.mkdir()
+    with other(RACE, locks.directory, markers, 150) as one, other(RACE, locks.directory, markers, 150) as two:
+        for racer in (one, two):
+            assert racer.hear() == "ready"
+        for racer in (one, two):
+            assert racer.process.stdin is not None
+            racer.process.stdin.write("go\n")
+            racer.process.stdin.flush()
+        assert [one.hear(), two.hear()] == ["done", "done"]
+
+
+def test_only_one_process_at_a_time_gathers_devices(locks: DeviceLocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that gather at once could get half of the devices each, and both go away with nothing."""
+    real, while_gathering = fcntl.flock, []
+
+    def flock(fd: int, operation: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".lock"):
+            with (locks.directory / "devices.mutex").open() as mutex, pytest.raises(BlockingIOError):
+                real(mutex, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while_gathering.append(fd)
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with take(locks, *FOUR, count=3), (locks.directory / "devices.mutex").open() as mutex:
+        real(mutex, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert len(while_gathering) == 3
+
+
+def test_process_stopped_while_gathering_holds_others_up_for_a_second_at_most(
+    locks: DeviceLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(locks, "GPU-0").release()
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with (locks.directory / "devices.mutex").open() as mutex:
+        fcntl.flock(mutex, fcntl.LOCK_EX)
+        take(locks, "GPU-0").release()
+    assert sum(pauses) == pytest.approx(1.0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_another_user_meets_the_same_lock() -> None:
+    shared = Path(tempfile.mkdtemp())  # pytest's own directories are closed to other users
+    try:
+        shared.chmod(0o1777)
+        locks = DeviceLocks(shared)
+        taken = take(locks, "GPU-0")
+        locks.quarantine("GPU-2", "dirty")
+        script = (
+            "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+            + """
+held = locks.try_lock(["GPU-0", "GPU-1", "GPU-2"], 1, me); say(held.uuids)
+busy = locks.try_lock(["GPU-0", "GPU-2"], 1, me); say((busy.holders[0].user, busy.quarantined))
+locks.lift("GPU-2"); say(locks.quarantined()); sys.stdin.read()
+"""
+        )
+        with other(script, shared) as stranger:
+            assert stranger.hear() == "('GPU-1',)"
+            assert stranger.hear() == "('ada', ('GPU-2',))"
+            assert stranger.hear() == "{}"
+            assert isinstance(locks.try_lock(["GPU-1"], 1, ME), Busy)
+        taken.release()
+    finally:
+        shutil.rmtree(shared)
+
+
+# --- quarantine ---
+
+
+def test_F11_device_in_quarantine_is_not_taken_until_lifted(locks: DeviceLocks) -> None:
+    with take(locks, "GPU-0"):
+        locks.quarantine("GPU-0", "pid 4242 (python) still holds 2.0 GiB")
+    assert locks.quarantined() == {"GPU-0": Quarantine("pid 4242 (python) still holds 2.0 GiB", 1234)}
+    assert locks.try_lock(["GPU-0"], 1, ME) == Busy((), ("GPU-0",))
+    assert take(locks, "GPU-0", "GPU-1").uuids == ("GPU-1",)
+
+    locks.lift("GPU-0")
+    assert locks.quarantined() == {}
+    assert take(locks, "GPU-0").uuids == ("GPU-0",)
+
+
+def test_device_in_quarantine_stays_free_of_locks(locks: DeviceLocks) -> None:
+    locks.quarantine("GPU-0", "dirty")
+    with take(locks, "GPU-0", "GPU-1"):
+        locks.lift("GPU-0")
+        take(locks, "GPU-0").release()
+
+
+def test_later_and_shorter_reason_replaces_the_first(locks: DeviceLocks) -> None:
+    locks.quarantine("GPU-0", "a long reason " * 20)
+    locks.quarantine("GPU-0", "short")
+    assert locks.quarantined()["GPU-0"].reason == "short"
+    locks.quarantine("GPU-0", "ä" * 5000)
+    assert locks.quarantined()["GPU-0"].reason == "ä" * 1000
+
+
+def test_quarantine_note_that_cannot_be_read_counts_as_quarantine(locks: DeviceLocks) -> None:
+    locks.quarantine("GPU-0", "x")
+    (locks.directory / "GPU-0.quarantine").write_text("rubbish")
+    (locks.directory / "GPU-1.quarantine").symlink_to("/nowhere")
+    (locks.directory / "GPU-2.quarantine").mkdir()
+
+    assert sorted(locks.quarantined()) == ["GPU-0", "GPU-1", "GPU-2"]
+    assert all("cannot be read" in note.reason for note in locks.quarantined().values())
+    assert locks.try_lock(FOUR, 2, ME) == Busy((), ("GPU-0", "GPU-1", "GPU-2"))
+
+
+def test_lifting_what_is_not_in_quarantine_does_nothing(locks: DeviceLocks) -> None:
+    locks.lift("GPU-0")
+    assert locks.quarantined() == {}

@@ -1,1 +1,0 @@
-"""Who runs next, and why the others wait."""
