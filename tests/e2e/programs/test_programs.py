@@ -121,11 +121,15 @@ PLAIN = (
     Program("subprocesses", r"\[rank 0\] a line of a program\ndone\n"),
     Program("asyncio_rank"),
     Program("signal_handlers"),
-    Program(  # rank 0 may have printed nothing, one line or both when rank 1 ends; SIGTERM may reach rank 1 before its handlers
+    # Rank 0 may have printed none, one or both of its lines when rank 1 ends. SIGTERM may end rank 1 before its handlers.
+    Program(
         "os_exit",
-        r"(\[rank 0\] .*\n)*exit_3 RankCrashed 1 rank 1 exited with code 3 before it returned a result\n"
-        r"(\[rank 0\] .*\n)*exit_0 RankCrashed 1 rank 1 exited with code 0 before it returned a result\n"
-        r"(\[rank 0\] .*\n)*sys_exit RunError 1 rank 1 called sys.exit before it returned a result: exit code 4\ndone\n",
+        r"(\[rank 0\] .*\n)*"
+        r"exit_3 RankCrashed 1 rank 1 exited with code 3 before it returned a result\n"
+        r"(\[rank 0\] .*\n)*"
+        r"exit_0 RankCrashed 1 rank 1 exited with code 0 before it returned a result\n"
+        r"(\[rank 0\] .*\n)*"
+        r"sys_exit RunError 1 rank 1 called sys.exit before it returned a result: exit code 4\ndone\n",
         r"(\[rank 1\] last words\n)+(\[rank 1\] rank 1 has left\n)?",
     ),
     Program("stdin_reader", r"\[rank 0\] continue\? \ndone\n"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
@@ -40,3 +44,28 @@ RECEIPT = {
 def sgpu(*arguments: str) -> Result:
     """Run the command in this process; an error of ours is raised."""
     return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
+
+
+STOPPED = {"type": "stopped", "state": "FAILED", "reason": "rank_raised", "consequences": [], "log_tail": ""}
+CAUSE = {"rank": 1, "reason": "rank_raised", "at_ns": 1, "detail": "ValueError: boom"}
+OLD_NS = 1_000_000_000_000_000_000
+
+
+def make(runs: Path, run_id: str, *, stopped: bool = True) -> Path:
+    """Make the directory of a run that failed long ago."""
+    directory = runs / run_id / "1"
+    for name in ("logs", "failures"):
+        (directory / name).mkdir(parents=True)
+    files: dict[str, object] = {"spec.json": SPEC}
+    if stopped:
+        files |= {"stopped.json": STOPPED | {"cause": CAUSE}, "receipt.json": RECEIPT | {"run_id": run_id}}
+        files["failures/1.json"] = {"traceback": 'Traceback:\n  File "t.py", line 3\nValueError: boom\n'}
+    for name, value in files.items():
+        (directory / name).write_text(json.dumps(value))
+    (directory / "supervisor.lock").touch()
+    (directory / "logs" / "0.stdout").write_bytes(b"one\ntwo\nthree\n")
+    (directory / "logs" / "0.stderr").write_bytes(b" 1%\r 50%\r100%\nnot ended")
+    (directory / "logs" / "1.stdout").write_bytes(b"other \xff\n")
+    for path in directory.rglob("*"):
+        os.utime(path, ns=(OLD_NS, OLD_NS))
+    return directory

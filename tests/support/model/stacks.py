@@ -43,3 +43,5 @@ SLEEP = (USER,)
 ACCEPT = ((f"{STANDARD}/socket.py", 294, "accept"), USER)
 EVENT = ((f"{STANDARD}/threading.py", 331, "wait"), (f"{STANDARD}/threading.py", 629, "wait"), USER)
 CHILD = ((f"{STANDARD}/subprocess.py", 2004, "_try_wait"), (f"{STANDARD}/subprocess.py", 550, "run"), USER)
+
+OWN = "/venv/lib/python3.11/site-packages/serverless_gpu/node/inside/"

@@ -6,15 +6,13 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from serverless_gpu import Run, attach
+from serverless_gpu import Run
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.cancellation import _gate
 from serverless_gpu.cli.choosing import choose
@@ -23,12 +21,8 @@ from serverless_gpu.cli.outputs import tail_start
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import parse_duration_s
-from tests.support.cli.cli import FIRST, RECEIPT, SECOND, SPEC, sgpu
+from tests.support.cli.cli import FIRST, SECOND, SPEC, make, sgpu
 from tests.support.golden import golden
-
-STOPPED = {"type": "stopped", "state": "FAILED", "reason": "rank_raised", "consequences": [], "log_tail": ""}
-CAUSE = {"rank": 1, "reason": "rank_raised", "at_ns": 1, "detail": "ValueError: boom"}
-OLD_NS = 1_000_000_000_000_000_000
 
 
 @pytest.fixture
@@ -37,26 +31,6 @@ def runs(home: Path) -> Path:
     path = home / "runs"
     make(path, FIRST)
     return path
-
-
-def make(runs: Path, run_id: str, *, stopped: bool = True) -> Path:
-    """Make the directory of a run that failed long ago."""
-    directory = runs / run_id / "1"
-    for name in ("logs", "failures"):
-        (directory / name).mkdir(parents=True)
-    files: dict[str, object] = {"spec.json": SPEC}
-    if stopped:
-        files |= {"stopped.json": STOPPED | {"cause": CAUSE}, "receipt.json": RECEIPT | {"run_id": run_id}}
-        files["failures/1.json"] = {"traceback": 'Traceback:\n  File "t.py", line 3\nValueError: boom\n'}
-    for name, value in files.items():
-        (directory / name).write_text(json.dumps(value))
-    (directory / "supervisor.lock").touch()
-    (directory / "logs" / "0.stdout").write_bytes(b"one\ntwo\nthree\n")
-    (directory / "logs" / "0.stderr").write_bytes(b" 1%\r 50%\r100%\nnot ended")
-    (directory / "logs" / "1.stdout").write_bytes(b"other \xff\n")
-    for path in directory.rglob("*"):
-        os.utime(path, ns=(OLD_NS, OLD_NS))
-    return directory
 
 
 # --- which run -------------------------------------------------------------------------------------------------------
@@ -402,32 +376,6 @@ def test_what_is_no_duration(text: str) -> None:
 def test_columns() -> None:
     assert columns([["a", "bb", "c"], ["ccc", "d", ""]]) == ["a    bb  c", "ccc  d"]
     assert columns([]) == []
-
-
-def test_a_run_of_another_version_is_found_by_attach_as_by_show(runs: Path) -> None:
-    directory = make(runs, SECOND)
-    (directory / "spec.json").write_text(json.dumps(SPEC | {"version": "9.9", "spec": {"resources": "many"}}))
-    assert f"run {SECOND} · FAILED" in sgpu("show", SECOND).output
-    assert attach(SECOND).status() == "FAILED"
-
-
-def test_ctrl_c_while_the_command_is_loaded_is_one_line() -> None:
-    code = """
-import sys
-
-class Interrupting:
-    def find_spec(self, name, path, target=None):
-        if name == "serverless_gpu.cli.program":
-            raise KeyboardInterrupt
-
-sys.meta_path.insert(0, Interrupting())
-from serverless_gpu.cli import main
-
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "sgpu: interrupted\n")
 
 
 @pytest.mark.parametrize(

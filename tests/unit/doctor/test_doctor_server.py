@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.doctor import server_checks
 from serverless_gpu.doctor.facts import Facts, ServerFacts, ServerNode
 from serverless_gpu.doctor.findings import Outcome
@@ -136,14 +135,6 @@ def test_what_is_wrong_with_a_server(code: str, server: ServerFacts, expected: t
 
 def test_a_home_without_a_server(home: Path) -> None:
     assert look_at_server(os.environ) == ServerFacts()
-
-
-def test_a_server_that_is_away_and_a_token_that_others_can_read(home: Path) -> None:
-    write_profile(home, Profile(url="http://127.0.0.1:9", token="t", embedded=True))
-    (home / "server.json").chmod(0o644)
-    seen = look_at_server(os.environ)
-    assert seen.away.startswith("the server at http://127.0.0.1:9 does not answer")
-    assert (seen.is_private, seen.version, seen.embedded) == (False, "", True)
 
 
 def test_a_profile_that_cannot_be_used(home: Path) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
 from serverless_gpu.doctor.facts import Facts, TrackingFacts, TrackingServer
 from serverless_gpu.doctor.findings import Outcome
-from serverless_gpu.doctor.gathering.tracking import look_at_tracking, without_userinfo
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.mlflow_server.places import Noted, place_of
+from serverless_gpu.doctor.gathering.tracking import without_userinfo
 from serverless_gpu.node.mlflow_server.troubles import Attempted, sentence
 from tests.support.doctor.diagnosed import OK, PYTHON, WARNING, found, one
 
@@ -76,25 +72,6 @@ def test_what_mends_a_store_that_cannot_be_served(written: str, mend: str) -> No
 
 def test_without_a_server_nothing_is_said_of_it() -> None:
     assert found("mlflow-server", Facts(tracking=TrackingFacts())) == []
-
-
-def test_what_is_looked_at(home: Path) -> None:
-    place = place_of(Home(home))
-    place.make()
-    place.note(Noted(stage="failed", port=26570, problem="no flask"))
-    seen = look_at_tracking(
-        {"SERVERLESS_GPU_HOME": str(home), "MLFLOW_TRACKING_URI": "http://ada:word@127.0.0.1:1/mlflow"}
-    )
-    assert (seen.off, seen.uri) == ("", "http://…@127.0.0.1:1/mlflow")
-    assert "refused" in str(seen.away)
-    file = str(place.directory / "mlflow.db")
-    assert seen.servers == (
-        TrackingServer(
-            uri="http://127.0.0.1:26570", stage="failed", problem="no flask", database=f"sqlite:///{file}", file=file
-        ),
-    )
-    off = look_at_tracking({"SERVERLESS_GPU_HOME": str(home), "SERVERLESS_GPU_TRACKING": "0"})
-    assert (off.off, off.uri, off.away) == ("SERVERLESS_GPU_TRACKING=0", "", None)
 
 
 def test_nobody_is_asked_with_a_password() -> None:

@@ -19,7 +19,7 @@ from serverless_gpu.model.hardware import GIB, DeviceKind
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
 from tests.support.golden import golden
 
-# 10 hours: 2 GPUs for all of it, 4 more for 6 hours, 2 more for 1, as in tests/unit/model/billing/test_advice.py; and others.
+# 10 hours: 2 GPUs for all of it, 4 more for 6 hours, 2 more for 1, as in test_advice.py of the model; and others.
 CSV = """job_id,submit_time_s,duration_s,num_gpus,vc,gpu_type
 a,0,36000,2,search,H100
 b,3600,21600,4,search,H100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -161,8 +162,9 @@ def test_a_broken_link_is_found_and_other_links_are_not(tmp_path: Path) -> None:
 def test_the_command_fails_on_a_planted_tree(tmp_path: Path, text: str, status: int) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "planted.py").write_text(text)
-    path = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from scripts.lints.__main__ import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", path], cwd=tmp_path, capture_output=True, text=True, check=False)
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "scripts.lints"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert f"{status} findings" in done.stdout
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
-import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu import ray as door
 from serverless_gpu.client.decorator import DistributedFunction
@@ -24,9 +21,8 @@ from serverless_gpu.model.ray_options import VALID, read_options
 from serverless_gpu.model.raycluster import RayCluster
 from serverless_gpu.model.spec import Options
 from serverless_gpu.ray import ray_init, ray_launch
+from tests.support.client.ray_launch import make_ray_package
 from tests.support.golden import golden
-
-SOURCE = Path(serverless_gpu.__path__[0]).parent
 
 
 def driver() -> str:
@@ -160,22 +156,13 @@ def test_without_parentheses() -> None:
 # --- the Ray of the caller's environment ------------------------------------------------------------------------------
 
 
-def _package(directory: Path, *, real: bool = True) -> str:
-    package = directory / "ray"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    if real:
-        (package / "_raylet.so").touch()
-    return str(package / "__init__.py")
-
-
 @pytest.mark.parametrize("version", ["2.49.0", "2.49.1", "2.52.0", "2.60.0", "3.0.0.dev0", "10.1"])
 def test_a_ray_that_makes_clusters(tmp_path: Path, version: str) -> None:
-    check_ray(RayCluster(), Found(version, _package(tmp_path)))
+    check_ray(RayCluster(), Found(version, make_ray_package(tmp_path)))
 
 
 def test_a_ray_without_metadata_is_left_to_the_rank(tmp_path: Path) -> None:
-    check_ray(RayCluster(), Found("", _package(tmp_path)))
+    check_ray(RayCluster(), Found("", make_ray_package(tmp_path)))
 
 
 def test_a_ray_that_no_file_is_known_of_is_left_to_the_rank() -> None:
@@ -192,20 +179,20 @@ def test_no_ray_at_all_is_one_sentence_with_the_line_that_helps() -> None:
 
 def test_a_directory_that_has_rays_name_is_no_ray(tmp_path: Path) -> None:
     with pytest.raises(RayMissing, match="does not have"):
-        check_ray(RayCluster(), Found("", _package(tmp_path, real=False)))
+        check_ray(RayCluster(), Found("", make_ray_package(tmp_path, real=False)))
 
 
 @pytest.mark.parametrize("version", ["2.48.0", "2.9.3", "1.13.0", "0.8.7"])
 def test_a_ray_that_is_too_old(tmp_path: Path, version: str) -> None:
     with pytest.raises(RayMissing, match=golden("unit.ray_launch.needs-ray-49", version=version)) as caught:
-        check_ray(RayCluster(), Found(version, _package(tmp_path)))
+        check_ray(RayCluster(), Found(version, make_ray_package(tmp_path)))
     assert caught.value.hint == golden("unit.ray_launch.pip-install-upgrade")
 
 
 def test_a_dashboard_is_refused_where_ray_was_installed_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, absent = Found("2.60.0", _package(tmp_path)), {"aiohttp_cors"}
+    found, absent = Found("2.60.0", make_ray_package(tmp_path)), {"aiohttp_cors"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else object())
     check_ray(RayCluster(), found)
     with pytest.raises(RayMissing, match=golden("unit.ray_launch.dashboard-true-needs")) as caught:
@@ -225,19 +212,8 @@ def test_a_file_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
     with pytest.raises(RayMissing, match="hides Ray") as caught:
-        check_ray(RayCluster(), Found("2.60.0", _package(tmp_path, real=False)))
+        check_ray(RayCluster(), Found("2.60.0", make_ray_package(tmp_path, real=False)))
     assert caught.value.hint == golden("unit.ray_launch.give-another-name-2", value=tmp_path / "ray")
-
-
-def test_looking_imports_nothing_and_finds_what_is_there(tmp_path: Path) -> None:
-    _package(tmp_path)
-    (tmp_path / "ray" / "__init__.py").write_text("raise SystemExit('imported')\n")
-    (tmp_path / "ray-2.58.0.dist-info").mkdir()
-    (tmp_path / "ray-2.58.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.58.0\n")
-    code = "from serverless_gpu.client.ray_preflight import look; print(*look())"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCE)])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.split() == ["2.58.0", str(tmp_path / "ray" / "__init__.py")]
 
 
 def test_finders_that_fail_are_as_if_there_was_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,16 +350,6 @@ def test_without_ray_the_line_that_helps_is_said(monkeypatch: pytest.MonkeyPatch
 
 
 # --- the door ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_driver_that_imports_the_door_loads_nothing_of_the_client() -> None:
-    code = (
-        "from serverless_gpu.ray import ray_init; import sys; "
-        "print([name for name in sys.modules if name == 'ray' or name.startswith('serverless_gpu.client')])"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_the_door_has_its_names() -> None:

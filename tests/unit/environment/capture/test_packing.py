@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import msgspec
@@ -17,12 +14,10 @@ from serverless_gpu.environment.capture.taking import capture
 from serverless_gpu.environment.documents import Block, Place, Row, Unit, unit_address
 from serverless_gpu.environment.restore.unpacking import unpack
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.errors import StoreUnavailable
-from tests.support.environment.counting import TINY, WHOLE_PACKS, CountingStore, two_units
+from tests.support.environment.counting import TINY, CountingStore, two_units
 from tests.support.environment.hostile import file
 from tests.support.environment.scanned import contents, scan_of, source_of
-from tests.support.paths import REPOSITORY
 
 GB = 10**9
 
@@ -153,52 +148,6 @@ def test_after_a_failure_at_any_put_the_next_capture_sends_only_the_rest(tmp_pat
     packs = [key for key in store.puts if key.startswith("packs/")]
     assert not set(packs) & set(sent)
     assert sorted({*sent, *store.puts}) == sorted(set(whole.puts))
-
-
-def test_a_capture_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    before, store = tmp_path / "before", DirectoryStore(tmp_path / "store")
-    before.mkdir()
-    for number in range(6):
-        (before / f"f{number}").write_bytes(os.urandom(5 * 1024 * 1024))
-    # The child stores two groups of packs, about half of all, so the kill comes in the middle.
-    command = [sys.executable, "-c", textwrap.dedent(_KILLED), str(before), str(tmp_path / "store")]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as child:
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"second\n"
-        finally:
-            child.kill()
-    packs = {stored.key: stored.put_ns for stored in store.list("packs")}
-    assert 2 <= len(packs) <= 6
-    assert not list(store.list("snapshots"))
-    captured = capture(scan_of({"thing": source_of(before)}), Blobs(store), settings=WHOLE_PACKS)
-    assert captured.packs_known == len(packs)
-    assert {stored.key: stored.put_ns for stored in store.list("packs")}.items() >= packs.items()
-    unpack(Blobs(store).read_unit(captured.units_new[0]), Blobs(store), tmp_path / "after")
-    assert contents(tmp_path / "after/site") == contents(before)
-
-
-_KILLED = """
-    import itertools, sys, threading
-    from pathlib import Path
-    from serverless_gpu.environment.stores.blobs import Blobs
-    from serverless_gpu.environment.stores.directory import DirectoryStore
-    from serverless_gpu.environment.capture.taking import capture
-    from tests.unit.scanned import scan_of, source_of
-    from tests.unit.counting import WHOLE_PACKS
-
-    class Stuck(DirectoryStore):
-        begun, stored = itertools.count(1), []
-        def put(self, objects):
-            if next(self.begun) > 2:
-                threading.Event().wait()
-            super().put(objects)
-            self.stored.append(1)
-            if len(self.stored) == 2:
-                print("second", flush=True)
-
-    capture(scan_of({"thing": source_of(Path(sys.argv[1]))}), Blobs(Stuck(Path(sys.argv[2]))), settings=WHOLE_PACKS)
-"""
 
 
 def test_an_edited_file_sends_itself_and_not_the_unit(tmp_path: Path) -> None:

@@ -6,10 +6,6 @@ Captured with Python 3.11 and torch 2.13; only the paths were shortened.
 from __future__ import annotations
 
 import faulthandler
-import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -35,6 +31,7 @@ from tests.support.model.stacks import (
     CHILD,
     EVENT,
     LOADER,
+    OWN,
     SLEEP,
     STANDARD,
     TORCH,
@@ -44,7 +41,6 @@ from tests.support.model.stacks import (
     frames,
 )
 
-OWN = "/venv/lib/python3.11/site-packages/serverless_gpu/node/inside/"
 ZYGOTE = f"""\
   File "{OWN}rank.py", line 149 in execute
   File "{OWN}rank.py", line 101 in main
@@ -212,35 +208,6 @@ def test_whether_a_dump_is_finished(text: str, whole: bool) -> None:
 )
 def test_what_is_not_understood_is_no_frame(text: str) -> None:
     assert parse(text, OWN).frames == ()
-
-
-PROGRAM = """
-import faulthandler, os, threading
-def wait_for_ever():
-    threading.Event().wait()
-threading.Thread(target=wait_for_ever, daemon=True).start()
-faulthandler.register(int({number}), file=2, all_threads=True, chain=False)
-print("ready", flush=True)
-os.read(0, 1)
-"""
-
-
-def test_what_this_python_writes_is_understood() -> None:
-    number = int(signal.SIGUSR1)
-    command = [sys.executable, "-c", PROGRAM.format(number=number)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdin is not None and process.stderr is not None
-        process.stdout.readline()
-        process.send_signal(number)
-        text = ""
-        while not is_whole(text):
-            text += os.read(process.stderr.fileno(), 1 << 16).decode()
-        process.stdin.close()
-    stack = parse(text, OWN)
-    assert stack.main is not None and stack.main.current
-    assert stack.frames == ()  # what `python -c` runs is the zygote's, in a rank
-    assert "wait_for_ever" in [frame.function for frame in stack.others[0].frames]
-    assert delegates(stack.others[0].frames) and Path(stack.others[0].frames[0].file).name == "threading.py"
 
 
 def test_this_thread_as_it_is_written_here(tmp_path: Path) -> None:

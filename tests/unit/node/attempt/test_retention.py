@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import Schedule, clean, cleaned_text, delete, empty_trash, scan
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
+from tests.support.node.retention import make_run
 
 NOW_NS = 1_000 * DAY_NS
 
@@ -145,23 +144,6 @@ def runs(tmp_path: Path) -> Path:
     path = tmp_path / "runs"
     path.mkdir()
     return path
-
-
-def make_run(runs: Path, *, age_ns: int = 2 * DAY_NS, kilobytes: int = 4, ended: bool = True) -> str:
-    """Make the directory of a run as a supervisor leaves it, ended some time ago; return its id."""
-    run_id = new_run_id()
-    directory = runs / run_id / "1"
-    (directory / "logs").mkdir(parents=True)
-    (directory / "spec.json").write_text('{"run_id": "x", "fence": 1, "world_size": 2, "spec": {}, "version": "1"}')
-    (directory / "logs" / "0.stdout").write_bytes(b"x" * 1024 * kilobytes)
-    (directory / "supervisor.lock").touch()
-    if ended:
-        text = '{"type": "stopped", "state": "SUCCEEDED", "reason": "completed", "cause": null, "consequences": []}'
-        (directory / "stopped.json").write_text(text)
-    at_ns = SystemClock().wall_ns() - age_ns
-    for path in (*directory.rglob("*"), directory, directory.parent):
-        os.utime(path, ns=(at_ns, at_ns))
-    return run_id
 
 
 @pytest.fixture
@@ -317,32 +299,3 @@ def test_no_process_to_be_had_is_no_reason_to_end() -> None:
     schedule = Schedule(clock, refuse)
     clock.advance(20)
     schedule.tend([])
-
-
-def run_main(home: Path, queued: str) -> subprocess.CompletedProcess[str]:
-    program = (
-        "import os, sys; from serverless_gpu.node.retention import main\n"
-        "fd = os.memfd_create('q'); os.write(fd, sys.argv[2].encode()); main(sys.argv[1], fd)"
-    )
-    command = [sys.executable, "-c", program, str(home), queued]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_the_process_deletes_by_the_configuration(runs: Path) -> None:
-    home = Home(runs.parent)
-    (home.root / "config.toml").write_text("[retention]\ndays = 1\n")
-    old, waiting = make_run(runs), make_run(runs, ended=False)
-    (runs / waiting / "1" / "supervisor.lock").unlink()
-    done = run_main(home.root, waiting)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("retention: deleted 1 run, ")
-    assert not (runs / old).exists() and (runs / waiting).exists()
-
-
-def test_with_a_configuration_that_cannot_be_read_nothing_is_deleted(runs: Path) -> None:
-    (runs.parent / "config.toml").write_text("[retention\n")
-    old = make_run(runs, age_ns=1_000 * DAY_NS)
-    done = run_main(runs.parent, "")
-    assert done.returncode == 1
-    assert done.stdout.startswith("retention: nothing is deleted: ")
-    assert (runs / old).exists()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from serverless_gpu.errors import StorageError
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.locks import DeviceLocks, Holder, Locked, Ticket, lock_directory
 from tests.support.golden import golden
-from tests.support.second_process import other
 
 ME = Holder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
 
@@ -156,32 +153,3 @@ def test_no_machine_wide_directory_says_how_to_make_one(tmp_path: Path) -> None:
     assert str(first) in caught.value.message
     assert str(second) in caught.value.message
     assert caught.value.hint == golden("unit.lock_files.make-one-everybody", first=first)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
-def test_machine_wide_directory_closed_to_this_user_says_how_to_open_it() -> None:
-    parent = Path(tempfile.mkdtemp())
-    try:
-        parent.chmod(0o755)
-        (parent / "locks").mkdir(mode=0o755)
-        script = (
-            "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-            + """
-from serverless_gpu.errors import StorageError
-from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.node.locks import lock_directory
-try:
-    lock_directory(DeviceKind.GPU, directory, machine=(directory / "locks",))
-except StorageError as error:
-    say(error.hint)
-try:
-    locks.try_lock(["GPU-0"], 1, me)
-except StorageError as error:
-    say(error.message)
-"""
-        )
-        with other(script, parent) as stranger:
-            assert stranger.hear() == golden("unit.lock_files.open-everybody-sudo", parent=parent)
-            assert stranger.hear() == golden("unit.lock_files.lock-directory-cannot-used", parent=parent)
-    finally:
-        shutil.rmtree(parent)

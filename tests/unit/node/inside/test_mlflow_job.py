@@ -21,8 +21,8 @@ from serverless_gpu.node.inside import mlflow_held, mlflow_hook, mlflow_job
 from serverless_gpu.node.inside.mlflow_job import Job
 from serverless_gpu.node.inside.mlflow_writes import Writes
 from tests.support.golden import golden
+from tests.support.node.mlflow_job import VARIABLES
 
-VARIABLES = (mlflow_job.URI, mlflow_job.RUN, mlflow_job.EXPERIMENT, mlflow_job.EXPERIMENT_NAME)
 READY = {mlflow_job.URI: "http://m", mlflow_job.RUN: "r1", mlflow_job.EXPERIMENT: "7"}
 
 
@@ -469,18 +469,6 @@ def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
     answers.set()
     assert held.wait(30.0) and back.wait(30.0) and not held.is_away
     assert sent == [97, 98, 99] and held.lost == 970
-
-
-def test_what_a_rank_holds_is_not_sent_again_by_a_process_it_forks() -> None:
-    held = mlflow_held.Held(lambda: None, again_s=1_000.0)
-    held.keep(mlflow_held.Batch(1, lambda: True))
-    pid = os.fork()
-    if not pid:
-        os._exit(0 if held.wait(0.0) and not held.is_away and not held.lost else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert held.is_away
-    held.give_up()
-    assert held.wait(30.0)
 
 
 def test_F44_a_batch_that_is_refused_later_does_not_hold_up_the_others(

@@ -5,122 +5,30 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections import namedtuple
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
 from serverless_gpu.errors import InvalidOption
-from serverless_gpu.model.hardware import Device, DeviceKind, cpu_slots, parse_fake
+from serverless_gpu.model.hardware import DeviceKind, cpu_slots, parse_fake
 from serverless_gpu.model.telemetry import SECOND_NS, THROTTLED, GpuSample, RankSample
 from serverless_gpu.node.gpus import FAKE_STATE_FILE, NvmlProvider
-from serverless_gpu.node.monitor import devices, ranks
+from serverless_gpu.node.monitor import devices
 from serverless_gpu.node.monitor.devices import NvmlSampler
 from serverless_gpu.node.monitor.host import Host
 from serverless_gpu.node.monitor.machine import ThisMachine
-from serverless_gpu.node.monitor.ranks import RankLook, RankProcesses
-from serverless_gpu.node.monitor.sampling import Wanted
+from serverless_gpu.node.monitor.ranks import RankLook
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
-from tests.support.node.gpus import GIB, LOST, Card, FakeNvml, FakeNvmlError
-
-KEY = ("run:1", 0)
-
-# A parent with a child; both allocate, and the child works until its standard input ends.
-PARENT = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import sys\\nx = bytearray(30_000_000)\\nprint('up', flush=True)\\n"
-                          "sys.stdin.readline()\\nfor _ in range(3_000_000): pass\\nprint('done', flush=True)\\n"
-                          "sys.stdin.read()"])
-child.wait()
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def family() -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    assert process.stdout.readline() == "up\n"
-    with process:
-        yield process
-        process.stdin.close()
-
+from tests.support.node.gpus import GIB, LOST, FakeNvml, FakeNvmlError
+from tests.support.node.machine import SampledCard, SampledNvml, sampler, wanted
 
 # --- ranks ---
-
-
-def test_a_rank_is_its_process_and_everything_it_started(family: subprocess.Popen[str]) -> None:
-    processes = RankProcesses()
-    first = processes.look(1 * SECOND_NS, {family.pid: KEY})[KEY]
-    assert len(first.pids) == 2
-    assert first.cpu_percent is None  # there is nothing to compare with
-    assert first.memory_bytes > 30_000_000
-    assert family.stdin is not None
-    assert family.stdout is not None
-    family.stdin.write("go\n")
-    family.stdin.flush()
-    assert family.stdout.readline() == "done\n"
-    second = processes.look(2 * SECOND_NS, {family.pid: KEY})[KEY]
-    assert second.cpu_percent is not None
-    assert second.cpu_percent > 0
-    assert processes.look(3 * SECOND_NS, {}) == {}
-
-
-def test_a_child_that_was_there_before_its_rank_was_known_is_found(family: subprocess.Popen[str]) -> None:
-    processes = RankProcesses()
-    assert set(processes.look(1, {os.getpid(): ("other:1", 0)})) == {("other:1", 0)}
-    looks = processes.look(2, {os.getpid(): ("other:1", 0), family.pid: KEY})
-    assert len(looks[KEY].pids) == 2
-    assert not set(looks[KEY].pids) & set(looks["other:1", 0].pids)
-
-
-def test_a_rank_that_is_gone_is_not_there() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    assert RankProcesses().look(1, {process.pid: KEY}) == {}
-
-
-def test_a_child_whose_parent_ended_stays_its_ranks(family: subprocess.Popen[str]) -> None:
-    processes = RankProcesses()
-    (child,) = set(processes.look(1, {family.pid: KEY})[KEY].pids) - {family.pid}
-    os.kill(family.pid, 9)
-    wait_for(lambda: psutil.Process(family.pid).status() == psutil.STATUS_ZOMBIE, "the parent to end")
-    assert child in processes.look(2, {family.pid: KEY})[KEY].pids
-    os.kill(child, 9)
-
-
-def test_processes_of_others_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    stat = ranks._stat
-
-    def counting(pid: int) -> Any:
-        asked.append(pid)
-        return stat(pid)
-
-    monkeypatch.setattr(ranks, "_stat", counting)
-    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    try:
-        processes = RankProcesses()
-        processes.look(1, {process.pid: KEY})
-        assert os.getpid() in asked
-        asked.clear()
-        processes.look(2, {process.pid: KEY})
-        assert os.getpid() not in asked
-        assert process.pid in asked
-    finally:
-        process.communicate()
 
 
 # --- the host ---
@@ -180,56 +88,7 @@ def test_the_disk_is_asked_every_ten_seconds(tmp_path: Path, monkeypatch: pytest
 # --- NVML ---
 
 
-class SampledCard(Card):
-    """A card with everything a sample asks for."""
-
-    watts = 345_600
-    throttle = 0x4
-    temperature = 61
-    kib = 1000
-    link_error = 0
-    pcie = 50
-
-
-class SampledNvml(FakeNvml):
-    """A driver that also answers what a sample asks; `unknown` are functions this driver does not have."""
-
-    def __init__(self, *cards: Card) -> None:
-        super().__init__(*cards)
-        self.unknown: set[str] = set()
-        self.pcie_asked: list[str] = []
-
-    def nvmlDeviceGetUtilizationRates(self, handle: object, /) -> SimpleNamespace:
-        return SimpleNamespace(gpu=87, memory=40)
-
-    def nvmlDeviceGetPowerUsage(self, handle: SampledCard, /) -> int:
-        if "power" in self.unknown:
-            raise FakeNvmlError(3, "Not Supported")
-        return handle.watts
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: object, /) -> int:
-        return 700_000
-
-    def nvmlDeviceGetTemperature(self, handle: SampledCard, sensor: int, /) -> int:
-        assert sensor == 0
-        return handle.temperature
-
-    def nvmlDeviceGetClockInfo(self, handle: object, clock: int, /) -> int:
-        return {1: 1980, 2: 2619}[clock]
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: SampledCard, /) -> int:
-        return handle.throttle
-
-    def nvmlDeviceGetFieldValues(self, handle: SampledCard, fields: list[tuple[int, int]], /) -> list[SimpleNamespace]:
-        assert fields[0][1] == 0xFFFFFFFF
-        kib = handle.kib * (2 if fields[0][0] == 138 else 1)
-        return [SimpleNamespace(nvmlReturn=handle.link_error, value=SimpleNamespace(ullVal=kib))]
-
-    def nvmlDeviceGetPcieThroughput(self, handle: SampledCard, way: int, /) -> int:
-        self.pcie_asked.append(handle.uuid)
-        return handle.pcie * (2 if way == 0 else 1)
-
-    # Not here, as in a binding of another version: nvmlDeviceGetTotalEccErrors.
+# Not here, as in a binding of another version: nvmlDeviceGetTotalEccErrors.
 
 
 class Door(threading.Event):
@@ -242,11 +101,6 @@ class Door(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         self.reached.set()
         return super().wait(timeout)
-
-
-def sampler(*cards: Card, clock: FakeClock | None = None, pids_visible: bool = True) -> tuple[NvmlSampler, SampledNvml]:
-    nvml = SampledNvml(*cards)
-    return NvmlSampler(nvml=nvml, clock=clock or FakeClock(), wait_s=20, pids_visible=pids_visible), nvml
 
 
 def test_everything_a_card_says() -> None:
@@ -358,42 +212,6 @@ def test_the_real_binding_has_every_name_and_number_that_is_used() -> None:
 # --- all of it ---
 
 
-def real_device(uuid: str) -> Device:
-    return Device(uuid=uuid, index=0, type="H100", memory_bytes=80 * GIB, kind=DeviceKind.GPU)
-
-
-def wanted(attempts: Mapping[str, tuple[Sequence[Device], Mapping[int, int]]], fakes: str | None = None) -> Wanted:
-    """Return what a monitor asks about these attempts: their devices, and pids by rank."""
-    used_by = {
-        device.uuid: (key, rank)
-        for key, (devices, pids) in attempts.items()
-        for device, rank in zip(devices, list(pids) * (len(devices) if len(pids) == 1 else 1), strict=False)
-    }
-    return Wanted(
-        devices=tuple(device for devices, _ in attempts.values() for device in devices),
-        ranks={key: pids for key, (_, pids) in attempts.items()},
-        used_by=used_by,
-        fakes=fakes,
-    )
-
-
-@pytest.mark.parametrize(("pids_visible", "expected"), [(True, 7 * GIB), (False, None)])
-def test_gpu_memory_of_a_rank_is_that_of_all_its_processes(
-    tmp_path: Path, family: subprocess.Popen[str], pids_visible: bool, expected: int | None
-) -> None:
-    card = SampledCard("GPU-a", 1)
-    nvml, _ = sampler(card, pids_visible=pids_visible)
-    machine = ThisMachine(tmp_path, nvml=nvml, clock=FakeClock())
-    child = psutil.Process(family.pid).children()[0].pid
-    card.compute = [(family.pid, 4 * GIB), (child, 3 * GIB), (1, 9 * GIB), (2, None)]
-    attempts = {"run:1": ([real_device("GPU-a")], {5: family.pid}), "cpu:1": (cpu_slots(1), {0: os.getpid()})}
-    look = machine.look(wanted(attempts), 77)
-    assert look.at_ns == 77
-    assert look.ranks["cpu:1"][0].gpu_memory_bytes is None
-    assert [(rank.rank, rank.gpu_memory_bytes) for rank in look.ranks["run:1"]] == [(5, expected)]
-    assert look.gpus["GPU-a"].busy_percent == 87.0
-
-
 def test_who_looks_sees_every_device_of_the_node(tmp_path: Path) -> None:
     fakes = parse_fake("H100:4")
     machine = ThisMachine(tmp_path)
@@ -471,14 +289,6 @@ def test_cpu_slots_are_what_their_ranks_use(monkeypatch: pytest.MonkeyPatch, tmp
     looks.pop(("a:1", 1))
     look = machine.look(wanted({"a:1": (slots, {0: 1})}), 1)
     assert look.gpus == dict.fromkeys(("CPU-0", "CPU-1"), GpuSample(100.0, 5))
-
-
-def test_a_rank_that_ended_has_an_entry_without_figures(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    look = ThisMachine(tmp_path).look(wanted({"a:1": (cpu_slots(1), {0: process.pid})}), 1)
-    assert look.ranks["a:1"] == (RankSample(0),)
-    assert look.gpus["CPU-0"] == GpuSample()
 
 
 def test_a_binding_that_fails_in_its_own_way_is_said_and_asked_again() -> None:

@@ -15,50 +15,7 @@ from serverless_gpu.node.logs import RankLog, hidden_tails
 from serverless_gpu.node.tail import KEPT_BYTES, Tail
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
-
-
-class Rank:
-    """A log whose write ends a test holds, as a rank would, and whoever watches it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.watching = True
-        self.heard: list[tuple[int, str, str]] = []
-        self.missed: list[tuple[str, int, bool]] = []
-        self.clock = FakeClock()
-        self.log = RankLog(3, directory, self, self.clock)
-        self.closed = False
-
-    def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
-        self.heard.append((rank, stream, text))
-
-    def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
-        self.heard.append((rank, stream, "<missing>"))
-        self.missed.append((stream, size, lost))
-
-    def write(self, data: bytes, stream: int = 0) -> None:
-        os.write(self.log.write_ends()[stream], data)
-
-    def drain(self) -> list[bool]:
-        return [drain() for _, drain in self.log.readers()]
-
-    def flood(self, data: bytes, stream: int = 0) -> None:
-        """Write more than a pipe holds, read as it goes."""
-        for start in range(0, len(data), 1 << 15):
-            self.write(data[start : start + (1 << 15)], stream)
-            self.drain()
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.log.close()
-
-    def stored(self, stream: str = "stdout") -> bytes:
-        path = self.directory / f"3.{stream}"
-        return path.read_bytes() if path.exists() else b""
-
-    def text(self, stream: str = "stdout") -> str:
-        return "".join(text for _, name, text in self.heard if name == stream)
+from tests.support.node.logs import Rank
 
 
 @pytest.fixture
@@ -162,27 +119,6 @@ def test_descriptors_are_for_selectors(rank: Rank) -> None:
 
 
 # --- bounds ----------------------------------------------------------------------------------------------------------
-
-
-def test_F49_one_turn_takes_only_so_much(rank: Rank) -> None:
-    """A flood must not starve the other ranks: the pipe is left to the next turn."""
-    fd = rank.log.write_ends()[0]
-    turn_bytes = 16 * (1 << 16)
-    written = 0
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(rank.log.readers()[0][0])  # so that it ends if the test fails
-            os.write(fd, b"x" * (3 * turn_bytes))  # blocks until it is read
-        finally:
-            os._exit(0)
-    while written < 3 * turn_bytes:
-        select.select([rank.log.readers()[0][0]], [], [], 10)
-        assert rank.log.readers()[0][1]()
-        assert len(rank.stored()) - written <= turn_bytes
-        written = len(rank.stored())
-    os.waitpid(pid, 0)
-    assert rank.stored() == b"x" * (3 * turn_bytes)
 
 
 def test_F49_over_the_limit_bytes_are_counted_and_still_passed_on(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

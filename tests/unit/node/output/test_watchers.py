@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import selectors
-import socket
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.node import outbox, protocol
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.watchers import WATCHERS_MAX, Audience, Watcher
-from tests.support.golden import golden
+from serverless_gpu.node.watchers import Watcher
+from tests.support.node.watchers import read_all
 
 CHARACTERS_MAX = 200_000
 STOPPED = protocol.Stopped(state=State.SUCCEEDED, reason=Reason.COMPLETED, cause=None, consequences=())
@@ -34,18 +28,6 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watcher, Channel]]:
     yield Watcher(ours), theirs
     ours.close()
     theirs.close()
-
-
-def read_all(channel: Channel) -> list[protocol.AnyMessage]:
-    read: list[protocol.AnyMessage] = []
-    while True:
-        try:
-            received = protocol.receive(channel)
-        except BlockingIOError:
-            return read
-        if received is None:
-            return read
-        read.append(received[0])
 
 
 def read_slowly(watcher: Watcher, channel: Channel) -> list[protocol.AnyMessage]:
@@ -166,81 +148,3 @@ def test_a_closed_watcher_is_heard_as_gone(ends: tuple[Watcher, Channel]) -> Non
 
 
 # --- who comes by the socket -----------------------------------------------------------------------------------------
-
-SNAPSHOT = protocol.Snapshot(run_id="01m7", fence=1, state=State.RUNNING, pid=7)
-
-
-@pytest.fixture
-def audience(tmp_path: Path) -> Iterator[tuple[Audience, selectors.BaseSelector, Path]]:
-    path = tmp_path / "01m7.sock"
-    with selectors.DefaultSelector() as selector:
-        made = Audience(path, selector, lambda: SNAPSHOT, lambda message, watcher: None)
-        assert made.listen() == ""
-        yield made, selector, path
-        made.close()
-        for watcher in made._watchers:
-            watcher.channel.close()
-        assert made._listener is not None
-        made._listener.close()
-
-
-def knock(path: Path) -> Channel:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.connect(str(path))
-    return Channel(sock)
-
-
-def turn(selector: selectors.BaseSelector) -> None:
-    for key, _ in selector.select(0.0):
-        key.data()
-
-
-def test_one_watcher_too_many_is_told_so_and_the_place_is_free_again_when_one_goes(
-    audience: tuple[Audience, selectors.BaseSelector, Path],
-) -> None:
-    made, selector, path = audience
-    peers = []
-    for _ in range(WATCHERS_MAX):
-        peers.append(knock(path))
-        turn(selector)
-    late = knock(path)
-    protocol.send(late, protocol.Cancel())
-    turn(selector)
-    received = protocol.receive(late)
-    assert received is not None and isinstance(received[0], protocol.Refused)
-    assert received[0].message == golden("unit.watchers.64-others-connected")
-    assert all(read_all_of(peer) == [SNAPSHOT] for peer in peers)
-    peers[0].close()
-    turn(selector)
-    made.tend()
-    again = knock(path)
-    turn(selector)
-    assert read_all_of(again) == [SNAPSHOT]
-    for peer in (*peers, late, again):
-        peer.close()
-
-
-def read_all_of(peer: Channel) -> list[protocol.AnyMessage]:
-    peer.sock.setblocking(False)
-    return read_all(peer)
-
-
-def test_a_process_without_descriptors_rests_between_two_looks_at_who_knocks(
-    audience: tuple[Audience, selectors.BaseSelector, Path],
-) -> None:
-    _, selector, path = audience
-    peer = knock(path)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = os.dup(0)
-    os.close(spare)  # the lowest free number
-    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))
-    try:
-        started = time.monotonic()
-        for _ in range(4):
-            turn(selector)
-        assert time.monotonic() - started > 0.15
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    turn(selector)
-    assert read_all_of(peer) == [SNAPSHOT], "it was not forgotten"
-    peer.close()

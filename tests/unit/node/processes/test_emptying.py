@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -14,12 +13,9 @@ import pytest
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.facts import Fact, FactKind
 from serverless_gpu.node.emptying import Emptying
-from serverless_gpu.node.gpus import CpuProvider
 from serverless_gpu.node.home import Home
-from serverless_gpu.node.locks import DeviceLocks
 from serverless_gpu.node.processes import Left, left_in
 from serverless_gpu.node.remote import Remote
-from serverless_gpu.node.reservation import retest_quarantined
 from serverless_gpu.node.uplink import minder as minder_room
 from serverless_gpu.node.uplink.minder import Minder
 from serverless_gpu.node.uplink.server import Server
@@ -71,20 +67,6 @@ def test_F09_a_run_is_over_a_minute_after_the_kill_whatever_is_left() -> None:
     assert not made.is_over(gang)
     clock.advance(2.0)
     assert made.is_over(gang)
-
-
-def test_F09_a_device_is_lent_again_when_what_was_left_is_gone(tmp_path: Path) -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        (left,) = left_in(None, [process.pid])
-        assert left.name == "sleep" and left.is_there()
-        locks, provider = DeviceLocks(tmp_path / "locks"), CpuProvider()
-        uuid = provider.devices()[0].uuid
-        locks.quarantine(uuid, "process 4242 (sleep) could not be ended", (left,))
-        assert retest_quarantined(locks, provider, [uuid])[uuid].left == (left,)
-        process.kill()
-        process.wait()
-    assert not left.is_there()
-    assert retest_quarantined(locks, provider, [uuid]) == {} == locks.quarantined()
 
 
 def test_F09_another_process_of_the_same_number_is_not_what_was_left() -> None:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
-import site
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import commands, installed, ports, starting, variables
+from serverless_gpu.node.inside.raycluster import commands, installed, starting, variables
 from serverless_gpu.node.inside.raycluster.ports import Ports
 from tests.support.golden import golden
-from tests.support.node.rank_process import run_rank
-from tests.support.ray.node_tasks import share
+from tests.support.node.ray_cluster import SHARE
 
 PORTS = Ports(*range(12_000, 12_000 + len(Ports._fields)))
-SHARE = share(Path("/tmp/sgpu-ray-0"))
 
 
 def test_what_belongs_to_another_cluster_or_to_torchs_world_goes_and_what_tunes_a_library_stays() -> None:
@@ -109,38 +103,6 @@ def test_what_is_said_when_it_is_there(nodes: int, accelerator: str, page: str, 
     assert commands.ready_sentence(own, [own] * nodes, "2.60.0", page) == said
 
 
-def test_ports_lie_outside_of_what_the_kernel_gives_and_are_all_different(tmp_path: Path) -> None:
-    given = tmp_path / "range"
-    given.write_text("32768\t60999\n")
-    found = ports.find(range_file=str(given))
-    assert len(set(found)) == len(found)
-    assert all(11_000 <= port < 32_768 for port in found)
-    given.write_text("9000\t61000\n")
-    assert all(port > 61_000 for port in ports.find(range_file=str(given)))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "listens", "given"),
-    [(1, "127.0.0.1", False), (1, "", False), (1, "127.0.0.11", True), (2, "127.0.0.11", False), (2, "", False)],
-)
-def test_a_port_somebody_listens_on_where_ray_will_is_not_given(nodes: int, listens: str, given: bool) -> None:
-    said = run_rank(
-        """
-import socket
-from _sgpu_inside.raycluster import ports
-address, listens = sys.argv[2:]
-taken = ports.find("")[0]
-ports._span = lambda _: (taken, taken + len(ports.Ports._fields) + 5)  # a few more than it takes
-with socket.create_server((listens, taken)):
-    print(any(taken in ports.find(address) for _ in range(20)))
-print(any(taken in ports.find(address) for _ in range(20)))
-""",
-        commands.listens_at(SHARE._replace(num_nodes=nodes)),
-        listens,
-    )
-    assert said == f"{given}\nTrue\n"
-
-
 @pytest.mark.parametrize(
     ("version", "knows"), [("2.49.1", False), ("2.52.0", True), ("2.60.0", True), ("3.0.0.dev0", True), ("2.9", False)]
 )
@@ -161,23 +123,6 @@ def test_a_ray_without_metadata_says_its_version_itself(tmp_path: Path, monkeypa
     monkeypatch.setattr(installed, "origin", lambda: "")
     with pytest.raises(ModuleNotFoundError, match=re.escape(golden("unit.ray_cluster.installed-environment-run"))):
         installed.ray_version()
-
-
-def test_a_ray_that_only_this_process_knows_is_found_by_those_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = {"PYTHONPATH": f"/one{os.pathsep}/two"}
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "__init__.py").write_text("print('found')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
-    assert installed.python_path(told) == {"PYTHONPATH": os.pathsep.join([str(tmp_path), "/one", "/two"])}
-    more = installed.python_path({})
-    done = subprocess.run([sys.executable, "-P", "-c", "import ray"], env={**os.environ, **more}, capture_output=True)
-    assert done.stdout == b"found\n", done.stderr
-    assert installed.python_path(more) == {}, "it is told once"
-    monkeypatch.setattr(installed, "origin", lambda: f"{site.getsitepackages()[0]}/ray/__init__.py")
-    assert installed.python_path(told) == {}, "every interpreter has that one"
 
 
 def logs_of(directory: Path, number: str = "1") -> Path:

@@ -1,0 +1,24 @@
+"""Helpers of the tests of locks that other tests use as well."""
+
+from __future__ import annotations
+
+from serverless_gpu.node.locks import DeviceLocks, Holder, Locked
+
+ME = Holder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
+
+
+class FixedClock:
+    def boottime_ns(self) -> int:
+        return 1
+
+    def wall_ns(self) -> int:
+        return 1234
+
+    def boot_id(self) -> str:
+        return "boot"
+
+
+def take(locks: DeviceLocks, *uuids: str, count: int = 1) -> Locked:
+    taken = locks.try_lock(uuids, count, ME)
+    assert isinstance(taken, Locked)
+    return taken

@@ -1,0 +1,36 @@
+"""The guard of `tests/unit/conftest.py` refuses processes, sockets and databases on disk."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.conftest import NotAUnit
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        os.fork,
+        lambda: subprocess.run([sys.executable, "-V"], check=True),
+        lambda: socket.socket(socket.AF_UNIX).connect("/nowhere"),
+        lambda: socket.socket().bind(("127.0.0.1", 0)),
+    ],
+    ids=["fork", "program", "connect", "bind"],
+)
+def test_24_2_a_unit_test_starts_no_process_and_opens_no_socket(act: Callable[[], object]) -> None:
+    with pytest.raises(NotAUnit, match=r"move this test"):
+        act()
+
+
+def test_24_2_a_unit_test_uses_sqlite_in_memory_only(tmp_path: Path) -> None:
+    sqlite3.connect(":memory:").close()
+    with pytest.raises(NotAUnit):
+        sqlite3.connect(tmp_path / "server.db")
