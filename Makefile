@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-part-local test-part-remote test-part-others test-spot test-all rows fuzz crash network upgrade-check check sim format docs bench picture gpu-check clean distclean
+.PHONY: help venv demo notebook test test-quick test-part-local test-part-remote test-part-packages test-spot test-heavy test-long test-all rows fuzz crash network upgrade-check check sim format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,37 +82,55 @@ notebook: $(VENV)/.installed-notebook ## open the quickstart in JupyterLab
 demo: venv ## train a small model on 2 ranks, no GPU needed
 	@$(BIN)/python examples/digits_ddp.py
 
+test-quick: venv ## run the unit tests: no processes, sockets or databases; less than a minute
+	@$(BIN)/python -m pytest --quiet --numprocesses=2 tests/unit
+
+ifdef PKG
+PACKAGE_TESTS := $(wildcard tests/unit/$(PKG) tests/integration/$(PKG))
+
+test: venv
+	@test -n "$(PACKAGE_TESTS)" || { echo "error: no tests of a package '$(PKG)'"; \
+		echo "hint: name a folder below tests/unit or tests/integration: make test PKG=server/budgets"; exit 1; }
+	@$(BIN)/python -m pytest $(PACKAGE_TESTS)
+else
 # Each part's output comes whole when the part has ended; until then progress lines come past make, by descriptor 9.
-test: venv ## run the tests (no GPU, no network)
+test: venv ## run all tests but the long and the heavy ones; PKG=server/budgets: those of one package
 	@exec 9>&1; TEST_PROGRESS_FD=9 \
 		$(MAKE) --no-print-directory --output-sync=target --keep-going -j$(words $(PARTS)) $(PARTS)
+endif
 
-# Most tests wait for processes: parts of them at once take little more than one. pytest-xdist does not do: its workers
-# have threads, and tests fork.
-PARTS := test-part-local test-part-remote test-part-others
-LOCAL := tests/e2e/local/ tests/e2e/notebook/ tests/stores/
-REMOTE := tests/e2e/chaos/ tests/e2e/crash/ tests/e2e/docs/ tests/environment/ tests/e2e/examples/ tests/e2e/network/ tests/e2e/remote/ tests/uplink/
+# Most tests wait for processes: parts of them at once take little more than one. pytest-xdist does only for unit tests:
+# its workers have threads, and other tests fork.
+PARTS := test-part-local test-part-remote test-part-packages
+LOCAL := tests/e2e/local tests/e2e/notebook
+PACKAGES := tests/unit tests/integration
 
 test-part-local:
 	TEST_PART=local $(BIN)/python -m pytest $(LOCAL)
 
 test-part-remote:
-	TEST_PART=remote $(BIN)/python -m pytest $(wildcard $(REMOTE))
+	TEST_PART=remote $(BIN)/python -m pytest $(filter-out $(LOCAL),$(wildcard tests/e2e/*))
 
-test-part-others:
-	TEST_PART=others $(BIN)/python -m pytest $(filter-out $(LOCAL) $(REMOTE),$(wildcard tests/*/ tests/test_*.py))
+test-part-packages:
+	TEST_PART=packages $(BIN)/python -m pytest $(PACKAGES)
 
 HEAVY := $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray $(VENV)/.installed-programs
 
 # One after the other: where other tests have the cores, Ray's processes do not meet in the 15 s that Ray gives them.
-test-spot: $(HEAVY) ## run some of the heavy tests: one of each kind
-	$(BIN)/python -m pytest -m "heavy and spot"
+test-spot: $(HEAVY) ## run some of the heavy and of the long tests: one of each kind
+	$(BIN)/python -m pytest -m spot
 
-test-all: test $(HEAVY) ## run all tests, the heavy ones, too: every example, users' programs, MLflow, Ray
-	$(BIN)/python -m pytest -m "heavy and not gpu"
+test-all: test test-heavy test-long ## run all tests but those that need a GPU: an hour and a half
+
+test-heavy: $(HEAVY) ## run the tests that need more packages: every example, users' programs, MLflow, Ray
+	$(BIN)/python -m pytest -m "heavy and not long and not gpu"
+
+test-long: venv ## run the long tests: simulation, crash, network, rows, fuzz, chaos, load
+	$(BIN)/python -m pytest -m "long and not gpu"
 
 network: venv ## networks that break, wrong clocks, nodes of the protocol before (namespaces: needs root)
-	$(BIN)/python -m pytest -m "not gpu" tests/e2e/network tests/integration/server/http/test_upgrade.py tests/integration/server/operations/test_clocks.py tests/unit/server/operations/test_steady.py
+	$(BIN)/python -m pytest -m "not gpu" tests/e2e/network tests/integration/server/http/test_upgrade.py \
+		tests/integration/server/operations/test_clocks.py tests/unit/server/operations/test_steady.py
 
 upgrade-check: venv ## the node of the commit before, a run across the upgrade of its server (needs git history)
 	@$(BIN)/python -m scripts.upgrade_check
@@ -121,7 +139,8 @@ rows: venv ## full disks, a machine without memory, a process that cannot be end
 	$(BIN)/python -m pytest -m "not gpu" tests/e2e/rows tests/e2e/local/test_host_memory.py
 
 fuzz: venv ## garbage at every socket and route, with fresh examples, for minutes
-	FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/e2e/fuzz tests/unit/client/display/test_terminal.py --hypothesis-profile=long -o timeout=1800
+	FUZZ_EXAMPLES=200 $(BIN)/python -m pytest -m "not gpu" --hypothesis-profile=long -o timeout=1800 \
+		tests/e2e/fuzz tests/unit/client/display/test_terminal.py
 
 crash: venv ## kill server and node at every named place, on SQLite and PostgreSQL; full disks, conflicts, two servers
 	$(BIN)/python -m pytest -m "not gpu" tests/e2e/crash
@@ -154,9 +173,9 @@ bench: $(VENV)/.installed-bench $(VENV)/.installed-mlflow $(VENV)/.installed-ray
 
 .PHONY: operation
 operation: venv ## restart, back up and restore a server that works, 30 times each; systemd, TLS
-	OPERATION_TIMES=30 $(BIN)/python -m pytest -s tests/integration/server/operations/test_operation_under_load.py tests/integration/server/operations/test_backups.py \
-		tests/integration/server/operations/test_stopping_in_order.py tests/integration/server/operations/test_draining.py tests/integration/server/http/test_door.py tests/integration/server/http/test_tls.py \
-		tests/integration/server/operations/test_systemd.py tests/integration/server/db/test_migrations.py tests/e2e/remote/test_operation.py tests/e2e/remote/test_tls.py
+	OPERATION_TIMES=30 $(BIN)/python -m pytest -s tests/integration/server/operations \
+		tests/integration/server/http/test_door.py tests/integration/server/http/test_tls.py \
+		tests/integration/server/db/test_migrations.py tests/e2e/remote/test_operation.py tests/e2e/remote/test_tls.py
 
 .PHONY: bench-check load
 bench-check: $(VENV)/.installed-bench ## compare the quick rows with benchmarks/ranges.json; fails when one is a fifth slower

@@ -22,6 +22,9 @@ import pytest
 from tests.support import progress
 from tests.support.homes import PRELOAD, use_home
 
+LONG = tuple(f"tests/e2e/{part}/" for part in ("chaos", "crash", "fuzz", "network", "rows", "simulation"))
+"""Parts that take minutes: `make test` leaves them out, `make test-spot` runs a few of their tests."""
+
 # Socket methods that reach out (or let in); the address is the last positional argument of each.
 _GUARDED = ("bind", "connect", "connect_ex", "sendto")
 
@@ -39,9 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(lines, "progress")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of object stores last: obstore leaves threads behind, and a process with threads must not fork."""
-    items.sort(key=lambda item: "tests/stores/" in item.nodeid)
+    """Mark the long parts, and run the tests of object stores last.
+
+    obstore leaves threads behind, and a process with threads must not fork.
+    """
+    for item in items:
+        if item.nodeid.startswith(LONG):
+            item.add_marker("long")
+    items.sort(key=lambda item: "/environment/stores/" in item.nodeid)
 
 
 @pytest.fixture

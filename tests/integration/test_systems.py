@@ -80,16 +80,16 @@ def test_23B13_windows_is_refused_with_one_sentence(tmp_path: Path) -> None:
 
 def test_23B13_calls_on_macos_are_refused_before_anything_starts(tmp_path: Path) -> None:
     done = on("macOS", CALL.format(remote=False), tmp_path)
-    assert done.stdout == golden("unit.systems.ranks-need-linux", MACOS_HINT=MACOS_HINT), done.stderr
+    assert done.stdout == golden("common.systems.ranks-need-linux", MACOS_HINT=MACOS_HINT), done.stderr
     done = on("macOS", CALL.format(remote=True), tmp_path)
-    assert done.stdout == golden("unit.systems.calls-through-server", MACOS_HINT=MACOS_HINT), done.stderr
+    assert done.stdout == golden("common.systems.calls-through-server", MACOS_HINT=MACOS_HINT), done.stderr
 
 
 @pytest.mark.parametrize("command", ["doctor", "gpus", "join", "mlflow", "server", "top", "up"])
 def test_23B13_commands_of_nodes_and_servers_are_refused_on_macos(command: str, tmp_path: Path) -> None:
     done = sgpu("macOS", tmp_path, command)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == golden("unit.systems.sgpu-nodes-servers", command=command, MACOS_HINT=MACOS_HINT)
+    assert done.stderr == golden("common.systems.sgpu-nodes-servers", command=command, MACOS_HINT=MACOS_HINT)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Sentences that the product prints, by key. The texts stand in tests/golden, one TOML file per folder of tests.
 
-A test that checks what a person reads names the sentence: `assert golden("local.limits.ranks-did-stop") in notes`.
+A test that checks what a person reads names the sentence: `assert golden("common.golden.ranks-did-stop") in notes`.
 So a changed sentence changes one line of one golden file, and a reviewer reads all of them as one text.
 
 A text may have fields in braces; the test gives their values. Without values, braces stand for themselves.

@@ -7,7 +7,7 @@ So they are fast, and safe beside each other in several workers (`make test-quic
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -36,6 +36,14 @@ class _Guard:
     def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
         if self.is_active and (event in _REFUSED or (event == "sqlite3.connect" and ":memory:" not in str(arguments))):
             raise NotAUnit(f"{event}{arguments!r}: move this test to tests/integration")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape lone surrogates in captured output: pytest-xdist cannot send them from a worker."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 _GUARD = _Guard()

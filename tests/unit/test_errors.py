@@ -73,7 +73,7 @@ def test_what_python_would_raise_is_a_base_of_what_we_raise() -> None:
 
 
 def test_a_hint_has_a_line_of_its_own() -> None:
-    assert str(UsageError("no", hint="do this")) == golden("unit.errors.hint-do")
+    assert str(UsageError("no", hint="do this")) == golden("common.errors.hint-do")
 
 
 @every_class
@@ -110,7 +110,7 @@ class Extended(ServerlessGpuError):
 def test_a_run_error_tells_where() -> None:
     error = RankCrashed("rank 3 was ended by SIGSEGV", run_id="r", rank=3, reason="rank_signal", log_tail="bye")
     assert error.__dict__ == {
-        "message": golden("unit.errors.rank-ended-sigsegv"),
+        "message": golden("common.errors.rank-ended-sigsegv"),
         "hint": "",
         "run_id": "r",
         "rank": 3,

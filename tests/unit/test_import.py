@@ -31,7 +31,7 @@ def test_the_names_of_a_public_room_are_there(room: str) -> None:
 
 
 def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(AttributeError, match=golden("unit.import.module-serverless-gpu")):
+    with pytest.raises(AttributeError, match=golden("common.import.module-serverless-gpu")):
         _ = serverless_gpu.distribute
 
 

@@ -15,18 +15,23 @@ import pytest
 from tests.unit.conftest import NotAUnit
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        os.fork,
-        lambda: subprocess.run([sys.executable, "-V"], check=True),
-        lambda: socket.socket(socket.AF_UNIX).connect("/nowhere"),
-        lambda: socket.socket().bind(("127.0.0.1", 0)),
-    ],
-    ids=["fork", "program", "connect", "bind"],
-)
+def connect() -> None:
+    with socket.socket(socket.AF_UNIX) as ours:
+        ours.connect("/nowhere")
+
+
+def bind() -> None:
+    with socket.socket() as ours:
+        ours.bind(("127.0.0.1", 0))
+
+
+def start() -> None:
+    subprocess.run([sys.executable, "-V"], check=True)
+
+
+@pytest.mark.parametrize("act", [os.fork, start, connect, bind])
 def test_24_2_a_unit_test_starts_no_process_and_opens_no_socket(act: Callable[[], object]) -> None:
-    with pytest.raises(NotAUnit, match=r"move this test"):
+    with pytest.raises(NotAUnit):
         act()
 
 

@@ -133,7 +133,7 @@ def test_gpu_milliseconds_are_gpus_times_milliseconds() -> None:
 def test_negative_gpu_time_is_refused(gpus: int, ms: int) -> None:
     with pytest.raises(ValueError) as refused:
         units.gpu_milliseconds(gpus, ms)
-    assert str(refused.value) == golden("unit.units.gpu-time-cannot", gpus=gpus, ms=ms)
+    assert str(refused.value) == golden("common.units.gpu-time-cannot", gpus=gpus, ms=ms)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_cost_is_rounded_up_to_the_micro(gpu_ms: int, rate: int, micros: int) 
 def test_a_negative_cost_is_refused(gpu_ms: int, rate: int) -> None:
     with pytest.raises(ValueError) as refused:
         units.micros_for(gpu_ms, rate)
-    assert str(refused.value) == golden("unit.units.cost-cannot-negative", gpu_ms=gpu_ms, rate=rate)
+    assert str(refused.value) == golden("common.units.cost-cannot-negative", gpu_ms=gpu_ms, rate=rate)
 
 
 @given(TIMES, RATES)

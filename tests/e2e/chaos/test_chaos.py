@@ -1,6 +1,7 @@
 """Histories of faults: nothing lost, doubled, overlapping, orphaned, and the ledger says what receipts say.
 
-A minute with a fixed seed in `make test`; ten minutes on each database in `make test-all`.
+A few seconds in `make test-spot`; a minute with a fixed seed and three minutes on each database in `make
+test-all`; `make chaos` for as long as it is told.
 """
 
 from __future__ import annotations
@@ -16,20 +17,26 @@ from tests.support.server.postgres import cluster
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.spot
+def test_some_seconds_of_faults_lose_nothing(home: Path) -> None:
+    outcome = play(home, "", seed=3, seconds=12)
+    assert not outcome.wrongs, outcome.text
+    assert outcome.evidence.strikes, "no fault has come"
+    assert any(told.outcome == "value" for told in outcome.evidence.told), "no call had a value"
+
+
 def test_a_minute_of_faults_with_a_fixed_seed_loses_nothing(home: Path) -> None:
     """Of the seeds whose minute has each kind of fault, this is the first one."""
     _require(play(home, "", seed=20962, seconds=60))
 
 
-@pytest.mark.heavy
-def test_ten_minutes_of_faults_on_sqlite_lose_nothing(home: Path) -> None:
-    _require(play(home, "", seed=1, seconds=600))
+def test_three_minutes_of_faults_on_sqlite_lose_nothing(home: Path) -> None:
+    _require(play(home, "", seed=1, seconds=180))
 
 
-@pytest.mark.heavy
-def test_ten_minutes_of_faults_on_postgresql_lose_nothing(home: Path) -> None:
+def test_three_minutes_of_faults_on_postgresql_lose_nothing(home: Path) -> None:
     with cluster() as running:
-        _require(play(home, running.url(running.new_database()), seed=2, seconds=600))
+        _require(play(home, running.url(running.new_database()), seed=2, seconds=180))
 
 
 def _require(outcome: Outcome) -> None:

@@ -17,6 +17,9 @@ GOOD = Evidence(told=(TOLD,), executions=(RAN,), seen={"r1": SEEN}, strikes=())
 OTHER = SEEN._replace(run="r2", name="c0-1")
 
 
+pytestmark = pytest.mark.spot
+
+
 def test_a_history_without_a_wrong_has_none() -> None:
     assert wrongs(GOOD) == []
 

@@ -27,6 +27,7 @@ OFTEN = ("attempt_tokens._RENEWED_AFTER=0", "Settings.heartbeat_s=1")
 ALONE = [place for place, scenario in SCENARIOS.items() if scenario.alone]
 TOGETHER = [place for place in SCENARIOS if place not in ALONE]
 KINDS = ("sqlite", "postgresql")
+SPOT = {("sqlite", "in_ledger_batch"), ("postgresql", "after_launch_before_ack")}
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +68,11 @@ def machine(shared: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
 
 
 def _each(places: Sequence[str]) -> list[Any]:
-    """Return every place with both kinds of database, and every other pair as one that only `make crash` runs."""
+    """Return every place with both kinds of database."""
     return [
-        pytest.param(kind, place, marks=[pytest.mark.heavy] if (number + which) % 2 else [])
-        for which, kind in enumerate(KINDS)
-        for number, place in enumerate(places)
+        pytest.param(kind, place, marks=[pytest.mark.spot] if (kind, place) in SPOT else [])
+        for kind in KINDS
+        for place in places
     ]
 
 
@@ -83,6 +84,7 @@ def _made(request: pytest.FixtureRequest, kind: str, *words: str) -> Machine:
     return Machine(home, running.url(running.new_database()), *words)
 
 
+@pytest.mark.spot
 def test_every_place_has_a_scenario() -> None:
     assert list(SCENARIOS) == [place for place in faults.PLACES if place not in ELSEWHERE]
     for place, file in ELSEWHERE.items():

@@ -153,16 +153,11 @@ PLACES = [
     ("after_decided_before_told", fails),
     ("after_called_off_before_told", is_called_off),
 ]
-OFTEN = {"sqlite": PLACES[2], "postgresql": PLACES[3]}
 
 
 def _each() -> list[Any]:
     """Return every place with both kinds of database."""
-    return [
-        pytest.param(kind, *one, marks=[] if one == often else [pytest.mark.heavy])
-        for kind, often in OFTEN.items()
-        for one in PLACES
-    ]
+    return [pytest.param(kind, *one) for kind in ("sqlite", "postgresql") for one in PLACES]
 
 
 @pytest.mark.parametrize(("gangs", "place", "play"), _each(), indirect=["gangs"])

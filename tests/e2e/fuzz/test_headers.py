@@ -141,6 +141,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.spot
 @pytest.mark.parametrize("lines", REFUSED.values(), ids=REFUSED)
 def test_a_head_of_the_corpus_is_refused_or_the_connection_is_closed(server: Served, lines: list[str]) -> None:
     answer = said(server, head(*(line.replace("{token}", server.token) for line in lines), "Connection: close"))

@@ -130,7 +130,9 @@ def world(server: Served) -> World:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("role", ["nobody", "member", "agent", "admin"])  # the admin last: it may shut others out
+@pytest.mark.parametrize(
+    "role", [pytest.param("nobody", marks=pytest.mark.spot), "member", "agent", "admin"]
+)  # the admin last: it may shut others out
 def test_no_request_makes_the_server_fail_or_answer_what_it_does_not_promise(
     server: Served, world: World, role: str, tmp_path: Path
 ) -> None:

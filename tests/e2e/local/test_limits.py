@@ -34,7 +34,7 @@ def test_F08_ranks_that_ignore_sigterm_are_killed_after_the_grace(warm: Path, wh
     assert caught.value.reason == "cancelled"
     receipt = run.receipt(timeout=50)
     assert receipt.state == "CANCELLED"
-    assert golden("local.limits.ranks-did-stop") in receipt.notes
+    assert golden("common.golden.ranks-did-stop") in receipt.notes
     assert receipt.segments.stop_ms is not None and receipt.segments.stop_ms >= 500
     assert receipt.segments.run_ms is not None and receipt.bill is not None
     assert 0 <= receipt.bill.billed_ms - 2 * (receipt.segments.run_ms + 500) <= 2, "the grace is theirs, not the kill"

@@ -75,7 +75,6 @@ def check(cluster: Cluster, run_id: str, where: Path, reason: Reason, told: str)
     assert max(first) < min(second), "user code of two attempts ran at once"
 
 
-@pytest.mark.heavy
 def test_F21_a_node_of_a_gang_that_restarts_is_proof_at_once(cluster: Cluster, tmp_path: Path) -> None:
     run_id = cluster.submit_gang(talk, str(tmp_path), retries=1)
     talking(tmp_path, 1)
@@ -86,7 +85,6 @@ def test_F21_a_node_of_a_gang_that_restarts_is_proof_at_once(cluster: Cluster, t
     check(cluster, run_id, tmp_path, Reason.NODE_REBOOTED, "the node restarted: on n2")
 
 
-@pytest.mark.heavy
 def test_F22_a_node_of_a_gang_that_never_returns_is_given_up_at_once_when_an_operator_knows(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -185,7 +185,7 @@ def rare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
     yield from _happened(tmp_path_factory, RARE)
 
 
-@pytest.fixture(params=["usual", pytest.param("rare", marks=pytest.mark.heavy)])
+@pytest.fixture(params=["usual", "rare"])
 def gangs(request: pytest.FixtureRequest) -> Gangs:
     """Return what has become of some gangs."""
     found: Gangs = request.getfixturevalue(request.param)

@@ -72,6 +72,7 @@ def test_F19_nodes_of_which_one_does_not_reach_the_other_are_named_and_the_gang_
     one.join(other)
 
 
+@pytest.mark.spot
 def test_F18_nodes_that_lose_each_other_while_a_gang_runs_are_the_ranks_own_to_notice(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -121,7 +121,7 @@ PLAIN = (
     Program("subprocesses", r"\[rank 0\] a line of a program\ndone\n"),
     Program("asyncio_rank"),
     Program("signal_handlers"),
-    # Rank 0 may have printed none, one or both of its lines when rank 1 ends. SIGTERM may end rank 1 before its handlers.
+    # Rank 0 may have printed none, one or both of its lines when rank 1 ends. SIGTERM may cut off rank 1.
     Program(
         "os_exit",
         r"(\[rank 0\] .*\n)*"

@@ -19,7 +19,7 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from serverless_gpu.wire.runs import RunPage, RunView
 from tests.support.local.observe import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 RUNS, NODES, RANKS, PARTS, SLOW = 60, 3, 1_000, 8, 200
 MEMORY_MB_MAX = 400.0
 
@@ -54,7 +54,7 @@ def test_F51_runs_ranks_parts_and_slow_connections_at_once_and_nothing_is_lost(o
             page = asker.get("GET", "/runs?state=SUCCEEDED&limit=500", answer=RunPage)
             return {one.id for one in asked} <= {run.id for run in page.runs}
 
-        wait_for(succeeded, "all runs to have succeeded", 60)
+        wait_for(succeeded, "all runs to have succeeded", 180)
         said = told()
         assert (said.began, said.twice) == (RUNS, 0)
         assert not [kind for kind in said.answers if kind.split()[1] not in ("200", "204") and kind != "orders 0"]

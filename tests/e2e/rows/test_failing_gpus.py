@@ -82,6 +82,7 @@ def test_F23_a_gpu_that_fell_off_the_bus_is_what_the_run_failed_of(home: Path, g
     waiting.cancel()
 
 
+@pytest.mark.spot
 def test_F24_a_contained_error_ends_only_its_run(home: Path, gpus: FakeGpus, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     other, _ = begun(1, tmp_path / "other")

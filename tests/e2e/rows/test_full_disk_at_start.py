@@ -71,6 +71,7 @@ def call(small: SmallEnvironment) -> tuple[str, str]:
     return run_id, said
 
 
+@pytest.mark.spot
 def test_F27_a_run_goes_to_another_node(lone_server: Path, small: SmallEnvironment) -> None:
     install(small, "large", 40)
     with machine("a-small", 24, lone_server) as first, machine("b-large", 256, lone_server) as second:

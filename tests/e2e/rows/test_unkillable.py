@@ -19,7 +19,7 @@ from tests.e2e.rows.machines import Machine
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.heavy]  # a minute passes before nobody waits any more
+pytestmark = pytest.mark.slow  # a minute passes before nobody waits any more
 
 
 def touch(hanging: str, where: str, rank: int = -1) -> None:

@@ -28,7 +28,7 @@ from tests.e2e.simulation.timeline import EPOCH_S, S
 from tests.e2e.simulation.world import Failed, World
 from tests.support.reckoning import DAY_NS, totals
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.spot]
 GRACE_S = 12.0
 STOPPED_S = 6.0 + 3.0
 """As long as a gang takes to end, and its devices to be looked at."""

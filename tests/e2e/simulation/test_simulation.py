@@ -17,14 +17,12 @@ from tests.e2e.simulation.planted import BUGS, FOUND_AS
 from tests.e2e.simulation.running import Outcome, outcome, remembered, shrunk
 
 SEEDS, STEPS, AT_ONCE = 200, 20, 10
-ALWAYS = 20
-"""So many seeds are run by every test run, and every sixth bug is looked for; the others by `make test-all`."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(first, marks=[pytest.mark.heavy] if first >= ALWAYS else []) for first in range(0, SEEDS, AT_ONCE)],
+    [pytest.param(first, marks=[] if first else [pytest.mark.spot]) for first in range(0, SEEDS, AT_ONCE)],
 )
 def test_whatever_happens_what_was_promised_holds(first: int) -> None:
     wrong = [came.text for seed in range(first, first + AT_ONCE) if (came := outcome(draw(seed, STEPS))).text]
@@ -66,10 +64,7 @@ def found(name: str) -> tuple[Plan, Outcome]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.heavy] if number % 6 else []) for number, name in enumerate(FOUND_AS)],
-)
+@pytest.mark.parametrize("name", FOUND_AS)
 def test_a_bug_that_is_put_in_is_found(name: str) -> None:
     plan, came = found(name)
     print(f"{name}: found by seed {plan.seed}")

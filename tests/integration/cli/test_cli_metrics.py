@@ -59,7 +59,7 @@ def test_metrics_as_a_picture(directory: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_was_not_sampled_has_no_metrics(directory: Path) -> None:
     (directory / "logs" / "0.telemetry").unlink()
-    assert sgpu("metrics").stderr == golden("unit.cli_metrics.nothing-sampled-run", FIRST=FIRST)
+    assert sgpu("metrics").stderr == golden("cli.cli_metrics.nothing-sampled-run", FIRST=FIRST)
     assert sgpu("metrics", "--json").output == "{}\n"
 
 
@@ -71,7 +71,7 @@ def test_show_tells_what_each_device_did(directory: Path) -> None:
 
 def test_show_tells_what_devices_of_a_run_without_receipt_did_so_far(directory: Path) -> None:
     shown = sgpu("show").output
-    assert golden("unit.cli_metrics.devices-so-far") in shown
+    assert golden("cli.cli_metrics.devices-so-far") in shown
     assert "  1  15 %  38.2 GiB" in shown
 
 

@@ -228,7 +228,7 @@ def test_a_monitor_that_says_nothing_is_told_of(home: Path) -> None:
         return frames(number)
 
     with FramingMonitor(home, dumb) as monitor, window(home) as shown:
-        shown.until(lambda: golden("unit.top_live.monitor-ended-started") in shown.rows()[-1])
+        shown.until(lambda: golden("cli.top_live.monitor-ended-started") in shown.rows()[-1])
         assert any("train rank 3" in row for row in shown.rows()), "the last frame stays"
         shown.until(lambda: len(monitor.watches) > 1)
         shown.press("q")

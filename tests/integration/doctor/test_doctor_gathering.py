@@ -29,13 +29,13 @@ def child(program: str, limit_s: float = 30.0) -> Ended:
 def test_a_look_that_answers() -> None:
     ended = child("import os, sys; print('said'); os.write(int(sys.argv[1]), b'answer')")
     assert (ended.answer, ended.written, ended.code) == (b"answer", "said\n", 0)
-    assert ended.why == golden("unit.doctor_gathering.process-ended-code")
+    assert ended.why == golden("doctor.doctor_gathering.process-ended-code")
 
 
 def test_a_look_that_crashes() -> None:
     ended = child("import os; os.kill(os.getpid(), 11)")
     assert (ended.answer, ended.code) == (b"", -signal.SIGSEGV)
-    assert ended.why == golden("unit.doctor_gathering.process-ended-sigsegv")
+    assert ended.why == golden("doctor.doctor_gathering.process-ended-sigsegv")
 
 
 def test_a_look_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_look_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
         "os.write(int(sys.argv[1]), b'begun'); time.sleep(600)"
     )
     ended = child(program, limit_s=6.0)
-    assert (ended.answer, ended.code, ended.why) == (b"begun", None, golden("unit.doctor_gathering.took-too-long"))
+    assert (ended.answer, ended.code, ended.why) == (b"begun", None, golden("doctor.doctor_gathering.took-too-long"))
     stat = Path(f"/proc/{note.read_text()}/stat")
     for _ in range(500):
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -79,10 +79,10 @@ def test_imports_that_raise_crash_and_write(packages: Path) -> None:
     assert seen["torch"] == Imported(outcome="raised", error="RuntimeError: operator torchvision::nms does not exist")
     assert (seen["torchvision"].outcome, seen["torchvision"].error) == (
         "crashed",
-        golden("unit.doctor_gathering.process-ended-sigsegv"),
+        golden("doctor.doctor_gathering.process-ended-sigsegv"),
     )
     assert seen["torchaudio"] == Imported(outcome="ok", written="A module that was compiled using NumPy 1.x\n")
-    assert seen["numpy"].error == golden("unit.doctor_gathering.modulenotfounderror-module-named")
+    assert seen["numpy"].error == golden("doctor.doctor_gathering.modulenotfounderror-module-named")
     assert seen["scipy"] == Imported(outcome="raised", error="SystemExit: gone")
 
 

@@ -18,6 +18,47 @@ from tests.support.server.sharing import shared_pools
 
 __all__ = ["shared_pools"]
 
+# These files have no SQL, lock or thread of their own: `make test` runs them on SQLite, `make test-long` on PostgreSQL.
+_ON_SQLITE = frozenset(
+    f"test_{name}.py"
+    for name in [
+        "agents",
+        "attaching",
+        "attempt_tokens",
+        "clocks",
+        "cluster",
+        "collecting",
+        "door",
+        "draining",
+        "engine_gate",
+        "feasibility",
+        "given_up",
+        "making_room",
+        "missing_output",
+        "operating",
+        "placements",
+        "ray_runs",
+        "reported_tracking",
+        "second_look",
+        "shares",
+        "stillness",
+        "token_lifetimes",
+        "unsatisfiable",
+        "views",
+        "words_for_operators",
+    ]
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave tests on PostgreSQL that need no PostgreSQL to `make test-long`."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        on_postgresql = parameters is not None and parameters.params.get("database_url") == "postgresql"
+        if on_postgresql and item.path.name in _ON_SQLITE and "/integration/server/" in str(item.path):
+            item.add_marker("long")
+
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Cluster]:

@@ -15,37 +15,46 @@ from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 from tests.support.progress import Progress, from_variables
 
-FOLDERS = ("chaos", "docs", "local", "notebook", "stores", "uplink", "remote", "unit")
 SUITE = {
-    "local/test_first.py": "def test_one() -> None:\n    pass\n\n\ndef test_two() -> None:\n    pass\n",
-    "remote/test_second.py": "def test_three() -> None:\n    assert False, 'as planned'\n",
-    "unit/test_third.py": "import os\n\n\ndef test_four() -> None:\n    assert 'TEST_PROGRESS_FD' not in os.environ\n",
+    "tests/e2e/local/test_first.py": "def test_one() -> None:\n    pass\n\n\ndef test_two() -> None:\n    pass\n",
+    "tests/e2e/notebook/__init__.py": "",
+    "tests/e2e/remote/test_second.py": "def test_three() -> None:\n    assert False, 'as planned'\n",
+    "tests/integration/server/budgets/test_third.py": "def test_four() -> None:\n    pass\n",
+    "tests/unit/server/budgets/test_fourth.py": """import os
+
+
+def test_five() -> None:
+    assert 'TEST_PROGRESS_FD' not in os.environ
+""",
 }
 
 
-@pytest.mark.slow
-def test_23B5_make_test_shows_progress_and_fails_with_a_part(tmp_path: Path) -> None:
-    """In a copy of the Makefile with a suite of four tests, in a path as long as the suite's own may be."""
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Make a copy of the Makefile with a suite of five tests, in a path as long as the suite's own may be."""
     root = tmp_path / ("a path with spaces " * 6) / "serverless gpu"
-    for folder in FOLDERS:
-        (root / "tests" / folder).mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "tests/conftest.py", "tests/support/homes.py"):
-        shutil.copy(REPOSITORY / name, root / name)
-    for name in ("tests/__init__.py", "tests/support/progress.py"):
+    support = [f"tests/support/{name}.py" for name in ("homes", "progress")]
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "tests/__init__.py", "tests/conftest.py", *support):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, root / name)
     for name, text in SUITE.items():
-        (root / "tests" / name).write_text(text)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
     python = root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     (root / ".venv" / ".installed").touch()
+    return root
 
-    names = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TEST_PART", "TEST_PROGRESS_FD")
+
+def make(checkout: Path, *arguments: str) -> tuple[int, list[str]]:
+    """Run make and return its exit status and its lines."""
+    names = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PKG", "TEST_PART", "TEST_PROGRESS_FD")
     environ = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
-        ["make", "test"],
-        cwd=root,
+        ["make", *arguments],
+        cwd=checkout,
         env={**environ, "TEST_PROGRESS_S": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -53,21 +62,43 @@ def test_23B5_make_test_shows_progress_and_fails_with_a_part(tmp_path: Path) -> 
         timeout=110,
         check=False,
     )
-    assert done.returncode != 0, done.stdout
-    lines = done.stdout.splitlines()
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_23B5_make_test_shows_progress_and_fails_with_a_part(checkout: Path) -> None:
+    status, lines = make(checkout, "test")
+    assert status != 0, lines
     assert "[local] 2 tests" in lines
-    assert golden("common.progress.local-50-tests") in lines
+    assert golden("support.progress.local-50-tests") in lines
     assert "[remote] FAILED tests/e2e/remote/test_second.py::test_three" in lines
-    assert golden("common.progress.remote-100-ended") in lines
-    assert golden("common.progress.others-100-ended") in lines
+    assert golden("support.progress.remote-100-ended") in lines
+    assert golden("support.progress.others-100-ended") in lines
 
     held_back = [line for line in lines if not line.startswith("[")]
-    summaries = [line for line in held_back if re.search(r"\d (passed|failed).* in ", line)]
-    assert len(summaries) == 3 and sum("failed" in line for line in summaries) == 1
     starts = [number for number, line in enumerate(held_back) if "test session starts" in line]
-    ends = [held_back.index(summary) for summary in summaries]
-    assert len(starts) == 3 and all(a < b for a, b in zip(starts, sorted(ends), strict=True))
-    assert sorted(ends)[0] < starts[1] and sorted(ends)[1] < starts[2], "the output of one part is in one piece"
+    ends = [number for number, line in enumerate(held_back) if re.search(r"\d (passed|failed).* in ", line)]
+    assert sum("failed" in held_back[number] for number in ends) == 1
+    edges = [edge for part in zip(starts, ends, strict=True) for edge in part]
+    assert len(edges) == 6 and edges == sorted(edges), "the output of one part is in one piece"
+
+
+@pytest.mark.slow
+def test_24_2_make_test_quick_runs_unit_tests_in_two_workers(checkout: Path) -> None:
+    status, lines = make(checkout, "test-quick")
+    assert (status, lines[-1].partition(" in ")[0]) == (0, "1 passed"), lines
+    assert any("bringing up nodes" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_24_2_make_test_with_a_package_runs_its_unit_and_integration_tests(checkout: Path) -> None:
+    status, lines = make(checkout, "test", "PKG=server/budgets")
+    assert status == 0 and "2 passed" in lines[-1], lines
+
+
+def test_24_2_a_package_without_tests_is_an_error(checkout: Path) -> None:
+    status, lines = make(checkout, "test", "PKG=server/budget")
+    assert status != 0 and lines[0] == golden("support.progress.no-package")
 
 
 def test_23B5_lines_are_an_interval_apart_and_a_failure_comes_at_once() -> None:
@@ -79,7 +110,7 @@ def test_23B5_lines_are_an_interval_apart_and_a_failure_comes_at_once() -> None:
         progress.pytest_runtest_logstart(f"tests/e2e/local/test_{name}.py::test_it")
         seconds += 9
         progress.pytest_runtest_logfinish(f"tests/e2e/local/test_{name}.py::test_it")
-    assert lines == [golden("common.progress.local-50-tests-local")]
+    assert lines == [golden("support.progress.local-50-tests-local")]
     seconds = 65
     failed = pytest.TestReport("tests/e2e/local/test_d.py::test_it", ("", 0, ""), {}, "failed", None, "call")
     progress.pytest_runtest_logreport(failed)
@@ -87,7 +118,7 @@ def test_23B5_lines_are_an_interval_apart_and_a_failure_comes_at_once() -> None:
     progress.pytest_runtest_logfinish(failed.nodeid)
     assert lines[1:] == ["[local] FAILED tests/e2e/local/test_d.py::test_it\n"]
     progress.pytest_sessionfinish()
-    assert lines[2:] == [golden("common.progress.local-100-ended")]
+    assert lines[2:] == [golden("support.progress.local-100-ended")]
 
 
 @pytest.mark.parametrize("descriptor", ["", "nine", "4095"])

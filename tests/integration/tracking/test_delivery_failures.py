@@ -131,7 +131,7 @@ def test_F44_beyond_the_backlog_the_oldest_points_are_dropped_counted_and_said_o
     ((sentence, note),) = dropped(heard)
     assert note
     said = int(sentence.split()[0].replace(",", ""))
-    assert sentence == golden("unit.delivery_failures.points-system-metrics", said=said)
+    assert sentence == golden("tracking.delivery_failures.points-system-metrics", said=said)
     assert 0 < said <= missing
     assert missing - said <= len(series)
 
@@ -220,7 +220,7 @@ def test_F44_a_run_that_was_deleted_in_mlflow_costs_nothing_but_a_sentence(tmp_p
         assert mlflow.runs[0].series(CPU) == WHOLE[:2]
     assert delivery.over == "delivered"
     assert len(heard.sentences) == 1
-    assert golden("unit.delivery_failures.points-system-metrics-dropped") in heard.sentences[0][0]
+    assert golden("tracking.delivery_failures.points-system-metrics-dropped") in heard.sentences[0][0]
 
 
 def test_F44_a_server_that_is_still_being_started_is_waited_for(tmp_path: Path) -> None:
@@ -236,14 +236,14 @@ def test_F44_a_server_that_is_still_being_started_is_waited_for(tmp_path: Path) 
         until(delivery, lambda: heard.problems, "that it is not there")
         there.append(mlflow.uri)
         until(delivery, lambda: heard.runs, "the run")
-    assert heard.problems == [(golden("unit.delivery_failures.mlflow-being-started"), False)]
+    assert heard.problems == [(golden("tracking.delivery_failures.mlflow-being-started"), False)]
 
 
 def test_a_delivery_needs_a_tracker_in_its_spec(tmp_path: Path) -> None:
     what = job(tracking(uri="http://x"))
     untracked = type(what)(run_id="r", fence=1, spec=type(what.spec)(), called_ns=0)
     with (
-        pytest.raises(ValueError, match=re.escape(golden("unit.delivery_failures.run-tracked"))),
+        pytest.raises(ValueError, match=re.escape(golden("tracking.delivery_failures.run-tracked"))),
         delivering(tmp_path, FakeMlflow(), untracked),
     ):
         pass

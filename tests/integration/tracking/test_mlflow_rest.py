@@ -67,14 +67,14 @@ def test_an_experiment_is_taken_by_its_identifier_or_is_mlflows_own_default() ->
         mlflow.store.experiments["7"] = "seven"
         assert made(tracker, Tracking(experiment_id="7", experiment="ignored")).experiment_id == "7"
         assert made(tracker, Tracking()).experiment_id == "0"
-        with pytest.raises(TrackerRefused, match=re.escape(golden("unit.mlflow_rest.experiment-id-exists"))):
+        with pytest.raises(TrackerRefused, match=re.escape(golden("tracking.mlflow_rest.experiment-id-exists"))):
             made(tracker, Tracking(experiment_id="9"))
 
 
 def test_a_run_that_nobody_knows_is_refused_with_the_variable_it_came_from() -> None:
     with FakeMlflow() as mlflow, talking(mlflow.uri) as tracker:
         for act in (made, lambda tracker, tracking: tracker.find(tracking, "01")):
-            with pytest.raises(TrackerRefused, match=re.escape(golden("unit.mlflow_rest.run-id-cafe"))):
+            with pytest.raises(TrackerRefused, match=re.escape(golden("tracking.mlflow_rest.run-id-cafe"))):
                 act(tracker, Tracking(run_id="cafe"))
 
 
@@ -84,7 +84,7 @@ def test_an_experiment_that_was_deleted_is_refused_with_what_to_do() -> None:
         mlflow.store.deleted.add("1")
         with pytest.raises(TrackerRefused) as caught:
             made(tracker)
-    assert str(caught.value) == golden("unit.mlflow_rest.experiment-users-ada", uri=mlflow.uri)
+    assert str(caught.value) == golden("tracking.mlflow_rest.experiment-users-ada", uri=mlflow.uri)
 
 
 def test_an_experiment_that_somebody_makes_at_the_same_moment_is_theirs_and_ours() -> None:
@@ -167,7 +167,7 @@ def test_a_password_that_is_wrong_is_refused_with_what_to_set() -> None:
         mlflow.behave("forbids")
         with pytest.raises(TrackerRefused) as caught:
             made(tracker)
-    assert str(caught.value) == golden("unit.mlflow_rest.mlflow-cannot-used", uri=mlflow.uri)
+    assert str(caught.value) == golden("tracking.mlflow_rest.mlflow-cannot-used", uri=mlflow.uri)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_files_go_through_the_servers_own_store_and_nowhere_else() -> None:
 def test_an_identifier_cannot_break_out_of_a_filter() -> None:
     with FakeMlflow() as mlflow, talking(mlflow.uri) as tracker:
         made(tracker)
-        with pytest.raises(TrackerRefused, match=re.escape(golden("unit.mlflow_rest.identifier-run"))):
+        with pytest.raises(TrackerRefused, match=re.escape(golden("tracking.mlflow_rest.identifier-run"))):
             tracker.find(EXPERIMENT, "x' OR '1' = '1")
 
 
@@ -332,12 +332,12 @@ def test_what_a_server_says_does_nothing_to_a_terminal() -> None:
     with FakeMlflow() as mlflow, talking(mlflow.uri) as tracker, pytest.raises(TrackerRefused) as caught:
         made(tracker, Tracking(experiment_id=evil))
     said = f"MLflow at {mlflow.uri} answers 404: No Experiment with id= ]0;owned [31m exists"
-    assert str(caught.value) == golden("unit.mlflow_rest.mlflow-experiment-id", said=said)
+    assert str(caught.value) == golden("tracking.mlflow_rest.mlflow-experiment-id", said=said)
 
 
 @pytest.mark.parametrize("identifier", ["", "a\0b", "a\nb", "ä", "x" * 300])
 def test_an_identifier_that_cannot_be_a_variable_is_refused(identifier: str) -> None:
     with FakeMlflow() as mlflow, talking(mlflow.uri) as tracker:
         mlflow.store.runs["m"] = FakeRun(identifier, "0", {})
-        with pytest.raises(TrackerRefused, match=re.escape(golden("unit.mlflow_rest.identifiers-mlflow"))):
+        with pytest.raises(TrackerRefused, match=re.escape(golden("tracking.mlflow_rest.identifiers-mlflow"))):
             tracker.find(Tracking(run_id="m"), "01")

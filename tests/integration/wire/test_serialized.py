@@ -68,7 +68,7 @@ def test_values_are_what_msgspec_would_make_of_them() -> None:
 
 
 def test_what_is_no_such_value_is_said_as_msgspec_says_it() -> None:
-    with pytest.raises(msgspec.ValidationError, match=re.escape(golden("unit.serialized.expected-int-got"))):
+    with pytest.raises(msgspec.ValidationError, match=re.escape(golden("wire.serialized.expected-int-got"))):
         from_json(b'{"one": "1", "two": "2"}', _Pair)
     with pytest.raises(msgspec.DecodeError):
         from_msgpack(b"\xc1", _Pair)

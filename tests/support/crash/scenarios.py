@@ -387,7 +387,7 @@ OF_GANGS = (
 )
 ELSEWHERE = {
     "after_reserve_is_given_back": "test_full_database.py",
-    "between_rotation_steps": "../support/crash/rotation.py",
+    "between_rotation_steps": "../../support/crash/rotation.py",
 } | dict.fromkeys(OF_GANGS, "test_gangs.py")
 """Places that are passed on a full disk only, while no server runs, or where a run has several nodes."""
 SCENARIOS = {

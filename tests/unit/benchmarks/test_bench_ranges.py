@@ -29,7 +29,7 @@ def test_a_median_within_the_range_and_a_fifth_is_fine() -> None:
 
 def test_a_median_beyond_is_measured_again_and_told_when_it_stays() -> None:
     assert checked(1.9, 1.6) == []
-    assert checked(1.9, 2.0) == [golden("unit.bench_ranges.warm-fork-recorded")]
+    assert checked(1.9, 2.0) == [golden("benchmarks.bench_ranges.warm-fork-recorded")]
 
 
 def test_a_row_that_was_never_recorded_is_no_silent_success() -> None:

@@ -101,7 +101,7 @@ def test_everything_on_demand_costs_what_the_ledger_has_charged_and_not_environm
 def test_nothing_used_is_nothing_to_advise() -> None:
     past = of_rows([], ALL)
     assert past.start_ns < past.end_ns
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.advice_sources.server-ledger-nothing"))) as raised:
+    with pytest.raises(InvalidValue, match=re.escape(golden("cli.advice_sources.server-ledger-nothing"))) as raised:
         chosen(past, ALL)
     assert "--last 90d" in str(raised.value)
 
@@ -116,9 +116,9 @@ def test_the_type_most_used_or_all_of_a_family() -> None:
     assert of_type("")[0] == "L4"
     assert of_type("a100-80") == ("A100-80", Kind(uses=[use(0, 1, 1)], gpu_ms=5))
     assert of_type("A100") == ("A100", Kind(uses=[use(0, 1, 1)] * 2, gpu_ms=8))
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.advice_sources.nothing-used-h100"))) as raised:
+    with pytest.raises(InvalidValue, match=re.escape(golden("cli.advice_sources.nothing-used-h100"))) as raised:
         of_type("H100")
-    assert golden("unit.advice_sources.a100-40-a100") in str(raised.value)
+    assert golden("cli.advice_sources.a100-40-a100") in str(raised.value)
 
 
 def test_a_price_of_a_family_holds_where_there_is_no_other() -> None:
@@ -157,4 +157,4 @@ def test_more_rows_than_are_looked_at_are_said(monkeypatch: pytest.MonkeyPatch) 
     page = DemandPage(rows=(row(1, 2), row(3, 4, run_id="s")), cursor="next")
     past = of_server(cast("Connection", Asked([page])), ALL)
     assert past.attempts == 2
-    assert past.remarks == [golden("unit.advice_sources.more-rows-came")]
+    assert past.remarks == [golden("cli.advice_sources.more-rows-came")]

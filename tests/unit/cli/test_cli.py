@@ -48,7 +48,7 @@ def test_what_means_several_runs_names_them(runs: Path) -> None:
     make(runs, SECOND)
     with pytest.raises(InvalidValue) as caught:
         choose(Home(runs.parent), "01m7")
-    assert str(caught.value) == golden("unit.cli.01m7-means-runs", SECOND=SECOND, FIRST=FIRST)
+    assert str(caught.value) == golden("cli.cli.01m7-means-runs", SECOND=SECOND, FIRST=FIRST)
 
 
 def test_what_means_no_run_names_the_latest(runs: Path) -> None:
@@ -61,19 +61,19 @@ def test_what_means_no_run_names_the_latest(runs: Path) -> None:
 def test_a_slip_of_the_finger_is_understood(runs: Path) -> None:
     with pytest.raises(InvalidValue) as caught:
         choose(Home(runs.parent), FIRST[:-1] + "x")
-    assert caught.value.hint == golden("unit.cli.did-you-mean", FIRST=FIRST)
+    assert caught.value.hint == golden("cli.cli.did-you-mean", FIRST=FIRST)
 
 
 def test_an_empty_home_says_so(home: Path) -> None:
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.cli.runs"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("cli.cli.runs"))):
         sgpu("show")
     with pytest.raises(InvalidValue) as caught:
         sgpu("show", "x")
-    assert caught.value.hint == golden("unit.cli.runs-here-serverless")
+    assert caught.value.hint == golden("cli.cli.runs-here-serverless")
 
 
 def test_an_empty_name_means_no_run(runs: Path) -> None:
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.cli.run"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("cli.cli.run"))):
         choose(Home(runs.parent), "")
 
 
@@ -91,12 +91,12 @@ def test_the_list_can_be_shortened(runs: Path) -> None:
     make(runs, SECOND, stopped=False)
     assert [line.split()[0] for line in sgpu("runs", "--limit", "1").output.splitlines()] == ["RUN", SECOND]
     assert [line.split()[0] for line in sgpu("runs", "--state", "failed").output.splitlines()] == ["RUN", FIRST]
-    assert sgpu("runs", "--state", "RUNNING").output == golden("unit.cli.runs-running", runs=runs)
+    assert sgpu("runs", "--state", "RUNNING").output == golden("cli.cli.runs-running", runs=runs)
     assert "SIZE" in sgpu("runs", "--size").output
 
 
 def test_the_list_of_an_empty_home(home: Path) -> None:
-    assert sgpu("runs").output == golden("unit.cli.runs-2", value=home / "runs")
+    assert sgpu("runs").output == golden("cli.cli.runs-2", value=home / "runs")
     assert json.loads(sgpu("runs", "--json").output) == []
 
 
@@ -134,20 +134,20 @@ def test_the_list_for_machines(runs: Path) -> None:
 def test_a_foreign_directory_is_listed_and_harms_nobody(runs: Path) -> None:
     (runs / "notes").mkdir()
     assert "notes" in sgpu("runs").output and "UNREADABLE" in sgpu("runs").output
-    assert golden("unit.cli.holds-attempt") in sgpu("show", "notes").output
+    assert golden("cli.cli.holds-attempt") in sgpu("show", "notes").output
 
 
 def test_one_run_in_full(runs: Path) -> None:
     (runs / FIRST / "1" / "hang-1.txt").write_text("stacks")
     lines = sgpu("show").output.splitlines()
-    assert lines[0] == golden("unit.cli.run-train-failed", FIRST=FIRST)
-    assert lines[1] == golden("unit.cli.asked-ranks-gpus")
+    assert lines[0] == golden("cli.cli.run-train-failed", FIRST=FIRST)
+    assert lines[1] == golden("cli.cli.asked-ranks-gpus")
     assert lines[2].startswith("started: 2026-11-") and lines[2].endswith(" · took 2.5 s")
     assert lines[4:8] == ["rank 1: ValueError: boom", "Traceback:", '  File "t.py", line 3', "ValueError: boom"]
-    assert lines[9:11] == ["receipt:", golden("unit.cli.h100-fake-ranks")]
+    assert lines[9:11] == ["receipt:", golden("cli.cli.h100-fake-ranks")]
     assert f"files: {runs / FIRST / '1'} (" in "\n".join(lines)
     assert ["14", "B", "logs/0.stdout"] in [line.split() for line in lines]
-    assert lines[-1] == golden("unit.cli.ranks-stood-nothing")
+    assert lines[-1] == golden("cli.cli.ranks-stood-nothing")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_one_run_in_full(runs: Path) -> None:
 def test_a_run_with_a_ray_cluster_says_so(runs: Path, asked: dict[str, object], said: str) -> None:
     spec = cast("dict[str, object]", SPEC["spec"]) | {"ray": asked}
     (runs / FIRST / "1" / "spec.json").write_text(json.dumps(SPEC | {"spec": spec, "world_size": 1}))
-    assert sgpu("show").output.splitlines()[1] == golden("unit.cli.asked-gpus-gpu", said=said)
+    assert sgpu("show").output.splitlines()[1] == golden("cli.cli.asked-gpus-gpu", said=said)
 
 
 def test_a_link_that_came_after_the_receipt_is_shown_and_where_it_is_tracked_is_nothing_that_was_asked_for(
@@ -175,7 +175,7 @@ def test_a_link_that_came_after_the_receipt_is_shown_and_where_it_is_tracked_is_
     (directory / "spec.json").write_text(json.dumps(SPEC | {"spec": spec}))
     (directory / "tracking.json").write_text(json.dumps({"state": "ready", "run_id": "abc", "url": url}))
     lines = sgpu("show").output.splitlines()
-    assert lines[1] == golden("unit.cli.asked-ranks-gpus")
+    assert lines[1] == golden("cli.cli.asked-ranks-gpus")
     assert lines.count(f"tracked: {url}") == 1
     assert json.loads(sgpu("show", "--json").output)["tracked"] == url
 
@@ -191,7 +191,7 @@ def test_one_run_for_machines(runs: Path) -> None:
 def test_showing_loads_nothing_of_the_users(runs: Path) -> None:
     (runs / FIRST / "1" / "failures" / "1.json").write_text('{"pickled": true, "type": "Boom", "traceback": "T"}')
     (runs / FIRST / "1" / "failures" / "1.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/sg-was-unpickled'\ntR.")
-    assert golden("unit.cli.rank-valueerror-boom") in sgpu("show").output
+    assert golden("cli.cli.rank-valueerror-boom") in sgpu("show").output
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_logs_byte_by_byte(runs: Path) -> None:
 def test_a_rank_that_is_not_there(runs: Path, rank: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         sgpu("logs", f"--rank={rank}")
-    assert str(caught.value) == golden("unit.cli.run-ranks-hint", FIRST=FIRST, rank=rank)
+    assert str(caught.value) == golden("cli.cli.run-ranks-hint", FIRST=FIRST, rank=rank)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_clean_by_the_configuration(runs: Path) -> None:
     assert (runs / FIRST).exists()
     assert sgpu("clean").output.startswith("deleted 1 run, ")
     assert os.listdir(runs) == []
-    assert sgpu("clean").output == golden("unit.cli.nothing-delete-runs")
+    assert sgpu("clean").output == golden("cli.cli.nothing-delete-runs")
 
 
 @pytest.mark.parametrize("arguments", [("--older-than", "7d"), ("--keep", "0 GiB"), ("--keep", "1kB"), (FIRST[-6:],)])
@@ -289,7 +289,7 @@ def test_clean_says_which_rule_keeps_what_is_too_much(runs: Path, size: str) -> 
     rule = "; 1 run that ended less than an hour ago is kept by that rule: name it to delete it now\n"
     assert sgpu("clean", "--keep", size, "--dry-run").output.endswith(rule)
     assert sgpu("clean", "--keep", size).output.startswith("deleted 1 run, ")
-    assert sgpu("clean", "--keep", size).output == golden("unit.cli.nothing-delete-run") + rule
+    assert sgpu("clean", "--keep", size).output == golden("cli.cli.nothing-delete-run") + rule
 
 
 def test_clean_everything_that_has_ended(runs: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_run_that_goes_on_is_not_deleted(runs: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(InvalidValue) as caught:
             sgpu("clean", SECOND)
-        assert str(caught.value) == golden("unit.cli.run-queued-hint", SECOND=SECOND)
+        assert str(caught.value) == golden("cli.cli.run-queued-hint", SECOND=SECOND)
         sgpu("clean", "--older-than", "0s")
         assert os.listdir(runs) == [SECOND]
         listed = sgpu("cancel")
@@ -320,7 +320,7 @@ def test_a_run_that_gives_its_devices_back_is_not_deleted_and_not_to_be_cancelle
         with pytest.raises(InvalidValue) as caught:
             sgpu("clean", SECOND)
     said = f"run {SECOND} is FAILED, and is not over: it is giving its devices back"
-    assert str(caught.value) == golden("unit.cli.hint-can-deleted", said=said)
+    assert str(caught.value) == golden("cli.cli.hint-can-deleted", said=said)
     sgpu("clean", SECOND)
     assert os.listdir(runs) == [FIRST]
 

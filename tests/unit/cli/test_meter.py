@@ -26,13 +26,13 @@ def test_bytes_files_rate_remaining_and_what_it_is_at() -> None:
     meter = Meter("capture", 0)
     meter.note(at(100_000_000), SECOND)
     meter.note(at(400_000_000), 2 * SECOND)
-    assert meter.line(2 * SECOND) == golden("unit.meter.capturing-400-mb")
+    assert meter.line(2 * SECOND) == golden("cli.meter.capturing-400-mb")
 
 
 def test_nothing_is_foretold_in_the_first_second_or_without_a_total() -> None:
     meter = Meter("capture", 0)
     meter.note(at(100_000_000), SECOND // 2)
-    assert meter.line(SECOND // 2) == golden("unit.meter.capturing-100-mb")
+    assert meter.line(SECOND // 2) == golden("cli.meter.capturing-100-mb")
     unknown = Meter("scan", 0)
     unknown.note(Progress(phase="scan", files_done=1200), 2 * SECOND)
     assert unknown.line(2 * SECOND) == "looking: 1,200 files"
@@ -81,7 +81,7 @@ def test_a_terminal_gets_one_line_that_is_redrawn_and_gone_at_the_end() -> None:
         while not written.endswith("\r\x1b[K"):  # what was written at two times may come at two times
             written += os.read(ours, 65536).decode()
     os.close(ours)
-    assert written == golden("unit.meter.capturing-200-gb")
+    assert written == golden("cli.meter.capturing-200-gb")
 
 
 def test_a_narrow_terminal_is_not_overflowed() -> None:

@@ -61,7 +61,7 @@ def test_23B2_a_mistyped_option_is_a_usage_error_that_names_the_one_that_was_mea
     words: list[str], meant: str, launched: list[RunSpec]
 ) -> None:
     code, said = submit(*words)
-    assert code == 2 and golden("unit.submit_command_line.did-you-mean", meant=meant) in said
+    assert code == 2 and golden("cli.submit_command_line.did-you-mean", meant=meant) in said
     assert launched == []
 
 

@@ -31,7 +31,7 @@ def test_each_device_knows_who_has_it() -> None:
         (SECOND, 0, "ada"),
         None,
     ]
-    assert made().devices[7].quarantined == golden("unit.top.memory-process-gb")
+    assert made().devices[7].quarantined == golden("cli.top.memory-process-gb")
 
 
 def test_each_run_has_the_samples_of_its_own_ranks() -> None:
@@ -118,11 +118,11 @@ def test_what_matters_least_goes_first(columns: int, head: str) -> None:
 
 def test_slots_of_a_cpu_are_listed_where_they_are_lent() -> None:
     text = "\n".join(draw(made(slots(64, 2)), columns=100, style=PLAIN, user="ada"))
-    assert golden("unit.top.64-cpu-slots") in text
+    assert golden("cli.top.64-cpu-slots") in text
     assert text.count(" 99 %") == 4, "two devices and their two ranks"
     assert "MEMORY" not in text and "POWER" not in text
     idle = draw(made(slots(64, 0)), columns=100, style=PLAIN)
-    assert idle == ["node-7", golden("unit.top.64-cpu-slots-lent"), "", "no runs"]
+    assert idle == ["node-7", golden("cli.top.64-cpu-slots-lent"), "", "no runs"]
 
 
 def test_colours_say_nothing_that_words_do_not() -> None:

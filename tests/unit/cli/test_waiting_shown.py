@@ -30,9 +30,9 @@ def test_the_sentence_has_the_times_of_this_place() -> None:
 
 
 def test_a_sentence_without_parts_is_the_server_s() -> None:
-    assert sentence_of(msgspec.structs.replace(VIEW, waiting=None)) == golden("unit.waiting_shown.server")
+    assert sentence_of(msgspec.structs.replace(VIEW, waiting=None)) == golden("cli.waiting_shown.server")
     moon = msgspec.structs.replace(WAITING, reason="moonlight")
-    assert sentence_of(msgspec.structs.replace(VIEW, waiting=moon)) == golden("unit.waiting_shown.server")
+    assert sentence_of(msgspec.structs.replace(VIEW, waiting=moon)) == golden("cli.waiting_shown.server")
 
 
 def test_the_list_has_its_place() -> None:

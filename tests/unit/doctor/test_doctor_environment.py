@@ -73,8 +73,8 @@ def test_numpy_1_is_only_written_and_still_told() -> None:
     imports = ImportFacts(modules={"numpy": FINE, "cv2": Imported(outcome="ok", written=NUMPY_1)})
     assert one("numpy-abi", Facts(imports=imports)) == (
         WARNING,
-        golden("unit.doctor_environment.import-cv2-complains"),
-        golden("unit.doctor_environment.upgrade-force-reinstall", PIP=PIP, PYTHON=PYTHON),
+        golden("doctor.doctor_environment.import-cv2-complains"),
+        golden("doctor.doctor_environment.upgrade-force-reinstall", PIP=PIP, PYTHON=PYTHON),
     )
 
 
@@ -88,9 +88,9 @@ def test_a_crash_a_hang_and_what_was_not_tried() -> None:
     }
     findings = found("imports", Facts(imports=ImportFacts(modules=modules), interpreter=INTERPRETER))
     assert [(finding.outcome, finding.sentence) for finding in findings] == [
-        (FAILED, golden("unit.doctor_environment.import-numpy-process")),
-        (UNKNOWN, golden("unit.doctor_environment.import-scipy-did")),
-        (UNKNOWN, golden("unit.doctor_environment.tried-pandas-cv2")),
+        (FAILED, golden("doctor.doctor_environment.import-numpy-process")),
+        (UNKNOWN, golden("doctor.doctor_environment.import-scipy-did")),
+        (UNKNOWN, golden("doctor.doctor_environment.tried-pandas-cv2")),
     ]
     assert findings[2].mend == "sgpu doctor --limit 60"
 
@@ -98,7 +98,7 @@ def test_a_crash_a_hang_and_what_was_not_tried() -> None:
 def test_what_is_installed_is_told() -> None:
     assert one("imports", Facts(imports=IMPORTS, interpreter=INTERPRETER))[:2] == (OK, "torch 2.9.0, numpy 2.4.6")
     absent = ImportFacts(modules={"torch": Imported(outcome="absent")})
-    assert one("imports", Facts(imports=absent))[:2] == (OK, golden("unit.doctor_environment.none-usual-packages"))
+    assert one("imports", Facts(imports=absent))[:2] == (OK, golden("doctor.doctor_environment.none-usual-packages"))
     assert found("cuda-libraries", Facts(imports=absent)) == []
     assert found("torchvision", Facts(imports=absent)) == []
 
@@ -115,14 +115,14 @@ def test_requirements() -> None:
     )
     findings = found("requirements", Facts(python=PYTHON, interpreter=replace(INTERPRETER, broken=broken)))
     assert [(finding.sentence, finding.mend) for finding in findings] == [
-        (golden("unit.doctor_environment.torchvision-20-requires"), f"{PIP} 'torch==2.5.0'"),
-        (golden("unit.doctor_environment.peft-21-requires"), f"{PIP} 'accelerate>=1'"),
+        (golden("doctor.doctor_environment.torchvision-20-requires"), f"{PIP} 'torch==2.5.0'"),
+        (golden("doctor.doctor_environment.peft-21-requires"), f"{PIP} 'accelerate>=1'"),
     ]
     unclear = replace(INTERPRETER, broken_problem="neither packaging nor pip")
     assert one("requirements", Facts(interpreter=unclear)) == (
         UNKNOWN,
-        golden("unit.doctor_environment.neither-packaging-nor"),
-        golden("unit.doctor_environment.pip-check", PYTHON=PYTHON),
+        golden("doctor.doctor_environment.neither-packaging-nor"),
+        golden("doctor.doctor_environment.pip-check", PYTHON=PYTHON),
     )
 
 
@@ -184,8 +184,8 @@ def test_downloads_from_the_hub() -> None:
     facts = Facts(environ={"HF_HUB_ENABLE_HF_TRANSFER": "1"}, interpreter=old)
     assert one("hf-transfer", facts) == (
         FAILED,
-        golden("unit.doctor_environment.hf-hub-enable"),
-        golden("unit.doctor_environment.hf-transfer-export", PIP=PIP),
+        golden("doctor.doctor_environment.hf-hub-enable"),
+        golden("doctor.doctor_environment.hf-transfer-export", PIP=PIP),
     )
     there = replace(INTERPRETER, packages={"huggingface-hub": "0.36.0", "hf-transfer": "0.1"})
     assert one("hf-transfer", replace(facts, interpreter=there))[0] is OK

@@ -89,7 +89,7 @@ def test_no_home_to_be_had(tmp_path: Path) -> None:
     facts = look_at_home({"SERVERLESS_GPU_HOME": place, "TMPDIR": str(tmp_path / "file")})
     assert facts.root == ""
     assert facts.problem.startswith(f"neither {place} (Not a directory) nor ")
-    assert facts.hint == golden("unit.doctor_gathering.set-serverless-gpu")
+    assert facts.hint == golden("doctor.doctor_gathering.set-serverless-gpu")
 
 
 def test_a_home_that_takes_no_bytes_is_found_by_writing(tmp_path: Path) -> None:
@@ -99,15 +99,15 @@ def test_a_home_that_takes_no_bytes_is_found_by_writing(tmp_path: Path) -> None:
         facts = look_at_home({"SERVERLESS_GPU_HOME": str(tmp_path)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert facts.problem == golden("unit.doctor_gathering.cannot-write-file", tmp_path=tmp_path)
-    assert facts.hint == golden("unit.doctor_gathering.set-serverless-gpu")
+    assert facts.problem == golden("doctor.doctor_gathering.cannot-write-file", tmp_path=tmp_path)
+    assert facts.hint == golden("doctor.doctor_gathering.set-serverless-gpu")
 
 
 def test_a_configuration_with_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[prices]\nH100 = "much"\n')
     facts = look_at_home({"SERVERLESS_GPU_HOME": str(tmp_path)})
     assert facts.configuration_problem == golden(
-        "unit.doctor_gathering.table-prices-expected", value=tmp_path / "config.toml"
+        "doctor.doctor_gathering.table-prices-expected", value=tmp_path / "config.toml"
     )
 
 
@@ -140,7 +140,7 @@ def test_a_torch_that_hangs_on_cuda_keeps_its_version() -> None:
     assert (torch.version, torch.devices, torch.problem) == (
         "2.9.0",
         None,
-        golden("unit.doctor_gathering.took-too-long"),
+        golden("doctor.doctor_gathering.took-too-long"),
     )
 
 

@@ -77,8 +77,8 @@ def test_a_driver_that_is_too_old_is_told_with_what_it_takes() -> None:
     torch = TorchFacts(version="2.9.0", cuda="13.0", devices=0)
     assert one("cuda-driver", Facts(gpus=GPUS, imports=ImportFacts(torch=torch))) == (
         FAILED,
-        golden("unit.doctor_gpus.torch-built-cuda"),
-        golden("unit.doctor_gpus.install-driver-least", PYTHON=PYTHON),
+        golden("doctor.doctor_gpus.torch-built-cuda"),
+        golden("doctor.doctor_gpus.install-driver-least", PYTHON=PYTHON),
     )
 
 
@@ -86,8 +86,8 @@ def test_a_cpu_build_on_a_machine_with_gpus() -> None:
     torch = TorchFacts(version="2.9.0+cpu")
     assert one("torch-cpu-only", Facts(gpus=GPUS, imports=ImportFacts(torch=torch))) == (
         FAILED,
-        golden("unit.doctor_gpus.torch-cpu-cpu"),
-        golden("unit.doctor_gpus.pip-install-force", PYTHON=PYTHON),
+        golden("doctor.doctor_gpus.torch-cpu-cpu"),
+        golden("doctor.doctor_gpus.pip-install-force", PYTHON=PYTHON),
     )
     assert found("torch-cpu-only", Facts(gpus=GpuFacts(), imports=ImportFacts(torch=torch))) == []
     assert one("torch-cpu-only", Facts(gpus=GPUS, imports=IMPORTS))[0] is OK
@@ -113,7 +113,7 @@ def test_a_torch_that_hangs_when_it_is_asked_is_unknown() -> None:
     imports = ImportFacts(torch=replace(TORCH, devices=None, problem="it took too long"))
     assert one("torch-sees-fewer", Facts(gpus=GPUS, imports=imports)) == (
         UNKNOWN,
-        golden("unit.doctor_gpus.torch-could-asked"),
+        golden("doctor.doctor_gpus.torch-could-asked"),
         "",
     )
 
@@ -141,8 +141,8 @@ def test_visible_devices() -> None:
     def look(value: str) -> tuple[Outcome, str, str]:
         return one("visible-devices", Facts(environ={"CUDA_VISIBLE_DEVICES": value}, gpus=GPUS))
 
-    assert look("0") == (OK, golden("unit.doctor_gpus.cuda-visible-devices"), "")
-    assert look("") == (WARNING, golden("unit.doctor_gpus.cuda-visible-devices-leaves"), "unset CUDA_VISIBLE_DEVICES")
+    assert look("0") == (OK, golden("doctor.doctor_gpus.cuda-visible-devices"), "")
+    assert look("") == (WARNING, golden("doctor.doctor_gpus.cuda-visible-devices-leaves"), "unset CUDA_VISIBLE_DEVICES")
     assert found("visible-devices", Facts(gpus=GPUS)) == []
 
 
@@ -151,10 +151,10 @@ def test_foreign_processes_are_named_those_of_runs_are_not() -> None:
     gpus = replace(GPUS, usage={"GPU-0": used, "GPU-1": used}, held={"GPU-1": "01abc"})
     assert one("gpu-busy", Facts(gpus=gpus)) == (
         WARNING,
-        golden("unit.doctor_gpus.gpu-h100-pid"),
-        golden("unit.doctor_gpus.end-if-yours"),
+        golden("doctor.doctor_gpus.gpu-h100-pid"),
+        golden("doctor.doctor_gpus.end-if-yours"),
     )
-    assert one("gpu-busy", Facts(gpus=GPUS))[:2] == (OK, golden("unit.doctor_gpus.foreign-process-gpus"))
+    assert one("gpu-busy", Facts(gpus=GPUS))[:2] == (OK, golden("doctor.doctor_gpus.foreign-process-gpus"))
 
 
 def test_processes_that_are_not_visible() -> None:
@@ -162,8 +162,8 @@ def test_processes_that_are_not_visible() -> None:
     gpus = replace(GPUS, devices=DEVICES[:1], usage={"GPU-0": used})
     assert one("gpu-busy", Facts(gpus=gpus)) == (
         WARNING,
-        golden("unit.doctor_gpus.gpu-h100-gib"),
-        golden("unit.doctor_gpus.end-runs-another"),
+        golden("doctor.doctor_gpus.gpu-h100-gib"),
+        golden("doctor.doctor_gpus.end-runs-another"),
     )
 
 
@@ -179,14 +179,14 @@ def test_quarantine_with_how_to_lift_it() -> None:
     gpus = replace(GPUS, quarantined={"GPU-1": ("after run 01a: pid 4 still holds 1 GiB", "/l/GPU-1.quarantine")})
     assert one("quarantine", Facts(gpus=gpus)) == (
         WARNING,
-        golden("unit.doctor_gpus.gpu-lent-after"),
-        golden("unit.doctor_gpus.truncate-gpu-quarantine"),
+        golden("doctor.doctor_gpus.gpu-lent-after"),
+        golden("doctor.doctor_gpus.truncate-gpu-quarantine"),
     )
 
 
 def test_cards_that_are_not_lent() -> None:
     gpus = replace(GPUS, unavailable=(Unavailable("GPU-3", "MIG mode is on"),))
-    assert one("gpu-unusable", Facts(gpus=gpus)) == (WARNING, golden("unit.doctor_gpus.gpu-lent-mig"), "")
+    assert one("gpu-unusable", Facts(gpus=gpus)) == (WARNING, golden("doctor.doctor_gpus.gpu-lent-mig"), "")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +234,6 @@ def test_declared_gpus() -> None:
     assert one("fake-gpus", Facts(environ=fakes, gpus=GpuFacts()))[0] is OK
     assert one("fake-gpus", Facts(environ=fakes, gpus=GPUS))[:2] == (
         WARNING,
-        golden("unit.doctor_gpus.serverless-gpu-fake"),
+        golden("doctor.doctor_gpus.serverless-gpu-fake"),
     )
     assert found("fake-gpus", Facts(gpus=GPUS)) == []

@@ -97,7 +97,7 @@ def test_23C6_a_home_without_execution_matters_where_environments_are_made_of_li
     outcome, sentence, mend = one("home-filesystem", Facts(home=home, mounts=MountFacts(problem="refused")))
     assert (outcome, sentence) == (
         FAILED,
-        golden("unit.doctor_machine.mounted-noexec-env"),
+        golden("doctor.doctor_machine.mounted-noexec-env"),
     )
     assert "remount,exec" in mend
 
@@ -234,7 +234,7 @@ def test_agents_of_other_versions() -> None:
     agent = AgentFacts(others={"9": "0.0, protocol 1", "12": "0.2, protocol 2"})
     assert one("other-agents", Facts(agent=agent)) == (
         WARNING,
-        golden("unit.doctor_machine.others-beside-version"),
+        golden("doctor.doctor_machine.others-beside-version"),
         "kill 9 12",
     )
     assert found("other-agents", Facts(agent=AgentFacts(pid=1))) == []
@@ -276,8 +276,8 @@ def test_zygotes(zygotes: tuple[ZygoteStatus, ...], expected: tuple[Outcome, str
 
 def test_how_the_last_run_started() -> None:
     cold = RunsFacts(last_run="01a", warm_reason="first run with this interpreter")
-    assert one("last-start", Facts(runs=cold))[1] == golden("unit.doctor_machine.run-01a-started")
+    assert one("last-start", Facts(runs=cold))[1] == golden("doctor.doctor_machine.run-01a-started")
     assert one("last-start", Facts(runs=RunsFacts(last_run="01a", warm=True)))[1] == golden(
-        "unit.doctor_machine.run-01a-started-warm"
+        "doctor.doctor_machine.run-01a-started-warm"
     )
     assert one("last-start", Facts(runs=RunsFacts()))[1] == "no run yet"

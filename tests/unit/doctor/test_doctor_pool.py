@@ -33,9 +33,9 @@ def test_a_machine_that_is_in_no_pool_has_nothing_said(code: str) -> None:
 
 
 def test_a_pool_that_is_fine() -> None:
-    assert said("pool-token") == (OK, golden("unit.doctor_pool.ray-asks-everybody"), "")
+    assert said("pool-token") == (OK, golden("doctor.doctor_pool.ray-asks-everybody"), "")
     assert said("pool-version") == (OK, "Ray 2.60.0, 5 processes", "")
-    assert said("pool-ports") == (OK, golden("unit.doctor_pool.ray-listens-10"), "")
+    assert said("pool-ports") == (OK, golden("doctor.doctor_pool.ray-listens-10"), "")
     sentence = "ranks can signal nothing but what they have started: `ray stop` finds Ray and cannot end it"
     assert said("pool-fence") == (OK, sentence, "")
 
@@ -51,7 +51,7 @@ def test_a_token_that_others_can_read_is_a_failure() -> None:
     problem = "its mode is 0644, so others can read it"
     assert said("pool-token", token_problem=problem) == (
         FAILED,
-        golden("unit.doctor_pool.ray-token", path=path, problem=problem),
+        golden("doctor.doctor_pool.ray-token", path=path, problem=problem),
         f"chmod 600 {path}",
     )
 
@@ -63,17 +63,17 @@ def test_what_cannot_be_seen_is_unknown() -> None:
 def test_addresses_beside_the_pools_are_named_with_the_ports() -> None:
     sentence = "Ray listens on all addresses, on 192.0.2.7 too: 7900 gcs_server, 7901 raylet"
     outcome = said("pool-ports", addresses=("10.0.0.6", "192.0.2.7"))
-    assert outcome == (WARNING, sentence, golden("unit.doctor_pool.firewall-lets-pool"))
+    assert outcome == (WARNING, sentence, golden("doctor.doctor_pool.firewall-lets-pool"))
 
 
 def test_a_ray_that_is_too_old_is_a_failure() -> None:
-    assert said("pool-version", version="2.54.1")[:2] == (FAILED, golden("unit.doctor_pool.ray-54-runs"))
+    assert said("pool-version", version="2.54.1")[:2] == (FAILED, golden("doctor.doctor_pool.ray-54-runs"))
 
 
 def test_ranks_that_could_end_it_are_said_and_why() -> None:
     outcome, sentence, _ = said("pool-fence", unfenced="Linux 6.12 or newer is needed, with Landlock")
     assert outcome == WARNING
-    assert sentence == golden("unit.doctor_pool.ray-stop-rank")
+    assert sentence == golden("doctor.doctor_pool.ray-stop-rank")
 
 
 def test_addresses_are_read_as_people_write_them() -> None:

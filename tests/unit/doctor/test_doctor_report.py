@@ -48,23 +48,23 @@ REPORT = [
 def test_the_report() -> None:
     assert list(lines(REPORT, lambda word, outcome: word)) == [
         "machine",
-        golden("unit.doctor_report.ok-home-writable"),
-        golden("unit.doctor_report.warning-shared-memory"),
+        golden("doctor.doctor_report.ok-home-writable"),
+        golden("doctor.doctor_report.warning-shared-memory"),
         f"           cause: {BY_CODE['shared-memory'].cause}",
         f"           mend:  {BY_CODE['shared-memory'].mend}",
         "",
         "agent",
-        golden("unit.doctor_report.failed-agent-two"),
+        golden("doctor.doctor_report.failed-agent-two"),
         f"           cause: {BY_CODE['agent'].cause}",
         "           mend:  sgpu stop",
-        golden("unit.doctor_report.unknown-agent-seen"),
+        golden("doctor.doctor_report.unknown-agent-seen"),
         "",
-        golden("unit.doctor_report.failed-warning-unknown"),
+        golden("doctor.doctor_report.failed-warning-unknown"),
     ]
 
 
 def test_a_report_without_trouble() -> None:
-    assert list(lines(REPORT[:1], lambda word, outcome: word))[-1] == golden("unit.doctor_report.all-checks-ok")
+    assert list(lines(REPORT[:1], lambda word, outcome: word))[-1] == golden("doctor.doctor_report.all-checks-ok")
 
 
 def test_the_report_for_machines() -> None:

@@ -74,7 +74,7 @@ def test_sentences_say_what_is_missing() -> None:
     assert isinstance(ask("b:1", 1), Placed)
     assert ask("c:1", 2) == Waiting(sentence="1 of 2 A10 are free on n2")
     assert engine.plan(Gang(id="a:1", shares=(Share(node="n2", gpu_type="A10", count=3),))).text == golden(
-        "unit.simulated_engine.reserve-a10-n2"
+        "engines.simulated_engine.reserve-a10-n2"
     )
 
 

@@ -76,7 +76,7 @@ print(payload.join_late())
         path,
         path=tmp_path,
     )
-    assert said == golden("unit.process_state.out-output-dir")
+    assert said == golden("client.process_state.out-output-dir")
 
 
 def test_23A1_arguments_that_a_rank_returns_know_nothing_of_the_rank(
@@ -142,10 +142,10 @@ def test_23A1_what_is_set_up_for_one_process_is_refused_by_name(
     refuse = process_state.refusal(RunSpec(resources=Resources()))
     with pytest.raises(NotPicklable) as caught:
         preflight.pack(str(tmp_path / "call.pkl"), train, (), {}, refuse)
-    assert golden("unit.process_state.closure-variable-trainer", name__=__name__, name___2=kind.__name__) in (
+    assert golden("client.process_state.closure-variable-trainer", name__=__name__, name___2=kind.__name__) in (
         str(caught.value)
     )
-    assert golden("unit.process_state.every-rank-used") in str(caught.value)
+    assert golden("client.process_state.every-rank-used") in str(caught.value)
 
 
 def test_23A1_a_second_process_group_is_explained_where_captured_arguments_made_the_first() -> None:

@@ -57,6 +57,6 @@ except ServerlessGpuError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert "needs" not in done.stderr and done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        golden("unit.plot.run-plot-draws"),
-        golden("unit.plot.hint-pip-install"),
+        golden("client.plot.run-plot-draws"),
+        golden("client.plot.hint-pip-install"),
     ]

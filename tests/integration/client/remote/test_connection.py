@@ -84,7 +84,7 @@ def test_a_request_carries_the_token_and_the_answer_is_a_value(serve: Serve, con
 
 def test_a_problem_is_raised_as_the_class_of_its_code(serve: Serve, connect: Connect) -> None:
     body = b'{"code": "not_found", "message": "there is no run x", "hint": "look"}'
-    with pytest.raises(NotFound, match=re.escape(golden("unit.connection.run"))) as caught:
+    with pytest.raises(NotFound, match=re.escape(golden("client.connection.run"))) as caught:
         connect(serve(lambda handler: answer(handler, 404, body))).ask("GET", "/runs/x", answer=Health)
     assert caught.value.hint == "look"
 
@@ -164,5 +164,5 @@ def test_events_of_a_stream_come_one_by_one_and_a_broken_one_is_said(serve: Serv
 def test_a_stream_that_is_refused_raises_what_the_server_says(serve: Serve, connect: Connect) -> None:
     body = b'{"code": "not_found", "message": "there is no run x"}'
     url = serve(lambda handler: answer(handler, 404, body))
-    with pytest.raises(NotFound, match=re.escape(golden("unit.connection.run"))):
+    with pytest.raises(NotFound, match=re.escape(golden("client.connection.run"))):
         next(connect(url).stream("GET", "/runs/x/events", answer=StateMessage))

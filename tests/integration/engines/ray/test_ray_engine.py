@@ -109,7 +109,7 @@ def test_what_ray_has_not_is_said_with_figures(ray: FakeRay, made: Callable[...,
     assert ask(engine, Gang(id="a:1", shares=(Share(node="n1", gpu_type="A10", count=1),))) == Impossible(
         sentence="n1 has 0 A10, not 1"
     )
-    assert engine.plan(TWO).text == golden("unit.ray_engine.reserve-ray-h100")
+    assert engine.plan(TWO).text == golden("engines.ray_engine.reserve-ray-h100")
     assert engine.recover() == []
 
 

@@ -19,8 +19,8 @@ def test_an_address_of_another_machine_is_refused() -> None:
     # In a process that may bind to anything; nothing is sent.
     program = "from serverless_gpu.engines import ray_machine; ray_machine.check_own('192.0.2.7')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
-    assert golden("unit.ray_joining.192-address-machine") in done.stderr
-    assert golden("unit.ray_joining.hint-ip-brief") in done.stderr
+    assert golden("engines.ray_joining.192-address-machine") in done.stderr
+    assert golden("engines.ray_joining.hint-ip-brief") in done.stderr
 
 
 def test_a_port_that_somebody_has_is_named() -> None:
@@ -38,11 +38,11 @@ def test_a_head_that_is_being_started_is_waited_for_and_one_that_is_closed_is_no
     head = f"127.0.0.1:{port}"
     with pytest.raises(ServerProblem) as closed:
         ray_joining._refuse_closed(head, patience_s=0.0, ports="7900-7999")
-    assert closed.value.message == golden("unit.ray_joining.server-answers-ray", head=head)
-    assert closed.value.hint == golden("unit.ray_joining.between-machines-pool")
+    assert closed.value.message == golden("engines.ray_joining.server-answers-ray", head=head)
+    assert closed.value.hint == golden("engines.ray_joining.between-machines-pool")
     with pytest.raises(ServerProblem) as gone:
         ray_joining._refuse_closed(head, patience_s=0.1, ports="7900-7999")
-    assert gone.value.message == golden("unit.ray_joining.ray-head-answers", head=head)
+    assert gone.value.message == golden("engines.ray_joining.ray-head-answers", head=head)
     late = threading.Timer(0.3, lambda: served.append(socket.create_server(("127.0.0.1", port))))
     served: list[socket.socket] = []
     late.start()

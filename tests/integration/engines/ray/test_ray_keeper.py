@@ -137,7 +137,7 @@ def test_a_head_that_is_away_is_asked_again_and_that_is_said_once(kept: Callable
         port = there.getsockname()[1]
     one = kept(_STAY, head=f"127.0.0.1:{port}")
     wait_for(lambda: bool(one.said), "it is said")
-    assert one.said == [golden("unit.ray_keeper.head-pool-127", port=port)]
+    assert one.said == [golden("engines.ray_keeper.head-pool-127", port=port)]
     with socket.create_server(("127.0.0.1", port)):
         wait_for(lambda: one.starts == 1, "it has started")
     assert len(one.said) == 1
@@ -149,7 +149,7 @@ def test_it_ends_when_nobody_needs_it(tmp_path: Path, kept: Callable[..., Kept])
     wait_for(lambda: one.starts == 1, "it has started")
     gone.set()
     one.thread.join(30)
-    assert one.said == [golden("unit.ray_keeper.ray-ends-server")]
+    assert one.said == [golden("engines.ray_keeper.ray-ends-server")]
     assert not (tmp_path / "pool").exists()
 
 
@@ -158,5 +158,5 @@ def test_a_directory_that_is_somebody_elses_is_left_alone(tmp_path: Path) -> Non
     (tmp_path / "pool").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError) as refused:
         ray_keeper.make_directory(str(tmp_path / "pool"))
-    assert refused.value.message == golden("unit.ray_keeper.directory-ours", value=tmp_path / "pool")
+    assert refused.value.message == golden("engines.ray_keeper.directory-ours", value=tmp_path / "pool")
     assert (tmp_path / "elsewhere").is_dir()

@@ -75,7 +75,7 @@ def test_it_is_needed_while_somebody_holds_the_lock_and_a_while_after(tmp_path: 
     owner = tmp_path / "lock"
     needed = ray_keeping.Needed(owner, idle_s=0.2)
     assert needed() == ""
-    wait_for(lambda: needed() == golden("unit.ray_keeping.server-ten-minutes"), "nobody needs it")
+    wait_for(lambda: needed() == golden("engines.ray_keeping.server-ten-minutes"), "nobody needs it")
     lock = hold(owner, "server")
     assert lock is not None
     assert needed() == ""

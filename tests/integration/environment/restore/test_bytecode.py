@@ -152,7 +152,7 @@ def test_S221_start_up_code_of_an_environment_is_never_run_by_restoring_or_compi
 
 
 def test_S221_bytecode_is_never_taken_from_a_unit(made: Made) -> None:
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.bytecode.bytecode-made-node"))):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.bytecode.bytecode-made-node"))):
         made.piece({"site/a.py": "", f"site/__pycache__/a.{TAG}.pyc": "evil"})
 
 

@@ -123,7 +123,7 @@ def test_what_fails_leaves_nothing(store: Counting, made: Made, cache: Cache, tm
         export(snapshot.address, made.blobs, cache, Order(target=tmp_path / "here" / "env"))
     store.altered_times = 0
     snapshot = environment(made)  # the unit was removed from the store
-    with pytest.raises(StorageError, match=re.escape(golden("unit.exporting.proc-none-cannot"))):
+    with pytest.raises(StorageError, match=re.escape(golden("environment.exporting.proc-none-cannot"))):
         export(snapshot.address, made.blobs, cache, Order(target=Path("/proc/none/env")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["environments"]
 

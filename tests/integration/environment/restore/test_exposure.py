@@ -57,7 +57,7 @@ def test_F29_a_change_that_puts_size_and_time_back_is_found(made: Made, cache: C
     first = restore(snapshot.address, made.blobs, cache, way=LINKS)
     spoil(module(first.tree))
     second = restore(snapshot.address, made.blobs, cache, way=LINKS)
-    assert golden("unit.exposure.changed-run-alpha") in second.mended
+    assert golden("environment.exposure.changed-run-alpha") in second.mended
     assert module(second.tree).read_text() == "name = 'alpha'\n"
     assert not restore(snapshot.address, made.blobs, cache, way=LINKS).mended
 
@@ -68,7 +68,7 @@ def test_F29_a_change_through_an_exported_tree_is_found_by_another_snapshot(
     exported = export(made.simple("alpha").address, made.blobs, cache, Order(target=tmp_path / "there"))
     spoil(module(exported.tree))
     other = restore(made.simple("alpha", "beta").address, made.blobs, cache)
-    assert golden("unit.exposure.alpha-init-py") in other.mended
+    assert golden("environment.exposure.alpha-init-py") in other.mended
 
 
 def test_links_made_and_removed_by_us_and_bytecode_are_no_change(made: Made, cache: Cache) -> None:
@@ -98,7 +98,7 @@ def test_bytecode_that_was_written_to_is_thrown_away(made: Made, cache: Cache) -
         file.write(b"more")
     later_ns = bytecode.stat().st_mtime_ns + _LATER_NS
     os.utime(bytecode, ns=(later_ns, later_ns))
-    assert golden("unit.exposure.pyc-written") in restore(snapshot.address, made.blobs, cache, way=LINKS).mended
+    assert golden("environment.exposure.pyc-written") in restore(snapshot.address, made.blobs, cache, way=LINKS).mended
     assert not restore(snapshot.address, made.blobs, cache, way=LINKS).mended
 
 

@@ -37,7 +37,7 @@ def run(body: str, count: int = 5) -> list[str]:
     program = PROGRAM.format(body=body, count=count)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     *said, last = done.stdout.splitlines()
-    assert last == golden("unit.forking.child-left"), done
+    assert last == golden("environment.forking.child-left"), done
     return said
 
 
@@ -57,19 +57,19 @@ def test_22C2_two_processes_work() -> None:
 @pytest.mark.parametrize("who", ["==", "!="])
 def test_22C2_an_error_of_either_process_is_raised(who: str) -> None:
     body = f"if os.getpid() {who} us: raise FileExistsError(17, 'File exists', '/there')\n    return list(numbers)"
-    assert run(body) == [golden("unit.forking.fileexistserror-17-errno")]
+    assert run(body) == [golden("environment.forking.fileexistserror-17-errno")]
 
 
 def test_22C2_what_the_rules_refuse_in_the_fork_is_raised() -> None:
     body = "if os.getpid() != us: raise EnvironmentRejected('a file in one unit')\n    return list(numbers)"
     (said,) = run(body)
-    assert said.startswith("EnvironmentRejected") and golden("unit.forking.file-one-unit") in said
+    assert said.startswith("EnvironmentRejected") and golden("environment.forking.file-one-unit") in said
 
 
 def test_22C2_a_fork_that_is_killed_is_said() -> None:
     body = "if os.getpid() != us: os.kill(os.getpid(), signal.SIGKILL)\n    return list(numbers)"
     (said,) = run(body)
-    assert golden("unit.forking.ended-signal", int=int(signal.SIGKILL)) in said
+    assert golden("environment.forking.ended-signal", int=int(signal.SIGKILL)) in said
 
 
 def test_22C2_a_process_with_threads_does_all_of_it_itself() -> None:

@@ -264,7 +264,7 @@ def test_the_choice_is_said_with_its_reason(restored: Restored, cache: Cache) ->
         ]
         assert os.listdir(cache.view) == []  # seen by those who mount only
     else:
-        assert (restored.why, restored.mounts) == (golden("unit.restoring.test-asks-links"), ())
+        assert (restored.why, restored.mounts) == (golden("environment.restoring.test-asks-links"), ())
 
 
 def test_a_known_snapshot_is_found_again_without_the_store(
@@ -280,7 +280,9 @@ def test_a_known_snapshot_is_found_again_without_the_store(
 
 
 def test_a_store_without_it_says_so_and_leaves_nothing(cache: Cache) -> None:
-    with pytest.raises(EnvironmentMissing, match=re.escape(golden("unit.restoring.snapshot-000000000000-store"))):
+    with pytest.raises(
+        EnvironmentMissing, match=re.escape(golden("environment.restoring.snapshot-000000000000-store"))
+    ):
         restore("0" * 64, Blobs(Counting()), cache)
     assert not cache.trees.exists()
 
@@ -297,7 +299,7 @@ def test_more_units_than_can_be_mounted_come_as_links(made: Made, cache: Cache) 
     snapshot = made.snapshot([made.root(pieces)])
     restored = restore(snapshot.address, made.blobs, cache)
     assert restored.mode == "links"
-    assert restored.why == golden("unit.restoring.one-directory-made")
+    assert restored.why == golden("environment.restoring.one-directory-made")
     assert ask(restored, "import module0, module479; answer = module479.n") == 479
 
 
@@ -362,7 +364,7 @@ def test_no_interpreter_for_it_is_said_before_anything_is_fetched(made: Made, ca
     python = msgspec.structs.replace(interpreter(), version="3.99.1", abi="cpython-399-x86_64-linux-gnu")
     foreign = make_snapshot(python, made.simple("alpha").roots, Facts())
     made.blobs.write_snapshot(foreign)
-    with pytest.raises(EnvironmentUnsupported, match=golden("unit.restoring.python-99-cpython")):
+    with pytest.raises(EnvironmentUnsupported, match=golden("environment.restoring.python-99-cpython")):
         restore(foreign.address, made.blobs, cache)
     assert not cache.units.exists()
 
@@ -401,7 +403,7 @@ def test_F41_a_unit_larger_than_the_snapshot_says_is_refused_before_it_is_fetche
     piece = made.piece({"site/big.bin": bytes(100_000)})
     lying = piece._replace(member=msgspec.structs.replace(piece.member, size=10))
     snapshot = made.snapshot([made.root([lying])])
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.restoring.100000-bytes-files"))):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.restoring.100000-bytes-files"))):
         restore(snapshot.address, made.blobs, cache)
     assert not cache.units.exists()
 
@@ -411,7 +413,7 @@ def test_an_older_c_library_is_noted(made: Made, cache: Cache) -> None:
     snapshot = make_snapshot(python, made.simple("alpha").roots, Facts())
     made.blobs.write_snapshot(snapshot)
     restored = restore(snapshot.address, made.blobs, cache)
-    assert restored.note == golden("unit.restoring.captured-glibc-99", glibc=glibc())
+    assert restored.note == golden("environment.restoring.captured-glibc-99", glibc=glibc())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -96,7 +96,7 @@ def test_22A7_a_file_that_keeps_its_size_and_time_is_found_and_fetched_again(
     restored = node.restore(snapshot)
     assert file.read_text() == SOURCE
     assert restored.units_fetched == 1
-    assert golden("unit.exposure.alpha-init-py") in restored.mended
+    assert golden("environment.exposure.alpha-init-py") in restored.mended
     assert node.restore(snapshot).mended == "", "told once"
 
 
@@ -113,7 +113,7 @@ def test_22A7_a_directory_that_was_made_before_the_unit_came_is_found(node: Node
     sub.rename(tmp_path / "aside")
     planted.rename(sub)
     node.boot()
-    assert golden("unit.sealing.alpha-sub-more") in node.restore(snapshot).mended
+    assert golden("environment.sealing.alpha-sub-more") in node.restore(snapshot).mended
     assert (sub / "more.py").read_text() == "x = 1\n"
 
 
@@ -140,7 +140,7 @@ def test_22A7_what_describes_a_unit_is_part_of_its_seal(node: Node) -> None:
     outline.write_bytes(good.replace(b"alpha/__init__.py", b"alpha/__evil__.py"))
     os.utime(outline, ns=(status.st_atime_ns, status.st_mtime_ns))
     later(node)
-    assert golden("unit.sealing.describes-written") in node.restore(snapshot).mended
+    assert golden("environment.sealing.describes-written") in node.restore(snapshot).mended
     assert outline.read_bytes() == good
 
 
@@ -217,7 +217,7 @@ def test_22A7_a_name_that_is_not_utf_8_is_a_change(node: Node) -> None:
     unit = node.unit(snapshot)
     (Path(os.fsdecode(os.fsencode(unit) + b"/site/\xff.py"))).write_text("import os\n")
     later(node)
-    assert golden("unit.sealing.does-belong") in node.restore(snapshot).mended
+    assert golden("environment.sealing.does-belong") in node.restore(snapshot).mended
 
 
 def test_22A7_a_forged_stamp_of_another_boot_is_not_believed(node: Node) -> None:

@@ -101,18 +101,20 @@ def test_F43_a_server_that_stays_broken(call: Callable[[Store], object]) -> None
     assert message.startswith(f"the store s3://bucket/prefix (at {server.url}) does not ")
     assert (
         golden(
-            "stores.bad_servers.503-asked-times", value="" if call is CALLS[3] else " SlowDown", len=len(server.asked)
+            "environment.bad_servers.503-asked-times",
+            value="" if call is CALLS[3] else " SlowDown",
+            len=len(server.asked),
         )
         in message
     )
-    assert caught.value.hint == golden("stores.bad_servers.look-whether-server")
+    assert caught.value.hint == golden("environment.bad_servers.look-whether-server")
 
 
 @pytest.mark.parametrize("call", CALLS, ids=NAMES)
 def test_F43_a_server_that_never_answers(call: Callable[[Store], object]) -> None:
     with Scripted(Reply(hold=True)) as server:
         began = time.monotonic()
-        with pytest.raises(StoreUnavailable, match=golden("stores.bad_servers.answer-time-asked")):
+        with pytest.raises(StoreUnavailable, match=golden("environment.bad_servers.answer-time-asked")):
             call(reached(server, 1.0))
         assert time.monotonic() - began < 10
 
@@ -137,7 +139,7 @@ def test_F43_a_slow_answer_is_given_up_and_asked_for_again() -> None:
 def test_F43_a_server_that_is_down(call: Callable[[Store], object]) -> None:
     with Scripted(OK) as server:
         pass
-    with pytest.raises(StoreUnavailable, match=golden("stores.bad_servers.connection-asked-times")):
+    with pytest.raises(StoreUnavailable, match=golden("environment.bad_servers.connection-asked-times")):
         call(reached(server, 0.5))
 
 
@@ -155,7 +157,7 @@ def test_F40_a_server_without_space() -> None:
         Reply(500, b"<Error><Code>InternalError</Code><Message>write: no space left on device</Message></Error>"),
     ):
         with Scripted(reply) as server:
-            with pytest.raises(StorageError, match=re.escape(golden("stores.bad_servers.space-left-store"))):
+            with pytest.raises(StorageError, match=re.escape(golden("environment.bad_servers.space-left-store"))):
                 reached(server).put({KEY: DATA})
             assert len(server.asked) == 1
 
@@ -177,7 +179,7 @@ def test_F42_other_bytes_on_the_server_are_sent_again() -> None:
     replies = [other, Reply(200, DATA[1:])] * 20
     with (
         Scripted(*replies) as server,
-        pytest.raises(StoreUnavailable, match=re.escape(golden("stores.bad_servers.arrived-sent"))),
+        pytest.raises(StoreUnavailable, match=re.escape(golden("environment.bad_servers.arrived-sent"))),
     ):
         reached(server, 1.0).put({KEY: DATA})
 
@@ -199,8 +201,8 @@ def test_no_credentials_at_all() -> None:
         environ = {"AWS_METADATA_ENDPOINT": metadata.url, "AWS_ENDPOINT_URL": metadata.url}
         with pytest.raises(StoreUnavailable) as caught:
             open_store("s3://bucket/prefix", environ, bound_s=5).get(KEY)
-    assert golden("stores.bad_servers.cannot-asked-credentials") in caught.value.message
-    assert caught.value.hint == golden("stores.bad_servers.set-aws-access")
+    assert golden("environment.bad_servers.cannot-asked-credentials") in caught.value.message
+    assert caught.value.hint == golden("environment.bad_servers.set-aws-access")
 
 
 def test_google_and_azure_are_asked_where_their_variables_say() -> None:
@@ -241,7 +243,7 @@ def test_without_obstore_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(StoreUnavailable) as caught:
         open_store("s3://bucket/prefix", {})
-    assert str(caught.value) == golden("stores.bad_servers.s3-bucket-cannot")
+    assert str(caught.value) == golden("environment.bad_servers.s3-bucket-cannot")
 
 
 def test_many_are_looked_for_at_once() -> None:
@@ -256,20 +258,24 @@ def test_many_are_looked_for_at_once() -> None:
     "wrong", ["s3:///x", "s3://bucket/../x", "s3://bucket/a//b", "ftp://x/y", "", "s3://bucket/a b"]
 )
 def test_what_is_not_a_store(wrong: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(golden("stores.bad_servers.store"))):
+    with pytest.raises(ValueError, match=re.escape(golden("environment.bad_servers.store"))):
         open_store(wrong, {})
 
 
 def test_a_url_with_a_secret_is_refused_and_not_repeated() -> None:
     for url in (f"s3://key:{SECRET}@bucket/prefix", f"az://container?sig={SECRET}", f"s3://bucket/#{SECRET}"):
-        with pytest.raises(ValueError, match=re.escape(golden("stores.bad_servers.user-password-query"))) as caught:
+        with pytest.raises(
+            ValueError, match=re.escape(golden("environment.bad_servers.user-password-query"))
+        ) as caught:
             open_store(url, {})
         assert SECRET not in str(caught.value)
 
 
 def test_a_variable_with_an_impossible_value_is_named() -> None:
     refused = partial(open_store, "s3://bucket", variables("http://127.0.0.1:1", AWS_SKIP_SIGNATURE="perhaps"))
-    with pytest.raises(ValueError, match=re.escape(golden("stores.bad_servers.cannot-reached-variables"))) as caught:
+    with pytest.raises(
+        ValueError, match=re.escape(golden("environment.bad_servers.cannot-reached-variables"))
+    ) as caught:
         refused()
     assert "AWS_SKIP_SIGNATURE" in str(caught.value)
     assert "perhaps" not in str(caught.value)

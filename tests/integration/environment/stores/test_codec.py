@@ -90,20 +90,20 @@ def test_a_bomb_in_any_field_of_a_snapshot_takes_no_memory(where: str, bomb: byt
     assert len(data) < 100_000
     done = subprocess.run([sys.executable, "-c", BOMB], input=data, capture_output=True, check=True, timeout=60)
     said, grown = done.stdout.decode().split("\n")[:2]
-    assert said == golden("unit.codec.more-1000000-values")
+    assert said == golden("environment.codec.more-1000000-values")
     assert int(grown) < MEMORY_MB_MAX
 
 
 def test_a_snapshot_of_too_many_bytes_is_not_decoded() -> None:
     with pytest.raises(
-        EnvironmentRejected, match=golden("unit.codec.holds-more-bytes", SNAPSHOT_BYTES_MAX=SNAPSHOT_BYTES_MAX)
+        EnvironmentRejected, match=golden("environment.codec.holds-more-bytes", SNAPSHOT_BYTES_MAX=SNAPSHOT_BYTES_MAX)
     ):
         decode(with_bomb("facts.notes", listed(EMPTY_MAP, 100_000_000)), Snapshot, "it")
 
 
 @pytest.mark.parametrize("length", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"])
 def test_a_length_that_is_a_lie_is_found_before_anything_is_made_of_it(length: bytes) -> None:
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.codec.cannot-read-ends"))):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.codec.cannot-read-ends"))):
         decode(compress(b"\x92" + length + bytes(2_000_000)), Snapshot, "it")
 
 
@@ -113,7 +113,9 @@ def test_a_large_snapshot_passes_and_what_would_not_be_read_is_not_written() -> 
     loaded = tuple(f"site/pkg/module_{n}.py" for n in range(200_000))
     large = snapshot(*members, facts=Facts(loaded=(loaded,), notes=({"ä" * 300: "x" * 70_000},), captured_ns=2**60))
     assert decode(encode(large), Snapshot, "it") == large
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.codec.more-1000000-values-2"))):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.codec.more-1000000-values-2"))):
         encode(snapshot(good, facts=Facts(loaded=(("a",) * 1_000_001,))))
-    with pytest.raises(EnvironmentRejected, match=golden("unit.codec.most", SNAPSHOT_BYTES_MAX=SNAPSHOT_BYTES_MAX)):
+    with pytest.raises(
+        EnvironmentRejected, match=golden("environment.codec.most", SNAPSHOT_BYTES_MAX=SNAPSHOT_BYTES_MAX)
+    ):
         encode(make_snapshot(PYTHON, (), Facts(left_out=("a" * SNAPSHOT_BYTES_MAX,))))

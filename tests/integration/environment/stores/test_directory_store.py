@@ -167,7 +167,7 @@ for size in (200_000, 400_000):
     done = limited(root, script)
     small, full = done.stdout.splitlines()
     assert full == golden(
-        "unit.directory_store.full-space-left", as_uri=root.as_uri(), strerror=os.strerror(errno.EFBIG)
+        "environment.directory_store.full-space-left", as_uri=root.as_uri(), strerror=os.strerror(errno.EFBIG)
     )
     # Nothing half-visible, nothing left over; what was there is; and it goes on once there is space.
     assert files(root) == [f"packs/{small[:2]}/{small}"]
@@ -192,7 +192,7 @@ def test_F40_a_small_file_system() -> None:
         blobs = Blobs(store)
         first = blobs.write_pack(os.urandom(2_000_000))
         second = os.urandom(2_000_000)
-        with pytest.raises(StorageError, match=golden("unit.directory_store.mb-write-mb")):
+        with pytest.raises(StorageError, match=golden("environment.directory_store.mb-write-mb")):
             blobs.write_pack(second)
         assert [stored.key for stored in store.list("packs")] == [f"packs/{first}"]
         assert blobs.read_pack(first)

@@ -126,7 +126,7 @@ def test_who_waits_for_too_long_is_sent_away_and_comes_again(
     with ThreadPoolExecutor(1) as pool:
         leads = pool.submit(read, environments)
         assert store.asked.wait(60)
-        with pytest.raises(StoreUnavailable, match=re.escape(golden("stores.nearby.way-memory-bucket"))):
+        with pytest.raises(StoreUnavailable, match=re.escape(golden("environment.nearby.way-memory-bucket"))):
             read(environments)
         store.open.set()
         assert leads.result() == PACK
@@ -146,7 +146,7 @@ def test_behind_a_bucket_that_hangs_nobody_waits_for_the_turns_of_all(
     with ThreadPoolExecutor(2) as pool:
         hangs = [pool.submit(read, environments, key) for key in (KEY, document)]
         until(lambda: sorted(store.got) == [KEY, document])  # a document has a turn of its own
-        with pytest.raises(StoreUnavailable, match=golden("stores.nearby.slow-packs-waited")):
+        with pytest.raises(StoreUnavailable, match=golden("environment.nearby.slow-packs-waited")):
             read(environments, pack_key(OTHER))
         store.open.set()
         assert hangs[0].result() == PACK
@@ -193,7 +193,7 @@ def test_F29_a_copy_that_is_not_what_it_was_is_read_from_the_bucket_again(
         copy.write_bytes(wrong)
         assert read(environments) == PACK
     assert len(store.got) == 4
-    assert golden("stores.nearby.thrown-away") in caplog.text
+    assert golden("environment.nearby.thrown-away") in caplog.text
 
 
 def test_F42_what_comes_altered_is_asked_for_once_more(store: FarAway, environments: Environments) -> None:
@@ -211,7 +211,7 @@ def test_F42_what_is_altered_in_the_bucket_is_named_and_not_kept(
         with pytest.raises(EnvironmentCorrupt) as caught:
             environments.read(KEY)
         assert len(store.got) == tries
-    assert str(caught.value).splitlines()[0] == golden("stores.nearby.pack-store-memory", KEY=KEY[6:18])
+    assert str(caught.value).splitlines()[0] == golden("environment.nearby.pack-store-memory", KEY=KEY[6:18])
     assert files(tmp_path) == []
     store.put({KEY: PACK})
     assert read(environments) == PACK
@@ -223,7 +223,7 @@ def test_F42_a_node_is_told_which_object_of_the_bucket_is_altered(tmp_path: Path
         bucket.objects[f"/b/p/{KEY}"] = OTHER
         with listening(app_of(storage)) as url:
             served = ServedStore(f"sgpu+{url}", "agent", bound_s=10.0)
-            with pytest.raises(EnvironmentCorrupt, match=golden("stores.nearby.pack-store-s3", KEY=KEY[6:18])):
+            with pytest.raises(EnvironmentCorrupt, match=golden("environment.nearby.pack-store-s3", KEY=KEY[6:18])):
                 Documents(served).read_pack(KEY[6:])
             bucket.objects[f"/b/p/{KEY}"] = PACK
             assert Documents(served).read_pack(KEY[6:]) == PACK

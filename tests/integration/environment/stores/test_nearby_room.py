@@ -131,7 +131,7 @@ def test_F40_a_disk_that_fills_while_a_copy_is_written_is_said_once(
         assert read(environments, pack_key(OTHER)) == OTHER
     assert files(disk) == ["of others"]
     assert [record.getMessage() for record in caplog.records] == [
-        golden("stores.nearby_room.copies-memory-bucket", disk=disk)
+        golden("environment.nearby_room.copies-memory-bucket", disk=disk)
     ]
 
 

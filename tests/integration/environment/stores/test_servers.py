@@ -87,11 +87,11 @@ def test_a_wrong_secret_says_what_to_check(rclone_url: str, prefix: str) -> None
         with pytest.raises(StoreUnavailable) as caught:
             call()
         assert (
-            golden("stores.servers.store-s3-refuses", BUCKET=BUCKET, prefix=prefix, rclone_url=rclone_url)
+            golden("environment.servers.store-s3-refuses", BUCKET=BUCKET, prefix=prefix, rclone_url=rclone_url)
             in caught.value.message
         )
         assert ": 403" in caught.value.message
-        assert caught.value.hint == golden("stores.servers.check-aws-access")
+        assert caught.value.hint == golden("environment.servers.check-aws-access")
         assert "wrong-but-secret" not in repr(caught.value) + str(caught.value)
     with pytest.raises(StoreUnavailable, match="403 SignatureDoesNotMatch"):
         store.put({key: b"1"})
@@ -106,7 +106,7 @@ def test_a_bucket_that_does_not_exist(server: str) -> None:
     ):
         with pytest.raises(StoreUnavailable) as caught:
             call()
-        assert caught.value.message == golden("stores.servers.store-s3-nowhere", server=server)
+        assert caught.value.message == golden("environment.servers.store-s3-nowhere", server=server)
         assert SECRET not in str(caught.value)
 
 

@@ -94,7 +94,9 @@ def put_honest(store: Store) -> Unit:
 def test_22A5_a_unit_whose_packs_hold_something_else_is_refused_and_the_honest_one_comes_in(team: Team) -> None:
     mallory, alice = team.store("member"), team.store("member")
     bad = poisoned(make_unit(CONTENT, "0" * 64), mallory)
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("stores.shared_by_a_team.cannot-stored-packs"))):
+    with pytest.raises(
+        EnvironmentRejected, match=re.escape(golden("environment.shared_by_a_team.cannot-stored-packs"))
+    ):
         mallory.put({f"units/{bad.address}": encode(bad)})
     assert not alice.present([f"units/{bad.address}"]), "so whoever captures sends it"
     unit = put_honest(alice)
@@ -130,7 +132,7 @@ def test_22A5_a_node_has_a_poisoned_unit_removed_and_the_next_capture_heals_it(t
     team.own.put({f"units/{address}": encode(bad)})
     with pytest.raises(EnvironmentCorrupt, match=r"stored content|compressed block") as caught:
         fetch(snapshot, team.store("agent"), tmp_path / "node")
-    assert golden("stores.shared_by_a_team.removed-store-units", address=address[:12]) in caught.value.hint
+    assert golden("environment.shared_by_a_team.removed-store-units", address=address[:12]) in caught.value.hint
     member = Blobs(team.store("member"))
     assert member.missing_units([address]) == (address,)
     member.write_unit(honest)
@@ -151,7 +153,7 @@ def test_22A5_a_pack_that_rots_in_the_store_is_removed_when_its_unit_is_put_agai
     unit = put_honest(team.own)
     pack = f"packs/{unit.packs[0]}"
     team.own.put({pack: b"z" * unit.blocks[0].length})
-    with pytest.raises(EnvironmentMissing, match=re.escape(golden("stores.shared_by_a_team.packs-altered-lie"))):
+    with pytest.raises(EnvironmentMissing, match=re.escape(golden("environment.shared_by_a_team.packs-altered-lie"))):
         team.store("member").put({f"units/{unit.address}": encode(unit)})
     assert not team.own.present([pack, f"units/{unit.address}"])
     put_honest(team.store("member"))
@@ -165,7 +167,7 @@ def test_22A5_a_poisoned_unit_in_a_store_of_ones_own_is_found_by_its_content(tmp
     store.put({f"units/{address}": encode(poisoned(Blobs(store).read_unit(address), store))})
     with pytest.raises(EnvironmentCorrupt) as caught:
         fetch(snapshot, store, tmp_path / "node")
-    assert golden("stores.shared_by_a_team.removed-store-units", address=address[:12]) in caught.value.hint
+    assert golden("environment.shared_by_a_team.removed-store-units", address=address[:12]) in caught.value.hint
     assert not store.present([f"units/{address}"])
 
 
@@ -289,7 +291,7 @@ def test_22A6_whatever_a_restore_acts_on_is_covered_by_the_address(meaning: str)
     snapshot = two_units(MemoryStore())
     other = MEANINGS[meaning](snapshot)
     assert snapshot_address(other) != snapshot.address
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("stores.shared_by_a_team.address-lists"))):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.shared_by_a_team.address-lists"))):
         check_snapshot(other)
 
 
@@ -339,7 +341,7 @@ def test_22A6_a_snapshot_of_version_1_is_compared_with_its_units_when_it_comes_i
     old = version_1(two_units(team.own))
     member = team.store("member")
     for meaning in ("order", "size", "files"):
-        with pytest.raises(EnvironmentRejected, match=golden("stores.shared_by_a_team.units-order-snapshot")):
+        with pytest.raises(EnvironmentRejected, match=golden("environment.shared_by_a_team.units-order-snapshot")):
             member.put({f"snapshots/{old.address}": encode(MEANINGS[meaning](old))})
     member.put({f"snapshots/{old.address}": encode(old)})
     assert Blobs(team.own).read_snapshot(old.address) == old

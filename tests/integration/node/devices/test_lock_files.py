@@ -36,7 +36,7 @@ except StorageError as error:
 """
         )
         with other(script, parent) as stranger:
-            assert stranger.hear() == golden("unit.lock_files.open-everybody-sudo", parent=parent)
-            assert stranger.hear() == golden("unit.lock_files.lock-directory-cannot-used", parent=parent)
+            assert stranger.hear() == golden("node.lock_files.open-everybody-sudo", parent=parent)
+            assert stranger.hear() == golden("node.lock_files.lock-directory-cannot-used", parent=parent)
     finally:
         shutil.rmtree(parent)

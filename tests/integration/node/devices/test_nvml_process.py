@@ -56,7 +56,7 @@ def driver(tmp_path: Path) -> Iterator[Path]:
 def test_F26_nobody_waits_twice_and_what_recovers_is_believed(driver: Path, forks: bool) -> None:
     asker = NvmlProcess(str(driver), SHORT_S, forks=forks)
     for _ in range(3):
-        with pytest.raises(Silent, match=re.escape(golden("unit.nvml_process.did-answer"))):
+        with pytest.raises(Silent, match=re.escape(golden("node.nvml_process.did-answer"))):
             asker.ask(["FAKE-H100-0"])
     wait_for(lambda: len(helpers()) == 1, "one process asks")
     driver.write_text("{}")

@@ -128,7 +128,7 @@ def test_a_name_that_does_not_lead_back_means_by_value(module: ModuleType, name:
 
 def test_a_module_that_the_rank_cannot_import_is_named(module: ModuleType, tmp_path: Path) -> None:
     path = dump(tmp_path / "call.pkl", module.plain)
-    with pytest.raises(AssertionError, match=re.escape(golden("unit.call.module-named-call"))):
+    with pytest.raises(AssertionError, match=re.escape(golden("node.call.module-named-call"))):
         run_rank(RUN, path)
 
 
@@ -136,11 +136,11 @@ def test_a_function_that_is_gone_in_the_rank_is_named(module: ModuleType, tmp_pa
     path = dump(tmp_path / "call.pkl", module.wrapped.__wrapped__)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "call_project.py").write_text("plain = 1")
-    with pytest.raises(AssertionError, match=golden("unit.call.call-project-other")):
+    with pytest.raises(AssertionError, match=golden("node.call.call-project-other")):
         run_rank(RUN, path, path=tmp_path / "other")
     (tmp_path / "other" / "call_project.py").write_text("def wrapped(): pass")
     path = dump(tmp_path / "call.pkl", module.twice.__wrapped__)
-    with pytest.raises(AssertionError, match=re.escape(golden("unit.call.function-twice"))):
+    with pytest.raises(AssertionError, match=re.escape(golden("node.call.function-twice"))):
         run_rank(RUN, path, path=tmp_path / "other")
 
 
@@ -204,7 +204,7 @@ def test_source_lines_of_a_cell_reach_the_rank(name: str, tmp_path: Path) -> Non
     path = tmp_path / "call.pkl"
     call.dump_call(str(path), function=namespace["broken"], args=[0], kwargs={}, sources={name: CELL})
     shown = run_rank(SHOW, path)
-    assert golden("unit.call.file-line-broken", name=name) in shown
+    assert golden("node.call.file-line-broken", name=name) in shown
     assert shown.endswith("".join(CELL) + "\n")
 
 
@@ -321,4 +321,4 @@ print(found.function(*found.args))
         path,
     )
     data = "build.<locals>.Data(many={})"
-    assert said == golden("unit.call.module-typing-dict", data=data)
+    assert said == golden("node.call.module-typing-dict", data=data)

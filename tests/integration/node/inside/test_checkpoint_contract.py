@@ -49,7 +49,7 @@ def test_with_it_the_process_goes_on_and_knows_why(first: str, tmp_path: Path) -
     program = f"{first}\nprint(rt.should_stop())\nstop('preempt')\n"
     program += "print(os.environ['SGPU_STOP_REASON'], rt.should_stop(), rt.stop_reason())"
     done = in_a_run(program, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, golden("unit.checkpoint_contract.false-preempt-true"), "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, golden("node.checkpoint_contract.false-preempt-true"), "")
 
 
 def test_a_signal_from_somebody_else_is_a_cancel(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_callbacks_are_called_once_and_in_order_and_at_once_when_it_is_late(tmp_
         "@rt.on_stop\ndef two(): print('two')\n"
         "stop('drain')\nstop('drain')\nrt.on_stop(lambda: print('late'))"
     )
-    assert in_a_run(program, tmp_path).stdout == golden("unit.checkpoint_contract.one-drain-two")
+    assert in_a_run(program, tmp_path).stdout == golden("node.checkpoint_contract.one-drain-two")
 
 
 def test_what_a_callback_raises_is_raised_after_the_others(tmp_path: Path) -> None:

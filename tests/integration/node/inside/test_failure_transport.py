@@ -38,14 +38,14 @@ def test_the_first_line_of_a_ranks_traceback_is_the_users(tmp_path: Path) -> Non
     )
     raised_there, imported_there = (json.loads(line).splitlines() for line in text.splitlines())
     assert raised_there[-3:] == [
-        golden("unit.failure_transport.file-users-code", tmp_path=tmp_path),
+        golden("node.failure_transport.file-users-code", tmp_path=tmp_path),
         "    raise ValueError('theirs')",
         "ValueError: theirs",
     ]
     # Neither the frames that loaded the call nor those of the import below them.
     assert imported_there[:2] == [
-        golden("unit.failure_transport.traceback-most-recent"),
-        golden("unit.failure_transport.file-broken-import", tmp_path=tmp_path),
+        golden("node.failure_transport.traceback-most-recent"),
+        golden("node.failure_transport.file-broken-import", tmp_path=tmp_path),
     ]
 
 
@@ -71,12 +71,12 @@ def test_F57_a_class_that_cannot_be_imported_here_becomes_a_remote_error(tmp_pat
     back = failures.rebuild(json.loads(described), str(path), rank=0, host="h", run_id="r", log_path="/l")
     assert isinstance(back, RemoteError)
     assert str(back).startswith("rank 0 raised remote_only.Special: only there\nhint: ")
-    assert golden("unit.failure_transport.module-named-remote") in back.hint
+    assert golden("node.failure_transport.module-named-remote") in back.hint
     assert back.__notes__ == [
-        golden("unit.failure_transport.look-data"),
-        golden("unit.failure_transport.rank-host-run"),
+        golden("node.failure_transport.look-data"),
+        golden("node.failure_transport.rank-host-run"),
     ]
-    assert golden("unit.failure_transport.file-remote-only", tmp_path=tmp_path) in str(back.__cause__)
+    assert golden("node.failure_transport.file-remote-only", tmp_path=tmp_path) in str(back.__cause__)
 
 
 def test_F57_the_same_class_is_caught_by_its_type_when_it_can_be_imported(

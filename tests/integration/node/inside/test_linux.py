@@ -197,7 +197,7 @@ linux.outlive_ranks()
 linux.be_ordinary()
 print(score() == 0 if may else score() >= 500)
 """
-    assert run_rank(code) == golden("unit.linux.true-true-true")
+    assert run_rank(code) == golden("node.linux.true-true-true")
 
 
 def test_a_signal_for_the_main_thread_arrives_and_a_process_that_is_gone_is_said() -> None:

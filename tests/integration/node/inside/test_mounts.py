@@ -113,7 +113,7 @@ if pid == 0:
 os.waitpid(pid, 0)
 print("parent", open(place + "/view/which").read(), sorted(os.listdir(place + "/view/shared")))
 """
-    assert run(code, place, uid=uid).splitlines() == [golden("unit.mounts.child"), golden("unit.mounts.parent")]
+    assert run(code, place, uid=uid).splitlines() == [golden("node.mounts.child"), golden("node.mounts.parent")]
 
 
 @pytest.mark.parametrize("uid", users())
@@ -136,18 +136,18 @@ mounts.enter([mount("view", *map(str, range(480)))])
 print(len(os.listdir(place + "/view")))
 """
     refusal, same_namespace, seen = run(code, place).splitlines()
-    assert golden("unit.mounts.names-300-layers") in refusal
+    assert golden("node.mounts.names-300-layers") in refusal
     assert (same_namespace, seen) == ("True", "480")
 
 
 def test_a_layer_that_is_gone_is_named_with_its_place(place: Path) -> None:
     answer = run('print(refused(mount("view", "a", "gone")))', place)
-    assert answer == golden("unit.mounts.errno-cannot-mounted", place=place)
+    assert answer == golden("node.mounts.errno-cannot-mounted", place=place)
 
 
 @pytest.mark.parametrize("layers", [[], ["a"], ["a", ""], ["a", "b:c"], ["a", "b,upperdir=c"]])
 def test_what_is_no_list_of_layers_is_refused(place: Path, layers: list[str]) -> None:
-    with pytest.raises(OSError, match=re.escape(golden("unit.mounts.layers-overlay"))):
+    with pytest.raises(OSError, match=re.escape(golden("node.mounts.layers-overlay"))):
         mounts.enter([{"at": str(place / "view"), "layers": layers, "directory": str(place)}])
 
 
@@ -183,7 +183,7 @@ os.waitpid(pid, 0)
 def test_23C1_who_can_have_no_namespace_says_which_steps_were_refused(place: Path) -> None:
     refused = "a mount namespace cannot be made: Operation not permitted; with a user namespace: "
     nothing = run("print(mounts.probe())", place, before=without("all"))
-    assert nothing == golden("unit.mounts.ids-user-namespace", refused=refused)
+    assert nothing == golden("node.mounts.ids-user-namespace", refused=refused)
     shutil.rmtree(place / "inside")
     docker = run("print(mounts.probe())", place, before=(*without("sys_admin"), *refusing("no-namespaces")))
-    assert docker == golden("unit.mounts.user-namespace-cannot", refused=refused)
+    assert docker == golden("node.mounts.user-namespace-cannot", refused=refused)

@@ -194,7 +194,7 @@ def test_what_the_user_registered_by_value_travels_by_value(user_module: ModuleT
     path = tmp_path / "f.pkl"
     code = "print(payload.load(sys.argv[2])())"
     payload.dump(user_module.answer, str(path))
-    with pytest.raises(AssertionError, match=re.escape(golden("unit.payload.module-named-value"))):
+    with pytest.raises(AssertionError, match=re.escape(golden("node.payload.module-named-value"))):
         run_rank(code, path)
     cloudpickle.register_pickle_by_value(user_module)
     try:

@@ -27,7 +27,7 @@ ask(protocol.PASS_SIGNAL)
 print("in ask" in answer(), answer().encode().endswith(protocol.PASSED))
 """
     )
-    assert said == golden("unit.rank_stacks.true-false-memfd")
+    assert said == golden("node.rank_stacks.true-false-memfd")
 
 
 def test_a_main_thread_in_a_call_that_does_not_come_back_says_nothing() -> None:

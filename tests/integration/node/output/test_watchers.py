@@ -60,7 +60,7 @@ def test_one_watcher_too_many_is_told_so_and_the_place_is_free_again_when_one_go
     turn(selector)
     received = protocol.receive(late)
     assert received is not None and isinstance(received[0], protocol.Refused)
-    assert received[0].message == golden("unit.watchers.64-others-connected")
+    assert received[0].message == golden("node.watchers.64-others-connected")
     assert all(read_all_of(peer) == [SNAPSHOT] for peer in peers)
     peers[0].close()
     turn(selector)

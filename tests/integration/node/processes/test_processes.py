@@ -91,7 +91,7 @@ def test_F02_a_limit_is_enforced_or_the_user_is_told() -> None:
     watch = MemoryWatch(None, process.pid, 64 << 20)
     process.communicate()
     if watch.note:
-        assert watch.note == golden("unit.processes.memory-enforced-memory")
+        assert watch.note == golden("node.processes.memory-enforced-memory")
         assert process.returncode == 0
         pytest.skip(watch.note)
     assert process.returncode == -signal.SIGKILL

@@ -99,7 +99,7 @@ try:
 except NoPort as error:
     print(error)
 """
-    assert run_script(PREAMBLE + code) == golden("unit.rendezvous.true-rendezvous-port")
+    assert run_script(PREAMBLE + code) == golden("node.rendezvous.true-rendezvous-port")
 
 
 def test_F13_a_closed_reservation_gives_the_port_up() -> None:

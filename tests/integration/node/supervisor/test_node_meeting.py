@@ -36,7 +36,7 @@ def test_a_crew_of_another_gang_is_not_taken_for_one_of_ours() -> None:
 
 def test_who_does_not_answer_is_waited_for_once_and_names_are_not_looked_up() -> None:
     came = scene("nobody")
-    assert came["problems"][:2] == [golden("unit.node_meeting.answer"), "Connection refused"]
+    assert came["problems"][:2] == [golden("node.node_meeting.answer"), "Connection refused"]
     assert len(came["problems"]) == 3 and came["problems"][2]
     assert PROBE_S <= came["took_s"] < PROBE_S + 2
 
@@ -51,7 +51,7 @@ def test_a_dead_address_is_not_waited_for_where_another_one_lives() -> None:
 def test_a_network_that_loses_large_packets_is_found_before_user_code_hangs_on_it() -> None:
     came = scene("large_is_lost")
     assert came["said"]
-    assert came["problems"] == [golden("unit.node_meeting.answers-but-large")]
+    assert came["problems"] == [golden("node.node_meeting.answers-but-large")]
 
 
 def test_strangers_garbage_and_floods_are_told_nothing_and_stop_nobody() -> None:

@@ -185,7 +185,7 @@ def test_the_ranks_of_a_function_wait_for_nothing(begin: Begin, monitor: FakeMon
         line.turn()
         assert line.observation.hold_ns is None
         assert line.told == []  # it may answer yet
-        assert line.observation.receipt_notes() == [golden("unit.observation.did-answer-last", KEPT=KEPT)]
+        assert line.observation.receipt_notes() == [golden("node.observation.did-answer-last", KEPT=KEPT)]
 
 
 def test_the_receipt_of_what_was_over_at_once_names_where_it_is_tracked(
@@ -240,15 +240,15 @@ def test_a_ray_cluster_waits_as_a_program_does_for_its_workers_know_what_they_ar
     words.say(monitor.accept(), words.Untracked(sentence="the home's MLflow server starts", is_starting=True))
     line.turn()
     assert line.observation.hold_ns == line.clock.boottime_ns() + SERVER_NS
-    assert line.sentences() == [golden("unit.observation.home-mlflow-server")]
+    assert line.sentences() == [golden("node.observation.home-mlflow-server")]
 
 
 def test_a_receipt_without_a_link_says_what_becomes_of_the_run_in_mlflow(begin: Begin, monitor: FakeMonitor) -> None:
     line = begin(launch(spec=RunSpec(tracker=HOMES)))
-    assert line.observation.receipt_notes() == [golden("unit.observation.mlflow-answered-yet")]
+    assert line.observation.receipt_notes() == [golden("node.observation.mlflow-answered-yet")]
     words.say(monitor.accept(), words.Untracked(sentence="the home's server starts", is_starting=True))
     line.turn()
-    assert line.observation.receipt_notes() == [golden("unit.observation.home-mlflow-server-still")]
+    assert line.observation.receipt_notes() == [golden("node.observation.home-mlflow-server-still")]
     assert begin(launch(spec=RunSpec())).observation.receipt_notes() == []
 
 
@@ -259,15 +259,15 @@ def test_a_program_waits_for_the_homes_own_server_to_start_and_that_is_said(begi
         words.say(peer, words.Untracked(sentence="the home's MLflow server starts", is_starting=True))
     line.turn()
     assert line.observation.hold_ns == line.clock.boottime_ns() + SERVER_NS
-    assert line.sentences() == [golden("unit.observation.home-mlflow-server-starts")]
+    assert line.sentences() == [golden("node.observation.home-mlflow-server-starts")]
     words.say(peer, words.Untracked(sentence="no MLflow in /usr/bin/python yet"))
     line.turn()
     assert line.observation.hold_ns is None, "it does not start"
     words.say(peer, words.Untracked(sentence="no MLflow in /usr/bin/python", final=True))
     line.turn()
     assert line.observation.hold_ns is None
-    assert line.sentences()[1:] == [golden("unit.observation.mlflow-usr-bin")]
-    assert line.observation.receipt_notes() == [golden("unit.observation.mlflow-usr-bin")]
+    assert line.sentences()[1:] == [golden("node.observation.mlflow-usr-bin")]
+    assert line.observation.receipt_notes() == [golden("node.observation.mlflow-usr-bin")]
 
 
 def test_a_monitor_that_comes_later_hears_everything_and_is_not_asked_for_too_often(
@@ -348,7 +348,7 @@ def test_an_attempt_that_no_monitor_has_heard_of_is_left_for_the_next_one(
     held.leave()
     assert (kept.observe.run_id, kept.observe.directory) == ("r", str(directory))
     assert kept.observe.spec.tracker == THERE
-    assert line.observation.receipt_notes() == [golden("unit.observation.mlflow-answered-yet")]
+    assert line.observation.receipt_notes() == [golden("node.observation.mlflow-answered-yet")]
     if monitor is not None:
         monitor.close()
 

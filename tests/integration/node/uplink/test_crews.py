@@ -138,7 +138,7 @@ def test_F06_a_rank_that_raises_on_one_node_ends_those_on_the_other(nodes: list[
     assert second.halt is not None and second.halted_before_ending
     assert {"failures/3.json", "failures/3.pkl"} <= second.files_at_halt, "whoever is told of it may look"
     assert (second.halt.reason, second.halt.rank, second.halt.peer_lost) == (Reason.RANK_RAISED, 3, False)
-    assert detail(first) == golden("uplink.crews.n1-valueerror-luck")
+    assert detail(first) == golden("node.crews.n1-valueerror-luck")
     assert gang.cause is not None and (gang.cause.crew, gang.cause.rank) == (1, 3)
     assert "failures/3.json" in second.files and not any("failures/3" in name for name in first.files)
     assert_nothing_is_left(nodes)
@@ -301,4 +301,4 @@ def test_an_order_whose_gang_cannot_be_is_refused_in_words(nodes: list[Node], wh
     for crew in gang.crews:
         wait_for(lambda crew=crew: crew.ending, "it is refused")  # type: ignore[misc]  # mypy does not type a lambda's defaults
         assert crew.reason is Reason.REFUSED
-        assert golden("uplink.crews.nothing-know-each") in crew.reports[0].sentence
+        assert golden("node.crews.nothing-know-each") in crew.reports[0].sentence

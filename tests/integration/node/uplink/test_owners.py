@@ -78,7 +78,7 @@ def test_22A2_owners_share_no_zygote(node: Node) -> None:
     zygotes(node.home.root)
     assert warm_and_why(node.run(len, "a", owner="bob")) == (True, "")
     warm, why = warm_and_why(node.run(len, "a", owner="alice"))
-    assert not warm and golden("uplink.owners.first-run-owner") in why
+    assert not warm and golden("node.owners.first-run-owner") in why
     zygotes(node.home.root)
     assert warm_and_why(node.run(len, "a", owner="alice")) == (True, "")
     assert warm_and_why(node.run(len, "a", owner="bob")) == (True, "")

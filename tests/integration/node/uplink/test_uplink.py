@@ -233,9 +233,9 @@ def test_a_server_names_no_directory_but_those_of_its_own_runs(node: Node) -> No
     assert local.results(timeout=60) == ["local"] and local.receipt(60).gate
     own = node.run(hello, "a", run_id=local.id)
     wait_for(lambda: own.ending is not None, "it is refused")
-    assert own.reason is Reason.REFUSED and golden("uplink.uplink.one-node-own") in own.reports[0].sentence
+    assert own.reason is Reason.REFUSED and golden("node.uplink.one-node-own") in own.reports[0].sentence
     node.run(hello, "a", run_id="../../../tmp/elsewhere")
-    wait_for(lambda: golden("uplink.uplink.attempt-name") in node.log(), "it is refused, too")
+    wait_for(lambda: golden("node.uplink.attempt-name") in node.log(), "it is refused, too")
     assert not Path("/tmp/elsewhere").exists()
     assert local.results() == ["local"] and (local.directory / "receipt.json").exists()
 

@@ -132,7 +132,7 @@ def test_an_uplink_killed_before_that_answer_leaves_a_run_that_never_began(node:
     node.restart()
     attempt.settled()
     assert attempt.reason is Reason.REFUSED and attempt.ending is not None and not attempt.ending.began
-    assert golden("uplink.uplink_failures.node-uplink-ended") in detail(attempt)
+    assert golden("node.uplink_failures.node-uplink-ended") in detail(attempt)
     assert not Path(where, "rank0").exists()
 
 
@@ -165,7 +165,7 @@ def test_an_attempt_that_is_over_for_the_server_is_ended_also_when_the_uplink_is
     keeper.send(signal.SIGSTOP)  # nobody hears that it is to be stopped
     attempt.stale = True
     wait_for(
-        lambda: golden("uplink.uplink_failures.attempt-over-server", run_id=attempt.start.run_id) in node.log(),
+        lambda: golden("node.uplink_failures.attempt-over-server", run_id=attempt.start.run_id) in node.log(),
         "the uplink knows",
     )
     node.uplink().kill()
@@ -220,7 +220,7 @@ def test_an_attempt_whose_lock_cannot_be_looked_at_is_not_refused_it_may_be_runn
     lock.mkdir()  # as a disk that answers with errors: neither free nor held
     node.restart()
     wait_for(
-        lambda: golden("uplink.uplink_failures.cannot-looked") in attempt.reports[-1].sentence,
+        lambda: golden("node.uplink_failures.cannot-looked") in attempt.reports[-1].sentence,
         "the server is told what is wrong",
     )
     assert attempt.ending is None
@@ -343,7 +343,7 @@ def test_F43_results_are_sent_for_as_long_as_it_takes_and_that_is_said(node: Nod
     attempt = node.run(large_result, where)
 
     def uploading() -> bool:
-        return bool(attempt.reports) and golden("uplink.uplink_failures.results-do-get") in attempt.reports[-1].sentence
+        return bool(attempt.reports) and golden("node.uplink_failures.results-do-get") in attempt.reports[-1].sentence
 
     wait_for(uploading, "it is said what it does")
     assert attempt.reports[-1].state is State.STOPPING and attempt.ending is None
@@ -405,7 +405,7 @@ def test_F40_output_arrives_whole_once_there_is_room(node: Node, where: str) -> 
     attempt = node.run(talk, where)
     attempt.disk_full = True
     wait_for(
-        lambda: attempt.reports and golden("uplink.uplink_failures.server-disk-full") in attempt.reports[-1].sentence,
+        lambda: attempt.reports and golden("node.uplink_failures.server-disk-full") in attempt.reports[-1].sentence,
         "it is said",
     )
     attempt.disk_full = False
@@ -428,7 +428,7 @@ def test_22A8_a_killed_supervisor_is_billed_and_an_ending_once_its_ranks_are_gon
     assert attempt.reason is Reason.SUPERVISOR_KILLED and attempt.ending is not None
     assert attempt.ending.began and not attempt.ending.stopped
     assert attempt.receipt is not None and attempt.receipt["gate"].startswith("not known")
-    assert golden("uplink.uplink_failures.how-much-more") in attempt.receipt["notes"][0]
+    assert golden("node.uplink_failures.how-much-more") in attempt.receipt["notes"][0]
     assert attempt.receipt["gpu_ms"] > 0 and attempt.receipt["bill"]["billed_ms"] == attempt.receipt["gpu_ms"]
     assert attempt.facts[max(attempt.facts)] == "alive", "the server has its last sign of life"
 

@@ -150,11 +150,11 @@ def test_a_broken_link_is_found_and_other_links_are_not(tmp_path: Path) -> None:
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "b.md").write_text("[x](no.md)\n")
     assert [(found.path, found.line, found.message) for found in links.check(tmp_path)] == [
-        ("README.md", 2, golden("lints.lints.link-docs-gone")),
-        ("README.md", 3, golden("lints.lints.link-gone-heading")),
-        ("docs/a.md", 7, golden("lints.lints.link-gone-md")),
-        ("docs/a.md", 10, golden("lints.lints.link-top-heading")),
-        ("docs/a.md", 10, golden("lints.lints.link-heading-called")),
+        ("README.md", 2, golden("scripts.lints.link-docs-gone")),
+        ("README.md", 3, golden("scripts.lints.link-gone-heading")),
+        ("docs/a.md", 7, golden("scripts.lints.link-gone-md")),
+        ("docs/a.md", 10, golden("scripts.lints.link-top-heading")),
+        ("docs/a.md", 10, golden("scripts.lints.link-heading-called")),
     ]
 
 

@@ -100,7 +100,7 @@ def test_F53_a_node_of_the_protocol_to_come_is_told_to_wait_for_the_server(serve
         assert (
             status == 400 and golden("server.upgrade.protocol-server-speaks", value=PROTOCOL + 1) in problem["message"]
         )
-        assert problem["hint"] == golden("server.agents.upgrade-serverless-gpu")
+        assert problem["hint"] == golden("server.upgrade.upgrade-serverless-gpu")
     status, problem = replay_of(PROTOCOL, server).ask_as(
         "node", "POST", "/agents", {**hello["body"], "what_is_that": 1}
     )

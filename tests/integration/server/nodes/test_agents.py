@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused_by_name(agents: Agents, said: AgentHello, mes
 def test_F53_the_side_that_is_too_old_is_named(agents: Agents) -> None:
     with pytest.raises(InvalidValue) as newer:
         agents.hello(NODE, hello(protocol=PROTOCOL + 1))
-    assert newer.value.hint == golden("server.agents.upgrade-serverless-gpu")
+    assert newer.value.hint == golden("server.upgrade.upgrade-serverless-gpu")
     with pytest.raises(InvalidValue) as older:
         agents.hello(NODE, hello(protocol=PROTOCOLS[0] - 1))
     assert older.value.hint == golden("server.agents.upgrade-serverless-gpu-node")

@@ -41,7 +41,7 @@ def test_lines_are_tagged_and_go_where_they_were_written(capsys: Captured) -> No
     made = TerminalDisplay(quiet=False)
     made.output(0, "stdout", "a\nb\n")
     made.output(1, "stderr", "c\n")
-    assert capsys.readouterr() == (golden("unit.display.rank-rank"), "[rank 1] c\n")
+    assert capsys.readouterr() == (golden("client.display.rank-rank"), "[rank 1] c\n")
 
 
 def test_a_line_is_printed_when_it_is_whole(capsys: Captured) -> None:
@@ -84,7 +84,7 @@ def test_a_long_line_that_breaks_off_does_not_say_how_long_it_is(capsys: Capture
     made = TerminalDisplay(quiet=False)
     made.output(0, "stdout", "x" * 70_000)
     made.skipped(0, "stdout", 98_000_000, lost=False)
-    assert capsys.readouterr().out == golden("unit.display.rank-more-line", value="x" * 65_536)
+    assert capsys.readouterr().out == golden("client.display.rank-more-line", value="x" * 65_536)
 
 
 def test_empty_lines_are_lines(capsys: Captured) -> None:
@@ -105,7 +105,7 @@ def test_how_far_something_is_goes_into_a_file_now_and_then(capsys: Captured, cl
     for second in range(25):
         display.passing(f"fetching {second} of 25")
         clock.advance(1)
-    assert capsys.readouterr().err == golden("unit.display.serverless-gpu-fetching")
+    assert capsys.readouterr().err == golden("client.display.serverless-gpu-fetching")
     quiet = TerminalDisplay(quiet=True, clock=clock)
     clock.advance(11)
     quiet.passing("fetching")
@@ -187,7 +187,7 @@ def test_F50_a_long_bar_in_a_file_is_shown_every_ten_seconds(capsys: Captured, c
         made.tick()
         clock.advance(1)
     made.finish()
-    assert capsys.readouterr().err == golden("unit.display.rank-10-rank")
+    assert capsys.readouterr().err == golden("client.display.rank-10-rank")
 
 
 def test_F50_bars_below_each_other_in_a_file(capsys: Captured, clock: FakeClock) -> None:
@@ -196,7 +196,7 @@ def test_F50_bars_below_each_other_in_a_file(capsys: Captured, clock: FakeClock)
         made.output(0, "stderr", character)
         made.tick()
     made.finish()
-    assert capsys.readouterr().err == golden("unit.display.rank-epochs-100")
+    assert capsys.readouterr().err == golden("client.display.rank-epochs-100")
 
 
 def test_a_stream_that_cannot_encode_a_character_gets_it_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_stream_that_cannot_encode_a_character_gets_it_escaped(monkeypatch: py
 
 def test_F50_lines_on_a_terminal_keep_colours_only(terminal: Terminal) -> None:
     TerminalDisplay(quiet=False).output(0, "stdout", "\x1b[31mred\x1b]52;c;x\x07\u202e\n\x07\n")
-    assert terminal.getvalue() == golden("unit.display.rank-31mred-u202e")
+    assert terminal.getvalue() == golden("client.display.rank-31mred-u202e")
 
 
 def test_F50_a_bar_is_redrawn_in_place_below_all_lines(terminal: Terminal, clock: FakeClock) -> None:
@@ -234,7 +234,7 @@ def test_F50_one_bar_that_moves_is_one_carriage_return_and_no_line(terminal: Ter
     made.output(0, "stderr", "\r44%")
     clock.advance(1)
     made.output(0, "stderr", "\r45%")
-    assert terminal.getvalue() == golden("unit.display.rank-44-rank")
+    assert terminal.getvalue() == golden("client.display.rank-44-rank")
 
 
 def test_F50_bars_below_each_other_on_a_terminal(terminal: Terminal, clock: FakeClock) -> None:
@@ -334,15 +334,15 @@ def test_F49_missing_output_is_said_where_it_is_missing(capsys: Captured, quiet:
     made.skipped(0, "stdout", 41_200_000_000, True)
     made.output(0, "stdout", "next\n")
     assert capsys.readouterr() == (
-        golden("unit.display.rank-whole-rank"),
-        golden("unit.display.rank-gb-shown"),
+        golden("client.display.rank-whole-rank"),
+        golden("client.display.rank-gb-shown"),
     )
 
 
 def test_hidden_ranks_are_shown_when_the_run_failed(capsys: Captured) -> None:
     made = TerminalDisplay(quiet=False, logs=Path("/run/logs"))
     made.failure({3: "first\nlast", 1: "other"})
-    assert capsys.readouterr().err == golden("unit.display.serverless-gpu-last")
+    assert capsys.readouterr().err == golden("client.display.serverless-gpu-last")
 
 
 def test_the_notebooks_display_is_for_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:

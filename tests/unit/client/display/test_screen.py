@@ -127,7 +127,7 @@ def test_F50_a_long_line_is_cut_for_the_view() -> None:
         made.feed("x" * 10_000, 0)
     (line,) = made.feed("\n", 0)
     more = 1_000_000 - LINE_CHARACTERS_MAX
-    assert line == "x" * LINE_CHARACTERS_MAX + golden("unit.screen.characters-more-line", more=more)
+    assert line == "x" * LINE_CHARACTERS_MAX + golden("client.screen.characters-more-line", more=more)
 
 
 def test_a_bar_is_glimpsed_every_ten_seconds_when_it_has_moved() -> None:

@@ -89,7 +89,7 @@ def test_a_long_wait_that_is_over_is_said(capsys: pytest.CaptureFixture[str], cl
     clock.advance(300)
     made.state("STARTING", "")
     made.state("RUNNING", "")
-    assert capsys.readouterr().err.splitlines()[1:] == [golden("unit.waiting_line.serverless-gpu-starts")]
+    assert capsys.readouterr().err.splitlines()[1:] == [golden("client.waiting_line.serverless-gpu-starts")]
     made.waits("first", None)
     clock.advance(60)
     made.state("CANCELLED", "")
@@ -105,11 +105,11 @@ def test_on_a_terminal_it_is_one_place_that_changes(terminal: Terminal, clock: F
             clock.advance(1)
             made.tick()
     assert terminal.rows() == [
-        golden("unit.waiting_line.serverless-gpu-queued"),
-        golden("unit.waiting_line.alice-bert-ft"),
+        golden("client.waiting_line.serverless-gpu-queued"),
+        golden("client.waiting_line.alice-bert-ft"),
     ]
     made.say("a word beside it")
-    assert terminal.rows()[0] == golden("unit.waiting_line.serverless-gpu-word") and len(terminal.rows()) == 3
+    assert terminal.rows()[0] == golden("client.waiting_line.serverless-gpu-word") and len(terminal.rows()) == 3
     made.state("STARTING", "")
     said = ["serverless-gpu: a word beside it", "serverless-gpu: it starts, after 4 min in the queue"]
     assert terminal.rows() == [*said, ""]
@@ -154,9 +154,9 @@ def test_a_notebook_shows_for_how_long_and_for_what() -> None:
     cell.clock.advance(60)
     cell.display.waits("needs 2 H100; you are 1st", None)
     assert cell.screen.plain == [
-        golden("unit.waiting_line.queued-min-needs"),
-        golden("unit.waiting_line.queued-min-needs-h100"),
-        golden("unit.waiting_line.queued-min-needs-h100-2"),
+        golden("client.waiting_line.queued-min-needs"),
+        golden("client.waiting_line.queued-min-needs-h100"),
+        golden("client.waiting_line.queued-min-needs-h100-2"),
         "RUNNING for 0 s",
-        golden("unit.waiting_line.queued-needs-h100"),
+        golden("client.waiting_line.queued-needs-h100"),
     ]

@@ -193,7 +193,7 @@ class WrappedActor(ActorClass):
 
 @pytest.mark.parametrize(("wrapper", "name"), [(RemoteFunction(plain), "plain"), (WrappedActor(), "Callables")])
 def test_what_ray_starts_is_no_driver(wrapper: object, name: str) -> None:
-    with pytest.raises(NotDistributable, match=golden("unit.preflight.task-actor-ray", name=name)) as caught:
+    with pytest.raises(NotDistributable, match=golden("client.preflight.task-actor-ray", name=name)) as caught:
         preflight.check_function(wrapper)
     assert "@ray.remote" in caught.value.hint
 
@@ -205,19 +205,19 @@ def test_F54_a_lock_in_a_closure() -> None:
         with lock:
             print(other)
 
-    assert explained(train) == golden("unit.preflight.closure-variable-lock")
+    assert explained(train) == golden("client.preflight.closure-variable-lock")
 
 
 def test_F54_a_generator_among_the_arguments() -> None:
     assert explained(plain, (n for n in range(3))) == "argument `x` -> generator"
-    assert explained(plain, x=[1, {"a": [2, (n for n in range(3))]}]) == golden("unit.preflight.argument-item-key")
+    assert explained(plain, x=[1, {"a": [2, (n for n in range(3))]}]) == golden("client.preflight.argument-item-key")
 
 
 def test_F54_an_open_file_in_an_attribute(tmp_path: Path) -> None:
     with open(tmp_path / "out.txt", "w") as text, open(tmp_path / "out.txt", "rb") as binary:
-        assert explained(plain, Config(text)) == golden("unit.preflight.argument-attribute-handle", tmp_path=tmp_path)
+        assert explained(plain, Config(text)) == golden("client.preflight.argument-attribute-handle", tmp_path=tmp_path)
         assert explained(plain, x=Slotted(Config(binary))) == golden(
-            "unit.preflight.argument-attribute-inner", tmp_path=tmp_path
+            "client.preflight.argument-attribute-inner", tmp_path=tmp_path
         )
 
 
@@ -235,14 +235,14 @@ def test_F54_a_global_behind_a_helper_that_calls_back() -> None:
         "def helper(n): return train(n - 1) if n else LOCK\n"
         "def train(n): return helper(n)\n"
     )
-    assert explained(names["train"], 1) == golden("unit.preflight.global-helper-train")
+    assert explained(names["train"], 1) == golden("client.preflight.global-helper-train")
 
 
 def test_F54_who_only_refers_back_to_the_culprits_owner_is_not_blamed() -> None:
     names = in_main(
         "import threading\nLOCK = threading.Lock()\ndef innocent(): return train\ndef train(): return innocent, LOCK\n"
     )
-    assert explained(names["train"]) == golden("unit.preflight.global-lock-train")
+    assert explained(names["train"]) == golden("client.preflight.global-lock-train")
 
 
 def test_F54_defaults_partials_methods_and_classes() -> None:
@@ -252,25 +252,25 @@ def test_F54_defaults_partials_methods_and_classes() -> None:
 
     def with_keyword_default(*, y: object = lock) -> None: ...
 
-    assert explained(with_default) == golden("unit.preflight.default-default-thread")
-    assert explained(with_keyword_default) == golden("unit.preflight.default-keyword-default")
-    assert explained(functools.partial(neither, x=lock)) == golden("unit.preflight.partial-partial-argument")
+    assert explained(with_default) == golden("client.preflight.default-default-thread")
+    assert explained(with_keyword_default) == golden("client.preflight.default-keyword-default")
+    assert explained(functools.partial(neither, x=lock)) == golden("client.preflight.partial-partial-argument")
     assert explained(Config(lock).__getattribute__, "size").endswith("attribute `handle` -> _thread.lock")
     held = in_main("import threading\nclass Held:\n    lock = threading.Lock()\n    def run(self): pass\n")["Held"]
-    assert golden("unit.preflight.attribute-lock-class") in explained(plain, held)
+    assert golden("client.preflight.attribute-lock-class") in explained(plain, held)
 
 
 def test_F54_the_search_in_a_long_list_is_short() -> None:
     values: list[object] = list(range(200_000))
     values[123_456] = threading.Lock()
-    assert explained(plain, values) == golden("unit.preflight.argument-item-123456")
+    assert explained(plain, values) == golden("client.preflight.argument-item-123456")
 
 
 def test_F54_a_loop_of_objects_ends() -> None:
     loop: list[object] = []
     loop.append(loop)
     loop.append({"lock": threading.Lock(), "up": loop})
-    assert explained(plain, loop) == golden("unit.preflight.argument-item-key-lock")
+    assert explained(plain, loop) == golden("client.preflight.argument-item-key-lock")
 
 
 class RefusesToBePickled:
@@ -292,7 +292,7 @@ def test_F54_pack_refuses_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(NotPicklable) as caught:
         preflight.pack(str(tmp_path / "call.pkl"), plain, [lock], {})
     assert "argument `x` -> _thread.lock" in str(caught.value)
-    assert golden("unit.preflight.typeerror-cannot-pickle") in str(caught.value)
+    assert golden("client.preflight.typeerror-cannot-pickle") in str(caught.value)
     assert isinstance(caught.value.__cause__, TypeError)
     assert list(tmp_path.iterdir()) == []
 
@@ -323,7 +323,10 @@ def test_F59_a_large_captured_global_is_named(tmp_path: Path, monkeypatch: pytes
     assert first.startswith("every rank loads the 16.0 MB that this call to train carries; largest: global `helper` of")
     largest = first.partition("largest: ")[2].split(", ")
     assert largest[0].startswith("global `helper` of `train` -> global `DATA` of `helper`: list 13.")
-    assert largest[1:] == [golden("unit.preflight.argument-table-numpy"), golden("unit.preflight.argument-bytes-100")]
+    assert largest[1:] == [
+        golden("client.preflight.argument-table-numpy"),
+        golden("client.preflight.argument-bytes-100"),
+    ]
     assert hint.startswith("hint: load large data inside the function")
 
 
@@ -334,7 +337,7 @@ def test_F59_a_small_call_has_no_warning(tmp_path: Path) -> None:
 def test_F59_the_attribute_that_holds_the_bytes_is_named() -> None:
     config = Config({"weights": bytes(5_000_000), "note": "x"})
     path, size = preflight.largest_captured(plain, [config], {})[0]
-    assert path == golden("unit.preflight.argument-attribute-handle-key")
+    assert path == golden("client.preflight.argument-attribute-handle-key")
     assert 5_000_000 <= size < 5_010_000
 
 

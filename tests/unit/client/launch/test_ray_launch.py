@@ -96,7 +96,7 @@ MISUSED = {
 
 @pytest.mark.parametrize(("name", "instead"), MISUSED.items())
 def test_a_name_of_somebody_elses_says_what_to_write_instead(name: str, instead: str) -> None:
-    with pytest.raises(TypeError, match=golden("unit.ray_launch.ray-launch-option", name=name)) as caught:
+    with pytest.raises(TypeError, match=golden("client.ray_launch.ray-launch-option", name=name)) as caught:
         ray_launch(gpus=1, **{name: 1})  # type: ignore[arg-type]  # what a user may write
     assert isinstance(caught.value, InvalidOption)
     said, _, valid = caught.value.hint.partition("; valid options: ")
@@ -117,29 +117,29 @@ def test_what_is_nearly_a_name_of_somebody_elses() -> None:
 
 
 def test_what_is_nearly_an_option() -> None:
-    with pytest.raises(InvalidOption, match=re.escape(golden("unit.ray_launch.dashbord-did-you"))):
+    with pytest.raises(InvalidOption, match=re.escape(golden("client.ray_launch.dashbord-did-you"))):
         read_options(False, None, {"dashbord": True})
 
 
 def test_what_is_like_nothing_lists_what_there_is() -> None:
-    with pytest.raises(InvalidOption, match=golden("unit.ray_launch.ray-launch-option-colour")):
+    with pytest.raises(InvalidOption, match=golden("client.ray_launch.ray-launch-option-colour")):
         read_options(False, None, {"colour": "red"})
 
 
 @pytest.mark.parametrize("value", ["10MB", 79_999_999, "201GB"])
 def test_an_object_store_that_ray_refuses(value: int | str) -> None:
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.ray_launch.between-80-mb"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("client.ray_launch.between-80-mb"))):
         ray_launch(object_store_memory=value)
 
 
 @pytest.mark.parametrize("value", ["much", True, 1.5])
 def test_an_object_store_that_is_no_size(value: object) -> None:
-    with pytest.raises(InvalidOption, match=re.escape(golden("unit.ray_launch.object-store-memory"))):
+    with pytest.raises(InvalidOption, match=re.escape(golden("client.ray_launch.object-store-memory"))):
         ray_launch(object_store_memory=value)  # type: ignore[arg-type]  # what a user may write
 
 
 def test_a_dashboard_is_a_switch() -> None:
-    with pytest.raises(InvalidOption, match=re.escape(golden("unit.ray_launch.dashboard-must-true"))):
+    with pytest.raises(InvalidOption, match=re.escape(golden("client.ray_launch.dashboard-must-true"))):
         ray_launch(dashboard=8265)  # type: ignore[arg-type]  # what a user may write
 
 
@@ -149,7 +149,7 @@ def test_the_dashboard_is_no_positional_argument() -> None:
 
 
 def test_without_parentheses() -> None:
-    with pytest.raises(InvalidOption, match=re.escape(golden("unit.ray_launch.needs-parentheses-hint"))):
+    with pytest.raises(InvalidOption, match=re.escape(golden("client.ray_launch.needs-parentheses-hint"))):
         ray_launch(driver)  # type: ignore[arg-type]  # what a user may write
 
 
@@ -174,7 +174,7 @@ def test_no_ray_at_all_is_one_sentence_with_the_line_that_helps() -> None:
         check_ray(RayCluster(), Found("", ""))
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value, UsageError)
-    assert str(caught.value) == golden("unit.ray_launch.ray-launch-needs")
+    assert str(caught.value) == golden("client.ray_launch.ray-launch-needs")
 
 
 def test_a_directory_that_has_rays_name_is_no_ray(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_a_directory_that_has_rays_name_is_no_ray(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["2.48.0", "2.9.3", "1.13.0", "0.8.7"])
 def test_a_ray_that_is_too_old(tmp_path: Path, version: str) -> None:
-    with pytest.raises(RayMissing, match=golden("unit.ray_launch.needs-ray-49", version=version)) as caught:
+    with pytest.raises(RayMissing, match=golden("client.ray_launch.needs-ray-49", version=version)) as caught:
         check_ray(RayCluster(), Found(version, make_ray_package(tmp_path)))
-    assert caught.value.hint == golden("unit.ray_launch.pip-install-upgrade")
+    assert caught.value.hint == golden("client.ray_launch.pip-install-upgrade")
 
 
 def test_a_dashboard_is_refused_where_ray_was_installed_without_one(
@@ -195,7 +195,7 @@ def test_a_dashboard_is_refused_where_ray_was_installed_without_one(
     found, absent = Found("2.60.0", make_ray_package(tmp_path)), {"aiohttp_cors"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else object())
     check_ray(RayCluster(), found)
-    with pytest.raises(RayMissing, match=golden("unit.ray_launch.dashboard-true-needs")) as caught:
+    with pytest.raises(RayMissing, match=golden("client.ray_launch.dashboard-true-needs")) as caught:
         check_ray(RayCluster(dashboard=True), found)
     assert caught.value.hint == "pip install 'ray[default]'"
     absent.clear()
@@ -207,13 +207,13 @@ def test_a_file_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
     script.touch()
     with pytest.raises(RayMissing, match=r"ray\.py hides Ray 2\.60\.0") as caught:
         check_ray(RayCluster(), Found("2.60.0", str(script)))
-    assert caught.value.hint == golden("unit.ray_launch.give-another-name", script=script)
+    assert caught.value.hint == golden("client.ray_launch.give-another-name", script=script)
 
 
 def test_a_directory_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
     with pytest.raises(RayMissing, match="hides Ray") as caught:
         check_ray(RayCluster(), Found("2.60.0", make_ray_package(tmp_path, real=False)))
-    assert caught.value.hint == golden("unit.ray_launch.give-another-name-2", value=tmp_path / "ray")
+    assert caught.value.hint == golden("client.ray_launch.give-another-name-2", value=tmp_path / "ray")
 
 
 def test_finders_that_fail_are_as_if_there_was_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_a_call_without_ray_leaves_nothing_behind(home: Path, monkeypatch: pytes
 
 def test_arguments_that_do_not_fit_are_said_before_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serverless_gpu.client.ray_preflight.look", lambda: Found("", ""))
-    with pytest.raises(TypeError, match=re.escape(golden("unit.ray_launch.arguments-do-fit"))):
+    with pytest.raises(TypeError, match=re.escape(golden("client.ray_launch.arguments-do-fit"))):
         ray_launch(gpus=1, gpu_type="CPU")(driver).distributed(3)  # type: ignore[call-arg]  # what a user may write
 
 
@@ -263,8 +263,8 @@ def test_what_the_callers_own_cluster_has_does_not_travel(tmp_path: Path, value:
     with pytest.raises(NotPicklable) as caught:
         pack(str(tmp_path / "call.pkl"), lambda: held, (), {}, refuse)
     name = type(value).__name__
-    assert golden("unit.ray_launch.held-lambda-key", name__=__name__, name=name) in caught.value.message
-    assert golden("unit.ray_launch.ray-cluster-made", name=name) in caught.value.message
+    assert golden("client.ray_launch.held-lambda-key", name__=__name__, name=name) in caught.value.message
+    assert golden("client.ray_launch.ray-cluster-made", name=name) in caught.value.message
     assert not (tmp_path / "call.pkl").exists()
 
 
@@ -333,7 +333,7 @@ def test_what_the_user_says_about_a_second_call_stays(in_a_run: Pretended) -> No
 
 @pytest.mark.parametrize("name", ["num_cpus", "num_gpus", "resources", "object_store_memory"])
 def test_in_a_run_the_size_of_the_cluster_cannot_be_said(in_a_run: Pretended, name: str) -> None:
-    with pytest.raises(InvalidOption, match=golden("unit.ray_launch.cannot-said-hint", name=name)):
+    with pytest.raises(InvalidOption, match=golden("client.ray_launch.cannot-said-hint", name=name)):
         ray_init(**{name: 1})
     assert in_a_run.calls == []
 
@@ -354,5 +354,5 @@ def test_without_ray_the_line_that_helps_is_said(monkeypatch: pytest.MonkeyPatch
 
 def test_the_door_has_its_names() -> None:
     assert set(door.__all__) <= set(dir(door))
-    with pytest.raises(AttributeError, match=golden("unit.ray_launch.module-serverless-gpu")):
+    with pytest.raises(AttributeError, match=golden("client.ray_launch.module-serverless-gpu")):
         _ = door.launch

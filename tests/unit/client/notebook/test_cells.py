@@ -105,7 +105,7 @@ def test_the_value_is_that_of_a_last_expression() -> None:
 def test_names_of_the_cell_are_found_in_the_main_module(main_module: types.ModuleType) -> None:
     run("class Point: ...", {"__name__": "__main__"})
     assert main_module.Point.__name__ == "Point"
-    with pytest.raises(AttributeError, match=golden("unit.cells.module-main-attribute")):
+    with pytest.raises(AttributeError, match=golden("client.cells.module-main-attribute")):
         _ = main_module.Line
 
 
@@ -173,5 +173,5 @@ def test_what_cannot_run_on_ranks_is_refused_with_its_line(text: str, told: str)
 
 
 def test_a_null_byte_is_refused() -> None:
-    with pytest.raises(UsageError, match=golden("unit.cells.cell-python-null")):
+    with pytest.raises(UsageError, match=golden("client.cells.cell-python-null")):
         run("x = '\0'")

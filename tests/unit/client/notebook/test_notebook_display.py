@@ -36,7 +36,7 @@ def test_23B7_a_run_from_its_queue_to_its_receipt_which_is_an_output_of_its_own(
     cell.display.finish()
     cell.display.receipt(FULL)
     assert cell.screen.plain == [
-        golden("unit.notebook_display.queued-waiting-h100"),
+        golden("client.notebook_display.queued-waiting-h100"),
         "RUNNING for 0 s",
         "RUNNING for 1 s",
         "RUNNING for 2 s",
@@ -78,10 +78,10 @@ def test_the_status_changes_four_times_a_second_at_most() -> None:
         cell.display.output(0, "stderr", f"\r{percent}%")
     assert cell.screen.plain == [
         "RUNNING for 0 s",
-        golden("unit.notebook_display.running-rank-24"),
-        golden("unit.notebook_display.running-rank-49"),
-        golden("unit.notebook_display.running-rank-74"),
-        golden("unit.notebook_display.running-rank-99"),
+        golden("client.notebook_display.running-rank-24"),
+        golden("client.notebook_display.running-rank-49"),
+        golden("client.notebook_display.running-rank-74"),
+        golden("client.notebook_display.running-rank-99"),
     ]
 
 
@@ -120,8 +120,8 @@ def test_what_is_said_of_a_run_that_runs_stays_as_text(capsys: Captured) -> None
     cell.display.say("rank 0 returned 60 s ago")
     cell.display.state("RUNNING", "rank 0 returned 60 s ago")
     cell.pass_time(1)
-    assert capsys.readouterr() == ("", golden("unit.notebook_display.serverless-gpu-rank"))
-    assert cell.screen.plain[-1] == golden("unit.notebook_display.running-rank-returned")
+    assert capsys.readouterr() == ("", golden("client.notebook_display.serverless-gpu-rank"))
+    assert cell.screen.plain[-1] == golden("client.notebook_display.running-rank-returned")
 
 
 def test_what_is_said_after_an_interrupt_stays_as_text_also_when_nothing_ran(capsys: Captured) -> None:
@@ -130,7 +130,7 @@ def test_what_is_said_after_an_interrupt_stays_as_text_also_when_nothing_ran(cap
     cell.display.finish()
     cell.display.say("run 01j goes on")
     cell.display.state("CANCELLED", "")
-    assert capsys.readouterr() == ("", golden("unit.notebook_display.serverless-gpu-run"))
+    assert capsys.readouterr() == ("", golden("client.notebook_display.serverless-gpu-run"))
     assert cell.screen.plain == ["QUEUED why", "CANCELLED after 0 ms"]
 
 
@@ -142,11 +142,11 @@ def test_missing_output_and_last_lines_of_other_ranks_are_text(capsys: Captured)
     cell.display.skipped(1, "stdout", 5, True)
     cell.display.failure({3: "one\ntwo"})
     out, err = capsys.readouterr()
-    assert out == golden("unit.notebook_display.rank-half-li")
+    assert out == golden("client.notebook_display.rank-half-li")
     assert err.splitlines() == [
-        golden("unit.notebook_display.rank-mb-shown"),
+        golden("client.notebook_display.rank-mb-shown"),
         "[rank 1] — 5 B dropped —",
-        golden("unit.notebook_display.serverless-gpu-last"),
+        golden("client.notebook_display.serverless-gpu-last"),
         "[rank 3] one",
         "[rank 3] two",
     ]

@@ -62,7 +62,7 @@ def test_metrics_of_a_run_that_was_not_sampled_are_none(tmp_path: Path) -> None:
 def test_the_picture_has_a_place_for_every_gpu(tmp_path: Path, gpus: int, panels: int) -> None:
     figure = handle(attempt(tmp_path / "r", 1, [telemetry(30, gpus=gpus)])).plot()
     assert len(figure.axes) == panels, "beside those of heat maps stand the bars of their colours"
-    assert golden("unit.plot.h100-29-succeeded", gpus=gpus) in words(figure)
+    assert golden("client.plot.h100-29-succeeded", gpus=gpus) in words(figure)
     assert "GPU utilisation, %" in words(figure) and "GPU memory, GiB" in words(figure)
     assert drawn(figure)
 
@@ -73,9 +73,9 @@ def test_failures_and_attempts_are_marked_where_they_were(tmp_path: Path) -> Non
     figure = handle(last).plot()
     assert failures(figure) == [58.5, 159.0]
     text = words(figure)
-    assert golden("unit.plot.failed-rank-raised") in text
-    assert golden("unit.plot.attempt-began-after") in text or golden("unit.plot.attempt-began-after-99") in text
-    assert golden("unit.plot.h100-min-39") in text
+    assert golden("client.plot.failed-rank-raised") in text
+    assert golden("client.plot.attempt-began-after") in text or golden("client.plot.attempt-began-after-99") in text
+    assert golden("client.plot.h100-min-39") in text
     assert drawn(figure)
 
 
@@ -92,18 +92,18 @@ def test_letters_of_marks_at_the_same_moment_stand_beside_each_other(tmp_path: P
 def test_a_stop_is_marked(tmp_path: Path) -> None:
     directory = attempt(tmp_path / "r", 1, [telemetry(60, gpus=2)], asked="preempt")
     os.utime(directory / "stop_reason", ns=(0, ORIGIN_NS + 50 * 10**9))
-    assert golden("unit.plot.asked-stop-preempt") in words(handle(directory).plot())
+    assert golden("client.plot.asked-stop-preempt") in words(handle(directory).plot())
 
 
 def test_slots_of_a_cpu_are_shown_as_ranks(tmp_path: Path) -> None:
     figure = handle(attempt(tmp_path / "r", 1, [telemetry(5, gpus=2, kind=DeviceKind.CPU)])).plot()
-    assert golden("unit.plot.share-core") in words(figure) and "host memory, GB" in words(figure)
+    assert golden("client.plot.share-core") in words(figure) and "host memory, GB" in words(figure)
     assert "2 CPU slots" in words(figure) and "rank 1" in words(figure) and "mean 97 %" in words(figure)
 
 
 def test_little_is_said_to_be_little(tmp_path: Path) -> None:
-    assert golden("unit.plot.too-short-curve") in words(handle(attempt(tmp_path / "a", 1, [telemetry(2)])).plot())
-    assert golden("unit.plot.nothing-sampled-run") in words(handle(attempt(tmp_path / "b", 1, [])).plot())
+    assert golden("client.plot.too-short-curve") in words(handle(attempt(tmp_path / "a", 1, [telemetry(2)])).plot())
+    assert golden("client.plot.nothing-sampled-run") in words(handle(attempt(tmp_path / "b", 1, [])).plot())
     assert "too short" not in words(handle(attempt(tmp_path / "c", 1, [telemetry(3)])).plot())
 
 
@@ -111,7 +111,7 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     run = handle(attempt(tmp_path / "r", 1, [telemetry(5)]), name="a $\\nope{$ \x1b[31m\nb")
     figure = run.plot()
     assert drawn(figure), "nothing in it is mathematics"
-    assert figure.texts[0].get_text() == golden("unit.plot.nope-31m-run")
+    assert figure.texts[0].get_text() == golden("client.plot.nope-31m-run")
 
 
 def test_a_notebook_shows_it_and_a_file_gets_it(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_a_notebook_shows_it_and_a_file_gets_it(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     run = handle(attempt(tmp_path / "r", 1, [telemetry(5)]))
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.plot.format-docx-supported"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("client.plot.format-docx-supported"))):
         run.plot(tmp_path / "p.docx")
-    with pytest.raises(StorageError, match=golden("unit.plot.picture-cannot-written")) as refused:
+    with pytest.raises(StorageError, match=golden("client.plot.picture-cannot-written")) as refused:
         run.plot(tmp_path / "nowhere" / "p.png")
-    assert refused.value.hint == golden("unit.plot.give-path-file")
+    assert refused.value.hint == golden("client.plot.give-path-file")

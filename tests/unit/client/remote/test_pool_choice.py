@@ -49,7 +49,7 @@ def test_a_reserved_pool_is_the_only_one_there_is() -> None:
     environ = {USE_RESERVED: "TRUE"}
     there = [pool("default", "on-demand"), pool("gold")]
     assert choose(RunSpec(), environ, lambda: there) == Choice("gold", USE_RESERVED)
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.pool_choice.server-none"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("client.pool_choice.server-none"))):
         choose(RunSpec(), environ, lambda: there[:1])
     with pytest.raises(InvalidValue, match="has 2: gold, silver"):
         choose(RunSpec(), environ, lambda: [*there, pool("silver")])
@@ -63,7 +63,7 @@ def test_what_is_neither_true_nor_false_is_refused() -> None:
 def test_a_refusal_names_the_variable_that_named_the_pool() -> None:
     refused = InvalidValue("there is no pool 'mine'", hint="pools: default")
     told = Choice("mine", POOL).told(refused)
-    assert (told.message, told.hint) == (golden("unit.pool_choice.pool-mine-sgpu"), "pools: default")
+    assert (told.message, told.hint) == (golden("client.pool_choice.pool-mine-sgpu"), "pools: default")
     other = InvalidValue("tags are too many")
     assert Choice("mine", POOL).told(other) is other
     assert Choice("mine").told(refused) is refused

@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_has_used_what_it_has_by_now(living: Path, clock: Fak
     clock.advance(3.0)
     cost = cost_here(living, clock)
     assert (cost.gpu_ms, cost.micros, cost.is_final) == (4_000, 4_000, False)
-    assert str(cost) == golden("unit.costs_here.004-usd-gpu")
+    assert str(cost) == golden("client.costs_here.004-usd-gpu")
 
 
 def test_a_receipt_is_the_last_word_while_whoever_wrote_it_ends(living: Path, clock: FakeClock) -> None:

@@ -69,5 +69,5 @@ def test_what_failed_on_the_other_node_is_a_consequence_with_its_name(directory:
     gone = Failure(rank=None, reason=Reason.NODE_GONE, at_ns=0, node="n3")
     ending = of_a_gang(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=3, others=(other, gone))
     told = ending_text(ending, directory, RUN, None, Origin("n1, n2, n3"))
-    assert golden("unit.gang_outcome.consequence-rank-n1") in told
-    assert golden("unit.gang_outcome.consequence-attempt-n3") in told
+    assert golden("client.gang_outcome.consequence-rank-n1") in told
+    assert golden("client.gang_outcome.consequence-attempt-n3") in told

@@ -150,7 +150,7 @@ def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: 
 
 def test_a_time_limit_that_is_not_known_is_not_named(directory: Path) -> None:
     error = make_exception(stopped(Reason.TIMEOUT, cause=False), directory, RUN, None)
-    assert isinstance(error, RunTimedOut) and error.message == golden("unit.outcome.run-reached-time")
+    assert isinstance(error, RunTimedOut) and error.message == golden("client.outcome.run-reached-time")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_run_that_was_stopped_for_idleness_says_what_keeps_one(directory: Path
     ending = stopped(Reason.IDLE, cause=False)
     error = make_exception(ending, directory, RUN, RunSpec(idle_timeout_s=6.0, timeout_s=90.0))
     assert isinstance(error, RunTimedOut)
-    assert str(error) == golden("unit.outcome.run-did-nothing", logs_hint=logs_hint(directory, None))
+    assert str(error) == golden("client.outcome.run-did-nothing", logs_hint=logs_hint(directory, None))
 
 
 def test_F02_a_rank_killed_for_memory_says_memory(directory: Path) -> None:
@@ -217,21 +217,21 @@ def test_F55_a_result_that_cannot_be_pickled(directory: Path) -> None:
     )
     error = make_exception(stopped(Reason.RESULT_UNSERIALISABLE, "x", rank=1), directory, RUN, None)
     assert isinstance(error, ResultNotSerializable)
-    assert error.message == golden("unit.outcome.rank-finished-but")
+    assert error.message == golden("client.outcome.rank-finished-but")
 
 
 def test_F52_a_result_that_is_too_large(directory: Path) -> None:
     write_record(directory, 1, size=17_200_000_000, limit=16_000_000_000)
     error = make_exception(stopped(Reason.RESULT_TOO_LARGE, "x", rank=1), directory, RUN, None)
     assert isinstance(error, ResultTooLarge)
-    assert error.message == golden("unit.outcome.rank-finished-but-result")
+    assert error.message == golden("client.outcome.rank-finished-but-result")
 
 
 def test_F28_a_result_that_could_not_be_written(directory: Path) -> None:
     detail = "OSError: [Errno 28] No space left on device"
     error = make_exception(stopped(Reason.RESULT_STORAGE, detail, rank=1), directory, RUN, None)
     assert type(error) is RunError
-    assert error.message == golden("unit.outcome.rank-finished-but-result-2", detail=detail)
+    assert error.message == golden("client.outcome.rank-finished-but-result-2", detail=detail)
 
 
 @pytest.mark.parametrize("reason", [Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE])
@@ -244,7 +244,7 @@ def test_F28_without_the_record_the_message_still_makes_sense(
         (directory / "failures" / "1.json").write_text(record)
     error = make_exception(stopped(reason, "TypeError: cannot pickle lock", rank=1), directory, RUN, None)
     assert isinstance(error, RunError)
-    assert golden("unit.outcome.rank-finished-but-result-3") in error.message
+    assert golden("client.outcome.rank-finished-but-result-3") in error.message
     assert "None" not in error.message and "0 B" not in error.message
 
 
@@ -266,7 +266,7 @@ def test_F06_the_users_exception_is_raised_as_its_own_type(
     error = make_exception(stopped(Reason.RANK_RAISED, "KeyError: 'lr'", rank=1), directory, RUN, None)
     assert (type(error), error.args) == (KeyError, ("lr",))
     assert error.__notes__ == [
-        golden("unit.outcome.rank-host-run", gethostname=socket.gethostname(), RUN=RUN, value=directory / named)
+        golden("client.outcome.rank-host-run", gethostname=socket.gethostname(), RUN=RUN, value=directory / named)
     ]
 
 
@@ -291,7 +291,7 @@ def test_F28_an_exception_without_a_record_is_told_by_its_event(directory: Path)
     error = make_exception(stopped(Reason.RANK_RAISED, "ValueError: no", rank=2), directory, RUN, None)
     assert isinstance(error, RemoteError)
     assert (error.message, error.rank, error.reason) == (
-        golden("unit.outcome.rank-raised-valueerror"),
+        golden("client.outcome.rank-raised-valueerror"),
         2,
         "rank_raised",
     )
@@ -317,8 +317,8 @@ def test_consequences_are_notes(directory: Path) -> None:
         stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, consequences=consequences), directory, RUN, None
     )
     assert error.__notes__ == [
-        golden("unit.outcome.consequence-rank-runtimeerror"),
-        golden("unit.outcome.consequence-attempt", OWNED=OWNED),
+        golden("client.outcome.consequence-rank-runtimeerror"),
+        golden("client.outcome.consequence-attempt", OWNED=OWNED),
         "consequence: " + ("rank 2: " + "x" * 1000)[:300],
     ]
 
@@ -328,8 +328,8 @@ def test_many_consequences_are_counted(directory: Path) -> None:
     notes = make_exception(ending, directory, RUN, None).__notes__
     assert len(notes) == 9
     assert notes[7:] == [
-        golden("unit.outcome.consequence-rank-runtimeerror-peer"),
-        golden("unit.outcome.consequence-12-more"),
+        golden("client.outcome.consequence-rank-runtimeerror-peer"),
+        golden("client.outcome.consequence-12-more"),
     ]
     assert ending_text(ending, directory, RUN, None).splitlines()[-9:] == notes, "as it is read later"
 
@@ -354,8 +354,8 @@ def test_F01_the_stack_and_the_last_output_of_a_crashed_rank(directory: Path) ->
     ending = stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, log_tail="epoch 1\nepoch 2")
     error = make_exception(ending, directory, RUN, None)
     assert error.__notes__ == [
-        golden("unit.outcome.python-stack-rank"),
-        golden("unit.outcome.last-output-rank"),
+        golden("client.outcome.python-stack-rank"),
+        golden("client.outcome.last-output-rank"),
     ]
     assert isinstance(error, RankCrashed) and error.log_tail == "epoch 1\nepoch 2"
 
@@ -364,7 +364,7 @@ def test_the_last_output_in_a_note_is_safe_for_a_terminal(directory: Path) -> No
     tail = "\x1b[31mred\n\x1b]52;c;x\x07clip\u202e"
     ending = stopped(Reason.RANK_SIGNAL, "ended by SIGSEGV", rank=0, log_tail=tail)
     error = make_exception(ending, directory, RUN, None)
-    assert error.__notes__ == [golden("unit.outcome.last-output-rank-31mred")]
+    assert error.__notes__ == [golden("client.outcome.last-output-rank-31mred")]
     assert isinstance(error, RankCrashed) and error.log_tail == tail
 
 
@@ -380,13 +380,13 @@ def test_F04_a_hang_names_who_waits_and_who_is_elsewhere(directory: Path) -> Non
     over_the_wire = msgspec.json.decode(msgspec.json.encode(ending), type=Stopped)
     error = make_exception(over_the_wire, directory, RUN, None)
     assert isinstance(error, CollectiveHang)
-    assert str(error) == golden("unit.outcome.hint-python-stacks", told=told, directory=directory)
+    assert str(error) == golden("client.outcome.hint-python-stacks", told=told, directory=directory)
     assert (error.ranks_waiting, error.ranks_elsewhere) == ([0, 2], [1])
     assert (error.run_id, error.rank, error.reason) == (RUN, None, "collective_hang")
     assert error.__notes__ == [
-        golden("unit.outcome.rank-here-most"),
-        golden("unit.outcome.rank-waits-here"),
-        golden("unit.outcome.consequence-rank-runtimeerror"),
+        golden("client.outcome.rank-here-most"),
+        golden("client.outcome.rank-waits-here"),
+        golden("client.outcome.consequence-rank-runtimeerror"),
     ]
     assert pickle.loads(pickle.dumps(error)).ranks_waiting == [0, 2]
 
@@ -400,14 +400,14 @@ def test_F45_a_lost_cluster_says_what_died_where_ray_wrote_and_what_came_of_it(d
     error = make_exception(ending, directory, RUN, None)
     assert isinstance(error, EngineHeadLost)
     assert str(error) == golden(
-        "unit.outcome.hint-ray-wrote", told=told, directory=directory, logs_hint=logs_hint(directory, 0)
+        "client.outcome.hint-ray-wrote", told=told, directory=directory, logs_hint=logs_hint(directory, 0)
     )
     assert (error.rank, error.reason, error.code) == (0, "engine_head_lost", "engine_head_lost")
-    assert error.__notes__ == [golden("unit.outcome.function-then-raised"), "Traceback :\n  x"]
+    assert error.__notes__ == [golden("client.outcome.function-then-raised"), "Traceback :\n  x"]
     elsewhere = make_exception(ending, directory, RUN, None, Origin(node="gpu7"))
     assert isinstance(elsewhere, EngineHeadLost)
     logs = f"logs: `sgpu logs {RUN} --rank 0`"
-    assert elsewhere.hint == golden("unit.outcome.ray-wrote-node", logs=logs)
+    assert elsewhere.hint == golden("client.outcome.ray-wrote-node", logs=logs)
     assert ending_text(ending, directory, RUN, None).splitlines()[0] == told
 
 
@@ -417,8 +417,8 @@ def test_F45_a_cluster_that_memory_ended_says_so_and_what_died(directory: Path) 
     detail = "ended by the kernel because host memory ran out (limit 4.0 GB, peak 4.0 GB)"
     error = make_exception(stopped(Reason.HOST_OOM, detail, rank=0), directory, RUN, None)
     assert isinstance(error, OutOfMemory)
-    assert error.message == golden("unit.outcome.process-run-ray", detail=detail)
-    assert error.__notes__ == [lost, golden("unit.outcome.function-then-raised-rayerror")]
+    assert error.message == golden("client.outcome.process-run-ray", detail=detail)
+    assert error.__notes__ == [lost, golden("client.outcome.function-then-raised-rayerror")]
 
 
 def test_F45_a_cluster_that_never_came_up_is_told_in_the_nodes_words(directory: Path) -> None:
@@ -450,13 +450,13 @@ def test_F57_a_result_that_cannot_be_loaded_here_stays_where_it_is(directory: Pa
     payload.dump(Stubborn(), str(path))
     with pytest.raises(ResultUnavailableHere) as caught:
         load_result(directory, 2, RUN)
-    assert str(caught.value) == golden("unit.outcome.rank-returned-value", path=path)
+    assert str(caught.value) == golden("client.outcome.rank-returned-value", path=path)
     assert (caught.value.run_id, caught.value.rank, caught.value.reason) == (RUN, 2, "completed")
     assert path.exists()
 
 
 def test_a_result_that_is_gone(directory: Path) -> None:
-    with pytest.raises(ResultUnavailableHere, match=golden("unit.outcome.rank-returned-value-but")):
+    with pytest.raises(ResultUnavailableHere, match=golden("client.outcome.rank-returned-value-but")):
         load_result(directory, 5, RUN)
 
 

@@ -48,7 +48,7 @@ def test_a_pipe_in_the_place_of_a_file_stays_a_pipe(write: Callable[[Path], None
     link.symlink_to(pipe)
     before = pipe.stat()
     for path in (pipe, link):
-        with pytest.raises(InvalidValue, match=re.escape(golden("unit.result_files.png-file-left"))):
+        with pytest.raises(InvalidValue, match=re.escape(golden("client.result_files.png-file-left"))):
             write(path)
     assert stat.S_ISFIFO(pipe.stat().st_mode) and pipe.stat().st_ino == before.st_ino and link.is_symlink()
     assert not list(tmp_path.glob(".*"))
@@ -67,7 +67,7 @@ def test_a_file_is_replaced_whole_and_a_link_stays_one(write: Callable[[Path], N
 def test_what_was_there_stays_when_it_cannot_be_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "there"
     path.write_text("before")
-    with pytest.raises(StorageError, match=re.escape(golden("unit.result_files.would-bytes"))):
+    with pytest.raises(StorageError, match=re.escape(golden("client.result_files.would-bytes"))):
         _copy(Result(4, iter([b"abc"])), path)
     with pytest.raises(KeyboardInterrupt), whole(path):
         raise KeyboardInterrupt

@@ -339,7 +339,7 @@ def test_a_store_of_this_machine_is_not_for_runs_elsewhere(driver: Driver) -> No
     told = resolved.tracking
     assert (told.uri, told.store, told.parent_id, told.experiment_id) == (SERVER, "", "", "")
     assert told.experiment == "/Team/digits"
-    assert golden("unit.tracked_calls.machine") in resolved.sentence
+    assert golden("client.tracked_calls.machine") in resolved.sentence
     here = resolve(SPEC, {}, environ, Far(False, True, no_question))
     assert here.tracking is not None and here.tracking.store == driver.uri
 

@@ -30,7 +30,7 @@ def test_a_join_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(InvalidValue) as refused:
         read_join_file(path)
-    assert refused.value.message == golden("unit.ray_joining.lets-whoever-mode", path=path)
+    assert refused.value.message == golden("engines.ray_joining.lets-whoever-mode", path=path)
     assert refused.value.hint.startswith(f"chmod 600 {path} ")
 
 
@@ -39,15 +39,15 @@ def test_what_is_no_join_file_is_said(tmp_path: Path, text: str) -> None:
     path = tmp_path / "join.json"
     path.touch(mode=0o600)
     path.write_text(text)
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.ray_joining.join-file"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("engines.ray_joining.join-file"))):
         read_join_file(path)
 
 
 def test_a_join_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue) as refused:
         read_join_file(tmp_path / "join.json")
-    assert refused.value.message == golden("unit.ray_joining.cannot-read-such", value=tmp_path / "join.json")
-    assert refused.value.hint == golden("unit.ray_joining.sgpu-up-engine")
+    assert refused.value.message == golden("engines.ray_joining.cannot-read-such", value=tmp_path / "join.json")
+    assert refused.value.hint == golden("engines.ray_joining.sgpu-up-engine")
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_a_server_on_loopback_cannot_be_joined_from_elsewhere(tmp_path: Path, mo
     wish = ray_joining.Wish(host="192.0.2.7", file=file, path=tmp_path / "join.json", name="n")
     with pytest.raises(InvalidValue) as refused:
         ray_joining.prepare(wish, Home(tmp_path), {})
-    assert refused.value.message == golden("unit.ray_joining.says-server-http", value=tmp_path / "join.json")
-    assert refused.value.hint == golden("unit.ray_joining.start-host-tls")
+    assert refused.value.message == golden("engines.ray_joining.says-server-http", value=tmp_path / "join.json")
+    assert refused.value.hint == golden("engines.ray_joining.start-host-tls")
 
 
 def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,17 +91,17 @@ def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPa
     own = ray_machine.python_version()
     assert ray_machine.differences("2.60.0", own) == ""
     assert ray_machine.differences("2.60.0", own.rpartition(".")[0] + ".99") == ""
-    assert ray_machine.differences("2.61.0", own) == golden("unit.ray_joining.machine-ray-60")
-    assert ray_machine.differences("2.60.0", "3.9.1") == golden("unit.ray_joining.python-pool-ray", own=own)
+    assert ray_machine.differences("2.61.0", own) == golden("engines.ray_joining.machine-ray-60")
+    assert ray_machine.differences("2.60.0", "3.9.1") == golden("engines.ray_joining.python-pool-ray", own=own)
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "origin", lambda: "")
-    with pytest.raises(ServerProblem, match=re.escape(golden("unit.ray_joining.ray-installed"))):
+    with pytest.raises(ServerProblem, match=re.escape(golden("engines.ray_joining.ray-installed"))):
         ray_machine.check_ray()
     monkeypatch.setattr(installed, "origin", lambda: "x")
     monkeypatch.setattr(installed, "version", lambda: "2.54.1")
     with pytest.raises(ServerProblem) as refused:
         ray_machine.check_ray()
-    assert refused.value.message == golden("unit.ray_joining.ray-54-too")
+    assert refused.value.message == golden("engines.ray_joining.ray-54-too")
     assert refused.value.hint == "pip install 'ray>=2.55'"

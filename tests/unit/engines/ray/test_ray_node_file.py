@@ -20,12 +20,12 @@ def test_it_says_what_was_written_and_only_its_owner_can_read_it(tmp_path: Path)
     assert read_node_file(path) == FILE
     assert readers(path) == ""
     path.chmod(0o640)
-    assert readers(path) == golden("unit.ray_node_file.mode-0640-so")
+    assert readers(path) == golden("engines.ray_node_file.mode-0640-so")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"python": 1}'])
 def test_what_is_none_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "node.json"
     path.write_text(text)
-    with pytest.raises(InvalidValue, match=golden("unit.ray_node_file.does-say-how", path=path)):
+    with pytest.raises(InvalidValue, match=golden("engines.ray_node_file.does-say-how", path=path)):
         read_node_file(path)

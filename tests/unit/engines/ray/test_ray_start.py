@@ -94,8 +94,8 @@ def test_no_secret_is_in_a_command_or_in_a_variable() -> None:
 def test_the_address_that_ray_would_replace_is_refused_by_name(address: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         ray_start.check_node_address(address)
-    assert refused.value.message == golden("unit.ray_start.machine-cannot-address", address=address)
-    assert refused.value.hint == golden("unit.ray_start.node-address-one")
+    assert refused.value.message == golden("engines.ray_start.machine-cannot-address", address=address)
+    assert refused.value.hint == golden("engines.ray_start.node-address-one")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "224.0.0.1", "gpu-1", "10.0.0.5:7900", ""])

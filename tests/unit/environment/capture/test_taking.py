@@ -72,7 +72,7 @@ def test_a_file_that_never_has_the_size_it_says_is_named(tmp_path: Path) -> None
     # As a log that grows with each look: the kernel says 0 bytes, and gives more.
     row = Row(path="site/uptime", size=0, sha256=hashlib.sha256(b"").digest())
     store = CountingStore()
-    with pytest.raises(EnvironmentUnsupported, match=re.escape(golden("unit.taking.proc-uptime-changes"))):
+    with pytest.raises(EnvironmentUnsupported, match=re.escape(golden("environment.taking.proc-uptime-changes"))):
         capture(scan_of({"thing": Source(rows=(row,), files=("/proc/uptime",))}), Blobs(store))
     assert not store.puts
 
@@ -98,7 +98,9 @@ def test_a_file_that_is_gone_is_named_and_nothing_is_sent(tmp_path: Path) -> Non
     scan, store = two_units(tmp_path), CountingStore()
     gone = sorted(tmp_path.rglob("f*"))[-1]
     gone.unlink()
-    with pytest.raises(EnvironmentUnsupported, match=golden("unit.taking.disappeared-while-environment", gone=gone)):
+    with pytest.raises(
+        EnvironmentUnsupported, match=golden("environment.taking.disappeared-while-environment", gone=gone)
+    ):
         capture(scan, Blobs(store), settings=TINY)
     assert not store.puts
 
@@ -135,7 +137,7 @@ def test_a_file_without_permission_is_named_before_anything_is_sent() -> None:
     finally:
         os.seteuid(uid)
         shutil.rmtree(top)
-    assert str(caught.value) == golden("unit.taking.cannot-read-so", bad=bad)
+    assert str(caught.value) == golden("environment.taking.cannot-read-so", bad=bad)
     assert not store.puts
 
 
@@ -147,7 +149,7 @@ def test_a_name_that_no_restore_would_accept_is_refused(tmp_path: Path) -> None:
     store = CountingStore()
     with pytest.raises(EnvironmentUnsupported) as caught:
         capture(scan_of({"thing": source_of(before)}), Blobs(store))
-    assert golden("unit.taking.thing-readme-same") in str(caught.value)
+    assert golden("environment.taking.thing-readme-same") in str(caught.value)
     assert not store.puts
 
 
@@ -158,7 +160,7 @@ def test_zeros_without_measure_are_refused_by_name(tmp_path: Path) -> None:
         sparse.truncate(400_000_000)
     zeros = Row(path="site/zeros", size=400_000_000, sha256=bytes(32))  # corrected by the capture
     store = CountingStore()
-    with pytest.raises(EnvironmentUnsupported, match=golden("unit.taking.thing-cannot-captured")):
+    with pytest.raises(EnvironmentUnsupported, match=golden("environment.taking.thing-cannot-captured")):
         capture(scan_of({"thing": Source(rows=(zeros,), files=(str(before / "zeros"),))}), Blobs(store))
     assert "snapshots" not in store.kinds()
     assert "units" not in store.kinds()
@@ -176,15 +178,15 @@ def test_F41_over_the_cap_the_ten_largest_are_named_before_a_byte_moves(tmp_path
     with pytest.raises(EnvironmentTooLarge) as caught:
         capture(scan_of(sources), Blobs(store))
     largest = "\n".join(f"  {1 + number / 10:6.1f} GB  package{number} 1.0" for number in range(15, 5, -1))
-    assert str(caught.value) == golden("unit.taking.environment-holds-28", largest=largest)
+    assert str(caught.value) == golden("environment.taking.environment-holds-28", largest=largest)
     assert not store.puts
 
 
 def test_F40_a_store_without_space_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
     store = CountingStore(free=10_000_000)
-    with pytest.raises(StorageError, match=golden("unit.taking.memory-10-mb")) as caught:
+    with pytest.raises(StorageError, match=golden("environment.taking.memory-10-mb")) as caught:
         capture(two_units(tmp_path), Blobs(store), settings=TINY)
-    assert golden("unit.taking.67-mb-always") in caught.value.message
+    assert golden("environment.taking.67-mb-always") in caught.value.message
     assert "SERVERLESS_GPU_HOME" in caught.value.hint
     assert not store.puts
 
@@ -196,7 +198,7 @@ def test_F40_a_store_that_becomes_full_keeps_what_it_has_and_goes_on_later(tmp_p
         (before / f"f{number}").write_bytes(os.urandom(5_000_000))
     scan = scan_of({"thing": source_of(before)})
     store = CountingStore(free=64 * 1024 * 1024 + 15_000_000)
-    with pytest.raises(StorageError, match=re.escape(golden("unit.taking.nothing-can-seen"))):
+    with pytest.raises(StorageError, match=re.escape(golden("environment.taking.nothing-can-seen"))):
         capture(scan, Blobs(store), settings=WHOLE_PACKS)
     sent = [key for key in store.puts if key.startswith("packs/")]
     assert sent

@@ -64,14 +64,14 @@ def test_an_exported_tree_puts_early_roots_in_front_itself() -> None:
     alone = Place(tree="/view", base="/usr/bin/python3.11", version="3.11.2", alone=True)
     text = assemble(made, {}, alone)[1].files["_sgpu_roots.pth"].decode()
     listed = f"['/view/roots/1/{SITE}']"
-    assert text == golden("unit.assembly.import-sys-sys", listed=listed)
+    assert text == golden("environment.assembly.import-sys-sys", listed=listed)
 
 
 def test_a_site_directory_is_added_as_one_and_any_other_by_its_path() -> None:
     facts = Facts(originals=("/e/lib/python3.11/site-packages", "/usr/lib/python3/dist-packages", "/home/u/target"))
     made = snapshot(*(Root(kind="own" if number == 0 else "library", members=()) for number in range(3)), facts=facts)
     text = assemble(made, {}, PLACE)[1].files["_sgpu_roots.pth"].decode()
-    assert text == golden("unit.assembly.import-site-site", SITE=SITE)
+    assert text == golden("environment.assembly.import-site-site", SITE=SITE)
 
 
 def test_generated_files_name_the_directories_of_this_tree() -> None:

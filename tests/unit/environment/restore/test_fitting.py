@@ -125,9 +125,9 @@ def test_which_row_a_file_is_without_a_global_lock() -> None:
 def test_what_a_unit_brings_is_what_is_in_it_whatever_the_snapshot_says() -> None:
     shadow = newer(TOY, name="", kind="unowned", modules=())
     why = asked(snapshot(NUMPY, TOY, shadow), names={shadow.address: {"numpy"}})
-    assert why == golden("unit.fitting.distribution-owns-brings")
+    assert why == golden("environment.fitting.distribution-owns-brings")
 
 
 def test_libraries_that_are_not_known_may_be_any() -> None:
     unknown = msgspec.structs.replace(LOADED, libraries_known=False)
-    assert fits(unknown, OLD, snapshot(NUMPY), Units()) == golden("unit.fitting.known-libraries-warm")
+    assert fits(unknown, OLD, snapshot(NUMPY), Units()) == golden("environment.fitting.known-libraries-warm")

@@ -83,7 +83,7 @@ def test_nothing_is_written_through_a_link_of_another_unit(tmp_path: Path) -> No
 def test_a_file_where_another_unit_has_a_directory_is_refused(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one", d__file="1"), write(tmp_path / "two")
     two.mkdir()
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.linking.file-one-unit"))):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.linking.file-one-unit"))):
         fill(tree_of(tmp_path), [Source(part(files={"d": b"generated"}), [one, two])])
 
 

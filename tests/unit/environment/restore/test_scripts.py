@@ -9,7 +9,7 @@ from tests.support.golden import golden
 
 
 def test_a_script_is_what_pip_writes() -> None:
-    assert script("pkg.cli:Group.main", "/env/bin/python") == golden("unit.scripts.env-bin-python")
+    assert script("pkg.cli:Group.main", "/env/bin/python") == golden("environment.scripts.env-bin-python")
 
 
 def test_console_and_gui_scripts_are_read_and_other_groups_are_not() -> None:

@@ -215,7 +215,7 @@ def test_a_large_file_with_one_wrong_part_is_named(tmp_path: Path) -> None:
     (before / "large").write_bytes(os.urandom(1000))
     unit, blobs = _captured(before, TINY)
     wrong = (msgspec.structs.replace(unit.rows[0], sha256=b"\1" * 32),)
-    with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("unit.unpacking.site-large-digest"))):
+    with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("environment.unpacking.site-large-digest"))):
         unpack(msgspec.structs.replace(unit, rows=wrong), blobs, tmp_path / "after")
     assert not (tmp_path / "after").exists()
 
@@ -296,7 +296,7 @@ def test_what_somebody_plants_while_files_are_written_is_not_followed(tmp_path: 
         (fresh / "site" / "a").write_bytes(b"mine")
     tree = Tree(fresh)
     try:
-        with Walk(tree) as walk, pytest.raises(OSError, match=golden("unit.unpacking.exists-directory-too")):
+        with Walk(tree) as walk, pytest.raises(OSError, match=golden("environment.unpacking.exists-directory-too")):
             os.close(walk.make(Row(path="site/b" if planted == "directory link" else "site/a")))
     finally:
         tree.close()

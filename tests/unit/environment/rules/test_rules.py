@@ -35,7 +35,7 @@ def test_the_error_names_unit_path_and_rule() -> None:
     bad = unit(file("site/a/../b"))
     with pytest.raises(EnvironmentRejected) as caught:
         check_unit(bad)
-    assert str(caught.value) == golden("unit.rules.unit-site-name", address=bad.address[:12])
+    assert str(caught.value) == golden("environment.rules.unit-site-name", address=bad.address[:12])
 
 
 def test_an_ordinary_unit_passes() -> None:
@@ -132,7 +132,7 @@ def test_units_may_share_directories_with_what_is_generated() -> None:
 def test_a_unit_is_as_large_as_the_snapshot_says() -> None:
     there = unit(file("site/a", 5))
     whole = snapshot(msgspec.structs.replace(member_of(there), size=4))
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.rules.those-unit"))):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.rules.those-unit"))):
         check_together(whole, {there.address: there})
 
 

@@ -49,25 +49,25 @@ def test_the_largest_units_the_unowned_files_and_what_pth_files_do() -> None:
     lines = described(SNAPSHOT, CONTENTS, everything=False, state="not captured")
     assert lines == [
         f"environment  {SNAPSHOT.address}",
-        golden("unit.env_described.700-mb-12"),
-        golden("unit.env_described.interpreter-cpython-11"),
+        golden("environment.env_described.700-mb-12"),
+        golden("environment.env_described.interpreter-cpython-11"),
         "",
-        golden("unit.env_described.venv-lib-python3"),
-        golden("unit.env_described.torch-13-700"),
+        golden("environment.env_described.venv-lib-python3"),
+        golden("environment.env_described.torch-13-700"),
         *(f"  p{n:02} 1         {f'{n} B':<8}  1 file        000000000000" for n in range(11, 2, -1)),
-        golden("unit.env_described.smaller-all"),
-        golden("unit.env_described.files-distribution-120"),
+        golden("environment.env_described.smaller-all"),
+        golden("environment.env_described.files-distribution-120"),
         "  editable.pth adds /home/ada/project",
         "  hook.pth adds /opt/more",
-        golden("unit.env_described.hook-pth-runs"),
+        golden("environment.env_described.hook-pth-runs"),
         "",
-        golden("unit.env_described.home-ada-project"),
-        golden("unit.env_described.code-project-kb"),
+        golden("environment.env_described.home-ada-project"),
+        golden("environment.env_described.code-project-kb"),
         "",
         "left out:",
         "  data/ (its .gitignore)",
         "",
-        golden("unit.env_described.start-up-variables"),
+        golden("environment.env_described.start-up-variables"),
     ]
 
 
@@ -85,8 +85,8 @@ def test_a_long_list_of_what_was_left_out_is_cut_and_says_so() -> None:
 def test_what_is_not_at_hand_is_left_out_and_not_guessed() -> None:
     bare = make_snapshot(PYTHON, (Root(kind="own", members=(UNOWNED,)),), Facts())
     assert described(bare, Contents(), everything=False, state="captured")[4:] == [
-        golden("unit.env_described.root-interpreter-own"),
-        golden("unit.env_described.files-distribution-120-2"),
+        golden("environment.env_described.root-interpreter-own"),
+        golden("environment.env_described.files-distribution-120-2"),
     ]
     unread = Contents(rows={UNOWNED.address: (Row("site/hook.pth"),)})
     assert described(bare, unread, everything=False, state="")[-1] == "  hook.pth"
@@ -114,5 +114,5 @@ def test_json_has_every_unit_and_every_pth_file() -> None:
 def test_a_snapshot_of_nothing_is_described() -> None:
     nothing: Snapshot = make_snapshot(PYTHON, (), Facts())
     assert described(nothing, Contents(), everything=False, state="x")[1] == golden(
-        "unit.env_described.files-distributions"
+        "environment.env_described.files-distributions"
     )

@@ -41,7 +41,7 @@ def test_code_that_grows_is_said_once_for_each_100_mb() -> None:
 
     assert remarks(before, scan(a=260 * MB)) == ()
     (said,) = remarks(before, scan(a=250 * MB, b=300 * MB))
-    assert golden("unit.remarks.550-mb-300") in said
+    assert golden("environment.remarks.550-mb-300") in said
 
 
 def test_what_of_the_code_stays_behind_is_said_once() -> None:
@@ -51,7 +51,7 @@ def test_what_of_the_code_stays_behind_is_said_once() -> None:
     assert remarks(None, scan(inside, "/elsewhere: y")) == ()
     assert remarks(None, scan(*many, inside)) == (
         *(f"left out: {sentence}" for sentence in many[:3]),
-        golden("unit.remarks.left-out-more"),
+        golden("environment.remarks.left-out-more"),
     )
     assert remarks(scan(*many[:3]).snapshot, scan(*many)) == (f"left out: {many[3]}",)
 
@@ -70,12 +70,12 @@ def test_the_first_capture_says_all_and_later_ones_what_is_new() -> None:
     changed = Found(number=1, first=False, changes=("six 1.17.0 added", "helper.py changed"), remarks=("a remark",))
 
     assert [line.partition(" (")[0] for line in found_text(first)] == ["capturing the environment"]
-    assert found_text(changed) == [golden("unit.remarks.environment-changed-six"), "a remark"]
+    assert found_text(changed) == [golden("environment.remarks.environment-changed-six"), "a remark"]
     said = taken_text(TAKEN, first)
     assert said.startswith(
         "environment aaaaaaaaaaaa: 3.0 MB in 20 files and 4 units, 1.0 MB of it the project's code; "
     )
-    assert taken_text(TAKEN, changed) == golden("unit.remarks.environment-aaaaaaaaaaaa-units")
+    assert taken_text(TAKEN, changed) == golden("environment.remarks.environment-aaaaaaaaaaaa-units")
 
 
 def test_nothing_is_said_where_nothing_changed() -> None:

@@ -84,7 +84,7 @@ def test_what_is_missing_is_named() -> None:
     for read, what in ((blobs.read_snapshot, "snapshot"), (blobs.read_unit, "unit"), (blobs.read_pack, "pack")):
         with pytest.raises(EnvironmentMissing) as caught:
             read(A)
-        assert caught.value.message == golden("unit.blobs.aaaaaaaaaaaa-store-memory", what=what)
+        assert caught.value.message == golden("environment.blobs.aaaaaaaaaaaa-store-memory", what=what)
 
 
 def test_missing_keeps_the_order_asked(store: Store) -> None:
@@ -114,7 +114,7 @@ def test_F42_what_was_altered_on_its_way_is_read_again(alter: Callable[[bytes], 
         store.from_now_on(alter, times=2)
         with pytest.raises(EnvironmentCorrupt) as caught:
             read(Blobs(store))
-        assert golden("unit.blobs.store-memory-altered") in caught.value.message
+        assert golden("environment.blobs.store-memory-altered") in caught.value.message
 
 
 def test_F42_a_range_that_comes_back_short_is_read_again() -> None:
@@ -122,7 +122,7 @@ def test_F42_a_range_that_comes_back_short_is_read_again() -> None:
     digest = Blobs(store).write_pack(b"0123456789")
     store.from_now_on(cut, times=1)
     assert Blobs(store).read_range(digest, 2, 6) == b"234567"
-    with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("unit.blobs.ends-too-early"))):
+    with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("environment.blobs.ends-too-early"))):
         Blobs(store).read_range(digest, 5, 6)
 
 
@@ -150,9 +150,9 @@ def test_a_document_under_another_address_is_corrupt() -> None:
         ("units", first.addresses()[0], second.addresses()[0]),
     ):
         store.put({f"{kind}/{one}": store.get(f"{kind}/{other}")})
-    with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("unit.blobs.address-says"))):
+    with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("environment.blobs.address-says"))):
         Blobs(store).read_snapshot(first.address)
-    with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("unit.blobs.address-says"))):
+    with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("environment.blobs.address-says"))):
         Blobs(store).read_unit(first.addresses()[0])
 
 
@@ -162,7 +162,7 @@ def test_a_document_that_breaks_the_rules_is_rejected_by_its_rule() -> None:
     unit = Blobs(store).read_unit(address)
     bad = msgspec.structs.replace(unit, packs=("../../etc/passwd",))
     store.put({f"units/{address}": encode(bad)})
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.blobs.name-pack-64"))):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.blobs.name-pack-64"))):
         Blobs(store).read_unit(address)
     with pytest.raises(EnvironmentRejected):
         Blobs(store).write_unit(bad)
@@ -185,7 +185,7 @@ def test_another_version_says_to_upgrade() -> None:
             read()
         said = f"is in version {newest + 1} of the format, and this program reads version {newest}"
         assert said in caught.value.message
-        assert golden("unit.blobs.pip-install-upgrade") in caught.value.hint
+        assert golden("environment.blobs.pip-install-upgrade") in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_nothing_is_written_before_its_parts() -> None:
     with pytest.raises(EnvironmentMissing) as caught:
         Blobs(store).write_unit(unit)
     assert caught.value.message == golden(
-        "unit.blobs.unit-cannot-written", address=unit.address[:12], digest_of=digest_of(pack)[:12]
+        "environment.blobs.unit-cannot-written", address=unit.address[:12], digest_of=digest_of(pack)[:12]
     )
-    with pytest.raises(EnvironmentMissing, match=re.escape(golden("unit.blobs.units-store"))):
+    with pytest.raises(EnvironmentMissing, match=re.escape(golden("environment.blobs.units-store"))):
         Blobs(store).write_snapshot(snapshot_of(unit))
     assert [*store.list("units"), *store.list("snapshots")] == []
 
@@ -248,7 +248,7 @@ def test_a_capture_that_takes_too_long_does_not_publish() -> None:
     clock.advance(6 * 3600 + 1)
     with pytest.raises(StoreUnavailable) as caught:
         blobs.write_snapshot(snapshot)
-    assert str(caught.value) == golden("unit.blobs.capture-took-longer")
+    assert str(caught.value) == golden("environment.blobs.capture-took-longer")
     assert list(store.list("snapshots")) == []
 
 
@@ -258,7 +258,7 @@ def test_a_snapshot_is_found_by_the_start_of_its_address() -> None:
     blobs = Blobs(store)
     assert blobs.find_snapshot(address[:4]) == address
     assert blobs.find_snapshot(address) == address
-    with pytest.raises(EnvironmentMissing, match=re.escape(golden("unit.blobs.store-memory-mine"))):
+    with pytest.raises(EnvironmentMissing, match=re.escape(golden("environment.blobs.store-memory-mine"))):
         blobs.find_snapshot("0" * 12)
     store.put({f"snapshots/{address[:8]}" + "0" * 56: b""})
     with pytest.raises(EnvironmentMissing) as caught:
@@ -278,5 +278,5 @@ def test_addresses_lead_nowhere_else() -> None:
             lambda wrong=wrong: blobs.read_pack(wrong),
             lambda wrong=wrong: blobs.missing_units([wrong]),
         ):
-            with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.blobs.key-store"))):
+            with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.blobs.key-store"))):
                 call()

@@ -212,7 +212,7 @@ def test_two_at_once_do_nothing(store: Store, clock: FakeClock) -> None:
 
 def test_clocks_that_differ_are_said(clock: FakeClock) -> None:
     store = MemoryStore(clock=FakeClock(wall_ns=clock.wall_ns() + HOUR_S * 10**9))
-    with pytest.raises(StoreUnavailable, match=re.escape(golden("unit.collection.clocks-machine-store"))):
+    with pytest.raises(StoreUnavailable, match=re.escape(golden("environment.collection.clocks-machine-store"))):
         run(store, clock)
     assert read_keys(store) == []
 
@@ -226,7 +226,7 @@ def test_a_collection_that_stands_still_gives_up(clock: FakeClock) -> None:
 
     store = Slow(clock=clock)
     capture(Blobs(store, clock=clock), b"1")
-    with pytest.raises(StoreUnavailable, match=re.escape(golden("unit.collection.stood-still-660"))):
+    with pytest.raises(StoreUnavailable, match=re.escape(golden("environment.collection.stood-still-660"))):
         run(store, clock)
     assert read_keys(store) == []
 

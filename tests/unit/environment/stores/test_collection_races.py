@@ -137,7 +137,7 @@ def test_a_deletion_that_hangs_makes_captures_wait(races: Races) -> None:
     races.end(capturing)
     # Either way nobody has a snapshot that is not whole.
     assert isinstance(capturing.error, StoreUnavailable)
-    assert golden("unit.collection_races.garbage-collection-deleted") in str(capturing.error)
+    assert golden("environment.collection_races.garbage-collection-deleted") in str(capturing.error)
     assert list(races.world.memory.list("snapshots")) == []
     again = races.start_capture(b"1")
     races.end(again)

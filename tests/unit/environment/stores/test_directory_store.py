@@ -76,7 +76,7 @@ def test_what_others_put_there_is_neither_listed_nor_followed(root: Path) -> Non
         store.get(planted)
     os.unlink(directory / planted.rpartition("/")[2])
     os.mkfifo(directory / planted.rpartition("/")[2])
-    with pytest.raises(StoreUnavailable, match=re.escape(golden("unit.directory_store.plain-file"))):
+    with pytest.raises(StoreUnavailable, match=re.escape(golden("environment.directory_store.plain-file"))):
         store.get(planted)
     store.put({planted: b"mine"})
     assert store.get(planted) == b"mine"
@@ -89,7 +89,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     store = DirectoryStore(blocked / "store")
     with pytest.raises(StoreUnavailable) as caught:
         store.put({KEY: DATA})
-    assert caught.value.message == golden("unit.directory_store.cannot-write-store", KEY=KEY, url=store.url)
+    assert caught.value.message == golden("environment.directory_store.cannot-write-store", KEY=KEY, url=store.url)
     assert str(blocked / "store") in caught.value.hint
     with pytest.raises(KeyError):
         store.get(KEY)
@@ -104,7 +104,7 @@ def test_an_object_over_the_limit_is_neither_put_nor_read(root: Path) -> None:
     path = root / "packs" / KEY[6:8] / KEY[6:]
     path.chmod(0o600)
     os.truncate(path, OBJECT_BYTES_MAX + 1)
-    with pytest.raises(EnvironmentRejected, match=re.escape(golden("unit.directory_store.range-can-read"))):
+    with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.directory_store.range-can-read"))):
         store.get(KEY)
     assert store.get(KEY, OBJECT_BYTES_MAX - 1, 10) == b"\0\0"
 
@@ -119,9 +119,9 @@ def test_F40_too_little_space_is_said_before_the_first_byte(root: Path) -> None:
 
     with pytest.raises(StorageError) as caught:
         Small(root).put({KEY: DATA})
-    assert str(caught.value) == golden("unit.directory_store.space-left-store", as_uri=root.as_uri())
+    assert str(caught.value) == golden("environment.directory_store.space-left-store", as_uri=root.as_uri())
     assert files(root) == []
-    with pytest.raises(StorageError, match=re.escape(golden("unit.directory_store.bytes-write-10"))):
+    with pytest.raises(StorageError, match=re.escape(golden("environment.directory_store.bytes-write-10"))):
         MemoryStore(capacity_bytes=10).put({KEY: DATA})
 
 

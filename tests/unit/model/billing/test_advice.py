@@ -128,9 +128,9 @@ def test_one_small_example() -> None:
         "demand +20 %": 7,
     }
     told = formulas(advice)
-    assert told["break-even duty"] == golden("unit.advice.reserved-price-demand")
+    assert told["break-even duty"] == golden("model.advice.reserved-price-demand")
     assert told["mean demand"] == "GPU-hours ÷ hours = 46.0 ÷ 10.0 = 4.60"
-    assert told["reserved"] == golden("unit.advice.gpus-hours-reserved")
+    assert told["reserved"] == golden("model.advice.gpus-hours-reserved")
     assert told["pays"].endswith("slot 6 60.0 %, slot 7 10.0 %")
 
 
@@ -150,15 +150,15 @@ def test_what_cannot_be_looked_at() -> None:
         curve_of([], 5, 5)
     curve = curve_of([use(0, 1, 1)], 0, HOUR_NS)
     for told in (Rates(reserved=-1, on_demand=1), Rates(reserved=1, on_demand=0)):
-        with pytest.raises(InvalidValue, match=re.escape(golden("unit.advice.prices-more"))):
+        with pytest.raises(InvalidValue, match=re.escape(golden("model.advice.prices-more"))):
             advise(curve, told)
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.advice.gpus-cannot-reserved"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("model.advice.gpus-cannot-reserved"))):
         mix(curve, Rates(reserved=1, on_demand=1), -1)
 
 
 def test_too_many_uses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serverless_gpu.model.advice._USES_MAX", 2)
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.advice.more-uses-cannot"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("model.advice.more-uses-cannot"))):
         curve_of([use(0, 1, 1)] * 3, 0, HOUR_NS)
 
 

@@ -45,7 +45,7 @@ def test_days_and_attempts_add_up() -> None:
         attempts=2,
         gpu_type="H100",
     )
-    assert str(cost) == golden("unit.cost.99-usd-gpu")
+    assert str(cost) == golden("model.cost.99-usd-gpu")
 
 
 def test_time_without_a_price_is_counted_and_said() -> None:
@@ -65,7 +65,7 @@ def test_where_one_attempt_has_a_price_the_time_of_the_other_is_said_beside_it()
     unpriced = AttemptUse(lines=(line(gpu_ms=600, billed_ms=600),), gpu_type="A10")
     cost = together([unpriced, AttemptUse(lines=(line(gpu_ms=100, billed_ms=100, micros=84),), gpu_type="H100")])
     assert (cost.micros, cost.unpriced_ms) == (84, 600)
-    assert str(cost) == golden("unit.cost.000084-usd-gpu")
+    assert str(cost) == golden("model.cost.000084-usd-gpu")
 
 
 def test_two_currencies_are_never_added() -> None:
@@ -78,7 +78,7 @@ def test_what_goes_on_is_so_far_and_what_never_began_used_nothing() -> None:
     assert together([], waits_ms=5_000, is_final=False).text() == golden("server.costing.nothing-used-so")
     assert together([]).rows() == {"cost": "nothing used", "used": "0.0 device-seconds"}
     going_on = AttemptUse(lines=(line(gpu_ms=1_000, billed_ms=1_000, micros=9),), gpu_type="CPU", is_final=False)
-    assert together([going_on]).text() == golden("unit.cost.000009-usd-cpu")
+    assert together([going_on]).text() == golden("model.cost.000009-usd-cpu")
 
 
 def test_what_the_platform_lost_is_nothing_to_pay() -> None:
@@ -109,7 +109,7 @@ def test_an_estimate_is_the_rate_times_the_limit_and_times_what_earlier_runs_too
         expected_gpu_ms=8 * 1_200_000,
         gpu_type="H100",
     )
-    assert found.text() == golden("unit.cost.about-97-usd", basis=found.basis)
+    assert found.text() == golden("model.cost.about-97-usd", basis=found.basis)
 
 
 def test_cores_and_memory_count_where_they_are_asked_for_and_have_a_price() -> None:
@@ -164,7 +164,7 @@ def test_what_nobody_could_pay_is_no_number_that_does_not_travel() -> None:
         Lasting(limit_s=10 * 366 * 86_400, tries=101),
     )
     assert (found.micros_per_hour, found.at_timeout_micros) == (None, None)
-    assert golden("unit.cost.too-much-say") in found.text() and msgspec.json.encode(found)
+    assert golden("model.cost.too-much-say") in found.text() and msgspec.json.encode(found)
 
 
 _AMOUNTS = st.none() | st.integers(0, 10**7)

@@ -149,7 +149,7 @@ def test_without_a_price_time_is_counted_and_money_is_not_known() -> None:
 def test_facts_of_several_attempts_are_refused() -> None:
     with pytest.raises(InvalidValue) as refused:
         charge([*WHOLE, fact(2, "freed", 9, attempt="run1:2")], gpu_type="H100", tariff=PRICE)
-    assert str(refused.value) == golden("unit.ledger.charge-one-attempt")
+    assert str(refused.value) == golden("model.ledger.charge-one-attempt")
 
 
 def test_two_different_facts_under_one_number_are_refused_in_any_order() -> None:
@@ -157,7 +157,7 @@ def test_two_different_facts_under_one_number_are_refused_in_any_order() -> None
     for order in (facts, facts[::-1]):
         with pytest.raises(InvalidValue) as refused:
             charge(order, gpu_type="H100", tariff=PRICE)
-        assert str(refused.value) == golden("unit.ledger.two-different-facts")
+        assert str(refused.value) == golden("model.ledger.two-different-facts")
 
 
 @st.composite
@@ -261,7 +261,7 @@ def test_a_price_that_cannot_be_is_refused(written: str, error: type[UsageError]
 def test_a_price_that_is_not_finite_is_refused(amount: float, text: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         parse_prices({"H100": amount})
-    assert str(refused.value) == golden("unit.ledger.price-h100-between", text=text, PRICE_HINT=PRICE_HINT)
+    assert str(refused.value) == golden("model.ledger.price-h100-between", text=text, PRICE_HINT=PRICE_HINT)
 
 
 BARE = Receipt(
@@ -289,22 +289,22 @@ BARE = Receipt(
 
 def test_a_receipt_tells_all_in_eight_lines() -> None:
     assert FULL.text().splitlines() == [
-        golden("unit.ledger.run-01jabc-attempt"),
-        golden("unit.ledger.h100-ranks-371"),
-        golden("unit.ledger.queued-ms-environment"),
-        golden("unit.ledger.warm-start-host"),
-        golden("unit.ledger.gate-gpus-verified"),
+        golden("model.ledger.run-01jabc-attempt"),
+        golden("model.ledger.h100-ranks-371"),
+        golden("model.ledger.queued-ms-environment"),
+        golden("model.ledger.warm-start-host"),
+        golden("model.ledger.gate-gpus-verified"),
         "quarantined: GPU-b",
         "tags: job=nightly, team=search",
-        golden("unit.ledger.notes-rank-failed"),
+        golden("model.ledger.notes-rank-failed"),
     ]
 
 
 def test_a_receipt_leaves_out_what_is_not_known_and_says_unpriced() -> None:
     assert BARE.text().splitlines() == [
-        golden("unit.ledger.run-01jabc-attempt-succeeded"),
-        golden("unit.ledger.cpu-slot-rank"),
-        golden("unit.ledger.cold-start-torch"),
+        golden("model.ledger.run-01jabc-attempt-succeeded"),
+        golden("model.ledger.cpu-slot-rank"),
+        golden("model.ledger.cold-start-torch"),
     ]
 
 
@@ -323,13 +323,13 @@ def test_23B7_a_call_that_went_well_is_one_line() -> None:
         tags={"team": "search"},
         uses=(use(91.2, peak_memory_bytes=61_300_000_000),),
     )
-    assert receipt.brief() == (golden("unit.ledger.h100-41-02"),)
+    assert receipt.brief() == (golden("model.ledger.h100-41-02"),)
     fake = msgspec.structs.replace(receipt, kind=DeviceKind.FAKE, micros=None, nodes=("n1", "n2"))
-    assert fake.brief() == (golden("unit.ledger.h100-fake-n1"),)
+    assert fake.brief() == (golden("model.ledger.h100-fake-n1"),)
     slots = msgspec.structs.replace(
         receipt, kind=DeviceKind.CPU, gate="2 CPU slots free: no process of the run is left"
     )
-    assert slots.brief() == (golden("unit.ledger.cpu-slots-41"),)
+    assert slots.brief() == (golden("model.ledger.cpu-slots-41"),)
 
 
 def test_23B7_what_a_user_must_see_has_a_line_of_its_own() -> None:
@@ -337,11 +337,11 @@ def test_23B7_what_a_user_must_see_has_a_line_of_its_own() -> None:
     first = Segments(first_line_ms=5_000, run_ms=700, gate_ms=1)
     receipt = msgspec.structs.replace(FULL, segments=first, warm=False, warm_reason=why)
     assert receipt.brief() == (
-        golden("unit.ledger.run-01jabc-failed"),
-        golden("unit.ledger.devices-verified-free"),
+        golden("model.ledger.run-01jabc-failed"),
+        golden("model.ledger.devices-verified-free"),
         "quarantined: GPU-b",
-        golden("unit.ledger.cold-start-your", why=why),
-        golden("unit.ledger.rank-failed-consequence"),
+        golden("model.ledger.cold-start-your", why=why),
+        golden("model.ledger.rank-failed-consequence"),
         "12 lines dropped",
     )
     page = receipt.brief_html()
@@ -358,13 +358,13 @@ def test_23B7_what_a_user_must_see_has_a_line_of_its_own() -> None:
 )
 def test_23B7_devices_of_which_nothing_is_known_are_not_called_free(gate: str) -> None:
     first, *others = msgspec.structs.replace(FULL, gate=gate, quarantined=()).brief()
-    assert "free" not in first and others[0] == golden("unit.ledger.devices-verified-free-2", gate=gate)
+    assert "free" not in first and others[0] == golden("model.ledger.devices-verified-free-2", gate=gate)
 
 
 def test_23B7_there_is_one_figure_for_host_memory() -> None:
     uses = (use(35.0, peak_memory_bytes=10**9),)
     receipt = msgspec.structs.replace(BARE, uses=uses, peak_memory_bytes=1_234_567_890)
-    assert receipt.text().count("GB") == 1 and golden("unit.ledger.host-memory-peak") in receipt.text()
+    assert receipt.text().count("GB") == 1 and golden("model.ledger.host-memory-peak") in receipt.text()
 
 
 def test_printing_a_receipt_is_reading_it() -> None:
@@ -376,7 +376,7 @@ def test_the_receipt_of_a_session_speaks_of_a_session() -> None:
     receipt = msgspec.structs.replace(BARE, runs=3, world_size=0)
     assert receipt.text().splitlines() == [
         "session 01jabc · SUCCEEDED",
-        golden("unit.ledger.cpu-slot-runs"),
+        golden("model.ledger.cpu-slot-runs"),
     ]
     page = receipt.html()
     assert "session 01jabc<" in page and "1 CPU slot · 3 runs<" in page and " idle, unpriced<" in page
@@ -410,12 +410,12 @@ def test_a_receipt_says_what_devices_did_and_where_the_run_is_tracked() -> None:
     )
     receipt = msgspec.structs.replace(FULL, uses=uses, tracked=LINK)
     lines = receipt.text().splitlines()
-    assert lines[1] == golden("unit.ledger.h100-ranks-371-gpu")
+    assert lines[1] == golden("model.ledger.h100-ranks-371-gpu")
     assert lines[6:] == [
-        golden("unit.ledger.tracked-tags-job", LINK=LINK),
-        golden("unit.ledger.notes-rank-failed"),
+        golden("model.ledger.tracked-tags-job", LINK=LINK),
+        golden("model.ledger.notes-rank-failed"),
     ]
-    assert receipt.rows()["use"] == golden("unit.ledger.gpu-87-busy")
+    assert receipt.rows()["use"] == golden("model.ledger.gpu-87-busy")
     assert f'<a href="{LINK}"' in receipt.html()
 
 
@@ -476,7 +476,7 @@ def test_a_notebook_shows_a_receipt_as_table_and_as_text() -> None:
 def test_a_receipt_holds_no_control_characters_and_no_endless_line() -> None:
     receipt = msgspec.structs.replace(BARE, tags={"a": "\x1b[31mred\nand a line", "b": "x" * 300})
     line = receipt.text().splitlines()[-1]
-    assert line == golden("unit.ledger.tags-31mred-line") + "x" * 168 + "…"
+    assert line == golden("model.ledger.tags-31mred-line") + "x" * 168 + "…"
     assert len(line) == 200
 
 

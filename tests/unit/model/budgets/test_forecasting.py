@@ -29,7 +29,7 @@ def test_a_forecast_goes_on_at_the_rate_of_the_last_days() -> None:
     assert found.per_day == 30
     assert found.amount == 600 + 30 * 25 // 2  # twelve and a half days are left of November
     assert found.reached_ns is None
-    assert found.basis == golden("unit.forecasting.used-so-far")
+    assert found.basis == golden("model.forecasting.used-so-far")
     found = forecast(standing(900, 600), by_day, NOON)
     assert found.reached_ns == NOON + 10 * DAY_NS
     assert forecast(standing(600, 600), by_day, NOON).reached_ns == NOON
@@ -99,4 +99,4 @@ def test_what_people_read(said: str, text: str) -> None:
 def test_gpu_time_is_written_as_gpu_time() -> None:
     budget = Budget(scope=Scope(kind="everything"), period=Period.WEEK, limit_gpu_ms=360_000_000)
     told = Standing(budget=budget, window=window(Period.WEEK, NOON), used=Use(gpu_ms=291_600_000), held=Use())
-    assert budget_words.used_words(told, "USD") == golden("unit.forecasting.81-100-gpu")
+    assert budget_words.used_words(told, "USD") == golden("model.forecasting.81-100-gpu")

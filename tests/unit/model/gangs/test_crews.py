@@ -58,5 +58,5 @@ def test_processes_of_two_nodes_never_have_the_same_number(shares: dict[str, int
 @pytest.mark.parametrize("shares", [[], [("n", 0)], [("n", 1), ("n", 1)], [(f"n{i}", 1) for i in range(NODES_MAX + 1)]])
 def test_what_is_no_gang_is_refused(shares: list[tuple[str, int]]) -> None:
     """None, a node twice, one without devices, too many."""
-    with pytest.raises(ValueError, match=re.escape(golden("unit.crews.gang-devices"))):
+    with pytest.raises(ValueError, match=re.escape(golden("model.crews.gang-devices"))):
         laid_out(shares)

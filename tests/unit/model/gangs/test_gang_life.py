@@ -95,7 +95,7 @@ def test_a_node_that_is_gone_is_what_the_others_lost_a_peer_for() -> None:
     ]
     found = fold(crews, Cause(crew=0, reason=Reason.RANK_RAISED, final=False))
     assert found.over == GivenUp(Reason.NODE_GONE)
-    assert found.cause is not None and found.cause.detail == golden("unit.gang_life.nothing-heard-n2")
+    assert found.cause is not None and found.cause.detail == golden("model.gang_life.nothing-heard-n2")
 
 
 def test_it_is_over_when_all_are_and_ended_as_its_cause_did() -> None:

@@ -63,15 +63,15 @@ def test_one_receipt_has_the_devices_of_all_and_the_times_of_the_slowest() -> No
     )
     assert (one.peak_memory_bytes, one.tracked, one.tags, one.environment) == (3_000, "http://x", {"a": "b"}, "live")
     assert one.bill is not None and one.bill.billed_ms == 140
-    assert one.gate == golden("unit.gang_receipt.each-nodes", FREE=FREE)
-    assert golden("unit.gang_receipt.h100-ranks-n1") in one.text()
+    assert one.gate == golden("model.gang_receipt.each-nodes", FREE=FREE)
+    assert golden("model.gang_receipt.h100-ranks-n1") in one.text()
 
 
 def test_why_it_is_not_billed_is_the_reason_of_the_whole_also_where_a_node_says_otherwise() -> None:
     lost = Whole(state="FAILED", reason=Reason.GPU_LOST)
     both = [account(number, receipt("n1"), billed_ms=0, micros=0) for number in range(2)]
     one = together(both, lost)
-    assert one is not None and one.unbilled_text() == golden("unit.gang_receipt.gpu-seconds-gpu")
+    assert one is not None and one.unbilled_text() == golden("model.gang_receipt.gpu-seconds-gpu")
     own = restated(account(1, receipt("n2")), FAILED)
     assert own is not None and (own.gpu_ms, own.micros, own.unbilled_text()) == (100, 84, "")
     assert restated(account(1, None), FAILED) is None
@@ -81,11 +81,11 @@ def test_devices_are_free_only_when_all_nodes_say_so() -> None:
     bad = receipt("n2", gate="1 of 2 GPUs not free: GPU-n2-1: pid 7 holds 80 GiB", quarantined=("GPU-n2-1",))
     one = together([account(0, receipt("n1")), account(1, bad)], FAILED)
     assert one is not None and one.quarantined == ("GPU-n2-1",)
-    assert one.gate == golden("unit.gang_receipt.n2-n1", gate=bad.gate, FREE=FREE)
+    assert one.gate == golden("model.gang_receipt.n2-n1", gate=bad.gate, FREE=FREE)
     gone = together([account(0, receipt("n1")), account(1, None, gpu_ms=30, billed_ms=30, micros=20)], FAILED)
-    assert gone is not None and gone.gate == golden("unit.gang_receipt.nothing-known-devices", FREE=FREE)
+    assert gone is not None and gone.gate == golden("model.gang_receipt.nothing-known-devices", FREE=FREE)
     assert (gone.gpu_ms, gone.micros, gone.nodes) == (130, 104, ("n1", "n2"))
-    assert gone.notes == (golden("unit.gang_receipt.n2-sent-receipt"),)
+    assert gone.notes == (golden("model.gang_receipt.n2-sent-receipt"),)
     assert together([account(0, None), account(1, None)], FAILED) is None
 
 
@@ -95,8 +95,8 @@ def test_what_all_say_is_said_once_and_the_rest_with_the_name_of_its_node() -> N
     second = receipt("n2", notes=("a secret is old", hung), environment="14 units, 3 fetched", warm=False)
     one = together([account(0, first), account(1, second)], FAILED)
     assert one is not None
-    assert one.notes == (golden("unit.gang_receipt.secret-old"), f"n2: {hung}")
-    assert one.environment == golden("unit.gang_receipt.n1-14-units")
+    assert one.notes == (golden("model.gang_receipt.secret-old"), f"n2: {hung}")
+    assert one.environment == golden("model.gang_receipt.n1-14-units")
     assert (one.warm, one.warm_reason) == (False, "n1: x")
 
 

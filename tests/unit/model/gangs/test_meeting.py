@@ -151,7 +151,7 @@ def test_who_does_not_reach_whom_is_named_with_what_was_tried() -> None:
     apart = choose(offers, reaches, ["n1", "n2", "n3"])
     assert isinstance(apart, Apart)
     assert apart.pair == (1, 2)
-    assert apart.sentence == golden("unit.meeting.n2-does-reach")
+    assert apart.sentence == golden("model.meeting.n2-does-reach")
 
 
 def test_what_was_not_tried_was_not_reached() -> None:
@@ -160,7 +160,7 @@ def test_what_was_not_tried_was_not_reached() -> None:
     apart = choose(offers, [_reach(0, (1, "10.0.0.2", 5)), _reach(1)], ["n1", "n2"])
     assert isinstance(apart, Apart) and "10.0.0.1 (not tried)" in apart.sentence
     nowhere = choose([_offer(0), _offer(1, (ETH, "10.0.0.2"))], [_reach(0, (1, "10.0.0.2", 5)), _reach(1)], ["a", "b"])
-    assert isinstance(nowhere, Apart) and nowhere.sentence == golden("unit.meeting.address-could-reached")
+    assert isinstance(nowhere, Apart) and nowhere.sentence == golden("model.meeting.address-could-reached")
 
 
 @given(st.data())

@@ -95,7 +95,7 @@ SENTENCES: dict[str, tuple[Finding, str]] = {
 
 @pytest.mark.parametrize(("found", "expected"), SENTENCES.values(), ids=SENTENCES)
 def test_the_sentence(found: Finding, expected: str) -> None:
-    assert sentence(found) == golden("unit.hang_report.output-10-min", expected=expected)
+    assert sentence(found) == golden("model.hang_report.output-10-min", expected=expected)
 
 
 def test_many_ranks_are_not_all_listed() -> None:
@@ -112,7 +112,7 @@ def test_the_file_whole() -> None:
         elsewhere=(1, 2, 3),
     )
     assert report(found, "run 01k, attempt 1, at 14:03:22", range(4)) == golden(
-        "unit.hang_report.run-01k-attempt", file=C10D.file
+        "model.hang_report.run-01k-attempt", file=C10D.file
     )
 
 
@@ -121,7 +121,7 @@ def test_the_stacks_of_one_rank_are_bounded() -> None:
     found = finding(look(0, *deep), look(1, TRAIN), waiting=(0,), elsewhere=(1,))
     text = report(found, "run", range(2))
     assert RANK_CHARACTERS_MAX < len(text) < RANK_CHARACTERS_MAX + 5_000
-    assert golden("unit.hang_report.characters-left-out") in text
+    assert golden("model.hang_report.characters-left-out") in text
     assert len(stacks(finding(look(0, *deep), waiting=(0,), elsewhere=()))[0]) == 4_000
 
 

@@ -145,7 +145,7 @@ def test_other_threads_are_apart_and_the_main_thread_is_the_last() -> None:
     )
     stack = parse(dump(*LOADER, before=feeder), OWN)
     assert stack.frames == frames(*LOADER)
-    assert [thread.title for thread in stack.others] == [golden("unit.stacks.thread-0x00007f66ce5ff6c0-most")]
+    assert [thread.title for thread in stack.others] == [golden("model.stacks.thread-0x00007f66ce5ff6c0-most")]
     assert [frame.function for frame in stack.others[0].frames] == ["wait", "_bootstrap"]
     assert not stack.others[0].current
 

@@ -247,13 +247,13 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name: str, hint: str) -
     assert not is_listed(name)
     with pytest.raises(UnknownGpuType) as refused:
         find_type(name)
-    assert str(refused.value) == golden("unit.hardware.unknown-gpu-type", name=name, KNOWN=KNOWN, hint=hint)
+    assert str(refused.value) == golden("model.hardware.unknown-gpu-type", name=name, KNOWN=KNOWN, hint=hint)
 
 
 def test_an_unknown_name_is_answered_with_own_types_too() -> None:
     with pytest.raises(UnknownGpuType) as refused:
         find_type("K8", OWN)
-    assert str(refused.value) == golden("unit.hardware.unknown-gpu-type-k8", KNOWN=KNOWN)
+    assert str(refused.value) == golden("model.hardware.unknown-gpu-type-k8", KNOWN=KNOWN)
 
 
 @pytest.mark.parametrize("wanted", NAMES)
@@ -346,13 +346,13 @@ def test_own_types_can_be_faked() -> None:
 def test_a_text_that_is_no_list_of_fakes_is_refused_with_an_example(text: str, why: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         parse_fake(text)
-    assert str(refused.value) == golden("unit.hardware.serverless-gpu-fake", text=text, why=why, FAKE_HINT=FAKE_HINT)
+    assert str(refused.value) == golden("model.hardware.serverless-gpu-fake", text=text, why=why, FAKE_HINT=FAKE_HINT)
 
 
 def test_a_fake_of_an_unknown_type_is_refused() -> None:
     with pytest.raises(UnknownGpuType) as refused:
         parse_fake("H101:8")
-    assert str(refused.value) == golden("unit.hardware.unknown-gpu-type-h101", KNOWN=KNOWN)
+    assert str(refused.value) == golden("model.hardware.unknown-gpu-type-h101", KNOWN=KNOWN)
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.integers(min_value=1, max_value=30)).filter(bool))
@@ -386,13 +386,13 @@ def test_cpu_slots_behave_like_devices_without_memory() -> None:
 def test_a_type_without_a_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         GpuType(name=name, memory_bytes=0)
-    assert str(refused.value) == golden("unit.hardware.gpu-type-cannot", name=name)
+    assert str(refused.value) == golden("model.hardware.gpu-type-cannot", name=name)
 
 
 def test_a_type_with_negative_memory_is_refused() -> None:
     with pytest.raises(InvalidValue) as refused:
         GpuType(name="X1", memory_bytes=-1)
-    assert str(refused.value) == golden("unit.hardware.gpu-type-x1")
+    assert str(refused.value) == golden("model.hardware.gpu-type-x1")
 
 
 def test_fakes_are_there_instead_of_the_real_ones() -> None:

@@ -108,7 +108,7 @@ def test_every_pair_has_a_row_or_is_refused_by_name(state: State, event: Event) 
         with pytest.raises(IllegalTransition) as caught:
             advance(attempt, event, 20 * S)
         assert str(caught.value) == golden(
-            "unit.lifecycle.run-run-fence", name__=type(event).__name__, value=state.value
+            "model.lifecycle.run-run-fence", name__=type(event).__name__, value=state.value
         )
     assert msgspec.structs.asdict(attempt) == before
 

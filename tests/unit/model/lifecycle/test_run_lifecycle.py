@@ -104,7 +104,9 @@ def test_every_pair_has_a_row_or_is_refused_by_name(state: State, event: Event) 
     else:
         with pytest.raises(IllegalTransition) as caught:
             advance(run, event)
-        assert str(caught.value) == golden("unit.run_lifecycle.run-run-fence", name__=type(event).__name__, state=state)
+        assert str(caught.value) == golden(
+            "model.run_lifecycle.run-run-fence", name__=type(event).__name__, state=state
+        )
     assert msgspec.structs.asdict(run) == before
 
 
@@ -350,7 +352,7 @@ def test_the_reference_says_when_another_attempt_follows() -> None:
         def follows(*, reason: Reason = reason, began: bool = True, **given: object) -> bool:
             return REQUEUE in advance(changed(RUNNING, began=began, **given), Ended(reason, began=began))[1]
 
-        assert follows(retries_left=1) == (golden("unit.run_lifecycle.one-retries") in words), reason
+        assert follows(retries_left=1) == (golden("model.run_lifecycle.one-retries") in words), reason
         assert follows(faults_left=1) == ("`retry_on_infra=True`" in words), reason
         assert follows(may_resume=True) == ("`resume=True`" in words), reason
         assert follows(began=False) == ("by itself" in words), reason

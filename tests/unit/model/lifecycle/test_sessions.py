@@ -109,10 +109,10 @@ def test_a_small_run_does_not_pass_a_large_one() -> None:
 def test_why_a_run_waits() -> None:
     book, _ = settle(ask(Book(devices=devices(4), idle_ns=0), Asker("a", 3)))
     book = mark_unfit(ask(ask(book, Asker("b", 4)), Asker("c", 1)), {"H100-3"})
-    assert waiting_text(book, book.queue[0]) == golden("unit.sessions.waiting-session-h100")
-    assert waiting_text(book, book.queue[1]) == golden("unit.sessions.waiting-session-h100-run")
+    assert waiting_text(book, book.queue[0]) == golden("model.sessions.waiting-session-h100")
+    assert waiting_text(book, book.queue[1]) == golden("model.sessions.waiting-session-h100-run")
     third = ask(book, Asker("d", 1))
-    assert golden("unit.sessions.runs-ahead-queue") in waiting_text(third, third.queue[2])
+    assert golden("model.sessions.runs-ahead-queue") in waiting_text(third, third.queue[2])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_time_matters_only_while_idle() -> None:
     book = Book(devices=devices(1, "CPU"), idle_ns=7 * SECOND)
     assert wake_ns(book, 100 * SECOND) == 87 * SECOND
     warned, sentence, _ = idle_action(book, 100 * SECOND, 90 * SECOND)
-    assert golden("unit.sessions.gives-cpu-slot") in sentence
+    assert golden("model.sessions.gives-cpu-slot") in sentence
     assert wake_ns(warned, 100 * SECOND) == 107 * SECOND
     busy = ask(warned, Asker("a", 1))
     assert (wake_ns(busy, 1), busy.warned, idle_action(busy, 1, 10**18)) == (None, False, (busy, "", False))

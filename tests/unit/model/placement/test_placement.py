@@ -249,7 +249,7 @@ def test_an_unknown_type_is_answered_with_the_cards_that_are_there_too() -> None
     known = ", ".join(["Tesla K80", *(gpu_type.name for gpu_type in CATALOGUE)])
     with pytest.raises(UnknownGpuType) as refused:
         candidates(gpus=1, gpu_type="Tesla K8", devices=(*K80, *H100S))
-    assert str(refused.value) == golden("unit.placement.unknown-gpu-type", known=known)
+    assert str(refused.value) == golden("model.placement.unknown-gpu-type", known=known)
 
 
 @given(
@@ -342,7 +342,7 @@ def test_a_place_outside_its_gang_is_refused(
             num_nodes=num_nodes,
         )
     assert str(refused.value) == golden(
-        "unit.placement.rank-can-stand",
+        "model.placement.rank-can-stand",
         rank=rank,
         local_rank=local_rank,
         node_rank=node_rank,

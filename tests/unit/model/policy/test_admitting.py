@@ -29,11 +29,11 @@ def test_a_cap_is_for_one_user_under_one_policy_and_counted_in_the_order_of_the_
         waiting("f1", 9, policy=""),
     ]
     assert held_back(queue, {("p", "alice"): 2}, {"p": 4}) == {
-        "r2": golden("unit.admitting.usage-policy-allows"),
-        "r3": golden("unit.admitting.usage-policy-allows"),
+        "r2": golden("model.admitting.usage-policy-allows"),
+        "r3": golden("model.admitting.usage-policy-allows"),
     }
     assert held_back(queue[:1], {("p", "alice"): 3}, {"p": 4}) == {
-        "r1": golden("unit.admitting.usage-policy-allows-alice")
+        "r1": golden("model.admitting.usage-policy-allows-alice")
     }
 
 
@@ -47,7 +47,7 @@ def test_what_can_never_fit_under_a_cap_that_came_later_is_told_so_and_in_nobody
     gpus: int | None, wants: str
 ) -> None:
     found = held_back([waiting("r1", gpus), waiting("r2", 4)], {}, {"p": 4})
-    assert found == {"r1": golden("unit.admitting.usage-policy-allows-alice-2", wants=wants)}
+    assert found == {"r1": golden("model.admitting.usage-policy-allows-alice-2", wants=wants)}
 
 
 class _Purse:

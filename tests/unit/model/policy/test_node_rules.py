@@ -115,14 +115,14 @@ def test_for_whom_a_node_is_and_its_calendar_read_as_text() -> None:
     assert for_whom(view(BERLIN, turns_ns=turns)) == "all until 25 Nov 2031 07:00"
     assert for_whom(view(BERLIN, shared=False, turns_ns=turns)) == "alice until 25 Nov 2031 07:00"
     assert for_whom(view(NodeCalendar(shared=("sat",)), shared=False)) == "nobody"
-    assert calendar_lines(view(NodeCalendar())) == [golden("unit.node_rules.n3-nobody-particular")]
+    assert calendar_lines(view(NodeCalendar())) == [golden("model.node_rules.n3-nobody-particular")]
     assert calendar_lines(view(first)) == [
-        golden("unit.node_rules.n3-alice-everybody"),
-        golden("unit.node_rules.runs-alice-come"),
+        golden("model.node_rules.n3-alice-everybody"),
+        golden("model.node_rules.runs-alice-come"),
     ]
     assert calendar_lines(view(BERLIN, shared=False, turns_ns=turns)) == [
-        golden("unit.node_rules.n3-alice-others"),
-        golden("unit.node_rules.shared-now-until"),
+        golden("model.node_rules.n3-alice-others"),
+        golden("model.node_rules.shared-now-until"),
     ]
 
 
@@ -138,7 +138,7 @@ def test_a_gpu_is_found_by_number_uuid_or_a_beginning_that_is_its_own() -> None:
     for asked, words in (("2", "no device '2'"), ("GPU-11", "several devices"), ("GPU", "no device")):
         with pytest.raises(InvalidValue, match=f"n3 has {words}") as caught:
             find_device(cards, asked, "n3")
-        assert caught.value.hint == golden("unit.node_rules.devices-gpu-11a")
+        assert caught.value.hint == golden("model.node_rules.devices-gpu-11a")
 
 
 def test_the_zone_of_this_machine_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

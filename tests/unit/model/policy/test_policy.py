@@ -116,7 +116,7 @@ def test_what_is_not_said_or_not_theirs_is_refused(
 def test_a_violation_names_the_policy_what_is_not_accepted_and_what_would_be(
     said: dict[str, Any], asked: dict[str, Any], refused: str, accepted: str
 ) -> None:
-    with pytest.raises(PolicyViolation, match=golden("unit.policy.usage-policy-llm")) as caught:
+    with pytest.raises(PolicyViolation, match=golden("model.policy.usage-policy-llm")) as caught:
         apply("llm", UsagePolicy(**said), spec(**asked))
     assert refused in caught.value.message
     assert caught.value.hint.startswith("it accepts ") and accepted in caught.value.hint
@@ -125,8 +125,8 @@ def test_a_violation_names_the_policy_what_is_not_accepted_and_what_would_be(
 def test_all_that_is_not_accepted_is_said_at_once() -> None:
     with pytest.raises(PolicyViolation) as caught:
         apply("llm", UsagePolicy(gpus_per_run=4, gpu_types=("H100",)), spec(gpus=8, gpu_type="A10"))
-    assert caught.value.message == golden("unit.policy.usage-policy-llm-does")
-    assert caught.value.hint == golden("unit.policy.accepts-gpu-types")
+    assert caught.value.message == golden("model.policy.usage-policy-llm-does")
+    assert caught.value.hint == golden("model.policy.accepts-gpu-types")
 
 
 @pytest.mark.parametrize(
@@ -297,14 +297,14 @@ def test_a_policy_is_said_in_words() -> None:
     assert describe(full) == [
         "pool fast",
         "pools fast, slow",
-        golden("unit.policy.needs-tag-team"),
+        golden("model.policy.needs-tag-team"),
         "needs tag cost",
         "adds tag x=y",
         "GPU types H100",
         "4 GPUs a run",
         "8 GPUs at once",
-        golden("unit.policy.days-time"),
-        golden("unit.policy.stopped-after-30"),
+        golden("model.policy.days-time"),
+        golden("model.policy.stopped-after-30"),
         "classes BEST_EFFORT",
         "packages of abababababab",
     ]
@@ -486,7 +486,7 @@ def test_22D4_critical_is_for_whom_a_role_or_an_attached_policy_grants_it(
     if asked is not CRITICAL or grants or by_role:
         assert policy.apply(said, spec(priority=asked), may_be_critical=by_role).priority is asked
         return
-    with pytest.raises(PolicyViolation, match=golden("unit.policy.priority-critical-granted")) as caught:
+    with pytest.raises(PolicyViolation, match=golden("model.policy.priority-critical-granted")) as caught:
         policy.apply(said, spec(priority=asked), may_be_critical=by_role)
     assert "priority='NORMAL' or 'BEST_EFFORT'" in caught.value.hint
 
@@ -496,5 +496,5 @@ def test_22D4_a_mandatory_policy_without_critical_takes_it_from_everybody() -> N
         NamedPolicy("a", UsagePolicy(priorities=tuple(Priority))),
         NamedPolicy("b", UsagePolicy(priorities=(NORMAL,), mandatory=True)),
     ]
-    with pytest.raises(PolicyViolation, match=re.escape(golden("unit.policy.usage-policy-does"))):
+    with pytest.raises(PolicyViolation, match=re.escape(golden("model.policy.usage-policy-does"))):
         policy.apply(said, spec(priority=CRITICAL), may_be_critical=True)

@@ -56,14 +56,14 @@ def test_22D7_a_team_that_is_required_is_the_only_one_of_its_owner() -> None:
 def test_22D7_a_run_without_the_team_that_is_required_is_refused(teams: tuple[str, ...], hint: str) -> None:
     with pytest.raises(PolicyViolation) as refused:
         with_defaults([("p", REQUIRED)], RunSpec(), teams)
-    assert str(refused.value) == golden("unit.policy_defaults.usage-policy-requires", hint=hint)
+    assert str(refused.value) == golden("model.policy_defaults.usage-policy-requires", hint=hint)
 
 
 def test_22D7_people_read_what_a_policy_says_of_teams_and_time() -> None:
     said = describe(UsagePolicy(timeout_s=7200.0, team="ads", team_required=True))
     assert said == [
         "any on-demand pool",
-        golden("unit.policy_defaults.time-limit-00"),
-        golden("unit.policy_defaults.team-ads-itself"),
+        golden("model.policy_defaults.time-limit-00"),
+        golden("model.policy_defaults.team-ads-itself"),
         "needs a team",
     ]

@@ -83,9 +83,9 @@ def test_22A1_a_type_that_only_a_closed_pool_has_does_not_confuse_a_run_that_nam
 def test_22A1_warnings_name_principals_pools_and_the_command() -> None:
     assert sharing_warnings(principals=[], closed=["default"], shared=["big"]) == []
     shared, closed = sharing_warnings(principals=["bob"], closed=["default"], shared=["big"])
-    assert golden("server.isolation.code-bob-can") in shared and golden("unit.isolation.sgpu-pool-set") in shared
+    assert golden("server.isolation.code-bob-can") in shared and golden("model.isolation.sgpu-pool-set") in shared
     assert (
-        golden("unit.isolation.runs-bob-wait") in closed and golden("server.isolation.sgpu-pool-set-default") in closed
+        golden("model.isolation.runs-bob-wait") in closed and golden("server.isolation.sgpu-pool-set-default") in closed
     )
     (alone,) = sharing_warnings(principals=["bob"], closed=[], shared=[])
     assert golden("server.isolation.sgpu-pool-set-default") in alone

@@ -180,7 +180,7 @@ def test_an_owner_who_is_first_has_the_node_as_soon_as_others_have_left() -> Non
     assert started(world, "b1", "mine", "b2") == [0.0, 60.0, None]
     never = world.planner.why("b2", world.now_ns)
     assert never is not None
-    assert never.words == golden("unit.making_room.owner-comes-first")
+    assert never.words == golden("model.making_room.owner-comes-first")
     assert [one.run_id for one in world.preemptions] == ["b1"]
     assert not world.running
 

@@ -45,7 +45,7 @@ def test_F58_a_run_goes_where_its_version_of_python_is_or_to_the_callers_own_mac
     queue = [wanted("r1", python="3.12"), wanted("r2", python="3.12"), wanted("r3", python="3.11")]
     decided = decide(queue, [old, new])
     assert decided.placed() == {"r1": "n2", "r3": "n1"}
-    assert decided.said("r2") == golden("unit.planner.needs-h100-none")
+    assert decided.said("r2") == golden("model.planner.needs-h100-none")
     assert decide(queue[:1], [old, silent]).placed() == {"r1": "n3"}
     mine = wanted("r1", python="3.12", caller="machine-n1")
     assert decide([mine], [old]).placed() == {"r1": "n1"}
@@ -58,7 +58,7 @@ def test_who_is_left_alone_for_a_while_waits_beside_the_line_and_keeps_nothing()
     decided = Decided(made, 99)
     assert list(decided.placed()) == ["r2"]
     assert decided.decision.wake_ns == 100
-    assert decided.said("r1") == golden("unit.planner.tried-again-12")
+    assert decided.said("r1") == golden("model.planner.tried-again-12")
     assert decided.said("r3").endswith("you are 1st")
     made = planner([node("n1", H100=8)], [held, wanted("r3", 8)])
     assert list(Decided(made, 100).placed()) == ["r1"]
@@ -71,31 +71,31 @@ def test_the_node_with_the_least_left_over_is_taken_so_that_large_gangs_find_who
 
 def test_who_waits_is_told_what_is_missing_where_and_who_has_it() -> None:
     decided = decide([wanted("r1", 8), wanted("r2", 8)], [busy(node("n3", H100=8), 3)])
-    assert decided.said("r1") == golden("unit.planner.needs-h100-one")
-    assert decided.said("r2") == golden("unit.planner.needs-h100-one-node")
+    assert decided.said("r1") == golden("model.planner.needs-h100-one")
+    assert decided.said("r2") == golden("model.planner.needs-h100-one-node")
 
 
 def test_who_comes_later_is_told_for_whom_something_is_kept() -> None:
     decided = decide([wanted("r1", 8), wanted("r2", 8)], [busy(node("n3", H100=8), 1)], policy=NEAR)
-    assert decided.said("r2") == golden("unit.planner.needs-h100-one-node-2")
+    assert decided.said("r2") == golden("model.planner.needs-h100-one-node-2")
     assert decided.wait("r2").reason is WaitReason.RESERVED
 
 
 def test_the_sentence_counts_what_was_placed_in_the_same_pass() -> None:
     decided = decide([wanted("r1", 6), wanted("r2", 4, queued_ns=999)], [node("n1", H100=8)])
-    assert decided.said("r2") == golden("unit.planner.needs-h100-one-node-3")
+    assert decided.said("r2") == golden("model.planner.needs-h100-one-node-3")
 
 
 def test_many_holders_are_counted_after_the_first_three() -> None:
     place = node("n1", H100=8)
     nodes = [busy(place, 1, f"bob/{number}") for number in range(5)]
     decided = decide([wanted("r1")], [*nodes, busy(place, 3, "bob/big")])
-    assert decided.said("r1") == golden("unit.planner.needs-h100-none-free")
+    assert decided.said("r1") == golden("model.planner.needs-h100-none-free")
 
 
 def test_devices_that_others_use_are_not_given_and_are_named() -> None:
     place = msgspec.structs.replace(node("n1", H100=4), outside={"H100": 2})
-    assert decide([wanted("r1", 4)], [place]).said("r1") == golden("unit.planner.needs-h100-one-node-4")
+    assert decide([wanted("r1", 4)], [place]).said("r1") == golden("model.planner.needs-h100-one-node-4")
     assert decide([wanted("r1", 2)], [place]).placed() == {"r1": "n1"}
 
 
@@ -142,7 +142,7 @@ def test_all_of_a_node_means_all_of_the_one_it_is_placed_on() -> None:
     taken = busy(node("n1", H100=8), 1)
     decided = decide([wanted("r1", None)], [taken, node("n2", H100=4)])
     assert decided.decision.placements[0].shares == (Share(node_id="id-n2", gpu_type="H100", count=4),)
-    assert decide([wanted("r1", None)], [taken]).said("r1") == golden("unit.planner.needs-every-h100")
+    assert decide([wanted("r1", None)], [taken]).said("r1") == golden("model.planner.needs-every-h100")
 
 
 def test_without_a_type_the_only_gpu_type_there_is_is_meant() -> None:
@@ -159,13 +159,13 @@ def test_a_family_is_placed_on_devices_of_one_member() -> None:
 def test_files_that_stay_where_they_are_need_that_machine() -> None:
     nodes = [node("n1", H100=8), node("n2", H100=8)]
     assert decide([wanted("r1", machine="machine-n2")], nodes).placed() == {"r1": "n2"}
-    assert golden("unit.planner.env-snapshot-takes") in decide([wanted("r1", machine="other")], nodes).said("r1")
+    assert golden("model.planner.env-snapshot-takes") in decide([wanted("r1", machine="other")], nodes).said("r1")
 
 
 def test_a_node_that_is_away_is_not_used_and_said_to_be_away() -> None:
     away = msgspec.structs.replace(node("n1", H100=8), away="has been silent since 12:03:05")
     decided = decide([wanted("r1", 8)], [away])
-    assert decided.said("r1") == golden("unit.planner.needs-h100-one-node-5")
+    assert decided.said("r1") == golden("model.planner.needs-h100-one-node-5")
 
 
 @pytest.mark.parametrize(
@@ -254,4 +254,4 @@ def test_22D5_who_has_no_promise_is_told_the_likely_time_and_not_seven_days() ->
     assert (wait.at_ns, wait.is_bound, wait.likely_ns) == (600 * 10**9, False, None)
     estimate = decide([], [known]).planner.estimate(wanted("r1", 1), 1000)
     assert (estimate.at_ns, estimate.is_bound) == (600 * 10**9, False)
-    assert estimate.basis == golden("unit.planner.declared-learned-ends")
+    assert estimate.basis == golden("model.planner.declared-learned-ends")

@@ -137,12 +137,12 @@ def test_a_pools_own_run_gets_back_at_once_what_was_lent_whatever_its_class() ->
     found = room(own, [lent], _TERMS, _NOW)
     assert leaving(found) == ["b"]
     assert found is not None
-    assert found.preemptions[0].sentence == golden("unit.preempting.pool-search-lent")
+    assert found.preemptions[0].sentence == golden("model.preempting.pool-search-lent")
     of_the_pool = site([running("b", 8, 9000, pool="search")], pool="search")
     assert room(own, [of_the_pool], _TERMS, _NOW) is None
     found = room(msgspec.structs.replace(own, priority=NORMAL), [of_the_pool], _TERMS, _NOW)
     assert found is not None
-    assert found.preemptions[0].sentence == golden("unit.preempting.makes-room-alice")
+    assert found.preemptions[0].sentence == golden("model.preempting.makes-room-alice")
 
 
 def test_an_owner_who_is_first_gets_the_node_at_once_and_gives_way_to_no_guest() -> None:
@@ -150,7 +150,7 @@ def test_an_owner_who_is_first_gets_the_node_at_once_and_gives_way_to_no_guest()
     mine = wanted("r1", priority=BEST_EFFORT)
     found = room(mine, [site([running("b", 8, 1, priority=CRITICAL)], **others)], _TERMS, _NOW)
     assert found is not None
-    assert found.preemptions[0].sentence == golden("unit.preempting.n1-alice-whose")
+    assert found.preemptions[0].sentence == golden("model.preempting.n1-alice-whose")
     guest = wanted("r2", owner="bob", priority=CRITICAL)
     assert room(guest, [site([running("a", 8, 9000, owner="alice")], **others)], _TERMS, _NOW) is None
     assert leaving(room(guest, [site([running("c", 8, 9000, owner="carol")], **others)], _TERMS, _NOW)) == ["c"]

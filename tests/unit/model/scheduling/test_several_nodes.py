@@ -71,7 +71,7 @@ def test_a_part_goes_where_the_least_is_left_over() -> None:
 def test_what_one_node_could_hold_waits_for_it() -> None:
     decided = decide([gang("r1", 8)], [busy(node("n1", H100=8), 1), node("n2", H100=4), node("n3", H100=4)])
     assert decided.placed() == {}
-    assert decided.said("r1") == golden("unit.several_nodes.needs-h100-one")
+    assert decided.said("r1") == golden("model.several_nodes.needs-h100-one")
 
 
 def test_a_large_node_that_a_run_may_never_use_does_not_keep_it_on_one() -> None:
@@ -83,7 +83,7 @@ def test_a_large_node_that_a_run_may_never_use_does_not_keep_it_on_one() -> None
 
 def test_a_gang_is_of_one_pool_and_one_type() -> None:
     two = [msgspec.structs.replace(node(name, H100=8), pool=pool) for name, pool in (("n1", "a"), ("n2", "b"))]
-    assert decide([gang("r1", 16)], two).said("r1") == golden("unit.several_nodes.needs-16-h100")
+    assert decide([gang("r1", 16)], two).said("r1") == golden("model.several_nodes.needs-16-h100")
     mixed = [Node(id=name, name=name, total={kind: 4}) for name, kind in (("n1", "A100-40"), ("n2", "A100-80"))]
     assert decide([gang("r1", 8, gpu_type="A100")], mixed).wait("r1").reason is WaitReason.UNSATISFIABLE
 
@@ -92,36 +92,38 @@ def test_a_node_that_knows_no_crews_has_no_part_of_a_gang_and_runs_of_its_own() 
     old = msgspec.structs.replace(node("n1", H100=8), crews=False)
     decided = decide([gang("r1", 16), gang("r2", 8)], [old, node("n2", H100=8)])
     assert having(decided, "r2") == [("n1", 8)]
-    assert decided.said("r1") == golden("unit.several_nodes.needs-16-h100-only")
+    assert decided.said("r1") == golden("model.several_nodes.needs-16-h100-only")
 
 
 def test_F82_how_much_there_is_together_and_what_a_flag_costs_is_said_at_once() -> None:
     four = [msgspec.structs.replace(node(f"n{number}", H100=8), pool="research") for number in range(4)]
-    assert decide([gang("r1", 40)], four).said("r1") == golden("unit.several_nodes.needs-40-h100")
+    assert decide([gang("r1", 40)], four).said("r1") == golden("model.several_nodes.needs-40-h100")
     alone = wanted("r1", 16, alone="without same_node=True")
-    assert decide([alone], four).said("r1") == golden("unit.several_nodes.needs-16-h100-one")
+    assert decide([alone], four).said("r1") == golden("model.several_nodes.needs-16-h100-one")
     assert "would do" not in decide([wanted("r1", 40, alone="without same_node=True")], four).said("r1")
     live = wanted("r1", 16, machine="machine-n0", alone='with env="snapshot"')
     assert decide([live], four).said("r1").endswith('(n0); with env="snapshot" 2 nodes would do')
     many = [node(f"n{number}", A10=1) for number in range(NODES_MAX + 10)]
     assert decide([gang("r1", NODES_MAX + 1, gpu_type="A10")], many).said("r1") == golden(
-        "unit.several_nodes.needs-a10-gang", value=NODES_MAX + 1, NODES_MAX=NODES_MAX
+        "model.several_nodes.needs-a10-gang", value=NODES_MAX + 1, NODES_MAX=NODES_MAX
     )
 
 
 def test_who_waits_for_several_nodes_is_told_what_is_free_on_each_and_who_has_the_rest() -> None:
     nodes: list[Any] = [node("n1", H100=8), busy(node("n2", H100=8), 3, limit_s=60.0)]
     decided = decide([gang("r1", 16)], nodes)
-    assert decided.said("r1") == golden("unit.several_nodes.needs-16-h100-nodes")
+    assert decided.said("r1") == golden("model.several_nodes.needs-16-h100-nodes")
     found = decided.planner.estimate(gang("r9", 16, owner="bob", limit_s=60.0), 1000)
     assert (found.at_ns, found.node, found.nodes, found.place) == (60 * S, "", ("n1", "n2"), 1)
     free = decide([], [node("n1", H100=8), node("n2", H100=8)]).planner.estimate(gang("r1", 16), 1000)
-    assert estimate_text(free, str) == golden("unit.several_nodes.once-n1-n2")
+    assert estimate_text(free, str) == golden("model.several_nodes.once-n1-n2")
     drained = msgspec.structs.replace(node("n2", H100=8), away="takes nothing new: root drains it")
     told = decide([gang("r1", 16)], [node("n1", H100=8), drained]).said("r1")
-    assert told == golden("unit.several_nodes.needs-16-h100-n2")
+    assert told == golden("model.several_nodes.needs-16-h100-n2")
     lacking = msgspec.structs.replace(node("n2", H100=8), outside={"H100": 2})
-    assert golden("unit.several_nodes.n1-free-n2") in decide([gang("r1", 16)], [node("n1", H100=8), lacking]).said("r1")
+    assert golden("model.several_nodes.n1-free-n2") in decide([gang("r1", 16)], [node("n1", H100=8), lacking]).said(
+        "r1"
+    )
 
 
 def test_what_is_kept_for_several_nodes_is_said_to_others_and_what_fits_in_before_starts() -> None:
@@ -135,7 +137,7 @@ def test_what_is_kept_for_several_nodes_is_said_to_others_and_what_fits_in_befor
     assert decided.placed() == {"r2": "n1"}
     decided = decide([queue[0], queue[2]], nodes)
     assert decided.placed() == {}
-    assert golden("unit.several_nodes.kept-alice-r1") in decided.said("r3")
+    assert golden("model.several_nodes.kept-alice-r1") in decided.said("r3")
 
 
 def test_a_gang_goes_into_the_gap_before_a_larger_one() -> None:
@@ -145,7 +147,7 @@ def test_a_gang_goes_into_the_gap_before_a_larger_one() -> None:
     late = [queue[0], gang("r2", 16, owner="bob", limit_s=7200.0)]
     decided = decide(late, nodes)
     assert decided.placed() == {}
-    assert decided.said("r2") == golden("unit.several_nodes.needs-16-h100-nodes-2")
+    assert decided.said("r2") == golden("model.several_nodes.needs-16-h100-nodes-2")
 
 
 def test_what_is_kept_for_a_gang_counts_as_free_for_it_elsewhere() -> None:
@@ -208,7 +210,7 @@ def test_several_nodes_are_cleared_together_or_none_and_who_has_several_leaves_o
     decided = Decided(made, 700 * S)
     assert [(one.run_id, one.for_run) for one in decided.decision.preemptions] == [("be", "r1")]
     assert decided.wait("r1").reason is WaitReason.MAKING_ROOM
-    assert golden("unit.several_nodes.bob-asked-give") in decided.said("r1")
+    assert golden("model.several_nodes.bob-asked-give") in decided.said("r1")
     alone = planner([(n1, both), n2, busy(n3, 8, "bob/stays")], [gang("r2", 24)])
     assert alone.decide(700 * S).preemptions == ()
 

@@ -190,7 +190,7 @@ def test_each_estimate_says_what_it_rests_on(estimate: Estimate, told: str) -> N
 def test_ordinals() -> None:
     numbers = (1, 2, 3, 4, 11, 12, 13, 21, 22, 101, 111)
     told = ", ".join(ordinal(number) for number in numbers)
-    assert told == golden("unit.telling.1st-2nd-3rd")
+    assert told == golden("model.telling.1st-2nd-3rd")
 
 
 _TIMES = st.one_of(st.none(), st.integers(0, 48 * _HOUR))
@@ -238,11 +238,11 @@ def test_22D5_a_latest_time_is_rounded_up_to_the_minute_and_others_are_not() -> 
     until = at("17:06") + 52_000_000_000
     bound = msgspec.structs.replace(_BERT, until_ns=until)
     told = sentence(wait(holders=(bound,), at_ns=until, is_bound=True), clock)
-    assert golden("unit.telling.alice-bert-ft") in told
+    assert golden("model.telling.alice-bert-ft") in told
     likely = msgspec.structs.replace(bound, is_bound=False)
-    assert golden("unit.telling.until-about-17") in sentence(wait(holders=(likely,), at_ns=until), clock)
+    assert golden("model.telling.until-about-17") in sentence(wait(holders=(likely,), at_ns=until), clock)
     leaving = msgspec.structs.replace(bound, is_leaving=True)
-    assert golden("unit.telling.asked-give-back") in sentence(wait(holders=(leaving,)), clock)
+    assert golden("model.telling.asked-give-back") in sentence(wait(holders=(leaving,)), clock)
     assert estimate_text(Estimate(at_ns=until, is_bound=True, basis="", place=1), clock).startswith("at 17:07 at the")
 
 
@@ -256,8 +256,8 @@ def test_22D5_what_was_learned_is_told_beside_a_latest_time() -> None:
     week = {"until_ns": at("17:06"), "is_bound": True}
     known = holder("alice/bert-ft", 3, "17:06", **week, likely_ns=at("12:10"))
     told = sentence(wait(holders=(known,), at_ns=at("17:06"), is_bound=True, likely_ns=at("12:10")), clock)
-    assert told == (_NEEDS + golden("unit.telling.free-n3-alice"))
+    assert told == (_NEEDS + golden("model.telling.free-n3-alice"))
     # Of several runs of one name the last counts; of one of them nothing is known.
     unknown = holder("alice/bert-ft", 1, "13:00", is_bound=True)
     told = sentence(wait(holders=(known, unknown)), clock)
-    assert golden("unit.telling.holds-until-17") in told
+    assert golden("model.telling.holds-until-17") in told

@@ -43,7 +43,7 @@ def test_a_device_that_hardly_works_is_cpu_work() -> None:
     assert found is not None
     assert (found.verdict, found.types, found.busy_percent) == ("cpu", ("CPU",), 2.5)
     assert (found.micros, found.saves_micros) == (30_000_000, 29_500_000)
-    assert found.text() == golden("unit.unneeded.cpu-work-gpus")
+    assert found.text() == golden("model.unneeded.cpu-work-gpus")
 
 
 @pytest.mark.parametrize(("busy_percent", "is_named"), [(4.9, True), (5.0, False)])
@@ -55,7 +55,7 @@ def test_what_fits_into_a_smaller_type_gets_the_cheapest_that_is_cheaper() -> No
     found = only(ran(peak_memory_bytes=20 * GIB))
     assert found is not None
     assert (found.verdict, found.types, found.saves_micros, found.slower) == ("smaller", ("L4",), 20_000_000, 3.0)
-    assert found.text() == golden("unit.unneeded.20-gib-memory")
+    assert found.text() == golden("model.unneeded.20-gib-memory")
 
 
 @pytest.mark.parametrize(("peak", "is_named"), [(20 * GIB, True), (20 * GIB + 1, False)])
@@ -84,7 +84,7 @@ def test_without_prices_the_catalogue_says_what_would_do() -> None:
     assert found is not None
     assert found.types == ("A16", "A2", "P100", "RTX-A4000")
     assert (found.micros, found.saves_micros, found.slower) == (None, None, None)
-    assert found.text() == golden("unit.unneeded.gib-memory-most")
+    assert found.text() == golden("model.unneeded.gib-memory-most")
 
 
 def test_a_type_that_costs_more_is_no_advice() -> None:

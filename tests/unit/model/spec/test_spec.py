@@ -284,7 +284,7 @@ def test_what_no_machine_has_is_refused_and_not_a_crash(options: Mapping[str, ob
 def test_an_unknown_option_lists_the_valid_ones(name: str, guess: str) -> None:
     with pytest.raises(InvalidOption) as caught:
         spec(**{name: 1})
-    assert str(caught.value) == golden("unit.spec.option-hint", name=name, guess=guess, VALID=VALID)
+    assert str(caught.value) == golden("model.spec.option-hint", name=name, guess=guess, VALID=VALID)
 
 
 def test_an_unknown_type_is_named() -> None:
@@ -327,7 +327,7 @@ def test_when_the_caller_wants_to_be_warned_of_a_hang(text: str | None, seconds:
 def test_a_warning_time_that_is_no_number_of_seconds(text: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         hang_warning_s(text)
-    assert str(caught.value) == golden("unit.spec.serverless-gpu-hang", text=text)
+    assert str(caught.value) == golden("model.spec.serverless-gpu-hang", text=text)
 
 
 def test_a_spec_survives_the_wire() -> None:

@@ -124,7 +124,7 @@ def test_parameters_are_the_clients_and_the_specs() -> None:
     assert spec_params(RunSpec()) == {"sgpu.environment": "live"}
     program = RunSpec(payload=Command(argv=("python", "t 2.py", "--token", "abc")))
     assert spec_params(program) == {
-        "sgpu.command": golden("unit.tracking_rules.python-py-token"),
+        "sgpu.command": golden("model.tracking_rules.python-py-token"),
         "sgpu.environment": "live",
     }
 

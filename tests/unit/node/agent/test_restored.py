@@ -48,9 +48,9 @@ def test_a_working_directory_that_is_gone_is_its_restored_copy(tmp_path: Path) -
 def test_what_a_receipt_says(tmp_path: Path) -> None:
     mounted, linked = environment(tmp_path), environment(tmp_path, "links")
     short = mounted.address[:12]
-    assert mounted.text(fetched=True) == golden("unit.restored.snapshot-unit-overlay", short=short)
-    assert mounted.text(fetched=False) == golden("unit.restored.snapshot-unit-overlay-2", short=short)
-    assert linked.text(fetched=False) == golden("unit.restored.snapshot-unit-links", short=short)
+    assert mounted.text(fetched=True) == golden("node.restored.snapshot-unit-overlay", short=short)
+    assert mounted.text(fetched=False) == golden("node.restored.snapshot-unit-overlay-2", short=short)
+    assert linked.text(fetched=False) == golden("node.restored.snapshot-unit-links", short=short)
 
 
 def test_a_unit_that_was_loaded_is_found_by_its_files(tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_a_unit_that_was_loaded_is_found_by_its_files(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.touch()
     library = Loaded(files=frozenset({"/view/lib/python3.11/site-packages/toy/fast.so"}))
-    assert new.misfit(library, old) == golden("unit.restored.toy-loaded-any")
+    assert new.misfit(library, old) == golden("node.restored.toy-loaded-any")
     other = Loaded(files=frozenset({"/view/lib/python3.11/site-packages/toy/other.so"}))
     assert new.misfit(other, old) == ""
     (file.parents[1] / "toy.pth").touch()
-    assert new.misfit(other, old) == golden("unit.restored.toy-runs-code")
+    assert new.misfit(other, old) == golden("node.restored.toy-runs-code")
 
 
 @pytest.mark.parametrize("gone", ["view", f"units/ab/{TOY.address}", "units"])
@@ -76,7 +76,7 @@ def test_what_was_deleted_is_not_there_even_if_it_was_made_again(tmp_path: Path,
     assert not environment(tmp_path / "elsewhere").is_one_with(held)
     again = environment(tmp_path)  # which makes them
     assert not held.is_there() and not held.is_one_with(again) and again.is_there()
-    assert again.misfit(Loaded(), held) == golden("unit.restored.started-deleted")
+    assert again.misfit(Loaded(), held) == golden("node.restored.started-deleted")
 
 
 def test_what_a_unit_brings_is_looked_up_in_it(tmp_path: Path) -> None:
@@ -92,12 +92,12 @@ def test_what_a_unit_brings_is_looked_up_in_it(tmp_path: Path) -> None:
     why = "toy 1.0 brings calendar, which it has loaded from elsewhere"
     assert new.misfit(Loaded(names=frozenset({"calendar"})), old) == why
     (site / "toy-1.0.dist-info" / "entry_points.txt").write_text("[torch.backends]\ntoy = toy:load\n")
-    assert new.misfit(Loaded(), old) == golden("unit.restored.toy-runs-code-torch")
+    assert new.misfit(Loaded(), old) == golden("node.restored.toy-runs-code-torch")
 
 
 def test_links_have_an_interpreter_each(tmp_path: Path) -> None:
     linked = environment(tmp_path, "links")
-    assert linked.misfit(Loaded(), environment(tmp_path)) == golden("unit.restored.each-environment-made")
+    assert linked.misfit(Loaded(), environment(tmp_path)) == golden("node.restored.each-environment-made")
 
 
 def test_the_lock_is_let_go_with_the_last_who_uses_it(tmp_path: Path) -> None:
@@ -120,16 +120,16 @@ def test_how_to_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(restoring_process, "_can_mount", set())
     monkeypatch.setattr(mounts, "probe", lambda directory: "a user namespace cannot be made")
     fallen_back = way_for("", tmp_path)
-    assert (fallen_back.mode, fallen_back.why) == ("links", golden("unit.restored.mounts-user-namespace"))
-    with pytest.raises(EnvironmentUnsupported, match=re.escape(golden("unit.restored.machine-cannot-mount"))):
+    assert (fallen_back.mode, fallen_back.why) == ("links", golden("node.restored.mounts-user-namespace"))
+    with pytest.raises(EnvironmentUnsupported, match=re.escape(golden("node.restored.machine-cannot-mount"))):
         way_for("overlay", tmp_path)
 
 
 def test_how_far_a_restore_is_in_words() -> None:
     assert sentence(Progress(phase="fetch", bytes_done=1_000_000, bytes_total=4_000_000)) == golden(
-        "unit.restored.fetching-mb-mb"
+        "node.restored.fetching-mb-mb"
     )
     assert sentence(Progress(phase="compile", files_done=3, files_total=9)) == "compiling 3 of 9 files"
     assert sentence(Progress(phase="restore")) == "laying out"
     waits = Progress(phase="fetch", bytes_total=9, waits_for="unit 3f9a (1.0 MB) and 2 more")
-    assert sentence(waits) == golden("unit.restored.waiting-another-process")
+    assert sentence(waits) == golden("node.restored.waiting-another-process")

@@ -17,15 +17,15 @@ MINE = Key("/usr/bin/python3", (), (("OMP_NUM_THREADS", "1"),))
 
 
 def test_the_first_run_of_an_interpreter() -> None:
-    assert first_run(MINE, []) == golden("unit.zygotes.first-run-interpreter")
+    assert first_run(MINE, []) == golden("node.zygotes.first-run-interpreter")
     others = [Key("/opt/python3", (), MINE.variables), Key(MINE.python, ("-O",), MINE.variables)]
-    assert first_run(MINE, others) == golden("unit.zygotes.first-run-interpreter")
+    assert first_run(MINE, others) == golden("node.zygotes.first-run-interpreter")
 
 
 def test_start_up_variables_that_differ_are_named() -> None:
     near = Key(MINE.python, (), (("MALLOC_ARENA_MAX", "2"), ("OMP_NUM_THREADS", "2")))
     far = Key(MINE.python, (), (("LD_PRELOAD", "a"), ("PYTHONHASHSEED", "0"), ("OMP_NUM_THREADS", "2")))
-    assert first_run(MINE, [far, near]) == golden("unit.zygotes.first-run-value")
+    assert first_run(MINE, [far, near]) == golden("node.zygotes.first-run-value")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_start_up_variables_that_differ_are_named() -> None:
 )
 def test_23B10_a_cold_start_is_explained_in_one_sentence(count: int, listed: str) -> None:
     other = Key(MINE.python, (), (*MINE.variables, *((f"V{number}", "1") for number in range(count))))
-    assert first_run(MINE, [other]) == golden("unit.zygotes.first-run-value-python", listed=listed)
+    assert first_run(MINE, [other]) == golden("node.zygotes.first-run-value-python", listed=listed)
 
 
 def test_an_interpreter_has_one_name_in_its_directory(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_waiting_for_the_callers_word_is_time_of_the_environment(tmp_path: Path)
     account.environment = "snapshot 0123456789ab, 3 units, overlay"
     receipt = account.receipt(attempt, DEVICES, FREE, ())
     assert (receipt.segments.environment_ms, receipt.segments.start_ms) == (300, 50)
-    assert golden("unit.account.environment-snapshot-0123456789ab") in receipt.text()
+    assert golden("node.account.environment-snapshot-0123456789ab") in receipt.text()
 
 
 def test_a_run_that_never_started_costs_nothing_and_says_why(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_receipt_says_what_of_the_cost_is_for_cores_and_memory(tmp_path: Path)
     assert (receipt.bill.memory_mib_ms, receipt.bill.memory_micros) == (3_072 * 10_000, 60_000)
     assert receipt.micros == 20_000_000 + 800_000 + 60_000
     text = receipt.text()
-    assert golden("unit.account.20-86-eur") in text and "policy: research" in text
+    assert golden("node.account.20-86-eur") in text and "policy: research" in text
 
 
 def test_a_fault_of_the_platform_is_metered_and_its_receipt_says_that_it_costs_nothing(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_fault_of_the_platform_is_metered_and_its_receipt_says_that_it_costs_n
     receipt = whole_life(tmp_path, TARIFF).receipt(lost, DEVICES, FREE, ())
     assert (receipt.gpu_ms, receipt.micros) == (5_750, 0)
     assert receipt.bill == Bill(billed_ms=0, unbilled="a GPU of the run failed")
-    assert golden("unit.account.billed-gpu-seconds") in receipt.text()
+    assert golden("node.account.billed-gpu-seconds") in receipt.text()
 
 
 def test_what_came_after_the_grace_is_not_billed_and_the_receipt_says_so(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_what_came_after_the_grace_is_not_billed_and_the_receipt_says_so(tmp_pat
     cancelled = msgspec.structs.replace(ENDED, state=State.CANCELLED, reason=Reason.CANCELLED)
     receipt = account.receipt(cancelled, DEVICES, FREE, ())
     assert (receipt.gpu_ms, receipt.micros) == (34_000, 24_000_000)
-    assert golden("unit.account.billed-10-gpu") in receipt.text()
+    assert golden("node.account.billed-10-gpu") in receipt.text()
 
 
 # --- the gate in words -----------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_a_directory_of_something_else(runs: Path, spec: bytes | None, problem: 
 def test_a_directory_without_an_attempt(runs: Path) -> None:
     (runs / "a" / "logs").mkdir(parents=True)
     record = read_run(runs, "a")
-    assert (record.state, record.problem, record.live) == (UNREADABLE, golden("unit.cli.holds-attempt"), False)
+    assert (record.state, record.problem, record.live) == (UNREADABLE, golden("cli.cli.holds-attempt"), False)
 
 
 def test_one_that_is_gone_meanwhile(runs: Path) -> None:

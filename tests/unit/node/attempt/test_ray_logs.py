@@ -78,5 +78,5 @@ def test_a_slow_disk_holds_the_devices_for_a_bounded_time_and_what_is_missing_is
         (logs / str(number)).write_text("x")
     monkeypatch.setattr(raylogs, "_LIMIT_NS", 11_000_000_000)  # three looks for finding them, two for the first two
     said = save_logs(str(tmp_path / "own"), str(tmp_path / "kept"), Slow())
-    assert said == golden("unit.ray_logs.logs-ray-kept")
+    assert said == golden("node.ray_logs.logs-ray-kept")
     assert len(list((tmp_path / "kept").iterdir())) == 2

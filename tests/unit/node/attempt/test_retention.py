@@ -131,7 +131,7 @@ def test_a_table_that_cannot_be(tmp_path: Path, table: str, message: str) -> Non
     with pytest.raises(InvalidValue) as caught:
         read_configuration(Home(tmp_path))
     assert str(caught.value) == golden(
-        "unit.retention.table-retention", value=tmp_path / "config.toml", message=message
+        "node.retention.table-retention", value=tmp_path / "config.toml", message=message
     )
 
 

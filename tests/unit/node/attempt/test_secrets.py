@@ -92,7 +92,7 @@ def test_they_lie_in_memory_and_only_their_user_can_read_them(attempt: Path) -> 
 def test_without_memory_they_lie_in_the_attempt(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret_files, "_is_in_memory", lambda: False)
     place = secret_files.write(attempt, {"A": b"hunter2"})
-    assert place == attempt / "secrets" and golden("unit.secrets.node-disk") in secret_files.note(place)
+    assert place == attempt / "secrets" and golden("node.secrets.node-disk") in secret_files.note(place)
     assert stat.S_IMODE(place.lstat().st_mode) == 0o700
     secret_files.remove(attempt)
     assert not place.exists()
@@ -110,7 +110,7 @@ def test_23A9_memory_that_is_full_refuses_and_nothing_goes_to_the_disk(
         fill(place, values)
 
     monkeypatch.setattr(secret_files, "_fill", full)
-    with pytest.raises(StorageError, match=re.escape(golden("unit.secrets.cannot-take-secrets"))):
+    with pytest.raises(StorageError, match=re.escape(golden("node.secrets.cannot-take-secrets"))):
         secret_files.write(attempt, {"A": b"hunter2"})
     assert names() == before and list(attempt.iterdir()) == []
 
@@ -201,7 +201,7 @@ def test_a_home_has_secrets_for_runs_of_this_machine(tmp_path: Path) -> None:
 
 def test_a_rank_reads_what_it_was_given_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGPU_SECRETS_DIR", raising=False)
-    with pytest.raises(SecretMissing, match=re.escape(golden("unit.secrets.given-secrets"))):
+    with pytest.raises(SecretMissing, match=re.escape(golden("node.secrets.given-secrets"))):
         runtime.secret("A")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "A").write_text("hunter2", encoding="utf-8")

@@ -70,7 +70,7 @@ def test_text_that_is_not_utf_8(tmp_path: Path) -> None:
 def test_unknown_tables_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue) as caught:
         read_configuration(home_with(tmp_path, "[price]\nH100 = 1\n[gpus]\n"))
-    assert str(caught.value) == golden("unit.configuration.unknown-tables-gpus", value=tmp_path / "config.toml")
+    assert str(caught.value) == golden("node.configuration.unknown-tables-gpus", value=tmp_path / "config.toml")
 
 
 @pytest.mark.parametrize(
@@ -111,5 +111,5 @@ def test_where_checkpoints_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert read_configuration(home_with(tmp_path, "")).checkpoints == ""
     own = read_configuration(home_with(tmp_path, '[checkpoints]\ndirectory = "~/kept"\n'))
     assert own.checkpoints == "/home/ada/kept"
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.configuration.table-checkpoints-directory"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("node.configuration.table-checkpoints-directory"))):
         read_configuration(home_with(tmp_path, '[checkpoints]\ndirectory = "kept"\n'))

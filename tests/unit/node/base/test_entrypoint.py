@@ -62,13 +62,13 @@ spec.loader.exec_module(runtime)
 
 def test_the_zygote_program() -> None:
     assert zygote_program(7, ["numpy", "torch"]) == golden(
-        "unit.entrypoint.sgpu-inside-import", LOAD=LOAD, VERSION=VERSION
+        "node.entrypoint.sgpu-inside-import", LOAD=LOAD, VERSION=VERSION
     )
 
 
 def test_the_readable_program() -> None:
     text = air_program(directory=Path("/home/r/1"), run_id="r", fence=1, world_size=2, context=context())
-    assert text == golden("unit.entrypoint.run-attempt-every", LOAD=LOAD)
+    assert text == golden("node.entrypoint.run-attempt-every", LOAD=LOAD)
 
 
 def test_no_value_of_a_variable_is_written_down() -> None:

@@ -39,7 +39,7 @@ def test_23C3_a_home_whose_locks_are_refused_is_named(
     with pytest.raises(StorageError) as refused:
         require_flock(tmp_path)
     assert refused.value.message == golden(
-        "unit.filesystems.cannot-used-file", tmp_path=tmp_path, strerror=os.strerror(code)
+        "node.filesystems.cannot-used-file", tmp_path=tmp_path, strerror=os.strerror(code)
     )
     assert "SERVERLESS_GPU_HOME" in refused.value.hint and "-o flock" in refused.value.hint
     assert list(tmp_path.iterdir()) == []
@@ -48,7 +48,7 @@ def test_23C3_a_home_whose_locks_are_refused_is_named(
 
 
 def test_23C3_a_directory_in_which_no_file_can_be_made_says_that(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=golden("unit.filesystems.cannot-write-gone")):
+    with pytest.raises(StorageError, match=golden("node.filesystems.cannot-write-gone")):
         require_flock(tmp_path / "gone")
 
 
@@ -58,4 +58,4 @@ def test_23C10_a_database_of_sqlite_names_the_directory_that_grants_no_record_lo
     refuse(monkeypatch, "lockf", errno.ENOLCK)
     with pytest.raises(StorageError) as refused:
         require_record_locks(tmp_path, "the server's database")
-    assert refused.value.message == golden("unit.filesystems.server-database-cannot", tmp_path=tmp_path)
+    assert refused.value.message == golden("node.filesystems.server-database-cannot", tmp_path=tmp_path)

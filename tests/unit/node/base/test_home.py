@@ -63,7 +63,7 @@ def test_a_home_that_cannot_be_made_is_replaced_and_the_user_is_told(tmp_path: P
     found = find_home({"SERVERLESS_GPU_HOME": str(wanted), "TMPDIR": str(tmp_path)})
     assert (found.root, found.note) == (
         fallback,
-        golden("unit.home.cannot-written-directory", wanted=wanted, fallback=fallback),
+        golden("node.home.cannot-written-directory", wanted=wanted, fallback=fallback),
     )
     assert mode(fallback) == 0o700
 
@@ -73,7 +73,7 @@ def test_no_home_anywhere(tmp_path: Path) -> None:
     wanted, fallback = tmp_path / "file", tmp_path / "file" / f"serverless_gpu-home-{UID}"
     with pytest.raises(StorageError) as caught:
         find_home({"SERVERLESS_GPU_HOME": str(wanted), "TMPDIR": str(wanted)})
-    assert str(caught.value) == golden("unit.home.neither-file-exists", wanted=wanted, fallback=fallback)
+    assert str(caught.value) == golden("node.home.neither-file-exists", wanted=wanted, fallback=fallback)
 
 
 def test_a_home_that_is_a_link_is_not_said_to_belong_to_somebody_else(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_of_an_attempt_that_cannot_be_made_nothing_is_left(tmp_path: Path) -> No
     (tmp_path / "runs" / "run").touch()
     with pytest.raises(StorageError) as caught:
         home.make_attempt("run", 1)
-    assert str(caught.value) == golden("unit.home.cannot-write-file", attempt=home.attempt("run", 1))
+    assert str(caught.value) == golden("node.home.cannot-write-file", attempt=home.attempt("run", 1))
 
 
 @pytest.mark.parametrize("second", [1, 2])
@@ -139,7 +139,7 @@ def test_removing_a_run_removes_every_attempt_and_is_not_worried_by_none(tmp_pat
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_F28_a_full_disk(code: int) -> None:
-    assert str(storage_error(OSError(code, os.strerror(code)), Path("/x/y"))) == golden("unit.home.space-left-hint")
+    assert str(storage_error(OSError(code, os.strerror(code)), Path("/x/y"))) == golden("node.home.space-left-hint")
 
 
 # --- sockets ---------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_a_file_in_the_way_of_the_sockets(tmp_path: Path, wanted: Path) -> None:
     wanted.touch()
     with pytest.raises(StorageError) as caught:
         Home(tmp_path).sockets()
-    assert str(caught.value) == golden("unit.home.cannot-make-sockets", wanted=wanted)
+    assert str(caught.value) == golden("node.home.cannot-make-sockets", wanted=wanted)
 
 
 def test_a_link_is_not_followed_to_where_sockets_would_lie(tmp_path: Path, wanted: Path) -> None:
@@ -193,14 +193,14 @@ def test_a_link_is_not_followed_to_where_sockets_would_lie(tmp_path: Path, wante
     wanted.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError) as caught:
         Home(tmp_path).sockets()
-    assert str(caught.value) == golden("unit.home.belongs-somebody-else", wanted=wanted)
+    assert str(caught.value) == golden("node.home.belongs-somebody-else", wanted=wanted)
 
 
 @pytest.mark.skipif(UID != 0, reason="only root can give a directory away")
 def test_somebody_elses_directory_is_refused(tmp_path: Path, wanted: Path) -> None:
     wanted.mkdir()
     os.chown(wanted, 12345, 12345)
-    with pytest.raises(StorageError, match=re.escape(golden("unit.home.belongs-somebody-else-2"))):
+    with pytest.raises(StorageError, match=re.escape(golden("node.home.belongs-somebody-else-2"))):
         Home(tmp_path).sockets()
 
 

@@ -36,9 +36,9 @@ def test_23C4_a_kernel_with_pidfd_is_fine(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_23C4_a_python_that_was_built_for_older_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
-    with pytest.raises(HardwareError, match=re.escape(golden("unit.kernel.build-python-os"))) as refused:
+    with pytest.raises(HardwareError, match=re.escape(golden("node.kernel.build-python-os"))) as refused:
         require_pidfd()
-    assert golden("unit.kernel.built-newer-system") in refused.value.hint
+    assert golden("node.kernel.built-newer-system") in refused.value.hint
 
 
 def test_23C4_a_node_of_a_server_says_that_it_can_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def test_F11_gate_asks_again_only_about_what_is_not_clean_yet() -> None:
     verdicts = verify(provider, ["a", "b", "c"], {"a": IDLE, "b": IDLE, "c": IDLE}, GatePolicy(), pauses.append)
 
     assert [verdicts[uuid].ok for uuid in "abc"] == [True, True, False]
-    assert verdicts["c"].evidence == golden("unit.gate.pid-4242-python")
+    assert verdicts["c"].evidence == golden("node.gate.pid-4242-python")
     assert script.asked == [("a", "b", "c"), ("b", "c"), ("c",), ("c",), ("c",), ("c",)]
     assert pauses == [0.05, 0.2, 0.75, 4.0, 10.0]
 

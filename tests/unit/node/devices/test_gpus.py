@@ -53,7 +53,7 @@ def test_gpu_carries_type_memory_and_product() -> None:
     (device,) = nvml_provider(Card("GPU-a", 1))[0].devices()
 
     assert (device.type, device.kind, device.memory_bytes) == ("H100", DeviceKind.GPU, 80 * GIB)
-    assert device.product == golden("unit.gpus.nvidia-h100-80gb")
+    assert device.product == golden("node.gpus.nvidia-h100-80gb")
     assert device.pci == "0000:01:00", "as the kernel's log names it"
 
 
@@ -73,7 +73,7 @@ def test_gpu_cut_into_slices_is_not_lent() -> None:
     assert [device.uuid for device in provider.devices()] == ["GPU-b"]
     (unavailable,) = provider.unavailable()
     assert unavailable.name == "GPU-a"
-    assert golden("unit.gpus.mig-mode") in unavailable.reason
+    assert golden("node.gpus.mig-mode") in unavailable.reason
 
 
 @pytest.mark.parametrize("value", [FakeNvml.NVML_ERROR_LIBRARY_NOT_FOUND, FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED])
@@ -83,7 +83,7 @@ def test_without_a_driver_there_are_no_gpus_and_nothing_is_wrong(value: int) -> 
 
     assert provider.devices() == ()
     assert provider.unavailable() == ()
-    assert provider.usage(["GPU-a"])["GPU-a"].problem == golden("unit.gpus.nvidia-driver-ask")
+    assert provider.usage(["GPU-a"])["GPU-a"].problem == golden("node.gpus.nvidia-driver-ask")
 
 
 def test_driver_that_does_not_fit_its_library_is_visible_until_it_does() -> None:
@@ -93,7 +93,7 @@ def test_driver_that_does_not_fit_its_library_is_visible_until_it_does() -> None
     assert provider.devices() == ()
     (unavailable,) = provider.unavailable()
     assert unavailable.name == "NVML"
-    assert golden("unit.gpus.version-mismatch-reload") in unavailable.reason
+    assert golden("node.gpus.version-mismatch-reload") in unavailable.reason
     assert "version mismatch" in provider.usage(["GPU-a"])["GPU-a"].problem
     nvml.init_error = None
     assert len(provider.devices()) == 1
@@ -167,7 +167,7 @@ def test_F23_lost_gpu_has_unknown_usage_and_the_others_an_answer() -> None:
 
     usage = provider.usage(["GPU-a", "GPU-b", "GPU-gone"])
     assert usage["GPU-a"] == IDLE
-    assert usage["GPU-b"].problem == golden("unit.gpus.nvml-gpu-lost")
+    assert usage["GPU-b"].problem == golden("node.gpus.nvml-gpu-lost")
     assert usage["GPU-gone"].problem == "NVML: Not Found"
 
 
@@ -179,7 +179,7 @@ def test_F26_hanging_driver_is_unknown_after_the_limit_and_starts_one_thread_onl
     try:
         for _ in range(5):
             usage = provider.usage(["GPU-a"])["GPU-a"]
-            assert usage.problem == golden("unit.gpus.nvml-did-answer")
+            assert usage.problem == golden("node.gpus.nvml-did-answer")
             assert judge(IDLE, usage, kind=DeviceKind.GPU) == Verdict(False, "NVML did not answer in 0.05 s")
         assert provider.devices() == ()
         assert provider.unavailable() == (Unavailable("NVML", "NVML did not answer in 0.05 s"),)
@@ -233,9 +233,9 @@ def test_fake_problem_and_hidden_processes_can_be_staged(tmp_path: Path) -> None
     state.write_text('{"FAKE-H100-0": {"problem": "NVML: GPU is lost"}, "FAKE-H100-1": {"pids_visible": false}}')
     usage = FakeProvider("H100:2", state).usage(["FAKE-H100-0", "FAKE-H100-1", "FAKE-H100-2"])
 
-    assert usage["FAKE-H100-0"].problem == golden("unit.gpus.nvml-gpu-lost")
+    assert usage["FAKE-H100-0"].problem == golden("node.gpus.nvml-gpu-lost")
     assert usage["FAKE-H100-1"] == Usage((), 0, pids_visible=False)
-    assert usage["FAKE-H100-2"].problem == golden("unit.gpus.fake-h100-device")
+    assert usage["FAKE-H100-2"].problem == golden("node.gpus.fake-h100-device")
 
 
 def test_cpu_slots_are_the_cores_we_may_run_on_and_always_idle() -> None:

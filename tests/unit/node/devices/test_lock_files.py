@@ -52,7 +52,7 @@ def test_planted_file_is_refused_and_its_target_untouched(
     plant(locks.directory / name, victim)
     before = os.listdir("/proc/self/fd")
 
-    with pytest.raises(StorageError, match=re.escape(golden("unit.lock_files.link-plain-file"))) as caught:
+    with pytest.raises(StorageError, match=re.escape(golden("node.lock_files.link-plain-file"))) as caught:
         if name == "GPU-1.quarantine":
             locks.quarantine("GPU-1", "x")
         elif name == "H100.mutex":
@@ -90,8 +90,8 @@ def test_unwritable_directory_says_what_to_do(tmp_path: Path, directory: str) ->
     for action in actions:
         with pytest.raises(StorageError) as caught:
             action()
-        assert golden("unit.lock_files.lock-directory-cannot", path=path) in str(caught.value)
-        assert golden("unit.lock_files.hint-user-must") in str(caught.value)
+        assert golden("node.lock_files.lock-directory-cannot", path=path) in str(caught.value)
+        assert golden("node.lock_files.hint-user-must") in str(caught.value)
 
 
 def test_directory_is_made_for_this_user_only(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_machine_wide_directory_that_is_something_else_is_refused(tmp_path: Path
     (tmp_path / "target").mkdir()
     link = tmp_path / "link"
     link.symlink_to("target")
-    with pytest.raises(StorageError, match=re.escape(golden("unit.lock_files.must-directory-gpu"))) as caught:
+    with pytest.raises(StorageError, match=re.escape(golden("node.lock_files.must-directory-gpu"))) as caught:
         lock_directory(DeviceKind.GPU, tmp_path, machine=(link,))
     assert f"`ls -ld {link}`" in caught.value.hint
 
@@ -152,4 +152,4 @@ def test_no_machine_wide_directory_says_how_to_make_one(tmp_path: Path) -> None:
         lock_directory(DeviceKind.GPU, tmp_path, machine=(first, second))
     assert str(first) in caught.value.message
     assert str(second) in caught.value.message
-    assert caught.value.hint == golden("unit.lock_files.make-one-everybody", first=first)
+    assert caught.value.hint == golden("node.lock_files.make-one-everybody", first=first)

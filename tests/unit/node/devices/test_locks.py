@@ -59,13 +59,13 @@ def test_too_few_free_devices_take_none_and_say_who_holds_the_others(locks: Devi
 
 @pytest.mark.parametrize("count", [0, -1, 3])
 def test_impossible_counts_are_refused(locks: DeviceLocks, count: int) -> None:
-    with pytest.raises(InvalidValue, match=golden("unit.locks.devices-cannot-taken", count=count)):
+    with pytest.raises(InvalidValue, match=golden("node.locks.devices-cannot-taken", count=count)):
         locks.try_lock(["GPU-0", "GPU-1", "GPU-0"], count, ME)
 
 
 @pytest.mark.parametrize("uuid", ["", "../GPU-0", "a/b", ".hidden", "GPU\n0", "x" * 200])
 def test_uuid_that_could_leave_the_directory_is_refused(locks: DeviceLocks, uuid: str) -> None:
-    with pytest.raises(InvalidValue, match=re.escape(golden("unit.locks.device-uuid"))):
+    with pytest.raises(InvalidValue, match=re.escape(golden("node.locks.device-uuid"))):
         locks.try_lock([uuid], 1, ME)
     with pytest.raises(InvalidValue):
         locks.quarantine(uuid, "x")
@@ -118,7 +118,7 @@ def test_file_that_is_always_deleted_is_an_error_not_a_lock(
     locks: DeviceLocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delete_before_locking(monkeypatch, locks.directory / "GPU-0.lock", times=99)
-    with pytest.raises(StorageError, match=re.escape(golden("unit.locks.gpu-lock-deleted"))):
+    with pytest.raises(StorageError, match=re.escape(golden("node.locks.gpu-lock-deleted"))):
         locks.try_lock(["GPU-0"], 1, ME)
 
 

@@ -109,7 +109,7 @@ def test_22A10_what_is_written_to_dev_kmsg_is_no_fault(tmp_path: Path) -> None:
     if log.problem or not os.access(kernel_log.KERNEL, os.W_OK):
         pytest.skip(f"{kernel_log.KERNEL} cannot be written here")
     kernel_log.KERNEL.write_text("<3>NVRM: Xid (PCI:ffff:1f:1f): 79, a test of serverless-gpu wrote this\n")
-    assert not [line for line in log.lines() if golden("unit.node_faults.test-serverless-gpu") in line.text]
+    assert not [line for line in log.lines() if golden("node.node_faults.test-serverless-gpu") in line.text]
     log.close()
 
 
@@ -126,12 +126,12 @@ def test_a_log_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(kernel_log, "KERNEL", closed)
     log = KernelLog(closed, FakeClock())
     assert (log.problem, log.lines(), log.fd) == (
-        golden("unit.node_faults.such-file-directory", closed=closed),
+        golden("node.node_faults.such-file-directory", closed=closed),
         [],
         None,
     )
     (tmp_path / "loop").symlink_to("loop")
-    assert golden("unit.node_faults.cannot-read-too") in KernelLog(tmp_path / "loop", FakeClock()).problem
+    assert golden("node.node_faults.cannot-read-too") in KernelLog(tmp_path / "loop", FakeClock()).problem
 
 
 # --- an attempt -----------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_F25_a_hit_is_noted_with_its_principal_unless_ranks_are_ended_for_someth
     assert faults.hear(cancelled, GPUS) == [] and faults.hint == "" and notes == []
     gpus.xid(SECOND, 31)
     assert faults.hear(RUNNING, GPUS) == []
-    assert faults.hint == golden("unit.node_faults.xid-31-gpu", SECOND=SECOND)
+    assert faults.hint == golden("node.node_faults.xid-31-gpu", SECOND=SECOND)
     assert list(read_hits(tmp_path / "locks", [FIRST, SECOND])) == [SECOND]
     assert DeviceLocks(tmp_path / "locks").quarantined() == {}
     faults.close()
@@ -225,7 +225,7 @@ def test_F25_more_than_three_principals_make_a_finding(tmp_path: Path) -> None:
     assert node.findings() == ()
     note_hit(tmp_path / "locks", FIRST, Hit(principal="d\x1b[31m" * 100, number=31, at_ns=clock.wall_ns()))
     (said,) = node.findings()
-    assert said == golden("unit.node_faults.illegal-memory-accesses", FIRST=FIRST)
+    assert said == golden("node.node_faults.illegal-memory-accesses", FIRST=FIRST)
     clock.advance(25 * 3600)
     assert node.findings() == ()
 

@@ -147,14 +147,14 @@ def test_a_descriptor_that_was_inherited_becomes_a_channel(ends: Ends) -> None:
 
 def test_a_packet_that_is_too_long_is_refused(ends: Ends) -> None:
     raw(ends[0], b"I" + b"x" * (PACKET_BYTES_MAX + 1))
-    with pytest.raises(OSError, match=golden("unit.channel.message-cut-short")):
+    with pytest.raises(OSError, match=golden("node.channel.message-cut-short")):
         ends[1].receive()
 
 
 def test_more_descriptors_than_fit_are_refused_and_closed(ends: Ends, pipe: tuple[int, int]) -> None:
     before = open_descriptors()
     raw(ends[0], b"Ix", (pipe[0],) * 251)
-    with pytest.raises(OSError, match=golden("unit.channel.message-cut-short")):
+    with pytest.raises(OSError, match=golden("node.channel.message-cut-short")):
         ends[1].receive()
     assert open_descriptors() == before
 
@@ -171,7 +171,7 @@ def test_a_body_over_the_limit_is_refused_and_leaves_no_descriptor(ends: Ends, p
     os.ftruncate(memory, BODY_BYTES_MAX + 1)  # sparse: takes no memory
     raw(ends[0], b"M", (pipe[0], memory))
     os.close(memory)
-    with pytest.raises(OSError, match=golden("unit.channel.message-67108865-bytes")):
+    with pytest.raises(OSError, match=golden("node.channel.message-67108865-bytes")):
         ends[1].receive()
     assert open_descriptors() == before
 

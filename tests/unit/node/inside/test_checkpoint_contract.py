@@ -31,7 +31,7 @@ def test_outside_of_a_run_nobody_asks_and_sigterm_is_left_alone() -> None:
 
 
 def test_on_stop_takes_functions() -> None:
-    with pytest.raises(InvalidOption, match=re.escape(golden("unit.checkpoint_contract.stop-takes-function"))):
+    with pytest.raises(InvalidOption, match=re.escape(golden("node.checkpoint_contract.stop-takes-function"))):
         runtime.on_stop(3)  # type: ignore[type-var]  # the point of the test
 
 
@@ -82,7 +82,7 @@ def test_ranks_make_the_same_directory_and_find_the_earlier_one(
 
 def test_a_place_that_is_not_mounted_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGPU_CHECKPOINT_DIR", str(tmp_path / "not-mounted" / "run" / "1"))
-    with pytest.raises(StorageError, match=re.escape(golden("unit.checkpoint_contract.cannot-made-such"))):
+    with pytest.raises(StorageError, match=re.escape(golden("node.checkpoint_contract.cannot-made-such"))):
         runtime.checkpoint_dir()
     assert not (tmp_path / "not-mounted").exists()
 

@@ -254,7 +254,7 @@ def test_F06_an_exception_comes_back_as_its_own_type_with_cause_and_note(tmp_pat
     error.add_note("from the user")
     back = rebuilt(error, tmp_path)
     assert type(back) is ValueError and back.args == ("bad value", 7)
-    assert back.__notes__ == ["from the user", golden("unit.failure_transport.rank-host-node1")]
+    assert back.__notes__ == ["from the user", golden("node.failure_transport.rank-host-node1")]
     assert isinstance(back.__cause__, failures.RemoteTraceback)
     shown = "".join(traceback.format_exception(back))
     assert "in raised\n" in shown and "raise make()" in shown and "direct cause" in shown
@@ -286,7 +286,7 @@ def test_F56_exceptions_that_pickle_badly_keep_their_type(make: Callable[[], Bas
 
 def test_F56_an_exception_whose_text_raises_keeps_its_type(tmp_path: Path) -> None:
     error = raised(lambda: BadText(1))
-    assert golden("unit.failure_transport.badtext-whose-text") in str(failure.describe(error)["message"])
+    assert golden("node.failure_transport.badtext-whose-text") in str(failure.describe(error)["message"])
     assert "BadText" in str(failure.describe(error)["traceback"])
     back = rebuilt(error, tmp_path)
     assert type(back) is BadText and back.args == (1,)
@@ -306,7 +306,7 @@ def test_F56_what_cannot_be_pickled_is_told_and_never_replaced(
     if type(back) is not type(error):
         assert isinstance(back, RemoteError) and type(error).__name__ in str(back)
         assert (back.run_id, back.rank, back.reason) == ("r7", 1, Reason.RANK_RAISED)
-        assert golden("unit.failure_transport.rank-could-pickle") in back.hint
+        assert golden("node.failure_transport.rank-could-pickle") in back.hint
     assert "in raised\n" in str(back.__cause__)
     assert sorted(tmp_path.iterdir()) in ([], [tmp_path / "error.pkl"])
 
@@ -351,12 +351,12 @@ def test_F07_what_would_end_the_caller_becomes_a_run_error(
 
 def test_other_base_exceptions_become_remote_errors(tmp_path: Path) -> None:
     back = rebuilt(BaseExceptionGroup("g", [SystemExit(1)]), tmp_path)
-    assert isinstance(back, RemoteError) and golden("unit.failure_transport.would-end-process") in back.hint
+    assert isinstance(back, RemoteError) and golden("node.failure_transport.would-end-process") in back.hint
 
 
 def test_an_incomplete_description_still_gives_an_error() -> None:
     back = failures.rebuild({}, None, rank=0, host="h", run_id="r", log_path="/l")
-    assert isinstance(back, RemoteError) and golden("unit.failure_transport.rank-raised-exception") in str(back)
+    assert isinstance(back, RemoteError) and golden("node.failure_transport.rank-raised-exception") in str(back)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_a_file_that_is_missing_in_the_captured_copy_is_explained(number: int, p
         failure.tell_of_copies(error, {"/view/code/1": "/proj"})
         notes = failure.describe(error)["notes"]
         assert isinstance(notes, list) and len(notes) == bool(said)
-        assert not said or (golden("unit.failure_transport.captured-copy-proj") in notes[0] and said in notes[0])
+        assert not said or (golden("node.failure_transport.captured-copy-proj") in notes[0] and said in notes[0])
 
 
 def test_an_error_that_takes_no_note_is_told_without() -> None:
@@ -434,7 +434,7 @@ def test_23A7_an_exception_that_ends_whoever_looks_at_it_is_told_and_replaced_by
     failure.tell_of_copies(error, {"/copy": "/code"})
     failure.tell_of_joining(error)
     record = failure.describe(error)
-    assert record["type"] == "Hostile" and golden("unit.failure_transport.text-cannot-made") in str(record["message"])
+    assert record["type"] == "Hostile" and golden("node.failure_transport.text-cannot-made") in str(record["message"])
     assert failure.pickle_exception(error) is not None  # made from its base, without its own methods
     assert failure.describe(HostileExit(1))["exit_code"] == 1
     failure.tell_of_copies(HostileFile(2, "gone"), {"/copy": "/code"})

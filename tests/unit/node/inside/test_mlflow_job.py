@@ -107,7 +107,7 @@ def test_where_nobody_has_named_a_server_a_rank_without_its_run_writes_beside_th
         uri = os.environ.pop(mlflow_job.URI)
         assert f"{attempt}/mlflow/{rank}/" in uri and Path(attempt, "mlflow", str(rank)).is_dir()
     said, _ = capsys.readouterr().err.splitlines()
-    assert golden("unit.mlflow_job.such-run-rank") in said and f"{attempt}/mlflow/0/" in said
+    assert golden("node.mlflow_job.such-run-rank") in said and f"{attempt}/mlflow/0/" in said
 
 
 @pytest.mark.parametrize("state", ["failed", "away"])
@@ -120,7 +120,7 @@ def test_23A2_a_run_that_the_caller_names_and_nobody_finds_is_left_to_the_users_
     job = Job(str(attempt), 0)
     assert not job.resolve(60.0)
     assert os.environ[name] == "theirs" and mlflow_job.URI not in os.environ
-    assert golden("unit.mlflow_job.such-run-mlflow") in capsys.readouterr().err
+    assert golden("node.mlflow_job.such-run-mlflow") in capsys.readouterr().err
 
 
 def test_a_rank_that_writes_beside_the_attempt_stays_there(attempt: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_tracker_that_is_known_to_be_away_is_not_waited_for_and_said_with_what
     jobs = [Job(str(attempt), rank) for rank in range(3)]
     assert not any(job.resolve(60.0) for job in jobs)
     line, _ = capsys.readouterr().err.splitlines()
-    assert golden("unit.mlflow_job.does-answer-connection") in line
+    assert golden("node.mlflow_job.does-answer-connection") in line
     say(attempt, "ready", READY)
     assert all(job.resolve() for job in jobs)
 
@@ -192,7 +192,7 @@ def test_a_wait_that_is_felt_is_said_once(
 
     monkeypatch.setattr("time.sleep", sleep)
     assert Job(str(attempt), 0).resolve(20.0)
-    assert capsys.readouterr().err.splitlines() == [golden("unit.mlflow_job.serverless-gpu-home")]
+    assert capsys.readouterr().err.splitlines() == [golden("node.mlflow_job.serverless-gpu-home")]
 
 
 @pytest.mark.parametrize("state", ["failed", "pending", "nonsense"])
@@ -484,4 +484,4 @@ def test_F44_a_batch_that_is_refused_later_does_not_hold_up_the_others(
     there.away = False
     assert writes.wait(30.0)
     assert there.params == {"lr": "0"} and there.points == ["point"]
-    assert golden("unit.mlflow_job.does-take-rank") in capsys.readouterr().err
+    assert golden("node.mlflow_job.does-take-rank") in capsys.readouterr().err

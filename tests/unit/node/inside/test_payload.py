@@ -135,7 +135,7 @@ def test_F58_another_python_is_refused(tmp_path: Path) -> None:
     payload.dump("value", str(path))
     assert header_of(path)["python"] == list(sys.version_info[:2])
     change_header(path, python=[3, 99])
-    with pytest.raises(payload.PayloadMismatch, match=golden("unit.payload.made-python-99")):
+    with pytest.raises(payload.PayloadMismatch, match=golden("node.payload.made-python-99")):
         payload.load(str(path))
 
 
@@ -145,7 +145,7 @@ def test_F58_another_cloudpickle_is_refused_but_not_another_patch(tmp_path: Path
     change_header(path, cloudpickle="3.1.99")
     assert payload.load(str(path)) == "value"
     change_header(path, cloudpickle="3.2.0")
-    with pytest.raises(payload.PayloadMismatch, match=re.escape(golden("unit.payload.made-cloudpickle-rank"))):
+    with pytest.raises(payload.PayloadMismatch, match=re.escape(golden("node.payload.made-cloudpickle-rank"))):
         payload.load(str(path))
 
 

@@ -62,7 +62,7 @@ def test_a_mistake_of_ours_ends_a_delivery_for_good_and_is_logged(
     assert os.listdir(home.tracking) == [], "it is not tried again"
     clock.advance(_LONG_S)
     assert list(deliveries.tend({})) == [] and list(Backlog(home.tracking, clock).take(frozenset(), 9)) == []
-    assert golden("unit.delivering.nobody-thought") in capsys.readouterr().err
+    assert golden("node.delivering.nobody-thought") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("failures", "state"), [(0, "pending"), (2, "away")])

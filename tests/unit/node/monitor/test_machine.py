@@ -144,7 +144,7 @@ def test_a_lost_card_is_an_empty_sample_and_its_neighbour_is_not() -> None:
     reading = nvml.sample(["GPU-a", "GPU-b"])
     assert reading.gpus["GPU-a"] == GpuSample()
     assert reading.gpus["GPU-b"].busy_percent == 87.0
-    assert reading.problem == golden("unit.machine.gpu-cannot-asked")
+    assert reading.problem == golden("node.machine.gpu-cannot-asked")
 
 
 def test_pcie_is_measured_two_cards_at_a_time() -> None:
@@ -170,7 +170,7 @@ def test_F44_a_driver_that_hangs_costs_samples_of_gpus_only_and_comes_back() -> 
     clock.advance(6)
     silent = nvml.sample(["GPU-a"])
     assert silent.gpus == {"GPU-a": GpuSample()}
-    assert silent.problem == golden("unit.machine.nvml-does-answer")
+    assert silent.problem == golden("node.machine.nvml-does-answer")
     assert sum(thread.name == "sgpu-nvml-samples" and thread is nvml._thread for thread in threading.enumerate()) == 1
     driver.stuck = None
     release.set()
@@ -183,7 +183,7 @@ def test_a_driver_that_does_not_work_is_said() -> None:
     driver.init_error = FakeNvmlError(18, "Driver/library version mismatch")
     assert "Driver/library version mismatch" in nvml.sample(["GPU-a"]).problem
     driver.init_error = FakeNvmlError(FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED, "")
-    assert nvml.sample(["GPU-a"]).problem == golden("unit.gpus.nvidia-driver-ask")
+    assert nvml.sample(["GPU-a"]).problem == golden("node.gpus.nvidia-driver-ask")
 
 
 def test_the_real_binding_has_every_name_and_number_that_is_used() -> None:
@@ -231,7 +231,7 @@ def test_a_node_that_cannot_be_listed_says_why(tmp_path: Path) -> None:
     machine = ThisMachine(tmp_path, clock=(clock := FakeClock()))
     look = machine.look(wanted({}, "nonsense"), 1)
     assert look.devices == ()
-    assert golden("unit.machine.serverless-gpu-fake") in look.problems[0]
+    assert golden("node.machine.serverless-gpu-fake") in look.problems[0]
     (tmp_path / "config.toml").write_text("not toml")
     assert machine.look(wanted({}, "H100:1"), 1).problems
     (tmp_path / "config.toml").unlink()
@@ -260,7 +260,7 @@ def test_fakes_do_what_the_file_says_and_else_what_their_rank_does(tmp_path: Pat
     assert gpus[fakes[2].uuid] == GpuSample(0.0, 0, total)
     gpus = machine.look(wanted({"a:1": (fakes[2:], {0: os.getpid()})}), 1).gpus
     assert (gpus[fakes[2].uuid].memory_bytes or 0) > 1_000_000
-    with pytest.raises(InvalidOption, match=re.escape(golden("unit.machine.telemetry-figure-busy"))):
+    with pytest.raises(InvalidOption, match=re.escape(golden("node.machine.telemetry-figure-busy"))):
         state.shows(fakes[0].uuid, busy=1)
 
 
@@ -296,6 +296,6 @@ def test_a_binding_that_fails_in_its_own_way_is_said_and_asked_again() -> None:
     nvml, _ = sampler(card)
     reading = nvml.sample(["GPU-a"])
     assert reading.gpus == {"GPU-a": GpuSample()}
-    assert reading.problem == golden("unit.machine.nvml-cannot-asked")
+    assert reading.problem == golden("node.machine.nvml-cannot-asked")
     card.broken = None
     assert nvml.sample(["GPU-a"]).gpus["GPU-a"].memory_total_bytes == 80 * GIB

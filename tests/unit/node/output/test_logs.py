@@ -160,7 +160,7 @@ def test_F49_over_the_rate_the_file_says_where_bytes_are_missing(rank: Rank, mon
     rank.write(b"calm again\n")
     rank.drain()
     assert rank.stored()[100_000:].decode() == golden(
-        "unit.logs.50-kb-dropped", format_clock=format_clock(rank.clock.wall_ns())
+        "node.logs.50-kb-dropped", format_clock=format_clock(rank.clock.wall_ns())
     )
     assert rank.log.dropped_bytes == 50_014
 

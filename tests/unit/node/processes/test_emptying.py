@@ -57,7 +57,7 @@ def killed(ago_s: float) -> tuple[Emptying, Any, FakeClock, list[str]]:
 def test_F09_who_waits_is_told_once_what_does_not_end() -> None:
     made, gang, _, said = killed(11.0)
     assert not made.is_over(gang) and not made.is_over(gang)
-    assert said == [golden("unit.emptying.process-4242-python")]
+    assert said == [golden("node.emptying.process-4242-python")]
     gang.is_empty = True
     assert made.is_over(gang) and len(said) == 1 and gang.kills == 1
 
@@ -111,7 +111,7 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
     for _ in range(5):
         assert looks.acquire(timeout=60)
     assert one._news.known.ending is None and one._news.known.state is State.STOPPING
-    assert golden("unit.emptying.still-device") in one._news.known.sentence
+    assert golden("node.emptying.still-device") in one._news.known.sentence
     free.set()
     settling.join(60)
     assert one._news.known.ending is not None and one._news.known.ending.reason is Reason.SUPERVISOR_LOST

@@ -97,12 +97,12 @@ def test_of_two_places_one_may_fail(tmp_path: Path) -> None:
 
 def test_cgroups_can_be_switched_off() -> None:
     root = find_cgroup_root("any", {"SERVERLESS_GPU_CGROUPS": "0"})
-    assert (root.path, root.problem) == (None, golden("unit.processes.switched-off-serverless"))
+    assert (root.path, root.problem) == (None, golden("node.processes.switched-off-serverless"))
 
 
 def test_a_name_that_cannot_be_a_directory_is_a_problem_in_words() -> None:
     root = find_cgroup_root("no/such/parent/at/all", {})
-    assert (root.path, root.problem) == (None, golden("unit.processes.cgroup-v2-directory"))
+    assert (root.path, root.problem) == (None, golden("node.processes.cgroup-v2-directory"))
 
 
 # --- files that look like a cgroup -----------------------------------------------------------------------------------

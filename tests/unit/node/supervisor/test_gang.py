@@ -41,7 +41,7 @@ def test_a_run_says_no_more_than_fifty_sentences(line: Line) -> None:
 
 
 def test_a_sentence_without_text_is_no_event(line: Line) -> None:
-    with pytest.raises(ValueError, match=re.escape(golden("unit.gang.field-text-must"))):
+    with pytest.raises(ValueError, match=re.escape(golden("node.gang.field-text-must"))):
         line.hear(event="say")
 
 
@@ -53,7 +53,7 @@ def test_F45_a_lost_cluster_is_a_failure_of_its_node_in_the_tasks_own_words(line
     assert (failure.reason, failure.rank, failure.detail) == (
         Reason.ENGINE_HEAD_LOST,
         0,
-        golden("unit.gang.ray-node-n1"),
+        golden("node.gang.ray-node-n1"),
     )
 
 

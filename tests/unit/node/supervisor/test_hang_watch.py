@@ -56,7 +56,7 @@ def test_a_warning_is_taken_back_by_progress_and_leaves_no_sentence(scene: Scene
     assert warning.startswith("no output for 10 min 0") and scene.watch.said == warning
     scene.watch.heard()
     scene.live(30)
-    assert scene.told[1:] == [golden("unit.hang_watch.ranks-get-again"), ""]
+    assert scene.told[1:] == [golden("node.hang_watch.ranks-get-again"), ""]
     assert scene.watch.said == ""
     scene.watch.heard()
     scene.live(30)
@@ -73,13 +73,13 @@ def test_an_observer_that_slept_has_seen_no_progress(scene: Scene) -> None:
     assert len(scene.told) == 2 and scene.told[1].startswith("no output for 10 min 0")
     scene.watch.heard()
     scene.live(5)
-    assert scene.told[2:] == [golden("unit.hang_watch.ranks-get-again-after"), ""]
+    assert scene.told[2:] == [golden("node.hang_watch.ranks-get-again-after"), ""]
 
 
 def test_the_note_begins_with_the_file_for_a_receipt_cuts_the_end(scene: Scene, tmp_path: Path) -> None:
     scene.live(630)
-    assert scene.told == [golden("unit.hang_watch.stacks-all-ranks", NOTHING_SEEN=NOTHING_SEEN, tmp_path=tmp_path)]
-    assert scene.notes == [golden("unit.hang_watch.hang-txt-stacks", NOTHING_SEEN=NOTHING_SEEN)]
+    assert scene.told == [golden("node.hang_watch.stacks-all-ranks", NOTHING_SEEN=NOTHING_SEEN, tmp_path=tmp_path)]
+    assert scene.notes == [golden("node.hang_watch.hang-txt-stacks", NOTHING_SEEN=NOTHING_SEEN)]
     assert (tmp_path / "hang-1.txt").exists()
 
 
@@ -88,6 +88,6 @@ def test_a_file_that_cannot_be_written_loses_no_sentence(scene: Scene, tmp_path:
     scene.live(630)
     problem = "could not be written (Is a directory)"
     assert scene.told == [
-        golden("unit.hang_watch.stacks-all-ranks-hang", NOTHING_SEEN=NOTHING_SEEN, tmp_path=tmp_path, problem=problem)
+        golden("node.hang_watch.stacks-all-ranks-hang", NOTHING_SEEN=NOTHING_SEEN, tmp_path=tmp_path, problem=problem)
     ]
     assert scene.notes == [f"hang-1.txt {problem}: {NOTHING_SEEN}"]

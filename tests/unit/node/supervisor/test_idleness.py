@@ -46,7 +46,7 @@ def test_idle_devices_are_warned_of_and_then_the_run_is_stopped() -> None:
     assert scene.told == [WARNING] == [scene.watch.said]
     assert scene.live(715) == []
     assert scene.live(5) == [StopRequested(StopReason.IDLE)]
-    assert scene.notes == [golden("unit.idleness.stopped-because-device")]
+    assert scene.notes == [golden("node.idleness.stopped-because-device")]
     scene.watch.heard()  # its ranks end
     assert scene.told == [WARNING]
 
@@ -94,7 +94,7 @@ def test_a_crew_of_several_says_how_far_it_is_and_warns_and_stops_nothing_by_its
     scene.watch.judged(Verdict.WARN)
     assert scene.told[0].startswith("no device of any node has done anything for 1 h 0")
     scene.watch.judged(Verdict.GO_ON)
-    assert scene.told[1:] == [golden("unit.idleness.devices-run-work"), ""]
+    assert scene.told[1:] == [golden("node.idleness.devices-run-work"), ""]
     scene.live(5, busy=True)
     assert levels[2:] == [Verdict.GO_ON]
 

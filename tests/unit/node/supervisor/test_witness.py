@@ -108,12 +108,12 @@ def test_a_warning_is_told_written_and_taken_back(scene: Scene, tmp_path: Path) 
     scene.live(310)
     for _ in range(2):  # each answer has it
         assert scene.witness.judged(JUDGEMENT) is None
-    assert scene.told == [golden("unit.witness.stacks-all-ranks", TOLD=TOLD, tmp_path=tmp_path)]
-    assert scene.notes == [golden("unit.witness.hang-txt-stacks", TOLD=TOLD)]
+    assert scene.told == [golden("node.witness.stacks-all-ranks", TOLD=TOLD, tmp_path=tmp_path)]
+    assert scene.notes == [golden("node.witness.hang-txt-stacks", TOLD=TOLD)]
     text = (tmp_path / "hang-1-1.txt").read_text()
     assert "node n2, at" in text and TOLD in text
     assert scene.witness.judged(Judgement(number=1, sentence="")) is None
-    assert scene.told[1:] == [golden("unit.witness.ranks-get-again"), ""] and scene.witness.said == ""
+    assert scene.told[1:] == [golden("node.witness.ranks-get-again"), ""] and scene.witness.said == ""
 
 
 def test_the_end_has_the_sentence_of_all_nodes_and_another_file(scene: Scene, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_F05_ranks_that_wait_for_those_on_other_nodes_are_told_after_a_minute(sc
     scene.live(55)
     assert scene.told == []
     scene.live(10)
-    assert scene.told == [golden("unit.witness.rank-returned-minute")]
+    assert scene.told == [golden("node.witness.rank-returned-minute")]
     assert scene.notes == scene.told
 
 

@@ -84,5 +84,5 @@ def test_22A11_options_that_change_how_it_behaves_are_taken(flags: tuple[str, ..
     ],
 )
 def test_22A11_options_that_name_code_are_refused(flags: tuple[str, ...]) -> None:
-    with pytest.raises(InvalidValue, match=golden("unit.interpreters.started-option-takes")):
+    with pytest.raises(InvalidValue, match=golden("node.interpreters.started-option-takes")):
         check_flags(flags)

@@ -55,8 +55,8 @@ def test_a_measurement_of_long_ago_gives_way_to_a_worse_one_of_now() -> None:
 
 def test_F30_a_clock_that_is_certainly_off_is_named_and_one_that_may_be_is_not() -> None:
     hour, second = ClockReading(ahead_ns=3600 * S, error_ns=S), ClockReading(ahead_ns=S, error_ns=S)
-    assert is_off(hour) and clock_text(hour) == golden("unit.server_time.clock-00-min")
-    assert clock_text(ClockReading(ahead_ns=-600 * S, error_ns=0)) == golden("unit.server_time.clock-10-min")
+    assert is_off(hour) and clock_text(hour) == golden("node.server_time.clock-00-min")
+    assert clock_text(ClockReading(ahead_ns=-600 * S, error_ns=0)) == golden("node.server_time.clock-10-min")
     assert not is_off(second) and clock_text(second) == "" and not is_off(None)
 
 

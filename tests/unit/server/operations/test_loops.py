@@ -55,8 +55,8 @@ def test_a_mistake_is_logged_and_it_goes_on(caplog: pytest.LogCaptureFixture) ->
         ticks.wait(3)
         assert loop.stop(timeout_s=30)
     assert [record.getMessage() for record in caplog.records] == [
-        golden("unit.loops.test-failed-tried"),
-        golden("unit.loops.test-database-away"),
+        golden("server.loops.test-failed-tried"),
+        golden("server.loops.test-database-away"),
     ]
 
 

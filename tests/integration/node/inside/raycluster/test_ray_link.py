@@ -171,7 +171,7 @@ def test_F45_head_that_dies_is_named(head: Head, member: Callable[..., Member]) 
     head.close()
     [lost] = talk(node, until=word(LOST, 0))
     assert lost[:3] == (LOST, 0, "castor")
-    assert golden("unit.ray_link.node-castor-run") in lost.text
+    assert golden("node.ray_link.node-castor-run") in lost.text
     assert node.take(EVER) == []
 
 
@@ -189,7 +189,7 @@ def test_a_node_with_another_secret_is_not_let_in(head: Head, member: Callable[.
     stranger = member(1, secret="00" * 32, until=time.monotonic() + 1)
     heard = talk(head, stranger, until=lambda heard: bool(heard))
     assert [one.kind for one in heard] == [LOST]
-    assert golden("unit.ray_link.node-pollux-could") in heard[0].text
+    assert golden("node.ray_link.node-pollux-could") in heard[0].text
     assert head.missing() == [1, 2]
 
 
@@ -209,7 +209,7 @@ def test_a_head_with_another_secret_is_not_believed(address: tuple[str, int], me
                 select.select(node.sockets(), [], [], 0.02)
                 heard += node.take(1.0)
     assert [one.kind for one in heard] == [LOST]
-    assert golden("unit.ray_link.does-know-secret") in heard[0].text
+    assert golden("node.ray_link.does-know-secret") in heard[0].text
 
 
 @pytest.mark.parametrize("node", [0, -1, 3, 10**30])

@@ -72,7 +72,7 @@ def test_no_process_to_be_had_is_a_failure_that_says_so(before: str, tmp_path: P
     with node_task(tmp_path / "a", share(directory), drivers.never, python=Path(sys.executable), before=before) as task:
         failure = task.failure()
         assert task.end() == 1
-    assert failure["message"] == golden("unit.ray_node_task.ray-could-started")
+    assert failure["message"] == golden("node.ray_node_task.ray-could-started")
 
 
 def test_a_node_that_says_what_it_lost_is_not_disturbed_by_being_stopped(tmp_path: Path, directory: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_node_that_says_what_it_lost_is_not_disturbed_by_being_stopped(tmp_pat
     ) as task:
         message = str(task.failure()["message"])
         assert task.end() == 1, task.output()
-    assert golden("unit.ray_node_task.could-reach-head") in message
+    assert golden("node.ray_node_task.could-reach-head") in message
     assert task.output() == ""
 
 
@@ -221,7 +221,7 @@ os.close(writing)
 print(repr(engine.gone()), one.has_ended(), linux.readable([high]) == {high})
 """
     )
-    assert said == golden("unit.ray_node_task.false-set-raylet")
+    assert said == golden("node.ray_node_task.false-set-raylet")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

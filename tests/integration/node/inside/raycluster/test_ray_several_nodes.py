@@ -97,7 +97,7 @@ def test_all_nodes_join_before_the_driver_begins_and_end_with_it(start: Callable
     assert [task.end() for task in nodes.all] == [0, 0, 0], nodes.head.output()
     assert nodes.head.value() == "done"
     assert nodes.member.value() is None
-    assert nodes.head.sentences()[-1] == golden("unit.ray_several_nodes.ray-60-nodes")
+    assert nodes.head.sentences()[-1] == golden("node.ray_several_nodes.ray-60-nodes")
     assert [event["event"] for event in nodes.member.said if event["event"] != "say"] == ["exec", "returned"]
     assert (Path(nodes.member.share.directory) / "1" / "ray-start.log").exists()
     assert_nothing_is_left(nodes, processes)
@@ -131,7 +131,7 @@ def test_F45_node_task_of_another_node_dies(start: Callable[..., Nodes], go: Pat
     nodes.head.hear_until("enter")
     processes = everything(nodes)
     nodes.member.process.kill()
-    assert golden("unit.ray_several_nodes.node-pollux-run") in lost(nodes.head)
+    assert golden("node.ray_several_nodes.node-pollux-run") in lost(nodes.head)
     for process in processes:
         process.wait_gone()
 
@@ -141,7 +141,7 @@ def test_F45_node_task_of_the_head_dies(start: Callable[..., Nodes], go: Path) -
     nodes.head.hear_until("enter")
     processes = everything(nodes)
     nodes.head.process.kill()
-    assert golden("unit.ray_link.node-castor-run") in lost(nodes.member)
+    assert golden("node.ray_link.node-castor-run") in lost(nodes.member)
     for process in processes:
         process.wait_gone()
 
@@ -152,7 +152,7 @@ def test_F45_head_dies_and_the_other_nodes_end_in_order(start: Callable[..., Nod
     processes = everything(nodes)
     [gcs] = nodes.head.named("gcs_server")
     gcs.kill()
-    assert golden("unit.ray_several_nodes.ray-node-castor") in lost(nodes.head)
+    assert golden("node.ray_several_nodes.ray-node-castor") in lost(nodes.head)
     assert nodes.member.end() == 0
     assert nodes.member.value() is None
     assert_nothing_is_left(nodes, processes)
@@ -162,8 +162,8 @@ def test_a_node_that_cannot_start_its_ray_is_named_by_both(start: Callable[..., 
     nodes = start(drivers.never, object_store_bytes=1)
     for task in nodes.all:
         message = lost(task, "start_failed")
-        assert golden("unit.ray_several_nodes.ray-could-started") in message
-        assert golden("unit.ray_several_nodes.object-store-too") in message
+        assert golden("node.ray_several_nodes.ray-could-started") in message
+        assert golden("node.ray_several_nodes.object-store-too") in message
         assert "exec" not in [event["event"] for event in task.said], "nothing of the user's has begun"
 
 
@@ -204,5 +204,5 @@ def test_a_ray_that_has_one_directory_for_all_nodes_is_refused(
     for task in start(drivers.never).all:
         failure = task.failure()
         assert failure["type"] == "RuntimeError"
-        assert failure["message"] == golden("unit.ray_several_nodes.ray-54-cannot")
+        assert failure["message"] == golden("node.ray_several_nodes.ray-54-cannot")
         assert task.end() == 1

@@ -117,11 +117,11 @@ def test_a_ray_without_metadata_says_its_version_itself(tmp_path: Path, monkeypa
     monkeypatch.setattr(importlib.metadata, "version", absent)
     monkeypatch.setattr(installed, "origin", lambda: str(tmp_path / "__init__.py"))
     assert installed.version() == ""
-    assert installed.ray_version() == golden("unit.ray_cluster.unknown-version")
+    assert installed.ray_version() == golden("node.ray_cluster.unknown-version")
     (tmp_path / "_version.py").write_text('commit = "abc"\nversion = "2.55.1"\n')
     assert installed.ray_version(2) == "2.55.1"
     monkeypatch.setattr(installed, "origin", lambda: "")
-    with pytest.raises(ModuleNotFoundError, match=re.escape(golden("unit.ray_cluster.installed-environment-run"))):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(golden("node.ray_cluster.installed-environment-run"))):
         installed.ray_version()
 
 

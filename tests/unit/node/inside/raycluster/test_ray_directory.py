@@ -211,13 +211,13 @@ def test_where_no_name_is_free_the_run_cannot_start(
 ) -> None:
     (parent / "sgpu-ray-89abcdef").mkdir()
     monkeypatch.setattr(secrets, "token_hex", lambda _: "89abcdef")
-    with pytest.raises(OSError, match=re.escape(golden("unit.ray_directory.directory-could-made"))):
+    with pytest.raises(OSError, match=re.escape(golden("node.ray_directory.directory-could-made"))):
         Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
 
 
 def test_no_room_for_it_is_said_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: Path) -> None:
     monkeypatch.setattr(directory, "PARENT", "/proc")
-    with pytest.raises(NoDirectory, match=re.escape(golden("unit.ray_directory.directory-can-made"))):
+    with pytest.raises(NoDirectory, match=re.escape(golden("node.ray_directory.directory-can-made"))):
         Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
 
 

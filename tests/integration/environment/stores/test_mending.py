@@ -106,9 +106,9 @@ def _restores(address: str, store: Store, root: Path) -> bool:
 def test_F29_a_pack_that_is_gone_takes_the_unit_with_it(store: Store, scan: Scan, tmp_path: Path) -> None:
     captured = capture(scan, Blobs(store), settings=TINY)
     store.delete([stored.key for stored in store.list("packs")][:1])
-    with pytest.raises(EnvironmentMissing, match=golden("unit.mending.pack-store")) as caught:
+    with pytest.raises(EnvironmentMissing, match=golden("environment.mending.pack-store")) as caught:
         fetch(captured.snapshot.address, store, tmp_path / "first")
-    assert golden("unit.mending.removed-store-units") in caught.value.hint
+    assert golden("environment.mending.removed-store-units") in caught.value.hint
     assert len(capture(scan, Blobs(store), settings=TINY).units_new) == 1
     fetch(captured.snapshot.address, store, tmp_path / "second")
 
