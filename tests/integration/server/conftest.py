@@ -19,35 +19,13 @@ from tests.support.server.sharing import shared_pools
 __all__ = ["shared_pools"]
 
 # These files have no SQL, lock or thread of their own: `make test` runs them on SQLite, `make test-long` on PostgreSQL.
-_ON_SQLITE = frozenset(
-    f"test_{name}.py"
-    for name in [
-        "agents",
-        "attaching",
-        "attempt_tokens",
-        "clocks",
-        "cluster",
-        "collecting",
-        "door",
-        "draining",
-        "engine_gate",
-        "feasibility",
-        "given_up",
-        "making_room",
-        "missing_output",
-        "operating",
-        "placements",
-        "ray_runs",
-        "reported_tracking",
-        "second_look",
-        "shares",
-        "stillness",
-        "token_lifetimes",
-        "unsatisfiable",
-        "views",
-        "words_for_operators",
-    ]
-)
+_ON_SQLITE = {
+    *("test_agents.py", "test_attaching.py", "test_attempt_tokens.py", "test_clocks.py", "test_cluster.py"),
+    *("test_collecting.py", "test_door.py", "test_draining.py", "test_engine_gate.py", "test_feasibility.py"),
+    *("test_given_up.py", "test_making_room.py", "test_missing_output.py", "test_operating.py", "test_placements.py"),
+    *("test_ray_runs.py", "test_reported_tracking.py", "test_second_look.py", "test_shares.py", "test_stillness.py"),
+    *("test_token_lifetimes.py", "test_unsatisfiable.py", "test_views.py", "test_words_for_operators.py"),
+}
 
 
 @pytest.hookimpl(tryfirst=True)
