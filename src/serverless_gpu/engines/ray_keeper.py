@@ -43,9 +43,9 @@ STARTED = b"Ray runtime started"
 CONNECT_S = 3.0
 END_S = 5.0
 _LOOK_S = 0.5
-_WATCH_S = 5.0
+WATCH_S = 5.0
 _STEADY_S = 60.0
-_PAUSE_S, _PAUSE_S_MAX = 1.0, 30.0
+PAUSE_S, _PAUSE_S_MAX = 1.0, 30.0
 _KILL_TRIES = 40
 _KILL_PAUSE_S = 0.05
 _TAIL_BYTES = 200_000
@@ -96,7 +96,7 @@ class Keeper:
     ) -> None:
         self._plan, self._say, self._started, self._needed = plan, say, started, needed
         self._clock = SystemClock()
-        self._pause_s = _PAUSE_S
+        self._pause_s = PAUSE_S
         self._away = ""
 
     def keep(self, stop: int) -> None:
@@ -156,7 +156,7 @@ class Keeper:
         process.wait()
         end_processes(self._plan.directory)
         if lived_s > _STEADY_S:
-            self._pause_s = _PAUSE_S
+            self._pause_s = PAUSE_S
         why = ray_words.why_ended(_written(self._plan.log, begin))
         self._say(f"Ray ended after {format_duration_ms(round(lived_s * 1000))}: {why}; it is started again")
         return False
@@ -170,7 +170,7 @@ class Keeper:
         poll.register(stop, select.POLLIN)
         try:
             while True:
-                ready = {fd for fd, _ in poll.poll((_WATCH_S if is_started else _LOOK_S) * 1000)}
+                ready = {fd for fd, _ in poll.poll((WATCH_S if is_started else _LOOK_S) * 1000)}
                 if stop in ready:
                     return True
                 if pidfd in ready:

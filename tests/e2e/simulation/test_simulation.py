@@ -35,21 +35,15 @@ def test_what_failed_once_does_not_fail_again() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_seed_is_a_history() -> None:
-    one, same, other = (outcome(draw(seed, 15)) for seed in (11, 11, 12))
-    assert (one.trace, one.events) == (same.trace, same.events)
-    assert one.trace != other.trace
-
-
 @pytest.mark.slow
-def test_a_history_is_the_same_in_every_process() -> None:
-    """Whatever order sets have there, so that a seed that CI prints can be repeated."""
+def test_a_seed_is_a_history_in_every_process() -> None:
+    """Whatever was played before, and whatever order sets have, so that a seed that CI prints can be repeated."""
+    other, one = outcome(draw(12, 15)), outcome(draw(11, 15))
     command = [sys.executable, "-m", "tests.e2e.simulation", "--seed", "11", "--steps", "15", "--trace"]
-    one, other = (
-        subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": number}).stdout
-        for number in ("1", "2")
-    )
-    assert one == other and one
+    environ = {**os.environ, "PYTHONHASHSEED": "1"}
+    fresh = subprocess.run(command, capture_output=True, check=True, text=True, env=environ).stdout.splitlines()
+    assert fresh == [*one.trace, f"seed 11, 15 steps: {one.events} events, nothing was wrong"]
+    assert one.trace and one.trace != other.trace
 
 
 def found(name: str) -> tuple[Plan, Outcome]:
@@ -69,7 +63,6 @@ def test_a_bug_that_is_put_in_is_found(name: str) -> None:
     plan, came = found(name)
     print(f"{name}: found by seed {plan.seed}")
     assert f"SIM_SEED={plan.seed} SIM_STEPS={STEPS}" in came.text
-    assert outcome(plan).text == ""
 
 
 @pytest.mark.slow

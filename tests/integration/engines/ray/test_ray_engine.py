@@ -40,8 +40,9 @@ def ray(tmp_path: Path) -> Iterator[FakeRay]:
 
 
 @pytest.fixture
-def made(ray: FakeRay, tmp_path: Path) -> Iterator[Callable[..., RayEngine]]:
+def made(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RayEngine]]:
     """Yield what makes an engine that has looked at Ray; each is closed with the test."""
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.1)
     engines: list[RayEngine] = []
 
     def make(*, pool: str = "p", ready: bool = True, news: Callable[[], None] = lambda: None) -> RayEngine:

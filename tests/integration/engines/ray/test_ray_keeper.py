@@ -60,8 +60,10 @@ class Kept:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Kept]]:
     made: list[Kept] = []
+    for name in ("PAUSE_S", "WATCH_S"):
+        monkeypatch.setattr(ray_keeper, name, 0.2)
 
     def make(program: str, head: str = "", **options: Callable[[], str]) -> Kept:
         made.append(Kept(plan(tmp_path, program, head), **options))

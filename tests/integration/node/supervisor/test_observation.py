@@ -293,7 +293,6 @@ def test_a_monitor_that_dies_is_followed_by_another_that_hears_everything_again(
     words.say(peer, TRACKED)
     first.close()
     line.turn()
-    line.turn()
     assert line.observation.tracked == TRACKED  # its last words
     second = FakeMonitor(sockets)
     line.observation.ending(State.SUCCEEDED, Reason.COMPLETED, "")
