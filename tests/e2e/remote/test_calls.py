@@ -96,7 +96,7 @@ def test_a_run_is_found_from_its_id_and_cancelled(served: Path, tmp_path: Path) 
     assert run.receipt().gate
 
 
-def test_F22_a_call_survives_the_kill_of_the_server(
+def test_F31_F33_a_call_survives_the_kill_of_the_server(
     own_server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = count.submit(str(tmp_path))

@@ -204,7 +204,7 @@ def test_one_uplink_runs_however_often_it_is_asked_for(node: Node) -> None:
     assert running(node.home, node.server.profile) is None and stop_all(node.home) == 0
 
 
-def test_a_stopped_uplink_leaves_its_runs_alone(node: Node, where: str) -> None:
+def test_F16_a_stopped_uplink_leaves_its_runs_alone(node: Node, where: str) -> None:
     attempt = node.run(stay, where).running()
     rank, _ = announced(Path(where), "rank0")
     stop_all(node.home)

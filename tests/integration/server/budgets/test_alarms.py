@@ -172,7 +172,7 @@ def told(spent: Spent, url: str) -> Notifier:
     return Notifier(services)
 
 
-def test_the_webhook_is_told_once_it_takes_it(spent: Spent, hook: Any) -> None:
+def test_F48_the_webhook_is_told_once_it_takes_it(spent: Spent, hook: Any) -> None:
     notifier = told(spent, f"http://127.0.0.1:{hook.server_port}/T0/secret")
     hook.answers += [500, 302]
     notifier.tick(spent.clock.boottime_ns())
