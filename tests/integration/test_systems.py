@@ -34,7 +34,7 @@ except HardwareError as error:
 
 def on(system: str, program: str, home: Path) -> subprocess.CompletedProcess[str]:
     """Run a program as on another system."""
-    first = f"from tests.systems import pretend\npretend({system!r})\n"
+    first = f"from tests.support.systems import pretend\npretend({system!r})\n"
     return subprocess.run(
         [sys.executable, "-c", first + program],
         capture_output=True,

@@ -68,7 +68,7 @@ def going(own: Path, where: str) -> Iterator[Going]:
 def test_a_killed_caller_is_not_missed(own: Path, where: str) -> None:
     path = Path(where, "caller.py")
     path.write_text(
-        "import sys\nfrom serverless_gpu import distributed\nfrom tests.local.ranks import stay\n"
+        "import sys\nfrom serverless_gpu import distributed\nfrom tests.support.local.ranks import stay\n"
         "distributed(gpus=2)(stay).distributed(sys.argv[1])\n"
     )
     environ = {"PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}

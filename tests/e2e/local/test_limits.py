@@ -133,7 +133,7 @@ def test_F73_a_run_within_its_limit_is_left_alone(warm: Path) -> None:
 SCRIPT = """
 import asyncio, sys
 from serverless_gpu import distributed
-from tests.local.ranks import ignore_sigterm, stay
+from tests.support.local.ranks import ignore_sigterm, stay
 function = ignore_sigterm if "ignore" in sys.argv else stay
 
 def call():

@@ -378,7 +378,7 @@ def test_F50_one_bar_and_the_lines_of_another_rank_on_a_terminal(tmp_path: Path,
         import sys
         sys.path.append({str(REPOSITORY)!r})
         from serverless_gpu import distributed
-        from tests.local.ranks import announce, wait_for_file
+        from tests.support.local.ranks import announce, wait_for_file
 
         @distributed(gpus=2, quiet=True, ranks_log="all")
         def train(where, rank=-1):

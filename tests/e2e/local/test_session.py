@@ -214,7 +214,7 @@ def test_a_session_can_be_ended_from_elsewhere(warm: Path) -> None:
 
 OWNER = """
 import sys, serverless_gpu
-from tests.local.ranks import announce, stay
+from tests.support.local.ranks import announce, stay
 where = sys.argv[1]
 session = serverless_gpu.session(gpus=2, gpu_type="H100", quiet=True)
 run = session.submit(stay, where) if len(sys.argv) > 2 else None
@@ -262,7 +262,7 @@ def test_F61_ctrl_c_in_a_call_gives_everything_back(warm: Path, tmp_path: Path, 
 # A session whose block or call is interrupted, in the ways a person does it.
 INTERRUPTED = """
 import os, sys, serverless_gpu
-from tests.local.ranks import ignore_sigterm, stay
+from tests.support.local.ranks import ignore_sigterm, stay
 where, what = sys.argv[1:]
 options = {"on_interrupt": "detach"} if what == "detach" else {"grace": 60.0}
 with serverless_gpu.session(gpus=2, gpu_type="H100", **options) as session:
@@ -433,7 +433,7 @@ def test_no_device_is_in_two_accounts_at_once(warm: Path, where: str) -> None:
 
 FORKING_OWNER = """
 import os, sys, time, serverless_gpu
-from tests.local.ranks import announce, stay
+from tests.support.local.ranks import announce, stay
 session = serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True)
 runs = [session.submit(stay, sys.argv[1]) for _ in range(2)]
 if os.fork() == 0:

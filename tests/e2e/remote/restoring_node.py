@@ -1,6 +1,6 @@
 """A node that restores an environment from a server, in a process of its own: `restore` as the node's agent calls it.
 
-python -m tests.remote.restoring_node URL TOKEN SNAPSHOT HOME      prints the bytes that it fetched
+python -m tests.e2e.remote.restoring_node URL TOKEN SNAPSHOT HOME      prints the bytes that it fetched
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ def test_23B13_commands_on_macos_ask_a_server(served: Path, tmp_path: Path) -> N
     }
 
     def sgpu(*arguments: str) -> str:
-        program = "from tests.systems import pretend\npretend('macOS')\nfrom serverless_gpu.cli import main\nmain()"
+        program = (
+            "from tests.support.systems import pretend\npretend('macOS')\nfrom serverless_gpu.cli import main\nmain()"
+        )
         done = subprocess.run(
             [sys.executable, "-c", f"import sys\nsys.argv = ['sgpu', *{list(arguments)!r}]\n{program}"],
             capture_output=True,

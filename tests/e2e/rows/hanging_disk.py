@@ -1,6 +1,6 @@
 """A file system that never answers: whoever touches it cannot be ended, not even by SIGKILL.
 
-    python -m tests.rows.hanging_disk <directory> <command> …
+    python -m tests.e2e.rows.hanging_disk <directory> <command> …
 
 Mounts it at the directory, in a mount namespace that only the command and its children share: anybody else who looked
 at it would hang as well. The kernel asks this process about files (FUSE); it reads the question and is silent, and a

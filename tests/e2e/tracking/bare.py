@@ -1,6 +1,6 @@
 """Ranks without a node: processes with MLflow in which `mlflow_hook` is installed, and a tracking.json made by hand.
 
-BareRanks.run("two_starts", ranks=2) ──▶ 2 × python -m tests.tracking.bare_rank <directory> two_starts
+BareRanks.run("two_starts", ranks=2) ──▶ 2 × python -m tests.e2e.tracking.bare_rank <directory> two_starts
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank without a node: the hook, then a function of `user_code`, then what a rank does at its end.
 
-`python -m tests.tracking.bare_rank <attempt> <function> <working directory>` prints what the function returned.
+`python -m tests.e2e.tracking.bare_rank <attempt> <function> <working directory>` prints what the function returned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Crews that meet on this machine, in a process of their own: what they listen on is every address, which the guard of
 the tests refuses.
 
-    python -m tests.unit.meeting_crews SCENE     prints what came of it as JSON
+    python -m tests.support.node.meeting_crews SCENE     prints what came of it as JSON
 """
 
 from __future__ import annotations

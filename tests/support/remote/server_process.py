@@ -1,6 +1,6 @@
 """The real server as a process of its own, for tests that kill it or need settings that no option reaches.
 
-python -m tests.remote.server_process HOME WORD…      prints "ready URL" once it answers
+python -m tests.support.remote.server_process HOME WORD…      prints "ready URL" once it answers
 
 WORD   option=value            as on the command line of `sgpu up`, or as `server.toml` has it: port=7878, node=false
        Settings.field=value    a field of `Settings`

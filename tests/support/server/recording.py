@@ -1,6 +1,6 @@
 """What a node and a client of one version say to a server, written down once, to be said again to servers that follow.
 
-    python -m tests.server.recording tests/support/server/recorded/protocol-1.json
+    python -m tests.support.server.recording tests/support/server/recorded/protocol-1.json
 
     client ─┐
             ├─▶ Recorder ─▶ server        each request with its answer, each event of a stream, in the order of arrival

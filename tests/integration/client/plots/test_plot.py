@@ -20,7 +20,7 @@ import matplotlib
 matplotlib.rcParams.update({{"text.color": "white", "figure.facecolor": "black", "savefig.facecolor": "black"}})
 matplotlib.rcParams.update({{"axes.titlecolor": "white", "savefig.transparent": False, "axes.facecolor": "black"}})
 from pathlib import Path
-from tests.support.unit.plot import handle
+from tests.support.client.plot import handle
 import sys
 figure = handle(Path({str(directory)!r})).plot({str(tmp_path / "styled.png")!r})
 assert "matplotlib.pyplot" not in sys.modules

@@ -46,8 +46,8 @@ _KILLED = """
     from serverless_gpu.environment.stores.blobs import Blobs
     from serverless_gpu.environment.stores.directory import DirectoryStore
     from serverless_gpu.environment.capture.taking import capture
-    from tests.unit.scanned import scan_of, source_of
-    from tests.unit.counting import WHOLE_PACKS
+    from tests.support.environment.scanned import scan_of, source_of
+    from tests.support.environment.counting import WHOLE_PACKS
 
     class Stuck(DirectoryStore):
         begun, stored = itertools.count(1), []

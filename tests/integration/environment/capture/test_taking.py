@@ -92,7 +92,7 @@ _MEASURED = """
     from serverless_gpu.environment.scan.scanning import Source
     from serverless_gpu.environment.stores.directory import DirectoryStore
     from serverless_gpu.environment.capture.taking import capture
-    from tests.unit.scanned import scan_of, source_of
+    from tests.support.environment.scanned import scan_of, source_of
 
     before = Path(sys.argv[1])
     {make}

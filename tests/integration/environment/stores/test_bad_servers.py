@@ -220,7 +220,7 @@ def test_after_a_fork_it_is_refused_and_does_not_hang() -> None:
     program = """
 import os, sys
 from serverless_gpu.environment.stores.opening import open_store
-from tests.stores.servers import variables
+from tests.support.environment.servers import variables
 store = open_store("s3://bucket", variables(sys.argv[1]))
 key = "packs/" + "0" * 64
 store.present([key])

@@ -45,7 +45,7 @@ def test_a_payload_made_here_loads_in_a_rank_and_back(tmp_path: Path) -> None:
 MAIN_CLASS = """
 import subprocess, sys
 from serverless_gpu.node.inside import payload
-from tests.unit.rank_process import run_rank
+from tests.support.node.rank_process import run_rank
 from enum import Enum
 
 VERSION = "the caller's"
@@ -87,7 +87,7 @@ import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 from serverless_gpu.node.inside import payload
-from tests.unit.rank_process import run_rank
+from tests.support.node.rank_process import run_rank
 
 @dataclass(slots=True)
 class Config:
@@ -125,7 +125,7 @@ CACHES = """
 import sys
 from functools import cache, cached_property, lru_cache
 from serverless_gpu.node.inside import payload
-from tests.unit.rank_process import run_rank
+from tests.support.node.rank_process import run_rank
 
 @lru_cache(maxsize=7)
 def load(name):
