@@ -18,6 +18,7 @@ PAGES = ("README.md", "docs/quickstart.md")
 
 _PYRIGHT = {
     "typeCheckingMode": "standard",
+    "extraPaths": [str(REPOSITORY / "src")],
     "reportMissingImports": False,
     "reportMissingModuleSource": False,
     "reportPossiblyUnboundVariable": False,  # a loop that may have no turn: those of training
@@ -72,7 +73,7 @@ def test_23B4_pyright_finds_nothing_in_the_examples(files: list[Path]) -> None:
             "--project",
             str(folder),
             "--pythonpath",
-            sys.executable,
+            str(Path(sys.executable).resolve()),  # not of the virtual environment: pyright reads torch for 15 s
             "--outputjson",
         ],
         capture_output=True,

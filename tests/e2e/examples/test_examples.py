@@ -38,6 +38,7 @@ RunExample = Callable[..., tuple[str, str]]
 def run_example(request: pytest.FixtureRequest, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunExample]:
     """Yield a function that runs one example in a home of its own; it returns stdout and stderr without receipts."""
     monkeypatch.delenv("SERVERLESS_GPU_PREWARM")
+    monkeypatch.delenv("SERVERLESS_GPU_PRELOAD")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     if request.param == "cpu":
         monkeypatch.setenv("SERVERLESS_GPU_FAKE", "CPU:2")
@@ -77,6 +78,7 @@ def test_digits_ddp(run_example: RunExample) -> None:
     assert err == ""
 
 
+@pytest.mark.heavy  # it trains for half a minute
 def test_preempted_run_is_bit_for_bit_as_if_nothing_had_happened(run_example: RunExample, home: Path) -> None:
     server = ServerProcess(home)
     server.start()
@@ -137,6 +139,7 @@ def test_batch_inference_answers_in_the_order_of_the_texts(run_example: RunExamp
     assert err == ""
 
 
+@pytest.mark.heavy  # the example of the test above, with other input
 def test_batch_inference_of_a_file_of_ones_own(run_example: RunExample, tmp_path: Path) -> None:
     file = tmp_path / "texts.txt"
     file.write_text(

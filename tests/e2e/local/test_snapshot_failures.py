@@ -1,4 +1,4 @@
-"""`env="snapshot"` when things go wrong: somebody is killed, Ctrl-C comes, a disk is full, the store is damaged.
+"""`env="snapshot"` when things go wrong: a caller or a service goes away, a disk is full, the store is damaged.
 
 Stages are held by stopping (SIGSTOP) the process whose turn it is, so that what is killed is killed there and then.
 """
@@ -27,25 +27,18 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.reaching import connect
 from serverless_gpu.node.submission import write_submission
-from serverless_gpu.testing import agent_status
 from tests.support.golden import golden
-from tests.support.local.observe import Process, agent, nothing_of_a_run, supervisor, wait_for
-from tests.support.local.small_environment import Dialogue, SmallEnvironment, named, zygote_pids
+from tests.support.local.observe import Process, nothing_of_a_run, wait_for
+from tests.support.local.small_environment import (
+    WORK,
+    Dialogue,
+    SmallEnvironment,
+    directories,
+    named,
+    parent_of,
+    restorer,
+)
 from tests.support.small_disks import small_disk
-
-WORK = """
-import os
-
-def code():
-    return "first"
-
-def touch(path):
-    open(path, "w").close()
-
-def value():
-    import toy
-    return toy.VALUE
-"""
 
 
 @pytest.fixture
@@ -72,33 +65,6 @@ def warmed(own: Path, dialogue: Dialogue) -> Dialogue:
     """Return a caller that has run something: its service, the agent, its restoring process and a zygote are there."""
     assert dialogue.ask("call(work.code)") == "'first'"
     return dialogue
-
-
-def restorer(home: Path) -> Process:
-    """Return the restoring process of a home, not one of its children."""
-    found = named("sgpu-restore", home)
-    parents = [process for process in found if parent_of(process) not in {other.pid for other in found}]
-    assert len(parents) == 1
-    return parents[0]
-
-
-def parent_of(process: Process) -> int:
-    """Return the pid of a process's parent."""
-    try:
-        return int((Path("/proc") / str(process.pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):  # it has ended since
-        return 0
-
-
-def restoring(home: Path) -> bool:
-    """Return whether the agent is waiting for an environment."""
-    status = agent_status(home)
-    return status is not None and any(each.state == "restoring" for each in status.environments)
-
-
-def directories(home: Path) -> list[Path]:
-    """Return the attempts' directories, oldest first."""
-    return sorted(path for path in (home / "runs").glob("*/1"))
 
 
 # --- waiting for Confirm ----------------------------------------------------------------------------------------------
@@ -171,23 +137,6 @@ def connected(path: Path) -> Channel:
 # --- somebody is killed -----------------------------------------------------------------------------------------------
 
 
-def test_a_killed_service_is_started_again(own: Path, warmed: Dialogue) -> None:
-    (service,) = named("sgpu-snapshots", own)
-    service.kill()
-    assert warmed.ask("call(work.code)") == "'first'"
-    (another,) = named("sgpu-snapshots", own)
-    assert another.pid != service.pid
-
-
-def test_a_service_killed_while_it_is_asked_is_asked_again(own: Path, warmed: Dialogue) -> None:
-    (service,) = named("sgpu-snapshots", own)
-    service.send(signal.SIGSTOP)
-    warmed.say("call(work.code)")
-    wait_for(lambda: len(directories(own)) > 1, "the question is put before the run directory is made")
-    service.kill()
-    assert warmed.hear() == "'first'"
-
-
 def test_a_service_that_says_nothing_is_told_and_then_given_up(own: Path, warmed: Dialogue) -> None:
     (service,) = named("sgpu-snapshots", own)
     module = "sys.modules['serverless_gpu.client.snapshots']"
@@ -198,67 +147,6 @@ def test_a_service_that_says_nothing_is_told_and_then_given_up(own: Path, warmed
     )
     service.kill()
     assert golden("local.snapshot_failures.gone") in warmed.close()
-
-
-def test_a_killed_restoring_process_is_replaced_and_the_run_goes_on(
-    own: Path, small: SmallEnvironment, warmed: Dialogue
-) -> None:
-    first = restorer(own)
-    first.send(signal.SIGSTOP)
-    small.write("work.py", WORK.replace("first", "second"))
-    warmed.say("call(work.code)")
-    wait_for(lambda: restoring(own), "it was asked")
-    first.kill()
-    assert warmed.hear() == "'second'"
-    assert restorer(own).pid != first.pid
-
-
-def test_a_restoring_process_that_dies_again_and_again_fails_the_run(
-    own: Path, small: SmallEnvironment, warmed: Dialogue
-) -> None:
-    first = restorer(own)
-    first.send(signal.SIGSTOP)
-    small.write("work.py", WORK.replace("first", "second"))
-    # What every next one would import: it ends at once.
-    (own / "environments" / "locks").rename(own / "environments" / "locks.away")
-    (own / "environments" / "locks").write_text("no directory")
-    try:
-        warmed.say("call(work.code)")
-        wait_for(lambda: restoring(own), "it was asked")
-        first.kill()
-        answer = warmed.hear()
-    finally:
-        (own / "environments" / "locks").unlink()
-        (own / "environments" / "locks.away").rename(own / "environments" / "locks")
-    assert answer.startswith(("RunError: the environment could not be restored", "RunError: the node's disk")), answer
-    assert warmed.ask("call(work.code)") == "'second'", "the next run tries again"
-
-
-def test_a_killed_agent_loses_nothing_while_it_restores(own: Path, small: SmallEnvironment, warmed: Dialogue) -> None:
-    restorer(own).send(signal.SIGSTOP)
-    small.write("work.py", WORK.replace("first", "second"))
-    warmed.say("call(work.code)")
-    wait_for(lambda: restoring(own), "it was asked")
-    old, process = restorer(own), agent(own)
-    process.kill()
-    old.send(signal.SIGCONT)
-    assert warmed.hear() == "'second'"
-    assert agent(own).pid != process.pid
-
-
-def test_a_killed_supervisor_is_replaced_as_long_as_nothing_has_run(
-    own: Path, small: SmallEnvironment, warmed: Dialogue, tmp_path: Path
-) -> None:
-    stopped = restorer(own)
-    stopped.send(signal.SIGSTOP)
-    small.write("work.py", WORK + "\n# another\n")
-    warmed.say(f"call(work.touch, {str(tmp_path / 'ran')!r})")
-    wait_for(lambda: restoring(own), "it was asked")
-    supervisor(own, directories(own)[-1].parent.name).kill()
-    stopped.send(signal.SIGCONT)
-    assert warmed.hear() == "None", "nothing had run, so it was launched again"
-    assert (tmp_path / "ran").exists()
-    wait_for(lambda: nothing_of_a_run(own), "nothing is left")
 
 
 def test_a_killed_caller_leaves_no_run_that_was_not_confirmed(
@@ -283,41 +171,7 @@ def test_a_killed_caller_leaves_no_run_that_was_not_confirmed(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_killed_zygote_is_replaced_in_the_same_environment(own: Path, warmed: Dialogue) -> None:
-    (pid,) = zygote_pids(own)
-    Process(pid).kill()
-    assert warmed.ask("call(work.code)") == "'first'"
-    assert zygote_pids(own) != [pid]
-
-
-@pytest.mark.parametrize("what", [".", "view", "units", "units/??/*", "trees"])
-def test_what_is_deleted_under_a_warm_agent_is_restored_again(own: Path, dialogue: Dialogue, what: str) -> None:
-    assert dialogue.ask("call(work.value)") == "'one'"
-    before = zygote_pids(own)
-    wait_for(lambda: nothing_of_a_run(own), "nothing writes there any more")
-    found = list(own.glob(f"environments/{what}")) if "*" in what else [own / "environments" / what]
-    for path in [path for path in found if (path / "site" / "toy").is_dir()] or found:
-        shutil.rmtree(path)
-    assert [dialogue.ask("call(work.value)") for _ in range(2)] == ["'one'"] * 2
-    assert zygote_pids(own) != before
-    assert dialogue.ask("snapshot(work.value).receipt(60).warm") == "True"
-
-
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
-
-
-def test_ctrl_c_while_the_environment_is_looked_at(own: Path, small: SmallEnvironment, warmed: Dialogue) -> None:
-    (service,) = named("sgpu-snapshots", own)
-    service.send(signal.SIGSTOP)
-    runs = len(directories(own))
-    warmed.say("call(work.code)")
-    wait_for(lambda: len(directories(own)) > runs, "the call has begun")
-    warmed.process.send_signal(signal.SIGINT)
-    assert warmed.hear() == "KeyboardInterrupt"
-    assert len(directories(own)) == runs, "nothing of it is left"
-    service.send(signal.SIGCONT)
-    assert warmed.ask("call(work.code)") == "'first'"
-    assert [process.pid for process in named("sgpu-snapshots", own)] == [service.pid], "Ctrl-C did not reach it"
 
 
 def test_ctrl_c_while_the_environment_is_captured(own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:
@@ -337,19 +191,6 @@ def captures(home: Path) -> list[Process]:
     found = named("sgpu-snapshots", home)
     pids = {process.pid for process in found}
     return [process for process in found if parent_of(process) in pids]
-
-
-def test_ctrl_c_while_the_environment_is_restored(own: Path, small: SmallEnvironment, warmed: Dialogue) -> None:
-    stopped = restorer(own)
-    stopped.send(signal.SIGSTOP)
-    small.write("work.py", WORK.replace("first", "second"))
-    warmed.say("distributed(gpus=1, gpu_type='CPU', env='snapshot')(work.code).distributed()")
-    wait_for(lambda: restoring(own), "it was asked")
-    warmed.process.send_signal(signal.SIGINT)
-    assert warmed.hear() == "KeyboardInterrupt"
-    wait_for(lambda: nothing_of_a_run(own), "nothing is left")
-    stopped.send(signal.SIGCONT)
-    assert warmed.ask("call(work.code)") == "'second'"
 
 
 # --- disks and stores -------------------------------------------------------------------------------------------------

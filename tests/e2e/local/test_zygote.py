@@ -9,12 +9,11 @@ import mmap
 import os
 import random
 import re
-import select
 import subprocess
 import sys
 import threading
+import time
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,60 +27,9 @@ from serverless_gpu.errors import RunError
 from serverless_gpu.node.inside import huge_pages
 from serverless_gpu.testing import agent_status
 from tests.support.golden import golden
-from tests.support.local.observe import LIMIT_S, Process, ended, start_script, wait_for
+from tests.support.local.observe import Process, ended, start_script, wait_for
 
 T = TypeVar("T")
-
-PARALLEL = """
-import os, sys, torch
-torch.set_num_threads(2)
-
-def compute():
-    return float(torch.ones(4_000_000).exp().sum()) > 0     # parallel regions
-
-if sys.argv[1] == "parent too":
-    compute()                          # the pool of OpenMP threads now exists in the parent
-pid = os.fork()
-if pid == 0:
-    print("child computes", compute(), flush=True)
-    os._exit(0)
-print("child", pid, flush=True)
-os.waitpid(pid, 0)
-print("child ended", flush=True)
-"""
-
-
-def lines_within(process: subprocess.Popen[str], limit_s: float) -> Iterator[str]:
-    """Yield the lines a process writes until it has been silent for so long, or has ended; to start, it has a while."""
-    assert process.stdout is not None
-    silent_s = LIMIT_S
-    while select.select([process.stdout], [], [], silent_s)[0]:
-        line = process.stdout.readline()
-        if not line:
-            return
-        silent_s = limit_s
-        yield line.strip()
-
-
-def forked(mode: str, limit_s: float) -> list[str]:
-    """Run the program above, end whatever hangs in it, and return what it wrote."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PARALLEL, mode], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        return list(lines_within(process, limit_s))
-    finally:
-        os.killpg(process.pid, 9)  # its own session: parent and child, nobody else
-        process.communicate()
-
-
-def test_a_parents_parallel_region_would_hang_its_forked_child() -> None:
-    assert "child ended" in forked("child only", LIMIT_S)
-    written = forked("parent too", 5)
-    assert written and written[0].startswith("child "), "the child exists"
-    if "child ended" in written:
-        pytest.skip("this build of torch survives it")
-    assert "child computes True" not in written
 
 
 def test_our_ranks_run_parallel_regions_again_and_again(warm: Path) -> None:
@@ -364,6 +312,7 @@ def test_a_package_that_was_mended_makes_runs_warm_again(
     broken.unlink()
 
     def warm_again() -> bool:
+        time.sleep(1)  # each try is a cold start
         warm, reason = receipt_of(run.submit("ab"))
         return warm or "a broken numpy" not in reason
 
@@ -421,7 +370,7 @@ def run_beside(directory: Path, name: str, **environ: str) -> tuple[str, str]:
     return warm, reason
 
 
-@pytest.mark.parametrize("name", ["bisect", "calendar", "copy", "queue", "random", "tempfile", "numpy.version"])
+@pytest.mark.parametrize("name", ["queue", "random", "numpy.version"])
 def test_a_module_beside_the_script_is_the_one_that_ranks_import(warm: Path, tmp_path: Path, name: str) -> None:
     top = name.partition(".")[0]
     if top == name:

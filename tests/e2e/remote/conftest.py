@@ -68,7 +68,7 @@ def served_home() -> Iterator[Path]:
 @pytest.fixture
 def served(served_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield a home with a real server and eight declared GPUs; require that no run outlives the test."""
-    use_home(monkeypatch, served_home, FAKES)
+    use_home(monkeypatch, served_home, FAKES, preload="")
     wait_for(lambda: not unsettled(served_home), "the server has heard all of the tests before", limit_s=60)
     yield served_home
     try:
@@ -94,7 +94,7 @@ def own_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPr
 @contextlib.contextmanager
 def _variables(home: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        use_home(monkeypatch, home, FAKES)
+        use_home(monkeypatch, home, FAKES, preload="")
         yield
 
 

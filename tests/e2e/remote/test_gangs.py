@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from serverless_gpu.cli import program
 from serverless_gpu.errors import CollectiveHang, RunCancelled, RunTimedOut
 from tests.e2e.remote.conftest import end_node
 from tests.support.golden import golden
+from tests.support.homes import use_home
 from tests.support.local.observe import announced, wait_for
 from tests.support.ports import own_port
 from tests.support.remote.gang_work import (
@@ -32,15 +35,28 @@ from tests.support.remote.machines import Machines
 SITE = sysconfig.get_path("purelib")
 
 
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    """Yield a server with two nodes of two GPUs each, which all tests leave as they were."""
+    home = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            use_home(patch, home)
+            with Machines(home) as pool:
+                pool.join("n1")
+                pool.join("n2")
+                yield pool
+    finally:
+        shutil.rmtree(home)
+
+
 @pytest.fixture
-def pool(home: Path) -> Iterator[Machines]:
-    """Yield a server with two nodes of two GPUs each."""
-    with Machines(home) as pool:
-        pool.join("n1")
-        pool.join("n2")
-        yield pool
-        for node in pool.nodes.values():
-            wait_for(node.is_free, f"nothing is left on {node.name}")
+def pool(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    """Yield the machines, and require that no run outlives the test."""
+    use_home(monkeypatch, machines.home)
+    yield machines
+    for node in machines.nodes.values():
+        wait_for(node.is_free, f"nothing is left on {node.name}")
 
 
 def test_four_ranks_on_two_nodes_add_up_over_gloo(pool: Machines, tmp_path: Path) -> None:

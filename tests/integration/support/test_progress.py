@@ -50,7 +50,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def make(checkout: Path, *arguments: str) -> tuple[int, list[str]]:
     """Run make and return its exit status and its lines."""
-    names = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PKG", "TEST_PART", "TEST_PROGRESS_FD")
+    names = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PKG", "PYTEST_ADDOPTS", "TEST_PART", "TEST_PROGRESS_FD")
     environ = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
         ["make", *arguments],

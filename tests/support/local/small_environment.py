@@ -25,6 +25,20 @@ from tests.support.local.observe import Process
 
 NEEDED = ("msgspec", "blake3", "backports.zstd", "pathspec", "click")
 SOURCE = Path(serverless_gpu.__file__).parents[1]
+WORK = """
+import os
+
+def code():
+    return "first"
+
+def touch(path):
+    open(path, "w").close()
+
+def value():
+    import toy
+    return toy.VALUE
+"""
+"""A module of the caller's project."""
 
 
 class SmallEnvironment:
@@ -223,3 +237,30 @@ def describe(environment: SmallEnvironment) -> str:
 def _digest(text: str) -> str:
     digest = hashlib.sha256(text.encode()).digest()
     return "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def restorer(home: Path) -> Process:
+    """Return the restoring process of a home, not one of its children."""
+    found = named("sgpu-restore", home)
+    parents = [process for process in found if parent_of(process) not in {other.pid for other in found}]
+    assert len(parents) == 1
+    return parents[0]
+
+
+def parent_of(process: Process) -> int:
+    """Return the pid of a process's parent."""
+    try:
+        return int((Path("/proc") / str(process.pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        return 0
+
+
+def restoring(home: Path) -> bool:
+    """Return whether the agent is waiting for an environment."""
+    status = agent_status(home)
+    return status is not None and any(each.state == "restoring" for each in status.environments)
+
+
+def directories(home: Path) -> list[Path]:
+    """Return the attempts' directories, oldest first."""
+    return sorted(path for path in (home / "runs").glob("*/1"))
