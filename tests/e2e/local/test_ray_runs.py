@@ -1,6 +1,6 @@
 """A run with a Ray cluster, seen from around the cluster: what a death, a stop or a loan makes of it, and what is left.
 
-Ray itself is a fake of two processes (`fake_ray.py`); with the real one the same is asked in tests/ray.
+Ray itself is a fake of two processes (`fake_ray.py`); with the real one the same is asked in tests/e2e/ray.
 """
 
 from __future__ import annotations

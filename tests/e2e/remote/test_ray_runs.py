@@ -1,6 +1,6 @@
 """Runs with a Ray cluster through a server: their one result, how a lost head is told, and another attempt for it.
 
-Ray itself is the fake of tests/support/local/fake_ray.py; with the real one it is tests/ray.
+Ray itself is the fake of tests/support/local/fake_ray.py; with the real one it is tests/e2e/ray.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.support.tracking.mlflow_server import PYTHON, MlflowServer
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything here that asks for the server as what it is: heavy."""
     for item in items:
-        if "tests/tracking/" in item.nodeid and "mlflow_server" in getattr(item, "fixturenames", ()):
+        if "tests/e2e/tracking/" in item.nodeid and "mlflow_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.heavy)
             item.add_marker(pytest.mark.slow)
 

@@ -1,6 +1,6 @@
 """A run's Ray cluster on two nodes of a server: one driver, whose node the others join, and nothing left of either.
 
-Ray itself is a fake (`tests/support/node/fake_ray.py`); two nodes of the real one are in tests/ray.
+Ray itself is a fake (`tests/support/node/fake_ray.py`); two nodes of the real one are in tests/e2e/ray.
 """
 
 from __future__ import annotations
