@@ -46,7 +46,7 @@ _LOOK_NS = 60_000_000_000
 _SWEEPS_MAX = 3  # of an agent's, for a directory that cannot be removed: a task has made files of another user in it
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHARED_MEMORY = Path("/dev/shm")
-_MEMORY = Path("/proc/meminfo")
+MEMORY_FIGURES = Path("/proc/meminfo")
 
 
 class NoDirectory(OSError):
@@ -209,7 +209,7 @@ def memory_bytes() -> tuple[int, int]:
     """Return the host memory there is for processes of ours, and what of it is available; 0 where nothing says it."""
     found = {"MemTotal": 0, "MemAvailable": 0}
     with contextlib.suppress(OSError, ValueError):
-        for line in _MEMORY.read_text(encoding="ascii").splitlines():
+        for line in MEMORY_FIGURES.read_text(encoding="ascii").splitlines():
             name, _, rest = line.partition(":")
             if name in found:
                 found[name] = int(rest.split()[0]) * 1024

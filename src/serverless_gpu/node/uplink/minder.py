@@ -48,7 +48,7 @@ from serverless_gpu.wire.agents import AttemptSeen, Look, Start
 
 LAUNCHES_MAX = 3
 _LOOK_S = 0.05
-_LOOK_S_MAX = 2.0
+LOOK_S_MAX = 2.0
 _RESTARTED = "the node's uplink ended before the run was launched"
 
 
@@ -349,7 +349,7 @@ class Minder:
                 if self._launch_again():
                     return True
             self._pause(pause_s)
-            pause_s = min(2 * pause_s, _LOOK_S_MAX)
+            pause_s = min(2 * pause_s, LOOK_S_MAX)
         return False
 
     def _is_finished(self) -> bool:
@@ -400,7 +400,7 @@ class Minder:
             sentence = "its supervisor is gone; a process of it still has a device"
             self._news.learn(SOME_TIME_S, state=State.STOPPING, sentence=sentence)
             self._pause(pause_s)
-            pause_s = min(2 * pause_s, _LOOK_S_MAX)
+            pause_s = min(2 * pause_s, LOOK_S_MAX)
         begun = may_have_begun(first_facts(self.directory))
         stopped = settle(self.directory, self.remote, self._detail, self._clock, seen_ns=self._seen_ns)
         self._news.learn(AT_ONCE_S, begun=self._news.known.begun or begun, ending=stopped, finished=True)

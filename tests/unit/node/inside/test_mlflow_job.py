@@ -210,7 +210,7 @@ def test_one_that_nobody_is_at_work_on_is_said_once_and_looked_for_again(
 
 
 def test_a_file_that_never_appears(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow_job, "_APPEARS_S", 0.0)
+    monkeypatch.setattr(mlflow_job, "APPEARS_S", 0.0)
     assert not Job(str(attempt), 0).resolve(60.0)
 
 

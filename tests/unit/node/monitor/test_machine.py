@@ -191,15 +191,15 @@ def test_the_real_binding_has_every_name_and_number_that_is_used() -> None:
     used = [name for name in vars(SampledNvml) if name.startswith("nvml")]
     assert [name for name in (*used, "nvmlDeviceGetTotalEccErrors") if not hasattr(pynvml, name)] == []
     numbers = {
-        "NVML_TEMPERATURE_GPU": devices._TEMPERATURE_GPU,
-        "NVML_CLOCK_SM": devices._CLOCK_SM,
-        "NVML_CLOCK_MEM": devices._CLOCK_MEMORY,
-        "NVML_PCIE_UTIL_TX_BYTES": devices._PCIE_TRANSMIT,
-        "NVML_PCIE_UTIL_RX_BYTES": devices._PCIE_RECEIVE,
-        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": devices._UNCORRECTED,
-        "NVML_VOLATILE_ECC": devices._SINCE_DRIVER_LOADED,
-        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": devices._NVLINK_TRANSMIT,
-        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": devices._NVLINK_RECEIVE,
+        "NVML_TEMPERATURE_GPU": devices.TEMPERATURE_GPU,
+        "NVML_CLOCK_SM": devices.CLOCK_SM,
+        "NVML_CLOCK_MEM": devices.CLOCK_MEMORY,
+        "NVML_PCIE_UTIL_TX_BYTES": devices.PCIE_TRANSMIT,
+        "NVML_PCIE_UTIL_RX_BYTES": devices.PCIE_RECEIVE,
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": devices.UNCORRECTED,
+        "NVML_VOLATILE_ECC": devices.SINCE_DRIVER_LOADED,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": devices.NVLINK_TRANSMIT,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": devices.NVLINK_RECEIVE,
     }
     assert {name: getattr(pynvml, name) for name in numbers} == numbers
     throttled = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")

@@ -87,7 +87,7 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
         return not free.is_set()
 
     monkeypatch.setattr(minder_room, "still_held", held)
-    monkeypatch.setattr(minder_room, "_LOOK_S_MAX", 0.05)
+    monkeypatch.setattr(minder_room, "LOOK_S_MAX", 0.05)
     directory = tmp_path / "runs" / "run" / "1"
     directory.mkdir(parents=True)
     remote = Remote(

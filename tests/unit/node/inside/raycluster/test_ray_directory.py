@@ -159,7 +159,7 @@ def test_what_leads_to_spilled_objects_stays_as_long_as_they_do(
         path.mkdir()
     (cluster / "spill").symlink_to(led)
     rmtree = shutil.rmtree
-    monkeypatch.setattr(directory, "_PAUSE_MS", 0)
+    monkeypatch.setattr(directory, "PAUSE_MS", 0)
     monkeypatch.setattr(shutil, "rmtree", lambda path, **how: None if str(path) == str(led) else rmtree(path, **how))
     assert not directory.remove(str(cluster))
     assert (cluster / "spill").exists()
@@ -402,7 +402,7 @@ def test_memory_is_what_the_kernel_says_within_what_the_container_may_use(
 ) -> None:
     figures = tmp_path / "meminfo"
     figures.write_text("MemTotal:       64000 kB\nMemFree: 1 kB\nMemAvailable:   60000 kB\nHugePages_Total: 0\n")
-    monkeypatch.setattr(raycluster, "_MEMORY", figures)
+    monkeypatch.setattr(raycluster, "MEMORY_FIGURES", figures)
     monkeypatch.setattr(raycluster, "memory_limit_bytes", lambda: None)
     assert raycluster.memory_bytes() == (64000 * 1024, 60000 * 1024)
     monkeypatch.setattr(raycluster, "memory_limit_bytes", lambda: 50000 * 1024)
