@@ -96,7 +96,7 @@ class Cluster:
         memory = spec.resources.memory_bytes or total * count // of_type
         cores = spec.resources.cpus or share_of_cores(len(os.sched_getaffinity(0)), count, of_type)
         kind = self._devices[0].type if self._devices else CPU
-        shared = part_of_shared(*_shared_memory_bytes(), count, of_type)
+        shared = part_of_shared(*shared_memory_bytes(), count, of_type)
         store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
         self.note = store_note(store, shared, asked.object_store_bytes)
         return Share(
@@ -250,7 +250,7 @@ def _make_spill(path: str, files: Path) -> None:
     spill = os.path.join(path, directory.SPILL)
     elsewhere = files / os.path.basename(path)
     with contextlib.suppress(OSError):
-        if os.stat(files).st_dev != os.stat(path).st_dev and _free_bytes(files) > _free_bytes(path):
+        if os.stat(files).st_dev != os.stat(path).st_dev and free_bytes(files) > free_bytes(path):
             elsewhere.mkdir(mode=0o700)
             os.symlink(elsewhere, spill)
             return
@@ -289,7 +289,7 @@ def _directories() -> list[str]:
     return []
 
 
-def _shared_memory_bytes() -> tuple[int, int]:
+def shared_memory_bytes() -> tuple[int, int]:
     """Return how large /dev/shm is, and how much of it is free."""
     with contextlib.suppress(OSError):
         system = os.statvfs(_SHARED_MEMORY)
@@ -297,6 +297,6 @@ def _shared_memory_bytes() -> tuple[int, int]:
     return 0, 0
 
 
-def _free_bytes(path: str | Path) -> int:
+def free_bytes(path: str | Path) -> int:
     system = os.statvfs(path)
     return system.f_bavail * system.f_frsize

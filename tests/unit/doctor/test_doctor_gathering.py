@@ -19,8 +19,8 @@ from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.doctor.gathering.children import Ended
 from serverless_gpu.doctor.gathering.environment import read_imports
 from serverless_gpu.doctor.gathering.machine import (
-    _ports,
-    _sockets_used,
+    count_ports,
+    count_sockets,
     filesystem_of,
     look_at_home,
     look_at_limits,
@@ -70,10 +70,10 @@ def test_the_file_system_of_a_path(path: str, kind: str) -> None:
 
 
 def test_numbers_of_the_kernel() -> None:
-    assert _ports("32768\t60999\n") == 28_232
-    assert _ports("") == 0
-    assert _sockets_used("sockets: used 5\nTCP: inuse 7 orphan 0 tw 3 alloc 9 mem 1\nUDP: inuse 4\n") == 10
-    assert _sockets_used("") == 0
+    assert count_ports("32768\t60999\n") == 28_232
+    assert count_ports("") == 0
+    assert count_sockets("sockets: used 5\nTCP: inuse 7 orphan 0 tw 3 alloc 9 mem 1\nUDP: inuse 4\n") == 10
+    assert count_sockets("") == 0
 
 
 def test_a_home(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from serverless_gpu.node.monitor import devices
 from serverless_gpu.node.monitor.devices import NvmlSampler
 from serverless_gpu.node.monitor.host import Host
 from serverless_gpu.node.monitor.machine import ThisMachine
-from serverless_gpu.node.monitor.ranks import RankLook
+from serverless_gpu.node.monitor.ranks import RankLook, RankProcesses
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -281,7 +281,7 @@ def test_cpu_slots_are_what_their_ranks_use(monkeypatch: pytest.MonkeyPatch, tmp
     slots = cpu_slots(2)
     machine = ThisMachine(tmp_path)
     looks = {("a:1", 0): RankLook(250.0, 10, (1,)), ("a:1", 1): RankLook(30.0, 20, (2,))}
-    monkeypatch.setattr(machine._processes, "look", lambda at_ns, roots: looks)
+    monkeypatch.setattr(RankProcesses, "look", lambda _processes, at_ns, roots: looks)
     look = machine.look(wanted({"a:1": (slots, {0: 1, 1: 2})}), 1)
     assert look.gpus == {"CPU-0": GpuSample(100.0, 10), "CPU-1": GpuSample(30.0, 20)}
     assert look.ranks["a:1"][0] == RankSample(0, 250.0, 10)

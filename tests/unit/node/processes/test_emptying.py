@@ -106,12 +106,12 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
     )
     (directory / "facts.jsonl").write_bytes(msgspec.json.encode(fact) + b"\n")
     one = Minder(Home(tmp_path), directory, remote, server=cast(Server, None), clock=clock, say=lambda line: None)
-    settling = threading.Thread(target=one._settle, daemon=True)
+    settling = threading.Thread(target=one.settle, daemon=True)
     settling.start()
     for _ in range(5):
         assert looks.acquire(timeout=60)
-    assert one._news.known.ending is None and one._news.known.state is State.STOPPING
-    assert golden("node.emptying.still-device") in one._news.known.sentence
+    assert one.news.known.ending is None and one.news.known.state is State.STOPPING
+    assert golden("node.emptying.still-device") in one.news.known.sentence
     free.set()
     settling.join(60)
-    assert one._news.known.ending is not None and one._news.known.ending.reason is Reason.SUPERVISOR_LOST
+    assert one.news.known.ending is not None and one.news.known.ending.reason is Reason.SUPERVISOR_LOST
