@@ -161,8 +161,8 @@ def test_pcie_is_measured_two_cards_at_a_time() -> None:
 
 def test_F44_a_driver_that_hangs_costs_samples_of_gpus_only_and_comes_back() -> None:
     clock = FakeClock()
-    nvml, driver = sampler(SampledCard("GPU-a", 1), clock=clock)
-    nvml._wait_s = 0.0
+    others = set(threading.enumerate())
+    nvml, driver = sampler(SampledCard("GPU-a", 1), clock=clock, wait_s=0.0)
     wait_for(lambda: nvml.sample(["GPU-a"]).gpus["GPU-a"].busy_percent == 87.0, "a reading")
     release = driver.stuck = Door()
     wait_for(lambda: (nvml.sample(["GPU-a"]), release.reached.is_set())[1], "the driver to hang")
@@ -171,7 +171,7 @@ def test_F44_a_driver_that_hangs_costs_samples_of_gpus_only_and_comes_back() -> 
     silent = nvml.sample(["GPU-a"])
     assert silent.gpus == {"GPU-a": GpuSample()}
     assert silent.problem == golden("node.machine.nvml-does-answer")
-    assert sum(thread.name == "sgpu-nvml-samples" and thread is nvml._thread for thread in threading.enumerate()) == 1
+    assert [thread.name for thread in threading.enumerate() if thread not in others] == ["sgpu-nvml-samples"]
     driver.stuck = None
     release.set()
     wait_for(lambda: nvml.sample(["GPU-a"]).gpus["GPU-a"].busy_percent == 87.0, "a reading again")
