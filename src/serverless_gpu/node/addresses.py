@@ -46,6 +46,7 @@ def is_loopback(one: Address) -> bool:
 
 
 def ipv4_addresses() -> Iterator[Address]:
+    """Yield the IPv4 addresses of interfaces that are up."""
     buffer = array.array("B", bytes(_IFREQ_BYTES * _INTERFACES_MAX))
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         asked = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
@@ -60,6 +61,7 @@ def ipv4_addresses() -> Iterator[Address]:
 
 
 def ipv6_addresses(path: Path) -> Iterator[Address]:
+    """Yield the routed IPv6 addresses that a file such as /proc/net/if_inet6 lists as ready."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text(encoding="ascii").splitlines():
             digits, _, _, scope, flags, name = line.split()

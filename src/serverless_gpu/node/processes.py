@@ -325,6 +325,7 @@ class MemoryWatch:
 
 
 def mount_point(kind: str, controller: str) -> Path | None:
+    """Return where a file system of a kind is mounted, for cgroup v1 the one with a controller."""
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as file:
         for line in file:
             match = _MOUNT_LINE.match(line.strip())

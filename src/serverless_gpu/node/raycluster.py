@@ -298,5 +298,6 @@ def shared_memory_bytes() -> tuple[int, int]:
 
 
 def free_bytes(path: str | Path) -> int:
+    """Return how many bytes the user may still write to the file system of a path."""
     system = os.statvfs(path)
     return system.f_bavail * system.f_frsize

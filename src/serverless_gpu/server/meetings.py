@@ -182,6 +182,7 @@ def _decide(
 
 
 def choose(services: Services, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
+    """Write the addresses over which a gang meets, unless the attempt cannot begin any more."""
     text = msgspec.json.encode(chosen).decode()
 
     def work(connection: sa.Connection) -> bool:

@@ -354,6 +354,8 @@ class _Bytes(_Copy):
 
 
 class KeptFile(_Copy):
+    """A copy that is read from its file, also when another thread removes the file."""
+
     def __init__(self, path: Path) -> None:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -205,6 +205,7 @@ def few_types(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
 
 
 def families(sample: Sample) -> Iterator[Metric]:
+    """Yield the figures of a sample, as Prometheus names them."""
     by_state = GaugeMetricFamily("sgpu_runs", "Runs that have not ended, by state.", labels=["state"])
     for state, number in sample.runs.items():
         by_state.add_metric([state], number)

@@ -173,6 +173,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def leave_out_own_frames(error: traceback.TracebackException) -> None:
+    """Remove our frames before the first frame of user code; keep all where no other frame follows."""
     pending: list[traceback.TracebackException | None] = [error]
     while pending:
         told = pending.pop()

@@ -227,6 +227,7 @@ class Attached:
         return False
 
     def start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start the job's run where that is meant; a run of its own, or below the job's, is started as MLflow does."""
         self._started = True
         names = ("run_id", "experiment_id", "run_name", "nested", "parent_run_id")
         asked = {**dict(zip(names, args, strict=False)), **kwargs}

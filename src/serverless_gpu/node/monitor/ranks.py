@@ -31,7 +31,9 @@ class RankLook(NamedTuple):
     pids: tuple[int, ...]
 
 
-class _Stat(NamedTuple):
+class Stat(NamedTuple):
+    """The parent of a process, and what it has used."""
+
     parent: int
     cpu_s: float
     memory_bytes: int
@@ -98,10 +100,11 @@ class RankProcesses:
         return round(max(0.0, cpu_s - before_s) / (at_ns - before_ns) * 1e11, 1)
 
 
-def read_stat(pid: int) -> _Stat | None:
+def read_stat(pid: int) -> Stat | None:
+    """Return the parent, CPU time and memory of a process, or None where it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()  # a program may have any name
         # Of children that ended it has their time, once it waited for them.
         ticks = sum(int(field) for field in fields[11:15])
-        return _Stat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
+        return Stat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
     return None

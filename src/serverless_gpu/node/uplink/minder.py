@@ -342,7 +342,7 @@ class Minder:
                 try:
                     again = self._should_launch_again()
                     if not again:
-                        self.settle()
+                        self.write_ending()
                         return False
                 finally:
                     os.close(lock)
@@ -389,7 +389,7 @@ class Minder:
         self._send(channel)
         return True
 
-    def settle(self) -> None:
+    def write_ending(self) -> None:
         """Write what is missing, once none of the attempt's processes holds a device; its lock is held.
 
         However long that takes: that it is over is what the server is told, and it may begin another attempt then.

@@ -377,6 +377,7 @@ def _part(value: object, kind: type, name: str) -> object:
 
 
 def make_response(call: Call, answer: object) -> Response:
+    """Return the response that carries an answer."""
     if isinstance(answer, Response):
         return answer
     if isinstance(answer, Stream):

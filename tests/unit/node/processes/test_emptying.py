@@ -106,7 +106,7 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
     )
     (directory / "facts.jsonl").write_bytes(msgspec.json.encode(fact) + b"\n")
     one = Minder(Home(tmp_path), directory, remote, server=cast(Server, None), clock=clock, say=lambda line: None)
-    settling = threading.Thread(target=one.settle, daemon=True)
+    settling = threading.Thread(target=one.write_ending, daemon=True)
     settling.start()
     for _ in range(5):
         assert looks.acquire(timeout=60)
