@@ -65,7 +65,7 @@ def _all(connection: sa.Connection, is_over: bool) -> Iterator[str]:
     for some in facts.values():
         some.sort(key=lambda fact: int(fact["seq"]))
     for (run_id, fence, _), own in entries.items():
-        yield from (f"I7 charges of {run_id}:{fence}: {wrong}" for wrong in _books(own))
+        yield from (f"I7 charges of {run_id}:{fence}: {wrong}" for wrong in check_books(own))
     for row in _rows(connection, tables.crews):
         run_id, fence, number = row["run_id"], row["fence"], row["crew"]
         # What it says of itself counts; who pays follows from how all of it ended.
@@ -86,7 +86,7 @@ def _all(connection: sa.Connection, is_over: bool) -> Iterator[str]:
 # --- the rows of one crew ---------------------------------------------------------------------------------------------
 
 
-def _books(own: Sequence[Row]) -> Iterator[str]:
+def check_books(own: Sequence[Row]) -> Iterator[str]:
     """One standing row for each day; what is taken back is taken back whole, from where it was."""
     own = sorted(own, key=lambda row: row["number"])
     if [row["number"] for row in own] != list(range(1, len(own) + 1)):
@@ -110,10 +110,10 @@ def _books(own: Sequence[Row]) -> Iterator[str]:
             yield f"{at} is {kind}, and the day had {'one' if day in known else 'none'} before"
         standing[day] = row
         known.add(day)
-        yield from (f"{at} {wrong}" for wrong in _line(row))
+        yield from (f"{at} {wrong}" for wrong in check_line(row))
 
 
-def _line(row: Row) -> Iterator[str]:
+def check_line(row: Row) -> Iterator[str]:
     if any((row[name] or 0) < 0 for name in AMOUNTS):
         yield "is negative, and takes nothing back"
     if not row["start_ns"] // DAY_NS == row["day"] <= row["end_ns"] // DAY_NS <= row["day"] + 1:

@@ -16,7 +16,7 @@ from serverless_gpu.model.unneeded import Unneeded
 from serverless_gpu.replay.queueing import Queue
 from serverless_gpu.units import format_duration_ms, format_gpu_ms, format_micros, is_any_below_cent
 
-_SLOTS_MAX = 12
+SLOTS_MAX = 12
 _RUNS_MAX = 20
 _NAME_MAX = 40
 
@@ -179,13 +179,13 @@ def _slots(advice: Advice) -> list[str]:
 
 def _few(slots: Sequence[Slot]) -> list[Slot]:
     """Return at most so many slots: the first, the last, those on both sides of the advice, and some between."""
-    if len(slots) <= _SLOTS_MAX:
+    if len(slots) <= SLOTS_MAX:
         return list(slots)
     turn = next((place for place, slot in enumerate(slots) if not slot.pays), len(slots) - 1)
     places = {0, len(slots) - 1, turn, max(0, turn - 1)}
-    spread = (round(step * (len(slots) - 1) / (_SLOTS_MAX - 1)) for step in range(_SLOTS_MAX))
+    spread = (round(step * (len(slots) - 1) / (SLOTS_MAX - 1)) for step in range(SLOTS_MAX))
     for place in sorted(spread, key=lambda place: abs(place - turn)):
-        if len(places) < _SLOTS_MAX:
+        if len(places) < SLOTS_MAX:
             places.add(place)
     return [slots[place] for place in sorted(places)]
 

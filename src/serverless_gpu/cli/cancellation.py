@@ -41,7 +41,7 @@ def cancel(run: str | None) -> None:
     handle = attach(wanted)
     handle.cancel()
     handle.wait()
-    say(f"{handle.status()}: {_gate(handle)}")
+    say(f"{handle.status()}: {describe_gate(handle)}")
 
 
 def _refuse_unnamed(home: Home) -> NoReturn:
@@ -58,7 +58,7 @@ def _refuse_unnamed(home: Home) -> NoReturn:
     raise click.UsageError("which run? " + ("These are running" if live else "None is running") + (unasked or "."))
 
 
-def _gate(handle: Run[object]) -> str:
+def describe_gate(handle: Run[object]) -> str:
     """Return what is known of the devices; a run that never had any has no receipt."""
     try:
         receipt = handle.receipt()

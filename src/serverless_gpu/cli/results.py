@@ -60,7 +60,9 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
             state, served = found.view.state.value, stack.enter_context(served_results(home, found.view))
             results = {number: Result(each.size, each.pieces()) for number, each in served.items()}
         chosen = _chosen(found.run_id, state, results, rank)
-        copied = [(number, _copy(result, target / f"{number}.pkl"), result.size) for number, result in chosen.items()]
+        copied = [
+            (number, write_result(result, target / f"{number}.pkl"), result.size) for number, result in chosen.items()
+        ]
     if as_json:
         print_json([{"rank": number, "path": str(path), "size_bytes": size} for number, path, size in copied])
         return
@@ -101,7 +103,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
             yield data
 
 
-def _copy(result: Result, path: Path) -> Path:
+def write_result(result: Result, path: Path) -> Path:
     """Write a file that is there whole or not at all, readable for its user only."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from serverless_gpu.node.history import Record, read_run
 from serverless_gpu.node.home import Home, find_home
 from serverless_gpu.node.inside.channel import Channel
 
-_SNAPSHOT_S = 2.0
+SNAPSHOT_S = 2.0
 _APPEAR_S = 2.0  # for the supervisor of a run that was launched this moment
 _LOOK_S = 0.01
 
@@ -84,7 +84,7 @@ def _attach_here(home: Home, record: Record) -> Run[object]:
     if channel is None:
         run._nothing_more()
     else:
-        if not run._hear(_SNAPSHOT_S) and record.live:
+        if not run._hear(SNAPSHOT_S) and record.live:
             run._state = State(record.state)  # its supervisor has no time just now: what the files say
         if run._refused is not None:
             raise AgentUnavailable(f"run {run_id} goes on: {run._refused.message}", hint=run._refused.hint)

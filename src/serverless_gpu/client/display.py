@@ -196,7 +196,7 @@ class TerminalDisplay(LineDisplay):
         if self._quiet:
             return
         now_ns = self._clock.boottime_ns()
-        if live_target(_target("stdout"), _target("stderr")) is not None:
+        if live_target(standard_stream("stdout"), standard_stream("stderr")) is not None:
             self._passing, self._changed = f"serverless-gpu: {sentence}", True
             self._refresh()
         elif now_ns - self._passed_ns >= _PASSING_S * 1e9:
@@ -224,7 +224,7 @@ class TerminalDisplay(LineDisplay):
 
     def _say_wait(self) -> None:
         """Print what is waited for where rows cannot be redrawn, if it is due."""
-        if live_target(_target("stdout"), _target("stderr")) is None:
+        if live_target(standard_stream("stdout"), standard_stream("stderr")) is None:
             line = self._wait.line(self._clock.boottime_ns())
             if line:
                 self.say(line)
@@ -233,7 +233,7 @@ class TerminalDisplay(LineDisplay):
         """Print a sentence of ours."""
         self._passing = ""
         if not self._quiet:
-            tty = is_terminal(_target("stderr"))
+            tty = is_terminal(standard_stream("stderr"))
             text = "\n".join(safe(line, tty=tty) for line in sentence.split("\n"))  # it may quote what others wrote
             self._write("stderr", f"serverless-gpu: {text}\n")
             self._refresh()
@@ -245,7 +245,7 @@ class TerminalDisplay(LineDisplay):
             self._print(rank, stream, lines)
         self._say_wait()
         for (rank, stream), screen in self._screens.by_stream.items():
-            if not is_terminal(_target(stream)):
+            if not is_terminal(standard_stream(stream)):
                 self._print(rank, stream, screen.glimpse(now_ns))
         self._refresh()
 
@@ -271,7 +271,7 @@ class TerminalDisplay(LineDisplay):
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         if lines:
-            tty = is_terminal(_target(stream))
+            tty = is_terminal(standard_stream(stream))
             self._write(stream, "".join(f"{self._tag(rank)}{safe(line, tty=tty)}\n" for line in lines))
 
     def _tag(self, rank: int) -> str:
@@ -279,7 +279,7 @@ class TerminalDisplay(LineDisplay):
 
     def _write(self, stream: str, text: str) -> None:
         self._block.erase()
-        problem = self._write_to(_target(stream), text)
+        problem = self._write_to(standard_stream(stream), text)
         if problem and not self._told:
             self._told = True
             write(sys.stderr, f"serverless-gpu: cannot write to {stream}: {problem}; all output is in {self._logs}\n")
@@ -287,7 +287,7 @@ class TerminalDisplay(LineDisplay):
     def _refresh(self) -> None:
         """Draw unfinished lines where that is possible, not too often, and say when to be called again."""
         now_ns = self._clock.boottime_ns()
-        target = live_target(_target("stdout"), _target("stderr"))
+        target = live_target(standard_stream("stdout"), standard_stream("stderr"))
         if target is not None and (not self._block.there or now_ns - self._drawn_ns >= _REDRAW_S * 1e9):
             self._block.draw(target, self._live_lines(columns_of(target)))
             self._drawn_ns, self._changed = now_ns, False
@@ -296,12 +296,12 @@ class TerminalDisplay(LineDisplay):
         due_s += [] if waits_s is None else [waits_s]
         for (_, stream), screen in self._screens.by_stream.items():
             due_s += [HELD_S] if screen.held else []
-            due_s += [_GLIMPSE_TICK_S] if screen.moving and not is_terminal(_target(stream)) else []
+            due_s += [_GLIMPSE_TICK_S] if screen.moving and not is_terminal(standard_stream(stream)) else []
         self.tick_s = min(due_s, default=None)
 
     def _live_lines(self, columns: int) -> list[str]:
         """Return what is waited for, and the unfinished lines of whoever wrote last, in order of rank."""
-        shown = {key: screen for key, screen in self._screens.by_stream.items() if is_terminal(_target(key[1]))}
+        shown = {key: screen for key, screen in self._screens.by_stream.items() if is_terminal(standard_stream(key[1]))}
         latest = sorted(shown, key=lambda key: shown[key].touched_ns, reverse=True)
         keys: list[tuple[int, str]] = []
         for key in latest:
@@ -342,5 +342,6 @@ def _in_kernel() -> bool:
     return get_ipython is not None and hasattr(get_ipython(), "kernel")
 
 
-def _target(stream: str) -> TextIO | None:
+def standard_stream(stream: str) -> TextIO | None:
+    """Return this process's stream of a name, as it is now."""
     return sys.stdout if stream == "stdout" else sys.stderr

@@ -66,7 +66,7 @@ class Lender(NamedTuple):
     devices: tuple[Device, ...]
 
 
-class _Order(NamedTuple):
+class Order(NamedTuple):
     """What is to be launched: a run, or a session (which has an idle limit)."""
 
     spec: RunSpec
@@ -110,7 +110,7 @@ def launch(
         # By name: HTTP is loaded only for those who use a server.
         remote = importlib.import_module(_REMOTE)
         return cast("Run[R]", remote.launch(remote.Call(function, args, kwargs, arguments), spec, watch=watch))
-    order = _Order(tracked(spec, arguments), called_ns, lender)
+    order = Order(tracked(spec, arguments), called_ns, lender)
 
     def write_call(directory: Path) -> None:
         packed = pack(str(directory / "call.pkl"), function, args, kwargs, refusal(spec))
@@ -153,7 +153,7 @@ def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
     if spec.remote:
         remote = importlib.import_module("serverless_gpu.client.remote.submitting")
         return cast("Run[None]", remote.launch(None, spec, watch=watch))
-    return _place(Run, _Order(tracked(spec), called_ns), lambda directory: None)
+    return _place(Run, Order(tracked(spec), called_ns), lambda directory: None)
 
 
 def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
@@ -167,11 +167,11 @@ def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) ->
     Raises:
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
-    order = _Order(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
+    order = Order(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
     return _place(handle, order, lambda directory: None)
 
 
-def _place(handle: Callable[..., Handle], order: _Order, fill: Callable[[Path], None]) -> Handle:
+def _place(handle: Callable[..., Handle], order: Order, fill: Callable[[Path], None]) -> Handle:
     """Choose devices, write the run directory, send it to the agent."""
     home = noted_home()
     recognition = snapshots.recognise(home) if order.spec.environment == "snapshot" else None
@@ -187,7 +187,7 @@ def _place(handle: Callable[..., Handle], order: _Order, fill: Callable[[Path], 
 
 def _try_place(
     handle: Callable[..., Handle],
-    order: _Order,
+    order: Order,
     fill: Callable[[Path], None],
     home: Home,
     recognition: snapshots.Recognition | None,
@@ -195,7 +195,7 @@ def _try_place(
     """Launch; return None where the environment had changed, and the launch was withdrawn."""
     channel, greeting = connect(home)
     try:
-        message = _message(order, home, greeting)
+        message = make_message(order, home, greeting)
         directory = Path(message.directory)
         try:
             home.make_attempt(message.run_id, message.fence)
@@ -232,7 +232,7 @@ def _try_place(
     return made
 
 
-def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Supervised | None:
+def _relaunch(order: Order, home: Home, message: protocol.Launch) -> Supervised | None:
     """Capture the environment of a run that found it damaged in the store, and launch the run anew.
 
     Returns:
@@ -247,7 +247,7 @@ def _relaunch(order: _Order, home: Home, message: protocol.Launch) -> Supervised
         recognition.close()
     channel, greeting = connect(home)
     try:
-        fresh = msgspec.structs.replace(_message(order, home, greeting), environment=wanted, confirmed=True)
+        fresh = msgspec.structs.replace(make_message(order, home, greeting), environment=wanted, confirmed=True)
         directory = Path(fresh.directory)
         try:
             home.make_attempt(fresh.run_id, fresh.fence)
@@ -349,7 +349,7 @@ def noted_home() -> Home:
     return home
 
 
-def _message(order: _Order, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
+def make_message(order: Order, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
     """Return the launch for an order; its attempt's directory does not exist yet."""
     context = caller_context()
     devices = offered(greeting, context.environ)
@@ -406,7 +406,7 @@ def check_nccl(spec: RunSpec, devices: Sequence[Device]) -> None:
 
 
 def _choose(
-    greeting: protocol.Greeting, order: _Order, offered: Sequence[Device], environ: Mapping[str, str]
+    greeting: protocol.Greeting, order: Order, offered: Sequence[Device], environ: Mapping[str, str]
 ) -> Candidates:
     wanted = order.spec.resources
     if order.lender is None:

@@ -50,10 +50,10 @@ from serverless_gpu.engines.ray_rows import Group, GroupState, Known
 
 SOON_S = 0.5
 """How long `submit` waits for Ray, which usually takes milliseconds."""
-_LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0
 _LOOK_S = 5.0
 _PATIENCE_S = 0.3  # what was given back before is free after a tenth of a second; others of this Ray may take longer
-_RESERVE_S = 15.0
+RESERVE_S = 15.0
 _REPAIR_EVERY = 5
 _REPAIR_OFTEN = 30  # looks, after each time that a head was found: nodes come back one by one
 _AT_ONCE = 8
@@ -242,7 +242,7 @@ class RayEngine(Engine):
     def _ask_for(self, gang: Gang, known: Mapping[str, Known]) -> Placed | Waiting | Impossible:
         said = self._link.ask(
             "reserve",
-            _RESERVE_S,
+            RESERVE_S,
             name=ray_rows.gang_name(self._access.pool, gang.id),
             bundles=ray_rows.bundles(gang, known),
             patience_s=_PATIENCE_S,
@@ -270,7 +270,7 @@ class RayEngine(Engine):
     def _release(self, gang: str) -> None:
         """Have Ray remove a placement group; what does not come about is tried again after the next look."""
         try:
-            self._link.ask("release", _RESERVE_S, name=ray_rows.gang_name(self._access.pool, gang))
+            self._link.ask("release", RESERVE_S, name=ray_rows.gang_name(self._access.pool, gang))
         except (Unanswered, RayProblem):
             self._wake.set()
             return
@@ -289,7 +289,7 @@ class RayEngine(Engine):
             if self._link.connect(self._closed):
                 self._found_at = self._found_at if was_there else self._looks
                 self._look()
-            self._wake.wait(_LOOK_EVERY_S)
+            self._wake.wait(LOOK_EVERY_S)
             self._wake.clear()
 
     def _look(self) -> None:

@@ -17,7 +17,7 @@ from serverless_gpu.engines.ray_link import PROGRAM, Link
 from serverless_gpu.engines.ray_rows import Known, Row, plain
 from serverless_gpu.engines.ray_start import NODE_FILE
 
-_EVERY_S = 5.0
+LOOK_EVERY_S = 5.0
 _ANSWER_S = 60.0
 _SILENT_MAX = 3
 
@@ -47,7 +47,9 @@ class Agents:
         """Return the nodes whose agents are to be asked for now, each once until it is."""
         now_ns = self._clock.boottime_ns()
         with self._lock:
-            self._asked_ns = {node: at_ns for node, at_ns in self._asked_ns.items() if now_ns - at_ns < _EVERY_S * 1e9}
+            self._asked_ns = {
+                node: at_ns for node, at_ns in self._asked_ns.items() if now_ns - at_ns < LOOK_EVERY_S * 1e9
+            }
             self._problems = {name: text for name, text in self._problems.items() if not _is_lost(known, name)}
             rows = [
                 one.row

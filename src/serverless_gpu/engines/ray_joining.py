@@ -101,7 +101,7 @@ def prepare(wish: Wish, home: Home, environ: Mapping[str, str]) -> Ready:
         raise ServerProblem(different, hint="")
     head = ray_start.joined(host, port or int(pool.address.rpartition(":")[2]))
     base = pool.port if wish.port is None else wish.port
-    _refuse_closed(head, patience_s=HEAD_S if pool.problem else 0.0, ports=ray_start.port_range(base))
+    refuse_closed(head, patience_s=HEAD_S if pool.problem else 0.0, ports=ray_start.port_range(base))
     _refuse_taken(base, address)
     directory = home.root / DIRECTORY
     profile = directory / ray_machine.PROFILE
@@ -208,7 +208,7 @@ def _ask_again(wish: Wish, directory: Path, ca: str) -> tuple[str, RayPool] | No
             return None  # where the server is away, the next question says so
 
 
-def _refuse_closed(head: str, *, patience_s: float, ports: str) -> None:
+def refuse_closed(head: str, *, patience_s: float, ports: str) -> None:
     """Refuse to join a head that is not reached; one that the server does not reach either may be on its way."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(patience_s * 1e9)

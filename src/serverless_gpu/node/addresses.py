@@ -32,7 +32,7 @@ _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "p
 
 def own_addresses() -> tuple[Address, ...]:
     """Return where this node may be reached, at most `ADDRESSES_MAX`."""
-    there = (*_inet(), *_inet6(Path("/proc/net/if_inet6")))
+    there = (*ipv4_addresses(), *ipv6_addresses(Path("/proc/net/if_inet6")))
     found = list({one.address: one for one in there if is_interface(one.interface)}.values())
     found.sort(key=lambda one: (one.interface.startswith(_OF_CONTAINERS), ":" in one.address))
     outside = [one for one in found if kind_of(one.address) in ("IPv4", "IPv6")]
@@ -45,7 +45,8 @@ def is_loopback(one: Address) -> bool:
     return kind_of(one.address).startswith("loopback")
 
 
-def _inet() -> Iterator[Address]:
+def ipv4_addresses() -> Iterator[Address]:
+    """Yield the IPv4 addresses of interfaces that are up."""
     buffer = array.array("B", bytes(_IFREQ_BYTES * _INTERFACES_MAX))
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         asked = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
@@ -59,7 +60,8 @@ def _inet() -> Iterator[Address]:
                 yield Address(interface=name.decode(errors="replace"), address=address)
 
 
-def _inet6(path: Path) -> Iterator[Address]:
+def ipv6_addresses(path: Path) -> Iterator[Address]:
+    """Yield the routed IPv6 addresses that a file such as /proc/net/if_inet6 lists as ready."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text(encoding="ascii").splitlines():
             digits, _, _, scope, flags, name = line.split()

@@ -40,7 +40,7 @@ SERVED = "remote.json"
 
 _FILE_BYTES_MAX = 8 << 20
 _FACTS_BYTES = 64 << 10  # the first few facts say what we need
-_ENTRIES_MAX = 100_000
+ENTRIES_MAX = 100_000
 
 T = TypeVar("T")
 
@@ -229,7 +229,7 @@ def size_on_disk(directory: Path) -> int:
 def walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield files, links and directories of a tree with their status, following no link; at most 100,000 of them."""
     waiting, count = [directory], 0
-    while waiting and count < _ENTRIES_MAX:
+    while waiting and count < ENTRIES_MAX:
         for path in _children(waiting.pop(), sort=True):
             try:
                 status = path.lstat()

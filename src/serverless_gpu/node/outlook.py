@@ -67,7 +67,7 @@ def outlook(
     free = len(idle) - outside
     if free >= wanted.count and not waiting:
         return Estimate(at_ns=now_ns, is_bound=False, node=HERE, basis=f"{free} of {len(uuids)} {kind} are free")
-    having = _having(home, holders, now_ns)
+    having = device_holders(home, holders, now_ns)
     at_ns, is_bound = (None, False) if waiting else _when(wanted.count - free, having)
     wait = Wait(
         run_id="",
@@ -108,7 +108,7 @@ def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ig
     return len({*quarantined, *used})
 
 
-def _having(home: Home, holders: Sequence[Holder], now_ns: int) -> list[Having]:
+def device_holders(home: Home, holders: Sequence[Holder], now_ns: int) -> list[Having]:
     """Return who has devices, by run, those who leave first first."""
     counts: dict[str, list[Holder]] = {}
     for holder in holders:

@@ -125,7 +125,7 @@ def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
 
 def _directory(kind: str, controller: str, name: str) -> Path | None:
     """Make and return a directory below our own place in a hierarchy, or None."""
-    mount, place = _mount_point(kind, controller), _own_place(controller)
+    mount, place = mount_point(kind, controller), own_place(controller)
     if mount is None or place is None:
         return None
     path = mount / place.lstrip("/") / name
@@ -148,7 +148,7 @@ def controllers(path: Path | None) -> tuple[str, ...]:
             handed_down = (path / "cgroup.subtree_control").read_text().split()
             found += [name for name in ("memory", "pids") if name in handed_down]
     for name in ("memory", "pids"):
-        mount, place = _mount_point("cgroup", name), _own_place(name)
+        mount, place = mount_point("cgroup", name), own_place(name)
         if name in found or mount is None or place is None:
             continue
         if os.access(mount / place.lstrip("/"), os.W_OK | os.X_OK):
@@ -253,7 +253,7 @@ def memory_limit_bytes() -> int | None:
     """Return the least memory limit of the cgroups this process is in, or None where none is set or seen."""
     found: list[int] = []
     for kind, controller, name in (("cgroup2", "", "memory.max"), ("cgroup", "memory", "memory.limit_in_bytes")):
-        mount, place = _mount_point(kind, controller), _own_place(controller)
+        mount, place = mount_point(kind, controller), own_place(controller)
         if mount is None or place is None:
             continue
         own = mount / place.lstrip("/")
@@ -324,7 +324,8 @@ class MemoryWatch:
         return True
 
 
-def _mount_point(kind: str, controller: str) -> Path | None:
+def mount_point(kind: str, controller: str) -> Path | None:
+    """Return where a file system of a kind is mounted, for cgroup v1 the one with a controller."""
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as file:
         for line in file:
             match = _MOUNT_LINE.match(line.strip())
@@ -333,7 +334,7 @@ def _mount_point(kind: str, controller: str) -> Path | None:
     return None
 
 
-def _own_place(controller: str) -> str | None:
+def own_place(controller: str) -> str | None:
     """Return our cgroup's path below the mount, from lines such as ``0::/user.slice`` or ``4:memory:/x``."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as file:
         for line in file:

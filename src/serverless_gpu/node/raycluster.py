@@ -46,7 +46,7 @@ _LOOK_NS = 60_000_000_000
 _SWEEPS_MAX = 3  # of an agent's, for a directory that cannot be removed: a task has made files of another user in it
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHARED_MEMORY = Path("/dev/shm")
-_MEMORY = Path("/proc/meminfo")
+MEMORY_FIGURES = Path("/proc/meminfo")
 
 
 class NoDirectory(OSError):
@@ -96,7 +96,7 @@ class Cluster:
         memory = spec.resources.memory_bytes or total * count // of_type
         cores = spec.resources.cpus or share_of_cores(len(os.sched_getaffinity(0)), count, of_type)
         kind = self._devices[0].type if self._devices else CPU
-        shared = part_of_shared(*_shared_memory_bytes(), count, of_type)
+        shared = part_of_shared(*shared_memory_bytes(), count, of_type)
         store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
         self.note = store_note(store, shared, asked.object_store_bytes)
         return Share(
@@ -209,7 +209,7 @@ def memory_bytes() -> tuple[int, int]:
     """Return the host memory there is for processes of ours, and what of it is available; 0 where nothing says it."""
     found = {"MemTotal": 0, "MemAvailable": 0}
     with contextlib.suppress(OSError, ValueError):
-        for line in _MEMORY.read_text(encoding="ascii").splitlines():
+        for line in MEMORY_FIGURES.read_text(encoding="ascii").splitlines():
             name, _, rest = line.partition(":")
             if name in found:
                 found[name] = int(rest.split()[0]) * 1024
@@ -250,7 +250,7 @@ def _make_spill(path: str, files: Path) -> None:
     spill = os.path.join(path, directory.SPILL)
     elsewhere = files / os.path.basename(path)
     with contextlib.suppress(OSError):
-        if os.stat(files).st_dev != os.stat(path).st_dev and _free_bytes(files) > _free_bytes(path):
+        if os.stat(files).st_dev != os.stat(path).st_dev and free_bytes(files) > free_bytes(path):
             elsewhere.mkdir(mode=0o700)
             os.symlink(elsewhere, spill)
             return
@@ -289,7 +289,7 @@ def _directories() -> list[str]:
     return []
 
 
-def _shared_memory_bytes() -> tuple[int, int]:
+def shared_memory_bytes() -> tuple[int, int]:
     """Return how large /dev/shm is, and how much of it is free."""
     with contextlib.suppress(OSError):
         system = os.statvfs(_SHARED_MEMORY)
@@ -297,6 +297,7 @@ def _shared_memory_bytes() -> tuple[int, int]:
     return 0, 0
 
 
-def _free_bytes(path: str | Path) -> int:
+def free_bytes(path: str | Path) -> int:
+    """Return how many bytes the user may still write to the file system of a path."""
     system = os.statvfs(path)
     return system.f_bavail * system.f_frsize

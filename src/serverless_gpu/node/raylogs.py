@@ -3,11 +3,11 @@
     supervisor, when no process of the attempt is left:  /tmp/sgpu-ray-*/<start>/session_*/logs ─▶ <attempt>/ray/<node>
 
 Ray writes a file per process below its sessions' directories. They are kept in the attempt's directory: the last
-`_FILE_BYTES_MAX` of each, the newest first until `_BYTES_MAX` are reached. By then whoever could explain an end is
+`FILE_BYTES_MAX` of each, the newest first until `BYTES_MAX` are reached. By then whoever could explain an end is
 dead, however it died, so it is not left to a process of the run.
 
 Failure cases: the disk is full, a file is a pipe or a link (what can be kept is kept, for the run's outcome does not
-hang on it); the disk is slow: the devices wait for this, so it ends after `_LIMIT_NS`, and the receipt says so.
+hang on it); the disk is slow: the devices wait for this, so it ends after `LIMIT_NS`, and the receipt says so.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Iterator
 
 from serverless_gpu.ambient import Clock
 
-_FILE_BYTES_MAX = 16 << 20
-_BYTES_MAX = 256 << 20
+FILE_BYTES_MAX = 16 << 20
+BYTES_MAX = 256 << 20
 _FILES_MAX = 5_000
 _PIECE_BYTES = 1 << 20
-_LIMIT_NS = 5_000_000_000
+LIMIT_NS = 5_000_000_000
 
 
 def save_logs(directory: str, kept: str, clock: Clock) -> str:
@@ -34,7 +34,7 @@ def save_logs(directory: str, kept: str, clock: Clock) -> str:
         kept: where they are kept; made.
         clock: says when it has taken too long.
     """
-    left, until_ns = _BYTES_MAX, clock.boottime_ns() + _LIMIT_NS
+    left, until_ns = BYTES_MAX, clock.boottime_ns() + LIMIT_NS
     with contextlib.suppress(OSError):
         os.makedirs(kept, 0o700, exist_ok=True)
         files = _newest_first(directory, clock, until_ns)
@@ -44,7 +44,7 @@ def save_logs(directory: str, kept: str, clock: Clock) -> str:
             if clock.boottime_ns() > until_ns:
                 return f"{len(files) - number} of {len(files)} logs of Ray were not kept: copying them took too long"
             with contextlib.suppress(OSError):
-                left -= _copy(path, os.path.join(kept, name), min(left, _FILE_BYTES_MAX))
+                left -= _copy(path, os.path.join(kept, name), min(left, FILE_BYTES_MAX))
     return ""
 
 

@@ -52,7 +52,7 @@ def write(directory: Path, values: Mapping[str, bytes]) -> Path:
             to a disk.
     """
     remove(directory)
-    if _is_in_memory():
+    if is_in_memory():
         try:
             return _write_in_memory(directory, values)
         except OSError as error:
@@ -219,7 +219,7 @@ def _is_ours(place: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
-def _is_in_memory() -> bool:
+def is_in_memory() -> bool:
     """Return whether /dev/shm is a file system of memory."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():

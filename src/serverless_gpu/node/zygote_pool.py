@@ -32,7 +32,7 @@ from serverless_gpu.node.zygotes import Key, ProblemTaker, Zygote, ZygoteRequest
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0
-_PRELOAD_S = 120.0  # an import that hangs on a file system or a driver is given up
+PRELOAD_S = 120.0  # an import that hangs on a file system or a driver is given up
 _REMEMBERED_MAX = 64
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
@@ -171,9 +171,9 @@ class ZygotePool:
             idle = now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for
             if idle and key.elsewhere() not in self._kept:
                 self._discard(key, "its zygote had been idle for ten minutes")
-            elif not zygote.ready and now_ns - zygote.started_ns > _PRELOAD_S * 1e9:
+            elif not zygote.ready and now_ns - zygote.started_ns > PRELOAD_S * 1e9:
                 zygote.process.kill()
-                zygote.cold = f"preloading took more than {_PRELOAD_S:.0f} s"
+                zygote.cold = f"preloading took more than {PRELOAD_S:.0f} s"
                 self._give_up(zygote, zygote.cold)
         for zygote in [shot for shot in self._one_shots if not shot.waited_for]:
             self._one_shots.remove(zygote)

@@ -224,7 +224,7 @@ class Claim:
             if getattr(error.orig, "sqlstate", None) == _TAKEN:
                 return False
             raise
-        self._end_others(session)
+        self.end_others(session)
         self._session = session
         return True
 
@@ -256,7 +256,7 @@ class Claim:
             if not self._is_mine(session):
                 self.lose()
             elif is_locked:
-                self._end_others(session)
+                self.end_others(session)
                 self._session = session
                 return True
         finally:
@@ -264,7 +264,7 @@ class Claim:
                 session.close()
         return False
 
-    def _end_others(self, session: sa.Connection) -> None:
+    def end_others(self, session: sa.Connection) -> None:
         """End what another server left in the middle of something; the lock is held, and nobody gets a new one.
 
         Raises:

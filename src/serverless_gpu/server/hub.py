@@ -33,7 +33,7 @@ BUDGETS = "budgets"
 ALARMS = "alarms"
 NOTICES = "notices"
 """Touch it when there is something to tell the webhook."""
-_KEYS_MAX = 20_000
+KEYS_MAX = 20_000
 
 
 def run_key(run_id: str) -> str:
@@ -64,7 +64,7 @@ class Hub:
             self._count += 1
             self._versions[key] = self._count
             self._versions.move_to_end(key)
-            while len(self._versions) > _KEYS_MAX:
+            while len(self._versions) > KEYS_MAX:
                 self._forgotten = max(self._forgotten, self._versions.popitem(last=False)[1])
             waiting = self._waiting.pop(key, [])
             listeners = list(self._listeners.get(key, []))
@@ -90,7 +90,7 @@ class Hub:
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return what is remembered here, in words → (how much, how much there may be)."""
         with self._lock:
-            return {"keys of the hub": (len(self._versions), _KEYS_MAX)}
+            return {"keys of the hub": (len(self._versions), KEYS_MAX)}
 
     def version(self, key: str) -> int:
         """Return the version of a key now, to be noted before what it stands for is read."""

@@ -140,17 +140,17 @@ def look(services: Services, active: Sequence[Active], now_ns: int) -> None:
             continue
         attempt, known = run.attempt, services.meetings.see(gang, now_ns=now_ns)
         if run.stop is not None or attempt.cause is not None:
-            _call_off(services, attempt, known, why="", silent=silent)
+            call_off(services, attempt, known, why="", silent=silent)
             continue
         nodes = [crew.node for crew in attempt.crews]
         if silent:
-            _call_off(services, attempt, known, why=gathering.gone(nodes, silent), silent=silent)
+            call_off(services, attempt, known, why=gathering.gone(nodes, silent), silent=silent)
             continue
         heard = {crew.number for crew in attempt.crews if _was_heard(attempt, crew)}
         age_s = (services.clock.wall_ns() - attempt.created_ns) / 1e9
         why = known.overdue(nodes, heard, now_ns=now_ns, age_s=age_s)
         if why:
-            _call_off(services, attempt, known, why=why)
+            call_off(services, attempt, known, why=why)
         else:
             _decide(services, attempt, known, now_ns=now_ns)
 
@@ -176,12 +176,13 @@ def _decide(
         _log.error("crews of attempt %s cannot meet: %s", attempt.gang, error)
         return
     if isinstance(came, Chosen):
-        _choose(services, attempt, came, but=but)
+        choose(services, attempt, came, but=but)
     elif isinstance(came, Apart):
-        _call_off(services, attempt, known, why=came.sentence, apart=came.pair)
+        call_off(services, attempt, known, why=came.sentence, apart=came.pair)
 
 
-def _choose(services: Services, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
+def choose(services: Services, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
+    """Write the addresses over which a gang meets, unless the attempt cannot begin any more."""
     text = msgspec.json.encode(chosen).decode()
 
     def work(connection: sa.Connection) -> bool:
@@ -261,7 +262,7 @@ def _end_half(services: Services, gang: Active, known: Gathered) -> None:
         _have_look(services, ended, but=None)
 
 
-def _call_off(
+def call_off(
     services: Services,
     attempt: StoredAttempt,
     known: Gathered,

@@ -88,7 +88,7 @@ class Nearby:
     ) -> None:
         self._store = store
         self._directory = directory
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._judge = judge
         self._clock = clock
         self._kept_free_bytes = kept_free_bytes
@@ -215,7 +215,7 @@ class Nearby:
         if digest is None:
             return None
         try:
-            copy = _File(self._place(key))
+            copy = KeptFile(self._place(key))
         except OSError:
             return None
         try:
@@ -255,7 +255,7 @@ class Nearby:
         try:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh.write_bytes(data)
-            copy = _File(fresh)
+            copy = KeptFile(fresh)
             with self._lock:
                 if key in self._known():
                     fresh.rename(place)
@@ -276,7 +276,7 @@ class Nearby:
     def _make_room(self, size: int) -> bool:
         """Have what was not asked for longest go until there is room for so many bytes; return whether there is."""
         known = self._known()
-        if size > self._bytes_max:
+        if size > self.bytes_max:
             return False
         while not self._fits(size, sum(known.values())):
             if not known:
@@ -285,7 +285,7 @@ class Nearby:
         return True
 
     def _fits(self, size: int, held: int) -> bool:
-        if held + size > self._bytes_max:
+        if held + size > self.bytes_max:
             return False
         free = free_bytes(self._existing())
         return free is None or free - size >= self._floor()
@@ -353,7 +353,9 @@ class _Bytes(_Copy):
         return bytes(self._data[start : start + length])
 
 
-class _File(_Copy):
+class KeptFile(_Copy):
+    """A copy that is read from its file, also when another thread removes the file."""
+
     def __init__(self, path: Path) -> None:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -106,7 +106,7 @@ class Sampling(Source):
         now_ns = self._services.clock.boottime_ns()
         age_s = (now_ns - sample.at_ns) / 1e9
         yield _single("sample_age_seconds", "How old the figures of runs, nodes and devices are.", age_s)
-        yield from _families(sample)
+        yield from families(sample)
 
     def _look(self) -> bool:
         self._last = look(self._services)
@@ -189,10 +189,10 @@ def _devices(
             counted[name, LEASED] += used
             counted[name, UNAVAILABLE] += shut
             counted[name, AWAY if is_away else FREE] += number - used - shut
-    return _few(counted)
+    return few_types(counted)
 
 
-def _few(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
+def few_types(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
     """Return counts with few types: a node may call its devices what it likes."""
     totals = Counter[str]()
     for (name, _), number in counted.items():
@@ -204,7 +204,8 @@ def _few(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
     return dict(few)
 
 
-def _families(sample: Sample) -> Iterator[Metric]:
+def families(sample: Sample) -> Iterator[Metric]:
+    """Yield the figures of a sample, as Prometheus names them."""
     by_state = GaugeMetricFamily("sgpu_runs", "Runs that have not ended, by state.", labels=["state"])
     for state, number in sample.runs.items():
         by_state.add_metric([state], number)

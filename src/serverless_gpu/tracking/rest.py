@@ -203,7 +203,7 @@ class Rest:
         self._client = httpx2.Client(
             headers=_headers(environ, userinfo),
             verify=_trust(uri, environ),
-            proxy=_proxy(uri, self._environ),
+            proxy=proxy_for(uri, self._environ),
             follow_redirects=False,
             trust_env=False,  # the caller's variables count, not this process's
             limits=httpx2.Limits(max_connections=2, max_keepalive_connections=1, keepalive_expiry=30.0),
@@ -305,7 +305,7 @@ def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
 _BUNDLES = ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 
 
-def _proxy(uri: str, environ: Mapping[str, str]) -> str | None:
+def proxy_for(uri: str, environ: Mapping[str, str]) -> str | None:
     """Return the caller's proxy for an address, or None."""
 
     def variable(name: str) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serverless_gpu.node import protocol
 from serverless_gpu.node.inside import channel
 
-INLINE, MEMFD = channel._INLINE, channel._MEMFD
+INLINE, MEMFD = channel.INLINE, channel.MEMFD
 
 _numbers = st.integers() | st.sampled_from([-1, 0, 2**31, 2**63, 10**400]) | st.floats(allow_nan=False)
 _words = st.text(max_size=20) | st.sampled_from(["\x1b[2J", "\u202e", "\0", "../../etc", "\udcff"])

@@ -59,7 +59,7 @@ def test_a_run_whose_supervisor_has_no_time_is_not_said_to_wait(
 ) -> None:
     run = distributed(gpus=1, quiet=True)(stay).submit(str(tmp_path))
     wait_for(lambda: run.status() == "RUNNING", "it runs")
-    monkeypatch.setattr(attaching, "_SNAPSHOT_S", 0.1)
+    monkeypatch.setattr(attaching, "SNAPSHOT_S", 0.1)
     guardian = supervisor(warm, run.id)
     guardian.send(signal.SIGSTOP)
     try:

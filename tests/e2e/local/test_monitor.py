@@ -189,7 +189,7 @@ def test_it_stays_as_long_as_an_attempt_does_and_ends_with_it(monitored: Home, l
 def test_one_that_is_stopped_by_a_signal_is_ended_all_the_same(
     monitored: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starting, "_END_S", 0.5)
+    monkeypatch.setattr(starting, "END_S", 0.5)
     process = monitor(monitored)
     process.send(signal.SIGSTOP)
     assert starting.stop(monitored) == 1 and not process.alive()

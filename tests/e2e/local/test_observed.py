@@ -66,9 +66,9 @@ def monitor(own: Path) -> Iterator[FakeMonitor]:
 def launched(home: Path, spec: RunSpec) -> tuple[protocol.Launch, list[protocol.AnyMessage]]:
     """Run something on two fakes; return the launch and everything its supervisor said."""
     channel, greeting = connect(Home(home))
-    order = launch._Order(msgspec.structs.replace(spec, quiet=True), SystemClock().boottime_ns())
+    order = launch.Order(msgspec.structs.replace(spec, quiet=True), SystemClock().boottime_ns())
     message = msgspec.structs.replace(
-        launch._message(order, Home(home), greeting), candidates=greeting.devices[:2], world_size=2
+        launch.make_message(order, Home(home), greeting), candidates=greeting.devices[:2], world_size=2
     )
     Home(home).make_attempt(message.run_id, message.fence)
     write_submission(message, greeting.version)
@@ -142,10 +142,10 @@ def test_a_program_waits_until_it_is_known_where_it_is_tracked(own: Path, monito
 
 def test_a_monitor_that_is_killed_while_ranks_run_is_followed_by_another(own: Path, monitor: FakeMonitor) -> None:
     channel, greeting = connect(Home(own))
-    order = launch._Order(RunSpec(name="goes on", quiet=True, tracker=THERE), SystemClock().boottime_ns())
+    order = launch.Order(RunSpec(name="goes on", quiet=True, tracker=THERE), SystemClock().boottime_ns())
     wait = ("python", "-c", "import os,time\nwhile not os.path.exists('go'): time.sleep(.01)")
     message = msgspec.structs.replace(
-        launch._message(order, Home(own), greeting), candidates=greeting.devices[:1], world_size=1
+        launch.make_message(order, Home(own), greeting), candidates=greeting.devices[:1], world_size=1
     )
     message = msgspec.structs.replace(
         message,

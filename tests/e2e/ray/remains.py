@@ -75,7 +75,7 @@ class Footprint:
         """See what there is now, and remember it."""
         for pid in self._pids():
             with contextlib.suppress(OSError):
-                self._remember(pid)
+                self.remember(pid)
         return self
 
     def named(self, name: str) -> list[int]:
@@ -132,7 +132,7 @@ class Footprint:
             grown = bool(more)
         yield from sorted(own - {os.getpid()})
 
-    def _remember(self, pid: int) -> None:
+    def remember(self, pid: int) -> None:
         started = _started(pid)
         if started is None:
             return

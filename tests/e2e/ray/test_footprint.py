@@ -99,7 +99,7 @@ def test_addresses_are_read_as_the_kernel_writes_them() -> None:
     with socket.socket(socket.AF_INET6) as sock:
         sock.bind(("::1", 0))
         sock.listen()
-        footprint._remember(os.getpid())
+        footprint.remember(os.getpid())
         port = sock.getsockname()[1]
         found = [listener for listener in footprint.listeners.values() if listener.port == port]
     assert [(listener.address, listener.private) for listener in found] == [("::1", True)]

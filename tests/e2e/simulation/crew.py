@@ -85,7 +85,11 @@ class Crew:
         """Have the others' ranks find out that those of this one are no more."""
         for other in self._machine.gangs[self._kept.gang]:
             if other is not self:
-                other._supervisor.notice()
+                other.notice()
+
+    def notice(self) -> None:
+        """Have the supervisor find out that ranks of the gang are no more."""
+        self._supervisor.notice()
 
     def _has_tried(self) -> None:
         tried = []

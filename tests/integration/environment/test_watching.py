@@ -127,7 +127,7 @@ def comm(pid: str) -> str:
 
 @pytest.fixture
 def caller(tmp_path: Path) -> Iterator[Caller]:
-    if watcher.file_system(str(tmp_path)) not in watcher._LOCAL:
+    if watcher.file_system(str(tmp_path)) not in watcher.LOCAL_FILE_SYSTEMS:
         pytest.skip("temporary files lie on a file system that cannot be watched")
     started = Caller(tmp_path)
     started.ask(Taken)

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -105,7 +107,8 @@ def test_23B5_lines_are_an_interval_apart_and_a_failure_comes_at_once() -> None:
     seconds = 0.0
     lines: list[str] = []
     progress = Progress("local", lines.append, interval_s=15, now=lambda: seconds)
-    progress._total = 4
+    progress.pytest_collection_finish(cast(pytest.Session, SimpleNamespace(items=[None] * 4)))
+    lines.clear()
     for name in ("a", "b", "c"):
         progress.pytest_runtest_logstart(f"tests/e2e/local/test_{name}.py::test_it")
         seconds += 9

@@ -17,7 +17,7 @@ from serverless_gpu.testing.mlflow import FakeMlflow, FakeRun
 from serverless_gpu.tracking.addresses import split_userinfo
 from serverless_gpu.tracking.base import Metric, Tracked, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.mlflow import MlflowTracker
-from serverless_gpu.tracking.rest import Rest, _proxy
+from serverless_gpu.tracking.rest import Rest, proxy_for
 from tests.support.golden import golden
 
 NAMED = {"MLFLOW_TRACKING_URI": "http://HOST"}
@@ -253,7 +253,7 @@ def test_addresses_lose_what_is_secret() -> None:
     ],
 )
 def test_the_callers_proxy_is_used(address: str, environ: dict[str, str], proxy: str | None) -> None:
-    assert _proxy(address, environ) == proxy
+    assert proxy_for(address, environ) == proxy
 
 
 @contextmanager

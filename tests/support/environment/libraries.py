@@ -61,7 +61,7 @@ class Library:
 
     def watch(self) -> Watcher:
         """Place watches; skip the test where this file system cannot be watched."""
-        if watcher.file_system(str(self.real)) not in watcher._LOCAL:
+        if watcher.file_system(str(self.real)) not in watcher.LOCAL_FILE_SYSTEMS:
             pytest.skip("temporary files lie on a file system that cannot be watched")
         placed, _ = self.recogniser.watch(self.description())
         self._placed.append(placed)

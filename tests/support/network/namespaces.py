@@ -66,7 +66,7 @@ class Wire:
         self.address, self._node_address = f"10.213.{number}.1", f"10.213.{number}.2"
         self.peer_address = f"10.214.0.{number}"
         self._server = server
-        self._here, self._there, self._beside = f"sgs{number}", f"sgn{number}", f"sgl{number}"
+        self._here, self._there, self.beside = f"sgs{number}", f"sgn{number}", f"sgl{number}"
         ip("netns", "add", self.namespace)
         ip("link", "add", self._here, "netns", server, "type", "veth", "peer", self._there, "netns", self.namespace)
         ip("-n", server, "addr", "add", f"{self.address}/30", "dev", self._here)
@@ -74,10 +74,10 @@ class Wire:
         for namespace, device in ((server, self._here), (self.namespace, self._there), (self.namespace, "lo")):
             ip("-n", namespace, "link", "set", device, "up")
         port = f"sgb{number}"
-        ip("link", "add", port, "netns", server, "type", "veth", "peer", self._beside, "netns", self.namespace)
+        ip("link", "add", port, "netns", server, "type", "veth", "peer", self.beside, "netns", self.namespace)
         ip("-n", server, "link", "set", port, "master", _BRIDGE, "up")
-        ip("-n", self.namespace, "addr", "add", f"{self.peer_address}/24", "dev", self._beside)
-        ip("-n", self.namespace, "link", "set", self._beside, "up")
+        ip("-n", self.namespace, "addr", "add", f"{self.peer_address}/24", "dev", self.beside)
+        ip("-n", self.namespace, "link", "set", self.beside, "up")
         self._of_server = _hardware_address(server, self._here)
         self._of_node = _hardware_address(self.namespace, self._there)
         self.heal()
@@ -96,12 +96,12 @@ class Wire:
 
     def part(self, other: Wire) -> None:
         """Lose every packet to another node from now on; what comes from there still does."""
-        self._send_to(self.namespace, self._beside, other.peer_address, _NOBODY)
+        self._send_to(self.namespace, self.beside, other.peer_address, _NOBODY)
 
     def join(self, other: Wire) -> None:
         """Let everything through to another node again."""
-        own = _hardware_address(other.namespace, other._beside)
-        self._send_to(self.namespace, self._beside, other.peer_address, own)
+        own = _hardware_address(other.namespace, other.beside)
+        self._send_to(self.namespace, self.beside, other.peer_address, own)
 
     def pids(self) -> list[int]:
         """Return every process of the node."""

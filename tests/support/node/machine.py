@@ -62,9 +62,11 @@ class SampledNvml(FakeNvml):
         return handle.pcie * (2 if way == 0 else 1)
 
 
-def sampler(*cards: Card, clock: FakeClock | None = None, pids_visible: bool = True) -> tuple[NvmlSampler, SampledNvml]:
+def sampler(
+    *cards: Card, clock: FakeClock | None = None, pids_visible: bool = True, wait_s: float = 20
+) -> tuple[NvmlSampler, SampledNvml]:
     nvml = SampledNvml(*cards)
-    return NvmlSampler(nvml=nvml, clock=clock or FakeClock(), wait_s=20, pids_visible=pids_visible), nvml
+    return NvmlSampler(nvml=nvml, clock=clock or FakeClock(), wait_s=wait_s, pids_visible=pids_visible), nvml
 
 
 def wanted(attempts: Mapping[str, tuple[Sequence[Device], Mapping[int, int]]], fakes: str | None = None) -> Wanted:

@@ -103,7 +103,7 @@ class World:
     def __init__(self, database: Database, home: Path, nodes: Mapping[str, str], **settings: Any) -> None:
         self.clock = FakeClock()
         self.work: Callable[[Start], Work] = lambda start: Work()
-        self._database, self._home, self._settings = database, home, settings
+        self.database, self._home, self._settings = database, home, settings
         self._reservations = Reservations()
         self._engine_nodes = [EngineNode(name=name, devices=parse_fake(text)) for name, text in nodes.items()]
         self.services: Services | None = None
@@ -114,7 +114,7 @@ class World:
 
     def start_server(self, **settings: Any) -> None:
         """Start a server on what there is, with other settings if that is said."""
-        self.services = made_services(self._database, self._home, clock=self.clock, **{**self._settings, **settings})
+        self.services = made_services(self.database, self._home, clock=self.clock, **{**self._settings, **settings})
         self.engine: Engine = SimulatedEngine(self._engine_nodes, self._reservations)
         self.scheduler = Scheduler(self.services, engine=self.engine)
         self.reconciler = Reconciler(self.services, scheduler=self.scheduler, engine=self.engine)
@@ -169,7 +169,7 @@ class World:
         new = new_run(new_run_id(), resources=Resources(gpus=gpus, gpu_type=gpu_type), **spec)
         new = msgspec.structs.replace(new, context_sealed=services.sealer.seal(b"{}", about=new.id))
         at_ns = self.clock.wall_ns()
-        self._database.write(lambda connection: runs.insert(connection, new, at_ns=at_ns))
+        self.database.write(lambda connection: runs.insert(connection, new, at_ns=at_ns))
         services.hub.touch(SCHEDULER)
         return new.id
 
@@ -182,17 +182,17 @@ class World:
             assert run is not None
             return transitions.tell(connection, run, StopAsked(why=why), note=note)
 
-        self._database.write(work).announce(self._there())
+        self.database.write(work).announce(self._there())
 
     def run(self, run_id: str) -> StoredRun:
         """Return a run as it is written down."""
-        run = self._database.read(lambda connection: runs.find(connection, run_id))
+        run = self.database.read(lambda connection: runs.find(connection, run_id))
         assert run is not None
         return run
 
     def states(self, run_id: str) -> list[str]:
         """Return the states of a run in order, as its events tell them."""
-        told = self._database.read(lambda connection: events.after(connection, run_id, 0))
+        told = self.database.read(lambda connection: events.after(connection, run_id, 0))
         return [event.state.value for event in told]
 
     def executions(self, run_id: str = "") -> list[Execution]:

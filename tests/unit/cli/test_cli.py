@@ -14,7 +14,7 @@ import pytest
 
 from serverless_gpu import Run
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.cli.cancellation import _gate
+from serverless_gpu.cli.cancellation import describe_gate
 from serverless_gpu.cli.choosing import choose
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.outputs import tail_start
@@ -398,4 +398,4 @@ def test_who_cancels_what_waits_again_is_not_told_of_an_earlier_attempt_as_of_th
         def status(self) -> str:
             return "CANCELLED"
 
-    assert _gate(cast("Run[object]", Handle())) == told
+    assert describe_gate(cast("Run[object]", Handle())) == told

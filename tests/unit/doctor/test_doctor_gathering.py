@@ -19,8 +19,8 @@ from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.doctor.gathering.children import Ended
 from serverless_gpu.doctor.gathering.environment import read_imports
 from serverless_gpu.doctor.gathering.machine import (
-    _ports,
-    _sockets_used,
+    count_ports,
+    count_sockets,
     filesystem_of,
     look_at_home,
     look_at_limits,
@@ -70,10 +70,10 @@ def test_the_file_system_of_a_path(path: str, kind: str) -> None:
 
 
 def test_numbers_of_the_kernel() -> None:
-    assert _ports("32768\t60999\n") == 28_232
-    assert _ports("") == 0
-    assert _sockets_used("sockets: used 5\nTCP: inuse 7 orphan 0 tw 3 alloc 9 mem 1\nUDP: inuse 4\n") == 10
-    assert _sockets_used("") == 0
+    assert count_ports("32768\t60999\n") == 28_232
+    assert count_ports("") == 0
+    assert count_sockets("sockets: used 5\nTCP: inuse 7 orphan 0 tw 3 alloc 9 mem 1\nUDP: inuse 4\n") == 10
+    assert count_sockets("") == 0
 
 
 def test_a_home(tmp_path: Path) -> None:
@@ -144,25 +144,6 @@ def test_a_torch_that_hangs_on_cuda_keeps_its_version() -> None:
     )
 
 
-def test_what_nvml_does_not_say_is_none() -> None:
-    class Silent:
-        """NVML that knows one card by name and nothing about it."""
-
-        class NVMLError(Exception):
-            """Whatever it is asked."""
-
-        NVMLLibraryMismatchError = NVMLError
-        NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
-
-        def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-            return uuid
-
-        def __getattr__(self, name: str) -> object:
-            raise self.NVMLError(name)
-
-    assert nvml._health(Silent(), "GPU-0") == Health()
-
-
 class Driver(FakeNvml):
     """A driver that also says what the doctor asks."""
 
@@ -183,6 +164,24 @@ class Driver(FakeNvml):
 
     def nvmlDeviceGetRemappedRows(self, handle: object) -> tuple[int, int, bool, bool]:
         return (0, 1, True, False)
+
+
+class Silent(Driver):
+    """A driver that answers no question about the health of a card."""
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: object) -> tuple[int, int]:
+        raise FakeNvmlError(3, "not supported")
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: object, kind: int, counter: int) -> int:
+        raise FakeNvmlError(3, "not supported")
+
+    def nvmlDeviceGetRemappedRows(self, handle: object) -> tuple[int, int, bool, bool]:
+        raise FakeNvmlError(3, "not supported")
+
+
+def test_what_nvml_does_not_say_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", cast(ModuleType, Silent(Card("GPU-a", 1))))
+    assert nvml.ask("").health == {"GPU-a": Health()}
 
 
 def test_what_a_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

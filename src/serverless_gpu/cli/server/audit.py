@@ -84,7 +84,7 @@ def verify(file: Path | None, offline: bool) -> None:
         pages = _pages(connection, after=0)
         first = next(pages)
         links = chain.from_iterable(page.entries for page in chain([first], pages))
-        head = _followed(links if file is None else _compared(links, audit_file.read(file), file), after=Head())
+        head = _followed(links if file is None else compare_links(links, audit_file.read(file), file), after=Head())
     _refuse_stuck(first)
     say(f"the audit is whole: {_named(head)}")
 
@@ -109,7 +109,7 @@ def _followed(links: Iterable[Link], *, after: Head) -> Head:
     return head
 
 
-def _compared(links: Iterable[Link], copied: Iterator[Link], file: Path) -> Iterator[Link]:
+def compare_links(links: Iterable[Link], copied: Iterator[Link], file: Path) -> Iterator[Link]:
     """Yield the server's entries, as long as they are those of the copy, and the copy has no more than those."""
     known: Link | None = None
     for link in links:

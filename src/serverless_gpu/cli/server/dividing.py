@@ -54,7 +54,7 @@ def queue(limit: int, mine: bool, as_json: bool) -> None:
         say("none of your runs waits" if mine else "nothing waits")
         return
     now_ns = SystemClock().wall_ns()
-    rows = [_waiting(each, now_ns) for each in found.entries]
+    rows = [queue_row(each, now_ns) for each in found.entries]
     for line in columns([["PLACE", "RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"], *rows]):
         say(line)
     if not mine and found.waiting > len(found.entries):
@@ -198,7 +198,7 @@ def _say_pools(*, as_json: bool) -> None:
         say(line)
 
 
-def _waiting(entry: QueueEntry, now_ns: int) -> list[str]:
+def queue_row(entry: QueueEntry, now_ns: int) -> list[str]:
     """Return a run as a row; of one that is not to be seen only whose it is, and what it needs."""
     name = f"{entry.run} {entry.name}".rstrip() or "-"
     needs = f"{entry.gpus or 'every'} {entry.gpu_type or 'GPU'}" + (f" of {entry.pool}" if entry.pool else "")

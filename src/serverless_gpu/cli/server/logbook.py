@@ -54,7 +54,7 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
         for each in (text if as_json else _told(line)).split("\n"):
             say(each)
 
-    followed = _Followed(path)
+    followed = FollowedFile(path)
     kept = deque((line for line in _before(path, followed) if is_wanted(line)), maxlen=lines)
     for line in kept:
         show(line)
@@ -69,7 +69,7 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
         time.sleep(_LOOK_S)
 
 
-class _Followed:
+class FollowedFile:
     """The file that is written now, read on from where it was read to."""
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class _Followed:
             yield from whole
 
 
-def _before(path: Path, followed: _Followed) -> Iterator[bytes]:
+def _before(path: Path, followed: FollowedFile) -> Iterator[bytes]:
     """Yield the lines of all files, the oldest first; of the last one by the reader who goes on with it."""
     for number in range(KEPT, 0, -1):
         try:

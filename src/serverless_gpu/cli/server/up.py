@@ -96,7 +96,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         {**options, "hosts": tuple(hosts) or None, "behind_proxy": tuple(behind_proxy) or None},
         environ=os.environ,
     )
-    for problem in (*settings_room.unknown(os.environ), *_too_small(home)):
+    for problem in (*settings_room.unknown(os.environ), *disk_warnings(home)):
         say(f"warning: {problem}", err=True)
 
     ray_beside = load("serverless_gpu.server.ray_beside")
@@ -121,7 +121,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
                 complete,
                 ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else ""),
                 announce=lambda line: say(f"sgpu: {line}", err=True),
-                decide=_decide,
+                decide=decide_sharing,
                 renewed=write_files,
             )
     except load("serverless_gpu.server.claim").TakenOver as error:
@@ -137,7 +137,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     say(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
 
 
-def _decide(found: Exposure) -> bool | None:
+def decide_sharing(found: Exposure) -> bool | None:
     """Warn of principals that share a uid; on a terminal, have the operator decide what nobody has decided yet."""
     warnings = sharing_warnings(principals=found.principals, closed=found.closed, shared=found.shared)
     for warning in warnings:
@@ -166,7 +166,7 @@ def _told(url: str, home: Home, mlflow: str) -> list[str]:
     ]
 
 
-def _too_small(home: Home) -> list[str]:
+def disk_warnings(home: Home) -> list[str]:
     """Return what is to be said of a disk on which the server can do little."""
     space, reserve = load("serverless_gpu.server.space"), load("serverless_gpu.server.reserve")
     free, needed = space.free_bytes(home.root), max(space.KEPT_FREE_BYTES, reserve.LOW_BYTES + reserve.BYTES)

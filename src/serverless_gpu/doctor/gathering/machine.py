@@ -111,8 +111,8 @@ def look_at_network() -> NetworkFacts:
     return NetworkFacts(
         loopback_problem=_loopback_problem(),
         port_problem=port_problem,
-        ports=_ports(_text("/proc/sys/net/ipv4/ip_local_port_range")),
-        sockets_used=_sockets_used(_text("/proc/net/sockstat")),
+        ports=count_ports(_text("/proc/sys/net/ipv4/ip_local_port_range")),
+        sockets_used=count_sockets(_text("/proc/net/sockstat")),
         hostname=hostname,
         hostname_problem=resolved.why if isinstance(resolved, Unknown) else "",
     )
@@ -195,12 +195,13 @@ def _loopback_problem() -> str:
     return ""
 
 
-def _ports(text: str) -> int:
+def count_ports(text: str) -> int:
+    """Return how many ports a range of the kernel has, from a line such as ``32768 60999``."""
     numbers = text.split()
     return int(numbers[1]) - int(numbers[0]) + 1 if len(numbers) == 2 else 0
 
 
-def _sockets_used(text: str) -> int:
+def count_sockets(text: str) -> int:
     """Return how many TCP sockets are in use or waiting to be forgotten, from lines such as ``TCP: inuse 5 tw 2``."""
     for line in text.splitlines():
         name, *words = line.split()

@@ -100,10 +100,10 @@ def _listeners(pids: list[int]) -> Iterator[Listener]:
                 words = line.split()
                 if words[3] == _LISTEN and (pid := inodes.get(words[9])) is not None:
                     text, _, port = words[1].rpartition(":")
-                    yield Listener(port=int(port, 16), address=_readable(text), process=_called(pid))
+                    yield Listener(port=int(port, 16), address=readable_address(text), process=_called(pid))
 
 
-def _readable(text: str) -> str:
+def readable_address(text: str) -> str:
     """Return an address of /proc/net as people write it: words of 32 bits, each in this machine's order."""
     raw = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
     address = ipaddress.ip_address(raw)

@@ -33,7 +33,7 @@ STARTUP_PREFIXES = (
 LOADED_MAX = 50_000
 _ANSWER = "serverless-gpu interpreter: "  # what a .pth file may print at start-up stands before it
 _ANSWER_BYTES_MAX = 32 * 1024 * 1024
-_ANSWER_TIMEOUT_S = 60
+ANSWER_TIMEOUT_S = 60
 
 _turn = threading.Lock()
 
@@ -99,11 +99,11 @@ def describe_other(python: str) -> dict[str, object]:
             [python, "-c", program],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_ANSWER_TIMEOUT_S,
+            timeout=ANSWER_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{python} did not answer within {_ANSWER_TIMEOUT_S} s") from None
+        raise RuntimeError(f"{python} did not answer within {ANSWER_TIMEOUT_S} s") from None
     _, found, answer = done.stdout.rpartition(_ANSWER.encode())
     if done.returncode or not found or len(answer) > _ANSWER_BYTES_MAX:
         said = done.stderr[-2000:].decode(errors="replace").strip()

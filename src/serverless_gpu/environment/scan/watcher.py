@@ -49,8 +49,8 @@ COMPARED_MAX = 2_000
 """Files whose stat is compared with each question; with more, a full look is not much slower."""
 WATCHES_SHARE = 0.5
 """Share of the user's watches that one environment may take: editors need some as well."""
-_LOCAL = {0xEF53: "ext", 0x58465342: "XFS", 0x9123683E: "btrfs", 0x01021994: "tmpfs", 0xF2F52010: "F2FS"}
-_LIMIT = "/proc/sys/fs/inotify/max_user_watches"
+LOCAL_FILE_SYSTEMS = {0xEF53: "ext", 0x58465342: "XFS", 0x9123683E: "btrfs", 0x01021994: "tmpfs", 0xF2F52010: "F2FS"}
+WATCHES_LIMIT = "/proc/sys/fs/inotify/max_user_watches"
 _MOUNTS = "/proc/self/mountinfo"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _STATFS_BYTES = 256
@@ -238,8 +238,8 @@ def _check_file_systems(tops: Iterable[str], mounts: Iterable[str]) -> None:
     for top in tops:
         real = os.path.realpath(top)
         kind = file_system(real)
-        if kind not in _LOCAL:
-            names = ", ".join(_LOCAL.values())
+        if kind not in LOCAL_FILE_SYSTEMS:
+            names = ", ".join(LOCAL_FILE_SYSTEMS.values())
             raise Unwatchable(f"{top} lies on a file system of type {kind:#x}, which is none of {names}")
         if inner := sorted(point for point in points if point != real and is_inside(point, real)):
             raise Unwatchable(f"another file system is mounted at {inner[0]}")
@@ -260,7 +260,7 @@ def file_system(path: str) -> int:
 
 
 def _check_limit(wanted: int) -> None:
-    with open(_LIMIT, encoding="ascii") as file:
+    with open(WATCHES_LIMIT, encoding="ascii") as file:
         limit = int(file.read())
     if wanted > WATCHES_SHARE * limit:
         raise Unwatchable(

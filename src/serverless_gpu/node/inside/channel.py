@@ -16,7 +16,7 @@ from collections.abc import Iterable
 PACKET_BYTES_MAX = 60_000
 BODY_BYTES_MAX = 64 << 20
 _FDS_MAX = 250  # SCM_MAX_FD is 253
-_INLINE, _MEMFD = b"I", b"M"
+INLINE, MEMFD = b"I", b"M"
 
 
 class Channel:
@@ -48,12 +48,12 @@ class Channel:
         if len(body) > BODY_BYTES_MAX:
             raise OSError(f"a message of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}")
         if len(body) <= PACKET_BYTES_MAX:
-            socket.send_fds(self.sock, [_INLINE, body], list(fds))
+            socket.send_fds(self.sock, [INLINE, body], list(fds))
             return
         memory = os.memfd_create("sgpu-message", os.MFD_CLOEXEC)
         try:
             _write_all(memory, body)
-            socket.send_fds(self.sock, [_MEMFD], [*fds, memory])
+            socket.send_fds(self.sock, [MEMFD], [*fds, memory])
         finally:
             os.close(memory)
 
@@ -75,9 +75,9 @@ class Channel:
         if not packet:
             close_all(fds)
             return None
-        if packet[:1] == _INLINE:
+        if packet[:1] == INLINE:
             return packet[1:], tuple(fds)
-        if packet != _MEMFD or not fds:
+        if packet != MEMFD or not fds:
             close_all(fds)
             raise OSError("a packet that is no message")
         memory = fds.pop()

@@ -165,14 +165,15 @@ def _says_peer_lost(error: BaseException) -> bool:
 def _traceback(error: BaseException) -> str:
     try:
         told = traceback.TracebackException.from_exception(error, compact=True)
-        _leave_out_own_frames(told)
+        leave_out_own_frames(told)
         text = "".join(told.format())
     except BaseException:  # noqa: BLE001 - user code runs here too (__str__, __notes__, __getattr__); then fewer words
         text = f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)}\n"
     return _cut(text, _TRACEBACK_BYTES_MAX)
 
 
-def _leave_out_own_frames(error: traceback.TracebackException) -> None:
+def leave_out_own_frames(error: traceback.TracebackException) -> None:
+    """Remove our frames before the first frame of user code; keep all where no other frame follows."""
     pending: list[traceback.TracebackException | None] = [error]
     while pending:
         told = pending.pop()

@@ -49,7 +49,7 @@ _LIGHTNING_DEFAULT = "lightning_logs"
 _BUFFER = "MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS"
 _ENDED = ("FINISHED", "FAILED", "KILLED")
 
-_attached: list[_Attached] = []
+_attached: list[Attached] = []
 
 
 def install(directory: str, rank: int) -> None:
@@ -60,9 +60,9 @@ def install(directory: str, rank: int) -> None:
         rank: of this process.
     """
     job = Job(directory, rank)
-    sys.meta_path.insert(0, _Finder(job))
+    sys.meta_path.insert(0, Finder(job))
     if _MLFLOW in sys.modules:  # the zygote has it: nothing is waited for before the first line of user code
-        _attach(job, sys.modules[_MLFLOW], wait_s=0.0)
+        attach(job, sys.modules[_MLFLOW], wait_s=0.0)
 
 
 def settle(limit_s: float = SETTLE_S) -> None:
@@ -76,7 +76,7 @@ def settle(limit_s: float = SETTLE_S) -> None:
             attached.settle(limit_s)
 
 
-class _Finder:
+class Finder:
     """Finds what other finders find, and does something once it is imported."""
 
     def __init__(self, job: Job) -> None:
@@ -112,12 +112,12 @@ class _Finder:
             name = module.__name__
             if name in awaited:
                 awaited.discard(name)  # reloading is not importing
-                (_attach if name == _MLFLOW else _attach_lightning)(self._job, module)
+                (attach if name == _MLFLOW else _attach_lightning)(self._job, module)
 
         loader.exec_module = exec_module
 
 
-def _attach(job: Job, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
+def attach(job: Job, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
     """Take MLflow's names over; never fails, for it happens inside of somebody's import."""
     if _attached:
         return
@@ -127,7 +127,7 @@ def _attach(job: Job, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
     except Exception:  # noqa: BLE001 - what has that name is not MLflow, or a part of it without runs
         return
     try:
-        attached = _Attached(job, module, fluent, client)
+        attached = Attached(job, module, fluent, client)
         attached.take_names()
         _attached.append(attached)
         job.resolve(wait_s)
@@ -137,7 +137,7 @@ def _attach(job: Job, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
         job.say_once("changed", f"MLflow {version} is not as it was, ranks may make runs of their own: {error!r}")
 
 
-class _Attached:
+class Attached:
     """MLflow of this process, and the job's run."""
 
     def __init__(self, job: Job, module: Any, fluent: Any, client: Any) -> None:
@@ -154,7 +154,7 @@ class _Attached:
 
     def take_names(self) -> None:
         """Put ours in place of MLflow's functions, where user code and MLflow itself look for them."""
-        for name, ours in (("start_run", self._start_run), ("last_active_run", self._last_active_run)):
+        for name, ours in (("start_run", self.start_run), ("last_active_run", self._last_active_run)):
             original = getattr(self.fluent, name)
             function = _function(original, ours)
             setattr(self.fluent, name, function)
@@ -226,7 +226,8 @@ class _Attached:
             return not thread.is_alive()
         return False
 
-    def _start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start the job's run where that is meant; a run of its own, or below the job's, is started as MLflow does."""
         self._started = True
         names = ("run_id", "experiment_id", "run_name", "nested", "parent_run_id")
         asked = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -249,11 +250,11 @@ class _Attached:
         if self.job.rank != 0:  # else it had the name of whichever rank came last
             args = (*args[:2], *(None for _ in args[2:3]), *args[3:])
             kwargs.pop("run_name", None)
-        run = self._patiently(lambda: original(*args, **kwargs))
+        run = self.patiently(lambda: original(*args, **kwargs))
         self.writes.begin()
         return run
 
-    def _patiently(self, start: Callable[[], Any]) -> Any:
+    def patiently(self, start: Callable[[], Any]) -> Any:
         """Start the job's run. It is known, so its server has answered; one that is started again is back soon."""
         deadline = max(time.monotonic(), min(time.monotonic() + _PATIENCE_S, self._patience_until))
         while True:

@@ -36,7 +36,7 @@ BACK_S = 15.0
 _ASK_AGAIN_S = 60.0
 _ARTIFACTS = "_MLFLOW_SERVER_ARTIFACT_ROOT"  # where MLflow puts files of runs in a database of its own
 _FELT_S = 1.0  # from then on a wait is said
-_APPEARS_S = 2.0  # the file of a monitor that was just told of the attempt
+APPEARS_S = 2.0  # the file of a monitor that was just told of the attempt
 _LOOK_S = 0.02
 _FILE_BYTES_MAX = 64 << 10
 
@@ -184,7 +184,7 @@ class Job:
         try:
             written = os.stat(f"{self.directory}/{FILE}").st_mtime
         except OSError:
-            return time.monotonic() - self._began < _APPEARS_S
+            return time.monotonic() - self._began < APPEARS_S
         return _now_in(self.directory, written) - written < WAIT_S
 
     def _take(self, given: dict[str, str]) -> None:

@@ -82,7 +82,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
         names = ", ".join(map(_process_name, left))
         channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({names})"}))
         return
-    ready = {"modules": _module_files(), "packages": _packages(), "names": _names(), "libraries": _libraries()}
+    ready = {"modules": _module_files(), "packages": _packages(), "names": _names(), "libraries": mapped_libraries()}
     channel.send(protocol.encode({"event": "ready", **ready}))
     _serve(channel)
 
@@ -222,7 +222,7 @@ def _names() -> list[str]:
     return sorted({name.partition(".")[0] for name in list(sys.modules)})
 
 
-def _libraries(maps: str = "/proc/self/maps") -> list[str] | None:
+def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
     """Return the files that are mapped into this process: shared libraries are loaded behind Python's back, too.
 
     None where that cannot be known.

@@ -99,10 +99,10 @@ class Backlog:
         """Write an attempt down and hold it; None where that cannot be done, or another process has it."""
         path = self._directory / f"{key_of(observe)}.json"
         try:
-            held = _hold(path)
+            held = hold_kept(path)
             if held is None:
                 self.leave(observe, origin_ns)
-                held = _hold(path)
+                held = hold_kept(path)
         except OSError:
             return None
         return held
@@ -142,7 +142,7 @@ class Backlog:
             if name.removesuffix(".json") in known:
                 continue
             with contextlib.suppress(OSError):
-                held = _hold(self._directory / name)
+                held = hold_kept(self._directory / name)
                 if held is None:
                     continue
                 kept = self._read(held)
@@ -201,7 +201,7 @@ def _public(observe: Observe) -> Observe:
     return msgspec.structs.replace(observe, environ=kept)
 
 
-def _hold(path: Path) -> Held | None:
+def hold_kept(path: Path) -> Held | None:
     """Take the lock of a file; None when there is no such file, or somebody else has it.
 
     Raises:

@@ -36,11 +36,11 @@ _ALL_LINKS = 0xFFFFFFFF
 _KIB = 1024
 
 # NVML's own numbers, of nvml.h.
-_TEMPERATURE_GPU = 0
-_CLOCK_SM, _CLOCK_MEMORY = 1, 2
-_PCIE_TRANSMIT, _PCIE_RECEIVE = 0, 1
-_UNCORRECTED, _SINCE_DRIVER_LOADED = 1, 0
-_NVLINK_TRANSMIT, _NVLINK_RECEIVE = 138, 139  # fields: KiB over all links
+TEMPERATURE_GPU = 0
+CLOCK_SM, CLOCK_MEMORY = 1, 2
+PCIE_TRANSMIT, PCIE_RECEIVE = 0, 1
+UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0
+NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # fields: KiB over all links
 
 
 class Reading(NamedTuple):
@@ -163,15 +163,15 @@ class _NvmlReader:
             memory_total_bytes=None if memory is None else memory.total,
             power_watts=None if power is None else round(power / 1000, 1),
             power_limit_watts=None if limit is None else round(limit / 1000, 1),
-            temperature_celsius=self._ask("DeviceGetTemperature", handle, _TEMPERATURE_GPU),
-            sm_megahertz=self._ask("DeviceGetClockInfo", handle, _CLOCK_SM),
-            memory_megahertz=self._ask("DeviceGetClockInfo", handle, _CLOCK_MEMORY),
+            temperature_celsius=self._ask("DeviceGetTemperature", handle, TEMPERATURE_GPU),
+            sm_megahertz=self._ask("DeviceGetClockInfo", handle, CLOCK_SM),
+            memory_megahertz=self._ask("DeviceGetClockInfo", handle, CLOCK_MEMORY),
             pcie_receive_bytes_s=receive,
             pcie_transmit_bytes_s=transmit,
-            nvlink_receive_bytes_s=self._link_rate(uuid, handle, _NVLINK_RECEIVE, now_ns()),
-            nvlink_transmit_bytes_s=self._link_rate(uuid, handle, _NVLINK_TRANSMIT, now_ns()),
+            nvlink_receive_bytes_s=self._link_rate(uuid, handle, NVLINK_RECEIVE, now_ns()),
+            nvlink_transmit_bytes_s=self._link_rate(uuid, handle, NVLINK_TRANSMIT, now_ns()),
             throttle=self._ask("DeviceGetCurrentClocksThrottleReasons", handle),
-            ecc_errors=self._ask("DeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_DRIVER_LOADED),
+            ecc_errors=self._ask("DeviceGetTotalEccErrors", handle, UNCORRECTED, SINCE_DRIVER_LOADED),
         )
 
     def _link_rate(self, uuid: str, handle: object, field: int, at_ns: int) -> float | None:
@@ -190,7 +190,7 @@ class _NvmlReader:
         for offset in range(min(_PCIE_AT_ONCE, len(uuids))):
             uuid = uuids[(self._turn + offset) % len(uuids)]
             handle = self._ask("DeviceGetHandleByUUID", uuid)
-            rates = [self._ask("DeviceGetPcieThroughput", handle, way) for way in (_PCIE_RECEIVE, _PCIE_TRANSMIT)]
+            rates = [self._ask("DeviceGetPcieThroughput", handle, way) for way in (PCIE_RECEIVE, PCIE_TRANSMIT)]
             receive, transmit = (None if rate is None else float(rate * _KIB) for rate in rates)
             self._pcie[uuid] = (receive, transmit)
         self._turn += _PCIE_AT_ONCE

@@ -31,7 +31,9 @@ class RankLook(NamedTuple):
     pids: tuple[int, ...]
 
 
-class _Stat(NamedTuple):
+class Stat(NamedTuple):
+    """The parent of a process, and what it has used."""
+
     parent: int
     cpu_s: float
     memory_bytes: int
@@ -58,7 +60,7 @@ class RankProcesses:
         self._find_owners()
         sums: dict[Key, tuple[float, int, tuple[int, ...]]] = {key: (0.0, 0, ()) for key in roots.values()}
         for pid, owner in self._owners.items():
-            stat = None if owner is None else _stat(pid)
+            stat = None if owner is None else read_stat(pid)
             if owner is not None and stat is not None:
                 cpu_s, memory_bytes, pids = sums[owner]
                 sums[owner] = (cpu_s + stat.cpu_s, memory_bytes + stat.memory_bytes, (*pids, pid))
@@ -76,7 +78,7 @@ class RankProcesses:
             return
         there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._owners = {pid: owner for pid, owner in self._owners.items() if pid in there}
-        parents = {pid: stat.parent for pid in there - self._owners.keys() if (stat := _stat(pid)) is not None}
+        parents = {pid: stat.parent for pid in there - self._owners.keys() if (stat := read_stat(pid)) is not None}
         for pid in parents:
             self._owners[pid] = self._owner(pid, parents)
 
@@ -98,10 +100,11 @@ class RankProcesses:
         return round(max(0.0, cpu_s - before_s) / (at_ns - before_ns) * 1e11, 1)
 
 
-def _stat(pid: int) -> _Stat | None:
+def read_stat(pid: int) -> Stat | None:
+    """Return the parent, CPU time and memory of a process, or None where it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()  # a program may have any name
         # Of children that ended it has their time, once it waited for them.
         ticks = sum(int(field) for field in fields[11:15])
-        return _Stat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
+        return Stat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
     return None

@@ -35,7 +35,7 @@ from serverless_gpu.node.spawning import clean_process, open_log
 _PAUSE_NS = 10**9
 _PAUSE_NS_MAX = 60 * 10**9
 _START_S = 30.0
-_END_S = 10.0
+END_S = 10.0
 
 
 class Monitoring:
@@ -250,8 +250,8 @@ def _end(path: Path, pid: int) -> bool:
     except ProcessLookupError:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, open(process, "rb", closefd=True, buffering=0):
-        sock.settimeout(_END_S)
-        limit_s = _END_S
+        sock.settimeout(END_S)
+        limit_s = END_S
         try:
             sock.connect(str(path))
             channel = Channel(sock)
@@ -266,6 +266,6 @@ def _end(path: Path, pid: int) -> bool:
             return True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)  # it is stuck; runs do not notice
-        if not select.select([process], [], [], _END_S)[0]:
+        if not select.select([process], [], [], END_S)[0]:
             raise AgentUnavailable(f"the monitor (pid {pid}) does not end, although it was killed")
     return True

@@ -29,7 +29,7 @@ from serverless_gpu.node.spawning import clean_process, open_log
 from serverless_gpu.version import __version__
 
 _START_S = 30.0
-_END_S = 10.0
+END_S = 10.0
 _TRIES = 100
 _PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
 PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLOCK_FAULT)
@@ -146,10 +146,10 @@ def _end(pid: int) -> None:
     try:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGTERM)
-        if not select.select([process], [], [], _END_S)[0]:
+        if not select.select([process], [], [], END_S)[0]:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
-            if not select.select([process], [], [], _END_S)[0]:
+            if not select.select([process], [], [], END_S)[0]:
                 raise AgentUnavailable(f"the uplink (pid {pid}) does not end, although it was killed")
     finally:
         os.close(process)

@@ -48,7 +48,7 @@ from serverless_gpu.wire.agents import AttemptSeen, Look, Start
 
 LAUNCHES_MAX = 3
 _LOOK_S = 0.05
-_LOOK_S_MAX = 2.0
+LOOK_S_MAX = 2.0
 _RESTARTED = "the node's uplink ended before the run was launched"
 
 
@@ -73,7 +73,7 @@ class Minder:
         self._server = server
         self._clock = clock
         self._say = say
-        self._news = News(clock)
+        self.news = News(clock)
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._channel: Channel | None = None
@@ -100,13 +100,13 @@ class Minder:
     def adopt(self) -> None:
         """Go on with an attempt that an earlier uplink started."""
         begun = has_begun(first_facts(self.directory))
-        self._news.learn(AT_ONCE_S, begun=begun, state=State.RUNNING if begun else State.STARTING)
+        self.news.learn(AT_ONCE_S, begun=begun, state=State.RUNNING if begun else State.STARTING)
         self._run_threads(lambda: None, fresh=False, first_s=AT_ONCE_S)
 
     def stop(self, reason: StopReason) -> None:
         """Have the attempt stopped in order; a later reason may be a stronger one."""
-        if self._news.known.stop is not reason:
-            self._news.learn(SOON_S, stop=reason)
+        if self.news.known.stop is not reason:
+            self.news.learn(SOON_S, stop=reason)
             self._tell(protocol.Cancel(reason=reason))
 
     def look(self, order: Look) -> None:
@@ -115,11 +115,11 @@ class Minder:
             offers=order.offers, chosen=order.chosen, release=order.release, peer_failed=order.peer_failed
         )
         self.pass_on(news)
-        self._news.learn(AT_ONCE_S if news == protocol.GangNews() else SOME_TIME_S)
+        self.news.learn(AT_ONCE_S if news == protocol.GangNews() else SOME_TIME_S)
 
     def seen(self) -> AttemptSeen:
         """Return what a heartbeat says of it."""
-        known = self._news.known
+        known = self.news.known
         state = known.state if known.ending is None else State.STOPPING
         return AttemptSeen(run_id=self.remote.run_id, fence=self.remote.fence, state=state)
 
@@ -176,7 +176,7 @@ class Minder:
         credential = Credential(self.remote.token, lambda token: self._write_down(token=token))
         self._server.credentials.add(self.remote.gang, credential)
         reporter = Reporter(
-            self.directory, self.remote, self._news, server=self._server, clock=self._clock, say=self._say
+            self.directory, self.remote, self.news, server=self._server, clock=self._clock, say=self._say
         )
 
         def listen() -> None:
@@ -247,7 +247,7 @@ class Minder:
             self._tell(protocol.Confirm())
         if self._gang != protocol.GangNews():
             self._tell(self._gang)
-        stop = self._news.known.stop
+        stop = self.news.known.stop
         if stop is not None:
             self._tell(protocol.Cancel(reason=stop))
 
@@ -267,7 +267,7 @@ class Minder:
 
         Once it has ended, or the next uplink would not end it; and once what is true of it was told.
         """
-        if self._abandoned and self._news.known.finished and self._reported.is_set():
+        if self._abandoned and self.news.known.finished and self._reported.is_set():
             self._write_down(standing="stale")
 
     def _write_down(self, **changes: str) -> None:
@@ -295,29 +295,29 @@ class Minder:
     def _understand(self, message: protocol.AnyMessage) -> None:
         match message:
             case protocol.Output() | protocol.Skipped():
-                self._news.learn(SOON_S)
+                self.news.learn(SOON_S)
             case protocol.Waiting(sentence=sentence, lasting=lasting):
                 self._of_itself = sentence if lasting else self._of_itself
-                self._news.learn(SOME_TIME_S, sentence=sentence)
+                self.news.learn(SOME_TIME_S, sentence=sentence)
             case protocol.Started():
                 within_s = AT_ONCE_S if self._is_awaited() else BEGUN_S
-                self._news.learn(within_s, begun=True, state=State.RUNNING, sentence=self._of_itself)
+                self.news.learn(within_s, begun=True, state=State.RUNNING, sentence=self._of_itself)
             case protocol.Tracked(url=url):
-                self._news.learn(SOON_S, tracked=url)
+                self.news.learn(SOON_S, tracked=url)
             case protocol.CrewNews() as crew:
-                self._news.learn(AT_ONCE_S, crew=crew)
+                self.news.learn(AT_ONCE_S, crew=crew)
             case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked, crew=crew_news):
                 for word in (tracked, crew_news):
                     if word is not None:
                         self._understand(word)
                 begun = state not in (State.QUEUED, State.STARTING) and has_begun(first_facts(self.directory))
-                self._news.learn(
+                self.news.learn(
                     SOME_TIME_S, begun=begun, state=State.RUNNING if begun else State.STARTING, sentence=waiting
                 )
             case protocol.Stopped() as stopped:
-                self._news.learn(RECEIPT_S, ending=stopped)
+                self.news.learn(RECEIPT_S, ending=stopped)
             case protocol.Finished():
-                self._news.learn(AT_ONCE_S, finished=True)
+                self.news.learn(AT_ONCE_S, finished=True)
             case protocol.Refused(message=text):
                 self._detail = text
             case _:
@@ -342,38 +342,38 @@ class Minder:
                 try:
                     again = self._should_launch_again()
                     if not again:
-                        self._settle()
+                        self.write_ending()
                         return False
                 finally:
                     os.close(lock)
                 if self._launch_again():
                     return True
             self._pause(pause_s)
-            pause_s = min(2 * pause_s, _LOOK_S_MAX)
+            pause_s = min(2 * pause_s, LOOK_S_MAX)
         return False
 
     def _is_finished(self) -> bool:
-        if self._news.known.finished:
+        if self.news.known.finished:
             return True
         stopped = read_ending(self.directory)
         if stopped is None or read_receipt(self.directory) is None:
             return False
-        self._news.learn(AT_ONCE_S, ending=stopped, finished=True)
+        self.news.learn(AT_ONCE_S, ending=stopped, finished=True)
         return True
 
     def _lock_free(self) -> int:
         try:
             return try_lock(self.directory)
         except (FileNotFoundError, NotADirectoryError) as error:  # the directory was deleted
-            self._news.learn(AT_ONCE_S, ending=refusal(f"{self._detail}; {error}", self._clock), finished=True)
+            self.news.learn(AT_ONCE_S, ending=refusal(f"{self._detail}; {error}", self._clock), finished=True)
             return -1
         except OSError as error:  # a disk that is full or broken: that says nothing about who has the attempt
-            self._news.learn(SOME_TIME_S, sentence=f"its lock cannot be looked at: {error}")
+            self.news.learn(SOME_TIME_S, sentence=f"its lock cannot be looked at: {error}")
             return -1
 
     def _should_launch_again(self) -> bool:
         """Return whether the agent died before anybody had the attempt; its lock is held."""
-        if self._launch is None or self._launches >= LAUNCHES_MAX or self._news.known.stop is not None:
+        if self._launch is None or self._launches >= LAUNCHES_MAX or self.news.known.stop is not None:
             return False
         nothing = not first_facts(self.directory) and not (self.directory / "stopped.json").exists()
         return nothing and not os.path.exists(f"/proc/{self._agent_pid}")
@@ -389,7 +389,7 @@ class Minder:
         self._send(channel)
         return True
 
-    def _settle(self) -> None:
+    def write_ending(self) -> None:
         """Write what is missing, once none of the attempt's processes holds a device; its lock is held.
 
         However long that takes: that it is over is what the server is told, and it may begin another attempt then.
@@ -398,12 +398,12 @@ class Minder:
         while still_held(self._home, self.directory):
             self._seen_ns = self._clock.boottime_ns()
             sentence = "its supervisor is gone; a process of it still has a device"
-            self._news.learn(SOME_TIME_S, state=State.STOPPING, sentence=sentence)
+            self.news.learn(SOME_TIME_S, state=State.STOPPING, sentence=sentence)
             self._pause(pause_s)
-            pause_s = min(2 * pause_s, _LOOK_S_MAX)
+            pause_s = min(2 * pause_s, LOOK_S_MAX)
         begun = may_have_begun(first_facts(self.directory))
         stopped = settle(self.directory, self.remote, self._detail, self._clock, seen_ns=self._seen_ns)
-        self._news.learn(AT_ONCE_S, begun=self._news.known.begun or begun, ending=stopped, finished=True)
+        self.news.learn(AT_ONCE_S, begun=self.news.known.begun or begun, ending=stopped, finished=True)
 
     def _supervisor(self) -> Channel | None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

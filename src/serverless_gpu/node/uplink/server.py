@@ -19,7 +19,7 @@ from serverless_gpu.node.uplink.server_time import ServerTime
 from serverless_gpu.wire.connection import Connection
 
 _PAUSE_S = 0.1
-_PAUSE_S_MAX = 5.0
+PAUSE_S_MAX = 5.0
 
 
 class Server:
@@ -109,7 +109,7 @@ class Backoff:
     def next_s(self) -> float:
         """Return how long to wait now, in seconds."""
         pause_s = self._pause_s * random.uniform(0.5, 1.0)
-        self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+        self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         return pause_s
 
     def reset(self) -> None:

@@ -248,7 +248,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
         def answer() -> Response:
             # The thread also reads and writes the JSON, which may be megabytes: the event loop goes on.
-            return _response(call, self.handler(call, **arguments, **self._body(request, data)))
+            return make_response(call, self.handler(call, **arguments, **self._body(request, data)))
 
         if not inspect.iscoroutinefunction(self.handler):
             return await to_thread.run_sync(answer)
@@ -256,7 +256,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             body = await to_thread.run_sync(lambda: self._body(request, data))
         else:
             body = self._body(request, data)
-        return _response(call, await self.handler(call, **arguments, **body))
+        return make_response(call, await self.handler(call, **arguments, **body))
 
     def _body(self, request: HttpRequest, data: bytes) -> dict[str, object]:
         """Return the argument for a body that was read whole; none where the route takes none, or a stream."""
@@ -376,7 +376,8 @@ def _part(value: object, kind: type, name: str) -> object:
     return int(text)
 
 
-def _response(call: Call, answer: object) -> Response:
+def make_response(call: Call, answer: object) -> Response:
+    """Return the response that carries an answer."""
     if isinstance(answer, Response):
         return answer
     if isinstance(answer, Stream):

@@ -42,7 +42,7 @@ def ray(tmp_path: Path) -> Iterator[FakeRay]:
 @pytest.fixture
 def made(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RayEngine]]:
     """Yield what makes an engine that has looked at Ray; each is closed with the test."""
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.1)
     engines: list[RayEngine] = []
 
     def make(*, pool: str = "p", ready: bool = True, news: Callable[[], None] = lambda: None) -> RayEngine:
@@ -189,7 +189,7 @@ def test_a_child_that_is_killed_is_started_again(ray: FakeRay, made: Callable[..
 def test_an_answer_that_does_not_come_costs_the_child_and_nobody_waits_for_it(
     ray: FakeRay, made: Callable[..., RayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RESERVE_S", 1.0)
+    monkeypatch.setattr(module, "RESERVE_S", 1.0)
     rung = threading.Event()
     engine = made(news=rung.set)
     with ray.changed() as state:
@@ -238,7 +238,7 @@ def test_what_a_killed_child_left_half_reserved_is_removed(ray: FakeRay, made: C
 def test_a_node_without_an_agent_is_lost_until_it_has_one(
     ray: FakeRay, made: Callable[..., RayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_agents, "_EVERY_S", 0.1)
+    monkeypatch.setattr(ray_agents, "LOOK_EVERY_S", 0.1)
     with ray.changed() as state:
         state["agents"]["id-n2"] = {"problem": "its agent was not started: no such file"}
     engine = made()
@@ -269,7 +269,7 @@ def test_an_actor_that_says_nothing_is_no_loss_at_first(ray: FakeRay, made: Call
 def test_actors_that_say_nothing_again_and_again_leave_a_node_without_an_agent(
     ray: FakeRay, made: Callable[..., RayEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_agents, "_EVERY_S", 0.1)
+    monkeypatch.setattr(ray_agents, "LOOK_EVERY_S", 0.1)
     engine = made()
     engine.events()
     with ray.changed() as state:

@@ -118,7 +118,8 @@ class Changing:
         """Scan with and without knowing anything, and compare all of it."""
         wait_for_ticks()
         description = self.describe()
-        knowing, fresh = Recogniser(self.directory / "index"), Recogniser(self.directory / f"index{self.number()}")
+        known, unknown = self.directory / "index", self.directory / f"index{self.number()}"
+        knowing, fresh = Recogniser(known), Recogniser(unknown)
         first, second = _scanned(knowing, description), _scanned(fresh, description)
         if isinstance(first, str) or isinstance(second, str):
             assert first == second
@@ -133,7 +134,7 @@ class Changing:
         if remember:
             knowing.remember(first)
             fresh.remember(second)
-            one, other = (Recogniser(path).gate(description) for path in (self.directory / "index", fresh._directory))
+            one, other = (Recogniser(path).gate(description) for path in (known, unknown))
             assert (one and one.address) == (other and other.address)
 
 

@@ -83,7 +83,7 @@ def test_an_older_python_can_be_asked(python: str) -> None:
 def test_a_program_that_is_no_python_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
 ) -> None:
-    monkeypatch.setattr(interpreter, "_ANSWER_TIMEOUT_S", 0.2 if "sleep" in script else 60)
+    monkeypatch.setattr(interpreter, "ANSWER_TIMEOUT_S", 0.2 if "sleep" in script else 60)
     program = tmp_path / "python"
     program.write_text(script)
     program.chmod(0o755)

@@ -66,18 +66,18 @@ def test_what_is_larger_than_all_copies_may_be_is_passed_on(store: FarAway, tmp_
 def test_a_copy_that_has_to_give_way_while_it_is_written_is_not_there(
     store: FarAway, environments: Environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, opened = environments._nearby, nearby._File
+    kept, opened = environments._nearby, nearby.KeptFile
     assert kept is not None
 
-    def open_and_give_way(path: Path) -> nearby._File:
-        monkeypatch.setattr(kept, "_bytes_max", 0)
+    def open_and_give_way(path: Path) -> nearby.KeptFile:
+        monkeypatch.setattr(kept, "bytes_max", 0)
         kept.tend()
         return opened(path)
 
     store.put({KEY: PACK, pack_key(OTHER): OTHER})
     assert read(environments, pack_key(OTHER)) == OTHER
     with monkeypatch.context() as patched:
-        patched.setattr(nearby, "_File", open_and_give_way)
+        patched.setattr(nearby, "KeptFile", open_and_give_way)
         assert read(environments) == PACK
     assert files(tmp_path) == []
 

@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import CgroupRoot
 from serverless_gpu.node.protocol import Context
-from serverless_gpu.node.zygote_pool import ZYGOTES_MAX, ZygotePool
+from serverless_gpu.node.zygote_pool import PRELOAD_S, ZYGOTES_MAX, ZygotePool
 from serverless_gpu.node.zygotes import Zygote, ZygoteRequest
 from serverless_gpu.testing import FakeClock
 from tests.support.node.restored import caller, environment
@@ -23,7 +23,8 @@ class Recorded(ZygotePool):
     """A pool that knows all zygotes it ever had."""
 
     def __init__(self, directory: Path, log: int) -> None:
-        super().__init__(Home(directory), log, CgroupRoot(None), selectors.DefaultSelector(), FakeClock())
+        self.clock = FakeClock()
+        super().__init__(Home(directory), log, CgroupRoot(None), selectors.DefaultSelector(), self.clock)
         self.all: list[Zygote] = []
 
     def _spawn(self, *arguments: Any) -> Zygote:
@@ -59,12 +60,12 @@ def test_a_run_starts_over_in_the_environment_it_waits_for(pool: Recorded, tmp_p
     context = silent(tmp_path)
     request = ZygoteRequest(context, first)
     pool.give_stem(request, 1, lambda stem, fd: None, problems.append)
-    zygote = pool._zygotes[request.key]
+    (zygote,) = pool.all
     zygote.move(second)  # for another run
+    pool.clock.advance(PRELOAD_S + 1)
+    pool.tend(())
 
-    pool._give_up(zygote, "it leaves threads behind")
-
-    (fresh,) = pool._one_shots
+    _, fresh = pool.all
     assert fresh.environment is first and fresh.waited_for
     assert not problems
 
@@ -74,5 +75,5 @@ def test_a_run_that_waits_is_not_forgotten_when_its_zygote_has_to_go(pool: Recor
         request = ZygoteRequest(silent(tmp_path, f"python{number}"))
         pool.give_stem(request, 1, lambda stem, fd: None, lambda problem: None)
 
-    (fresh,) = pool._one_shots
+    *_, fresh, _ = pool.all
     assert fresh.context.python.endswith("python0") and fresh.waited_for

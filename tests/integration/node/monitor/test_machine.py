@@ -90,13 +90,13 @@ def test_a_child_whose_parent_ended_stays_its_ranks(family: subprocess.Popen[str
 
 def test_processes_of_others_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    stat = ranks._stat
+    stat = ranks.read_stat
 
     def counting(pid: int) -> Any:
         asked.append(pid)
         return stat(pid)
 
-    monkeypatch.setattr(ranks, "_stat", counting)
+    monkeypatch.setattr(ranks, "read_stat", counting)
     process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:
         processes = RankProcesses()

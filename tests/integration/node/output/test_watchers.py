@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -30,10 +31,9 @@ def audience(tmp_path: Path) -> Iterator[tuple[Audience, selectors.BaseSelector,
         assert made.listen() == ""
         yield made, selector, path
         made.close()
-        for watcher in made._watchers:
-            watcher.channel.close()
-        assert made._listener is not None
-        made._listener.close()
+        for key in list(selector.get_map().values()):
+            selector.unregister(key.fileobj)
+            cast(Channel, key.fileobj).close()
 
 
 def knock(path: Path) -> Channel:

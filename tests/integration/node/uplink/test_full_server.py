@@ -100,7 +100,7 @@ class Reported:
 @pytest.fixture
 def reported(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reported]:
     """Yield an attempt whose first report was answered."""
-    monkeypatch.setattr(server_room, "_PAUSE_S_MAX", 0.05)
+    monkeypatch.setattr(server_room, "PAUSE_S_MAX", 0.05)
     with AgentServer(home) as server:
         reported = Reported(server, tmp_path)
         wait_for(lambda: reported.attended.deadlines, "the first report is answered")

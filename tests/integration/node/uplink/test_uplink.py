@@ -219,7 +219,7 @@ def test_F16_a_stopped_uplink_leaves_its_runs_alone(node: Node, where: str) -> N
 def test_an_uplink_that_does_not_hear_is_killed_and_that_is_no_failure(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_END_S", 0.3)
+    monkeypatch.setattr(control, "END_S", 0.3)
     uplink = node.uplink()
     uplink.send(signal.SIGSTOP)
     assert stop_all(node.home) == 1

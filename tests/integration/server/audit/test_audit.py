@@ -153,5 +153,5 @@ def test_a_copy_that_differs_is_told_in_what(tmp_path: Path, change: dict[str, A
     known = Link(number=1, seq=1, at_ns=1, principal="root", action="user.create", subject="bob", detail={}, token="")
     other = msgspec.structs.replace(known, **change)
     with pytest.raises(AuditBroken) as refused:
-        list(cli_audit._compared([other], iter([known]), tmp_path / "audit.jsonl"))
+        list(cli_audit.compare_links([other], iter([known]), tmp_path / "audit.jsonl"))
     assert refused.value.message.endswith(said) and refused.value.hint

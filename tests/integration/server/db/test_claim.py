@@ -252,7 +252,7 @@ def test_sessions_that_cannot_be_ended_leave_the_database_unclaimed(
 
     database = Database(postgres_url, clock=SystemClock())
     database.be_sole()
-    monkeypatch.setattr(claim_room.Claim, "_end_others", stay)
+    monkeypatch.setattr(claim_room.Claim, "end_others", stay)
     end_session(postgres_url)
     assert not database.claim.look() and not database.claim.is_held
     with pytest.raises(ServerUnavailable):

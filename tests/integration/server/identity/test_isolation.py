@@ -52,6 +52,7 @@ from serverless_gpu.wire.runs import Target
 from serverless_gpu.wire.secrets import SecretRequest, SecretView
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello
+from tests.support.server.late import before_next_write
 from tests.support.server.served import Served, served
 from tests.support.server.stored import T0, add_run
 
@@ -154,13 +155,12 @@ def test_22A1_taking_it_back_keeps_new_runs_waiting_and_leaves_those_that_run(se
 
 
 @pytest.mark.usefixtures("people")
-def test_22A1_a_decision_that_was_taken_back_meanwhile_holds_in_the_transaction_that_places(services: Services) -> None:
+def test_22A1_a_decision_that_was_taken_back_meanwhile_holds_in_the_transaction_that_places(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dividing.put_pool(services, ROOT, "default", ALLOW)
     run_id, scheduler = submit(services, "bob"), Scheduler(services)
-    planning = scheduler._planning
-    planning.tell(planning.read())
-    assert [one.run_id for one in planning.decide().placements] == [run_id]
-    dividing.put_pool(services, ROOT, "default", REVOKE)
+    before_next_write(monkeypatch, services.database, lambda: dividing.put_pool(services, ROOT, "default", REVOKE))
     tick(services, scheduler)
     assert state(services, run_id) is State.QUEUED
 
@@ -320,7 +320,7 @@ def test_22A1_an_upgrade_asks_on_a_terminal_and_says_how_to_rotate(
     shown = Terminal()
     monkeypatch.setattr("sys.stdin", Terminal(typed))
     monkeypatch.setattr("sys.stderr", shown)
-    assert up._decide(FOUND) is answer
+    assert up.decide_sharing(FOUND) is answer
     assert golden("server.isolation.bob-ran-code") in shown.getvalue() and "`sgpu server rotate`" in shown.getvalue()
     assert golden("server.isolation.may-runs-several") in shown.getvalue()
 
@@ -329,11 +329,11 @@ def test_22A1_without_a_terminal_it_warns_and_leaves_it_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert up._decide(FOUND) is None
+    assert up.decide_sharing(FOUND) is None
     assert golden("server.isolation.warning-runs-bob") in capsys.readouterr().err
     decided = Exposure(principals=("bob",), had_runs=(), undecided=(), closed=(), shared=("default",))
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
-    assert up._decide(decided) is None
+    assert up.decide_sharing(decided) is None
     assert golden("server.isolation.code-bob-can") in capsys.readouterr().err
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import audit, owners, self_check
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.api import routing
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
@@ -24,6 +22,7 @@ from serverless_gpu.wire.principals import PrincipalChange, PrincipalRequest, Pr
 from serverless_gpu.wire.runs import RunView, StreamMessage
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, submit
+from tests.support.server.late import before_next_write
 from tests.support.server.made import made_services
 from tests.support.server.measures import value
 from tests.support.server.principals import Api
@@ -120,13 +119,7 @@ def test_F68_a_placement_and_a_ban_at_the_same_moment_see_each_other(
 ) -> None:
     run_id = submit(services)
     scheduler = Scheduler(services)
-    place = scheduler._place
-
-    def banned_first(placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
-        shut_out(api)
-        place(placements, stored)
-
-    monkeypatch.setattr(scheduler, "_place", banned_first)
+    before_next_write(monkeypatch, services.database, lambda: shut_out(api))
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.QUEUED
 

@@ -9,12 +9,12 @@ import pytest
 from serverless_gpu.errors import ServerStorageFull, ServerUnavailable
 from serverless_gpu.model.attempt import Reason, State
 from serverless_gpu.model.run_lifecycle import GivenUp
-from serverless_gpu.server import reporting
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
+from tests.support.server.late import before_next_write
 from tests.support.server.reporting import clock, fact, run_id, say, services
 from tests.support.server.stored import T0, stored, tell
 
@@ -27,13 +27,7 @@ def test_F18_an_attempt_that_is_given_up_while_it_reports_is_told_so_whatever_th
     say(services, run_id, exec_ns=T0)
     clock.advance(3600)
     clock.step_wall(-3600)
-    append = reporting._append
-
-    def append_late(*told: Any) -> dict[str, int]:
-        tell(database, run_id, GivenUp(Reason.NODE_GONE))
-        return append(*told)
-
-    monkeypatch.setattr(reporting, "_append", append_late)
+    before_next_write(monkeypatch, database, lambda: tell(database, run_id, GivenUp(Reason.NODE_GONE)))
     assert say(services, run_id, exec_ns=T0).stale
 
 

@@ -388,11 +388,11 @@ def test_chosen_or_called_off_never_both(database: Database, services: Services,
 
         def choose(attempt: StoredAttempt = attempt, both: threading.Barrier = both) -> None:
             both.wait()
-            meetings._choose(services, attempt, CHOSEN, but=None)
+            meetings.choose(services, attempt, CHOSEN, but=None)
 
         def call_off(attempt: StoredAttempt = attempt, both: threading.Barrier = both) -> None:
             both.wait()
-            meetings._call_off(services, attempt, known, why="it took too long")
+            meetings.call_off(services, attempt, known, why="it took too long")
 
         threads = [threading.Thread(target=work) for work in (choose, call_off)]
         for thread in threads:

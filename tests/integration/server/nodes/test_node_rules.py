@@ -27,6 +27,7 @@ from serverless_gpu.wire.agents import Heartbeat, NodeView, Start
 from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, QuarantineRequest
 from tests.support.golden import golden
 from tests.support.server.agents import H100, NODE, hello, tell
+from tests.support.server.late import before_next_write
 from tests.support.server.stored import add_people, new_run
 
 ROOT = Caller(name="root", role="admin")
@@ -172,13 +173,9 @@ def test_a_placement_that_was_decided_before_the_drain_is_not_written_after(
     services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id, scheduler = submit(services), Scheduler(services)
-    before = scheduler._place
-
-    def late(*decided: object) -> None:
-        ruling.drain(services, by(ROOT), NodeDrainRequest(on=True))
-        before(*decided)  # type: ignore[arg-type] # as it came
-
-    monkeypatch.setattr(scheduler, "_place", late)
+    before_next_write(
+        monkeypatch, services.database, lambda: ruling.drain(services, by(ROOT), NodeDrainRequest(on=True))
+    )
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.QUEUED
 

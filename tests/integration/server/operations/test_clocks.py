@@ -16,7 +16,7 @@ from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.identity import NewToken
-from serverless_gpu.server.retention import Retention
+from serverless_gpu.server.retention import FIRST_S, Retention
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.steady import SETTLING_S, SteadyClock
 from serverless_gpu.testing import FakeClock
@@ -109,6 +109,6 @@ def test_F39_tokens_are_judged_and_runs_kept_as_if_the_clock_had_not_jumped(worl
     with pytest.raises(NotAuthenticated):
         admission.authenticate(ended)
     retention = Retention(services)
-    retention._due_ns = 0
+    world.clock.advance(FIRST_S)
     retention.tick(services.clock.boottime_ns())
     assert world.run(run_id).finished

@@ -19,6 +19,7 @@ from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.state import DrainRequest, DrainView
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello, submit
+from tests.support.server.late import before_next_write
 from tests.support.server.served import served
 from tests.support.server.stored import add_people
 
@@ -67,13 +68,7 @@ def test_a_placement_that_was_decided_before_is_not_written_after(
 ) -> None:
     scheduler = Scheduler(services)
     run_id = submit(services, 1)
-    before = scheduler._place
-
-    def late(*decided: object) -> None:
-        draining.put(services, ROOT, DrainRequest(on=True))
-        before(*decided)  # type: ignore[arg-type] # as it came
-
-    monkeypatch.setattr(scheduler, "_place", late)
+    before_next_write(monkeypatch, services.database, lambda: draining.put(services, ROOT, DrainRequest(on=True)))
     tick(services, scheduler)
     assert find(services, run_id).state is State.QUEUED
 

@@ -130,7 +130,7 @@ def test_a_sample_counts_what_is_alive(watched: Services, clock: FakeClock) -> N
 
 def test_types_of_devices_that_a_node_makes_up_become_other() -> None:
     counted = Counter({(f"made-up-{number:03}", "free"): 1 for number in range(100)} | {("H100", "leased"): 8})
-    few = sampling._few(counted)
+    few = sampling.few_types(counted)
     names = {name for name, _ in few}
     assert len(names) == LABEL_VALUES_MAX + 1 and {OTHER, "H100"} <= names
     assert sum(few.values()) == 108

@@ -83,7 +83,7 @@ def test_22C4_the_event_loop_neither_reads_nor_writes_large_json(home: Path, mon
         return call
 
     monkeypatch.setattr(routing, "from_json", noted("read", from_json))
-    monkeypatch.setattr(routing, "_response", noted("written", routing._response))
+    monkeypatch.setattr(routing, "make_response", noted("written", routing.make_response))
     with served(home) as server:
         connection = server.connection()
         connection.ask("PUT", "/secrets/hf", SecretRequest(value=b"x"), answer=SecretView)

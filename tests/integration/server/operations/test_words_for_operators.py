@@ -170,9 +170,9 @@ def test_variables_that_are_no_settings_are_named_with_what_was_meant() -> None:
 
 
 def test_a_disk_on_which_little_can_be_done_is_said_at_the_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert up._too_small(Home(home)) == []
+    assert up.disk_warnings(Home(home)) == []
     monkeypatch.setattr(space, "free_bytes", lambda _place: 64 << 20)
-    (said,) = up._too_small(Home(home))
+    (said,) = up.disk_warnings(Home(home))
     assert str(home) in said and "67.1 MB" in said and "134.2 MB" in said
 
 

@@ -107,7 +107,7 @@ def test_a_place_in_the_queue_stands_beside_a_run_and_nobody_is_told_that_it_is_
         reserved_ns=NOW,
         waiting=wait_view(wait),
     )
-    place, *_, reserved, why = dividing._waiting(entry, NOW)
+    place, *_, reserved, why = dividing.queue_row(entry, NOW)
     assert (place, reserved) == ("2", f"about {format_soon(NOW)}")
     assert why == golden("server.dividing_commands.needs-h100-one", format_soon=format_soon(NOW))
 

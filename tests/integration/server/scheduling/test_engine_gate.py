@@ -46,7 +46,7 @@ class Pool:
     def __init__(self, services: Services, home: Path, *engine_nodes: str) -> None:
         self.home, self.clock = home, services.clock
         self._nodes = [EngineNode(name=name, devices=DEVICES) for name in engine_nodes]
-        self._reservations = Reservations()
+        self.reservations = Reservations()
         add_people(services.database, "node", "alice")  # type: ignore[arg-type] # a Database
         self.ids: dict[str, str] = {}
         self._serve(services)
@@ -54,7 +54,7 @@ class Pool:
 
     def _serve(self, services: Services) -> None:
         self.services = services
-        self.engine = SimulatedEngine(self._nodes, self._reservations)
+        self.engine = SimulatedEngine(self._nodes, self.reservations)
         self.scheduler = Scheduler(services, engine=self.engine)
         self.reconciler = Reconciler(services, scheduler=self.scheduler, engine=self.engine)
 
@@ -134,7 +134,7 @@ def test_a_gang_that_is_on_other_nodes_too_waits_as_a_whole(services: Services, 
     assert pool.orders() == {}
     pool.tick()
     assert pool.orders() == {"n1": [Start], "n2": [Start]}
-    (reserved,) = pool._reservations.gangs.values()
+    (reserved,) = pool.reservations.gangs.values()
     assert [share.node for share in reserved.shares] == ["n2"] and reserved.id == f"{run_id}:1"
 
 

@@ -50,7 +50,7 @@ def sentence(world: World, run_id: str) -> str:
 
 def reasons(world: World, run_id: str) -> list[Reason | None]:
     """Return how the attempts of a run ended."""
-    found = world._database.read(lambda connection: attempts.of_run(connection, run_id))
+    found = world.database.read(lambda connection: attempts.of_run(connection, run_id))
     return [attempt.reason for attempt in found]
 
 
@@ -67,13 +67,13 @@ def test_a_critical_run_has_one_of_best_effort_leave_which_goes_on_when_there_is
     run = world.run(left)
     assert (run.state, reasons(world, left)) == (State.QUEUED, [Reason.PREEMPTED])
     assert run.queued_ns == run.created_ns
-    (attempt,) = world._database.read(lambda connection: attempts.of_run(connection, left))
+    (attempt,) = world.database.read(lambda connection: attempts.of_run(connection, left))
     assert "alice/llama" in views.attempt_view(attempt).sentence  # who it was for is still known when it waits again
-    told = world._database.read(lambda connection: events.after(connection, left, 0))
+    told = world.database.read(lambda connection: events.after(connection, left, 0))
     assert any("is over" in event.sentence and "alice/llama" in event.sentence for event in told)
     (stop,) = [
         entry
-        for entry in world._database.read(audit.entries)
+        for entry in world.database.read(audit.entries)
         if entry.action == "run.stop" and entry.principal == "server"
     ]
     assert stop.subject == left and "alice/llama" in str(stop.detail["because"])

@@ -25,6 +25,7 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import node_key, run_key
 from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.reconciler import Reconciler
+from serverless_gpu.server.reserving import Reserving
 from serverless_gpu.server.roster import Reading
 from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.server.services import Services
@@ -34,6 +35,7 @@ from serverless_gpu.wire.attempts import Report
 from serverless_gpu.wire.runs import Target
 from tests.support.golden import golden
 from tests.support.server.agents import H100, NODE, find, hello, submit, tell
+from tests.support.server.late import before_next_write
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0, add_people, new_run
 
@@ -159,7 +161,6 @@ def test_nothing_is_placed_on_a_node_that_is_not_any_more_what_was_looked_at(
 ) -> None:
     run_id = submit(services)
     scheduler = Scheduler(services)
-    place = scheduler._place
 
     def happen() -> None:
         if what == "restarted":
@@ -169,14 +170,9 @@ def test_nothing_is_placed_on_a_node_that_is_not_any_more_what_was_looked_at(
         else:
             dividing.put_pool(services, ROOT, "gold", PoolRequest(kind="reserved", nodes=("n1",)))
 
-    def place_late(*placement: Any) -> None:
-        happen()
-        place(*placement)
-
-    monkeypatch.setattr(scheduler, "_place", place_late)
+    before_next_write(monkeypatch, services.database, happen)
     tick(services, scheduler)
     assert find(services, run_id).state is State.QUEUED
-    monkeypatch.undo()
     tick(services, scheduler)
     run = find(services, run_id)
     assert (run.state is State.STARTING) == (what == "restarted")
@@ -263,8 +259,9 @@ def test_F31_what_a_server_that_was_killed_did_not_ask_the_engine_for_the_next_o
     cluster = engine()
     run_id = submit(services)
     killed = Scheduler(services, engine=cluster)
-    monkeypatch.setattr(killed._reserving, "ask", lambda *_: None)
-    tick(services, killed)
+    with monkeypatch.context() as patched:
+        patched.setattr(Reserving, "ask", lambda *_: None)
+        tick(services, killed)
     assert (find(services, run_id).state, cluster.recover()) == (State.STARTING, [])
     tick(services, Scheduler(services, engine=cluster))
     assert cluster.recover() == [f"{run_id}:1"]

@@ -9,6 +9,7 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.attempt import State
+from serverless_gpu.server import logs
 from serverless_gpu.server.services import Services
 from tests.support.golden import golden
 from tests.support.server.reporting import CALM, COMPLETED, RESULTS, clock, piece, run_id, say, services
@@ -20,7 +21,7 @@ def test_F40_output_that_there_was_no_room_for_is_said_where_it_is_missing(
     services: Services, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(services, run_id, logs=(piece(b"one\n"),))
-    monkeypatch.setattr(services.logs, "_kept_free_bytes", 1 << 60)
+    monkeypatch.setattr(logs, "free_bytes", lambda _fd: 0)
     assert say(services, run_id, logs=(piece(b"two\n", 4),)).offsets == {"0.stdout": 4}
     ending = msgspec.structs.replace(COMPLETED, log_ends={"1.stdout": 3_000_000})
     said: dict[str, Any] = {"logs": (piece(b"two\n", 4),), "files": RESULTS, "ending": ending}

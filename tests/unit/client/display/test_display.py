@@ -27,7 +27,7 @@ Captured = pytest.CaptureFixture[str]
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     made = Terminal()
     # Not sys.stdout itself: pytest puts its own back between a fixture and its test.
-    monkeypatch.setattr(display, "_target", lambda stream: made)
+    monkeypatch.setattr(display, "standard_stream", lambda stream: made)
     monkeypatch.setenv("TERM", "xterm")
     return made
 
@@ -314,7 +314,7 @@ def test_a_dumb_terminal_is_not_redrawn(terminal: Terminal, monkeypatch: pytest.
 
 def test_a_bar_on_stderr_while_stdout_is_a_file(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
-    monkeypatch.setattr(display, "_target", lambda stream: file if stream == "stdout" else terminal)
+    monkeypatch.setattr(display, "standard_stream", lambda stream: file if stream == "stdout" else terminal)
     made = TerminalDisplay(quiet=False)
     made.output(0, "stderr", "\r10%")
     made.output(0, "stdout", "partial")

@@ -24,7 +24,7 @@ def clock() -> FakeClock:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     made = Terminal()
-    monkeypatch.setattr(display, "_target", lambda stream: made)
+    monkeypatch.setattr(display, "standard_stream", lambda stream: made)
     monkeypatch.setenv("TERM", "xterm")
     return made
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.cli.pictures import drawing_room
-from serverless_gpu.cli.results import Result, _copy
+from serverless_gpu.cli.results import Result, write_result
 from serverless_gpu.cli.server import audit_file, usage_files
 from serverless_gpu.client.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
@@ -30,7 +30,7 @@ def _audit(path: Path) -> None:
 
 
 def _result(path: Path) -> None:
-    _copy(Result(3, iter([b"abc"])), path)
+    write_result(Result(3, iter([b"abc"])), path)
 
 
 def _picture(path: Path) -> None:
@@ -68,7 +68,7 @@ def test_what_was_there_stays_when_it_cannot_be_written_whole(tmp_path: Path) ->
     path = tmp_path / "there"
     path.write_text("before")
     with pytest.raises(StorageError, match=re.escape(golden("client.result_files.would-bytes"))):
-        _copy(Result(4, iter([b"abc"])), path)
+        write_result(Result(4, iter([b"abc"])), path)
     with pytest.raises(KeyboardInterrupt), whole(path):
         raise KeyboardInterrupt
     assert path.read_text() == "before" and [path] == list(tmp_path.iterdir())

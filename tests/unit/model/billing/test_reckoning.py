@@ -83,7 +83,9 @@ def test_lines_are_what_a_second_reckoning_says(facts: list[Fact], tariff: Tarif
         exact = summed(days, "billed_ms") * tariff.gpu_micros_per_hour + summed(days, "core_ms") * core
         exact = exact * 1024 + summed(days, "memory_mib_ms") * memory
         assert summed(days, "micros") == -(-exact // (reckoning.HOUR_MS * 1024))
-    assert [wrong for line in days for wrong in reckoning._line(msgspec.structs.asdict(line) | {"queued_ms": 0})] == []
+    assert [
+        wrong for line in days for wrong in reckoning.check_line(msgspec.structs.asdict(line) | {"queued_ms": 0})
+    ] == []
 
 
 @settings(deadline=None)
@@ -101,7 +103,7 @@ def test_however_facts_arrive_and_however_often_they_are_posted_the_books_are_ri
     whole = lines(facts, tariff, is_billed=is_billed)
     posted += post(posted, whole, final=True)
     rows = [row_of(entry) for entry in posted]
-    assert list(reckoning._books(rows)) == []
+    assert list(reckoning.check_books(rows)) == []
     assert post(posted, whole, final=True) == ()
     for name in reckoning.AMOUNTS[1:]:
         assert sum(row[name] or 0 for row in rows) == summed(whole, name)

@@ -48,7 +48,7 @@ def holders() -> list[Holder]:
 
 
 def test_the_past_is_read_once_however_many_have_devices(read: Counter[str], tmp_path: Path) -> None:
-    found = outlook._having(Home(tmp_path), holders(), NOW)
+    found = outlook.device_holders(Home(tmp_path), holders(), NOW)
     assert [(each.title, each.until_ns, each.is_bound) for each in found] == [
         ("alice/a", NOW + 30 * S, False),  # as its like: 90 s
         ("alice/b", NOW + 60 * S, False),
@@ -61,6 +61,8 @@ def test_the_latest_end_is_what_the_server_would_say(read: Counter[str], tmp_pat
     for directory in (tmp_path / "runs").iterdir():
         if directory.name not in HAVE:
             directory.rmdir()  # nothing is known of their like
-    found = {each.title: (each.until_ns, each.is_bound) for each in outlook._having(Home(tmp_path), holders(), NOW)}
+    found = {
+        each.title: (each.until_ns, each.is_bound) for each in outlook.device_holders(Home(tmp_path), holders(), NOW)
+    }
     assert found["alice/b"] == (NOW + (70 + 10) * S + int(LEAVING_S) * S, True)
     assert found["alice/c"] == (SINCE + (100 + 10) * S + int(START_S + LEAVING_S) * S, True)

@@ -13,7 +13,6 @@ from serverless_gpu.environment.documents import Facts, Root, make_snapshot
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.restore.fitting import Loaded
 from serverless_gpu.errors import EnvironmentUnsupported
-from serverless_gpu.node import restoring_process
 from serverless_gpu.node.inside import mounts
 from serverless_gpu.node.restoring_process import sentence, way_for
 from tests.support.golden import golden
@@ -110,19 +109,20 @@ def test_the_lock_is_let_go_with_the_last_who_uses_it(tmp_path: Path) -> None:
 
 
 def test_how_to_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring_process, "_can_mount", set())
+    can, cannot = tmp_path / "can", tmp_path / "cannot"
+    for environments in (can, cannot):
+        environments.mkdir()
     monkeypatch.setattr(mounts, "probe", lambda directory: "")
-    assert (way_for("", tmp_path).mode, way_for("overlay", tmp_path).mode) == ("overlay", "overlay")
-    forced = way_for("links", tmp_path)
+    assert (way_for("", can).mode, way_for("overlay", can).mode) == ("overlay", "overlay")
+    forced = way_for("links", can)
     assert (forced.mode, forced.why) == ("links", "SERVERLESS_GPU_RESTORE=links")
     monkeypatch.setattr(mounts, "probe", lambda directory: pytest.fail("asked twice"))
-    assert way_for("", tmp_path).mode == "overlay"
-    monkeypatch.setattr(restoring_process, "_can_mount", set())
+    assert way_for("", can).mode == "overlay"
     monkeypatch.setattr(mounts, "probe", lambda directory: "a user namespace cannot be made")
-    fallen_back = way_for("", tmp_path)
+    fallen_back = way_for("", cannot)
     assert (fallen_back.mode, fallen_back.why) == ("links", golden("node.restored.mounts-user-namespace"))
     with pytest.raises(EnvironmentUnsupported, match=re.escape(golden("node.restored.machine-cannot-mount"))):
-        way_for("overlay", tmp_path)
+        way_for("overlay", cannot)
 
 
 def test_how_far_a_restore_is_in_words() -> None:

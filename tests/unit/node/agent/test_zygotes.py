@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.node.inside.zygote import _libraries
+from serverless_gpu.node.inside.zygote import mapped_libraries
 from serverless_gpu.node.spawning import one_name
 from serverless_gpu.node.zygotes import Key, first_run
 from tests.support.golden import golden
@@ -57,9 +57,9 @@ def test_an_interpreter_that_is_alone_or_gone_keeps_its_name(tmp_path: Path) -> 
 
 def test_libraries_that_cannot_be_listed_are_not_known_to_be_none(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
-    assert _libraries(str(maps)) is None
+    assert mapped_libraries(str(maps)) is None
     maps.write_text("7f00-7f10 r-xp 0 08:01 7     /view/lib/libcudart.so.12\n7f20-7f30 rw-p 0 00:00 0 \n")
-    assert _libraries(str(maps)) == ["/view/lib/libcudart.so.12"]
+    assert mapped_libraries(str(maps)) == ["/view/lib/libcudart.so.12"]
 
 
 def test_22A2_owners_have_different_keys_in_restored_environments_too() -> None:

@@ -158,7 +158,7 @@ def test_no_directory_of_runs_is_no_runs(runs: Path) -> None:
 
 
 def test_a_tree_without_end_is_read_up_to_a_bound(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_ENTRIES_MAX", 5)
+    monkeypatch.setattr(history, "ENTRIES_MAX", 5)
     (runs / "loop").symlink_to(runs)
     for number in range(10):
         (runs / str(number)).write_bytes(b"x" * 5000)

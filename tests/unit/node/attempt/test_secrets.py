@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu import runtime
+from serverless_gpu import faults, runtime
 from serverless_gpu.client import own_secrets
 from serverless_gpu.errors import InvalidOption, InvalidValue, SecretMissing, StorageError
 from serverless_gpu.model import secrets
@@ -25,7 +25,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.secrets import SecretRequest, SecretValue
 from tests.support.golden import golden
 
-IN_MEMORY = pytest.mark.skipif(not secret_files._is_in_memory(), reason="/dev/shm is not in memory here")
+IN_MEMORY = pytest.mark.skipif(not secret_files.is_in_memory(), reason="/dev/shm is not in memory here")
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_they_lie_in_memory_and_only_their_user_can_read_them(attempt: Path) -> 
 
 
 def test_without_memory_they_lie_in_the_attempt(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret_files, "_is_in_memory", lambda: False)
+    monkeypatch.setattr(secret_files, "is_in_memory", lambda: False)
     place = secret_files.write(attempt, {"A": b"hunter2"})
     assert place == attempt / "secrets" and golden("node.secrets.node-disk") in secret_files.note(place)
     assert stat.S_IMODE(place.lstat().st_mode) == 0o700
@@ -102,14 +102,13 @@ def test_without_memory_they_lie_in_the_attempt(attempt: Path, monkeypatch: pyte
 def test_23A9_memory_that_is_full_refuses_and_nothing_goes_to_the_disk(
     attempt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, fill = names(), secret_files._fill
+    before, writes = names(), iter([OSError(28, "No space left on device")])
 
-    def full(place: Path, values: dict[str, bytes]) -> None:
-        if place.parent == Path("/dev/shm"):
-            raise OSError(28, "No space left on device")
-        fill(place, values)
+    def full_once(_point: str) -> None:
+        for error in writes:
+            raise error
 
-    monkeypatch.setattr(secret_files, "_fill", full)
+    monkeypatch.setattr(faults, "reach", full_once)
     with pytest.raises(StorageError, match=re.escape(golden("node.secrets.cannot-take-secrets"))):
         secret_files.write(attempt, {"A": b"hunter2"})
     assert names() == before and list(attempt.iterdir()) == []
@@ -150,7 +149,8 @@ def test_what_nobody_looks_after_is_swept(attempt: Path) -> None:
 def test_what_was_never_launched_is_swept_after_a_while(attempt: Path) -> None:
     clock = FakeClock()
     sweeper = Sweeper(clock)
-    place, empty = secret_files.write(attempt, {"A": b"a"}), secret_files._make()
+    place, empty = secret_files.write(attempt, {"A": b"a"}), Path("/dev/shm/sgpu-secrets-00000000")
+    empty.mkdir(mode=0o700)
     for _ in range(60):
         sweeper.tend((), ended=False)
         assert place.exists() and empty.exists()

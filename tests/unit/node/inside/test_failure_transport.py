@@ -167,10 +167,10 @@ def test_our_own_frames_at_the_top_are_left_out(tmp_path: Path) -> None:
     told = traceback.TracebackException.from_exception(caught.value)
     del told.stack[0]  # this file: as if the rank's own loop had been the first frame
     ours = len(told.stack)
-    failure._leave_out_own_frames(told)
+    failure.leave_out_own_frames(told)
     assert len(told.stack) == ours  # an error of ours alone keeps its frames
     told.stack.append(traceback.FrameSummary("/home/user/train.py", 3, "train"))
-    failure._leave_out_own_frames(told)
+    failure.leave_out_own_frames(told)
     assert [frame.filename for frame in told.stack] == ["/home/user/train.py"]
 
 

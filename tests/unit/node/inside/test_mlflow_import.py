@@ -19,9 +19,9 @@ def test_only_mlflow_is_taken_over_of_what_one_loader_loads(tmp_path: Path, monk
         for name in ("mlflow", "sgpu_beside_it"):
             archive.writestr(f"{name}.py", "")
     attached: list[str] = []
-    monkeypatch.setattr(mlflow_hook, "_attach", lambda job, module: attached.append(module.__name__))
+    monkeypatch.setattr(mlflow_hook, "attach", lambda job, module: attached.append(module.__name__))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "all.zip"), *sys.path])
-    monkeypatch.setattr(sys, "meta_path", [mlflow_hook._Finder(Job(str(tmp_path), 0)), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [mlflow_hook.Finder(Job(str(tmp_path), 0)), *sys.meta_path])
     try:
         for _ in range(2):  # whoever asks whether it is there does not import it
             assert importlib.util.find_spec("mlflow") is not None

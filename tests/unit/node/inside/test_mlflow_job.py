@@ -210,7 +210,7 @@ def test_one_that_nobody_is_at_work_on_is_said_once_and_looked_for_again(
 
 
 def test_a_file_that_never_appears(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow_job, "_APPEARS_S", 0.0)
+    monkeypatch.setattr(mlflow_job, "APPEARS_S", 0.0)
     assert not Job(str(attempt), 0).resolve(60.0)
 
 
@@ -439,17 +439,17 @@ def test_F44_the_jobs_run_is_started_by_ranks_although_its_server_is_just_being_
             raise Refused("INTERNAL_ERROR")
         return "run"
 
-    assert mlflow_hook._Attached._patiently(attached, lambda: start(40.0)) == "run"
+    assert mlflow_hook.Attached.patiently(attached, lambda: start(40.0)) == "run"
     with pytest.raises(Refused):
-        mlflow_hook._Attached._patiently(attached, lambda: start(1e9))
+        mlflow_hook.Attached.patiently(attached, lambda: start(1e9))
     assert 100.0 <= now[0] < 101.0, "one that stays away is given up"
     tried.clear()
     with pytest.raises(Refused):
-        mlflow_hook._Attached._patiently(attached, lambda: start(1e9))
+        mlflow_hook.Attached.patiently(attached, lambda: start(1e9))
     assert len(tried) == 1, "and not waited for by each of many calls"
-    assert mlflow_hook._Attached._patiently(attached, lambda: start(0.0)) == "run"
+    assert mlflow_hook.Attached.patiently(attached, lambda: start(0.0)) == "run"
     later = now[0] + 5
-    assert mlflow_hook._Attached._patiently(attached, lambda: start(later)) == "run", "another outage is another"
+    assert mlflow_hook.Attached.patiently(attached, lambda: start(later)) == "run", "another outage is another"
     assert capsys.readouterr().err.count("start_run tries again") == 1
 
 

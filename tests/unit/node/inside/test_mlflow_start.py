@@ -27,7 +27,7 @@ def test_of_the_names_that_ranks_give_the_jobs_run_that_of_the_first_rank_counts
         _means_job=lambda asked: not asked.get("parent_run_id"),
         _experiment_id=lambda: "7",
         _without_variables=contextlib.nullcontext,
-        _patiently=lambda start: start(),
+        patiently=lambda start: start(),
     )
 
     def started(
@@ -42,7 +42,7 @@ def test_of_the_names_that_ranks_give_the_jobs_run_that_of_the_first_rank_counts
         del experiment_id, nested, parent_run_id
         return run_id, run_name, tags
 
-    start = functools.partial(mlflow_hook._Attached._start_run, attached, started)
+    start = functools.partial(mlflow_hook.Attached.start_run, attached, started)
     assert start(run_name="mine", tags={"a": "b"}) == ("r1", name, {"a": "b"})
     assert start(None, None, "mine", False, None, {"a": "b"}) == ("r1", name, {"a": "b"}), "by position"
     assert start(None, None) == ("r1", None, None)

@@ -22,6 +22,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.tracking.base import TrackerAway
 from serverless_gpu.tracking.delivery import Delivery
 from tests.support.golden import golden
+from tests.support.local.observe import wait_for
 
 _LONG_S = 3600
 
@@ -55,8 +56,8 @@ def test_a_mistake_of_ours_ends_a_delivery_for_good_and_is_logged(
     deliveries.begin(recorder)
     delivery = recorder.delivering
     assert delivery is not None
-    delivery._thread.join(10)
-    assert delivery.is_done and woken.is_set()
+    assert woken.wait(10)
+    wait_for(lambda: delivery.is_done, "the delivery to end")
     assert [word for word in delivery.news() if isinstance(word, Untracked) and word.final]
     assert list(deliveries.tend({recorder.key: recorder})) == []
     assert os.listdir(home.tracking) == [], "it is not tried again"

@@ -21,7 +21,7 @@ from serverless_gpu.node.monitor import devices
 from serverless_gpu.node.monitor.devices import NvmlSampler
 from serverless_gpu.node.monitor.host import Host
 from serverless_gpu.node.monitor.machine import ThisMachine
-from serverless_gpu.node.monitor.ranks import RankLook
+from serverless_gpu.node.monitor.ranks import RankLook, RankProcesses
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -161,8 +161,8 @@ def test_pcie_is_measured_two_cards_at_a_time() -> None:
 
 def test_F44_a_driver_that_hangs_costs_samples_of_gpus_only_and_comes_back() -> None:
     clock = FakeClock()
-    nvml, driver = sampler(SampledCard("GPU-a", 1), clock=clock)
-    nvml._wait_s = 0.0
+    others = set(threading.enumerate())
+    nvml, driver = sampler(SampledCard("GPU-a", 1), clock=clock, wait_s=0.0)
     wait_for(lambda: nvml.sample(["GPU-a"]).gpus["GPU-a"].busy_percent == 87.0, "a reading")
     release = driver.stuck = Door()
     wait_for(lambda: (nvml.sample(["GPU-a"]), release.reached.is_set())[1], "the driver to hang")
@@ -171,7 +171,7 @@ def test_F44_a_driver_that_hangs_costs_samples_of_gpus_only_and_comes_back() -> 
     silent = nvml.sample(["GPU-a"])
     assert silent.gpus == {"GPU-a": GpuSample()}
     assert silent.problem == golden("node.machine.nvml-does-answer")
-    assert sum(thread.name == "sgpu-nvml-samples" and thread is nvml._thread for thread in threading.enumerate()) == 1
+    assert [thread.name for thread in threading.enumerate() if thread not in others] == ["sgpu-nvml-samples"]
     driver.stuck = None
     release.set()
     wait_for(lambda: nvml.sample(["GPU-a"]).gpus["GPU-a"].busy_percent == 87.0, "a reading again")
@@ -191,15 +191,15 @@ def test_the_real_binding_has_every_name_and_number_that_is_used() -> None:
     used = [name for name in vars(SampledNvml) if name.startswith("nvml")]
     assert [name for name in (*used, "nvmlDeviceGetTotalEccErrors") if not hasattr(pynvml, name)] == []
     numbers = {
-        "NVML_TEMPERATURE_GPU": devices._TEMPERATURE_GPU,
-        "NVML_CLOCK_SM": devices._CLOCK_SM,
-        "NVML_CLOCK_MEM": devices._CLOCK_MEMORY,
-        "NVML_PCIE_UTIL_TX_BYTES": devices._PCIE_TRANSMIT,
-        "NVML_PCIE_UTIL_RX_BYTES": devices._PCIE_RECEIVE,
-        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": devices._UNCORRECTED,
-        "NVML_VOLATILE_ECC": devices._SINCE_DRIVER_LOADED,
-        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": devices._NVLINK_TRANSMIT,
-        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": devices._NVLINK_RECEIVE,
+        "NVML_TEMPERATURE_GPU": devices.TEMPERATURE_GPU,
+        "NVML_CLOCK_SM": devices.CLOCK_SM,
+        "NVML_CLOCK_MEM": devices.CLOCK_MEMORY,
+        "NVML_PCIE_UTIL_TX_BYTES": devices.PCIE_TRANSMIT,
+        "NVML_PCIE_UTIL_RX_BYTES": devices.PCIE_RECEIVE,
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": devices.UNCORRECTED,
+        "NVML_VOLATILE_ECC": devices.SINCE_DRIVER_LOADED,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": devices.NVLINK_TRANSMIT,
+        "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": devices.NVLINK_RECEIVE,
     }
     assert {name: getattr(pynvml, name) for name in numbers} == numbers
     throttled = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
@@ -281,7 +281,7 @@ def test_cpu_slots_are_what_their_ranks_use(monkeypatch: pytest.MonkeyPatch, tmp
     slots = cpu_slots(2)
     machine = ThisMachine(tmp_path)
     looks = {("a:1", 0): RankLook(250.0, 10, (1,)), ("a:1", 1): RankLook(30.0, 20, (2,))}
-    monkeypatch.setattr(machine._processes, "look", lambda at_ns, roots: looks)
+    monkeypatch.setattr(RankProcesses, "look", lambda _processes, at_ns, roots: looks)
     look = machine.look(wanted({"a:1": (slots, {0: 1, 1: 2})}), 1)
     assert look.gpus == {"CPU-0": GpuSample(100.0, 10), "CPU-1": GpuSample(30.0, 20)}
     assert look.ranks["a:1"][0] == RankSample(0, 250.0, 10)

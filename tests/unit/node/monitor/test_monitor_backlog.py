@@ -140,13 +140,13 @@ def test_attempts_without_their_credentials_are_looked_at_once_and_again_when_so
     assert held is not None
     held.leave()
     looks: list[Path] = []
-    hold = backlog._hold
+    hold = backlog.hold_kept
 
     def looked(path: Path) -> Held | None:
         looks.append(path)
         return hold(path)
 
-    monkeypatch.setattr(backlog, "_hold", looked)
+    monkeypatch.setattr(backlog, "hold_kept", looked)
     monkeypatch.setattr(Delivering, "start", lambda delivering: None)
     deliveries = Deliveries(home, clock, lambda: None)
     for _ in range(3):

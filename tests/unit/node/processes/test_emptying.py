@@ -87,7 +87,7 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
         return not free.is_set()
 
     monkeypatch.setattr(minder_room, "still_held", held)
-    monkeypatch.setattr(minder_room, "_LOOK_S_MAX", 0.05)
+    monkeypatch.setattr(minder_room, "LOOK_S_MAX", 0.05)
     directory = tmp_path / "runs" / "run" / "1"
     directory.mkdir(parents=True)
     remote = Remote(
@@ -106,12 +106,12 @@ def test_a_run_whose_supervisor_is_lost_goes_on_stopping_while_its_devices_are_h
     )
     (directory / "facts.jsonl").write_bytes(msgspec.json.encode(fact) + b"\n")
     one = Minder(Home(tmp_path), directory, remote, server=cast(Server, None), clock=clock, say=lambda line: None)
-    settling = threading.Thread(target=one._settle, daemon=True)
+    settling = threading.Thread(target=one.write_ending, daemon=True)
     settling.start()
     for _ in range(5):
         assert looks.acquire(timeout=60)
-    assert one._news.known.ending is None and one._news.known.state is State.STOPPING
-    assert golden("node.emptying.still-device") in one._news.known.sentence
+    assert one.news.known.ending is None and one.news.known.state is State.STOPPING
+    assert golden("node.emptying.still-device") in one.news.known.sentence
     free.set()
     settling.join(60)
-    assert one._news.known.ending is not None and one._news.known.ending.reason is Reason.SUPERVISOR_LOST
+    assert one.news.known.ending is not None and one.news.known.ending.reason is Reason.SUPERVISOR_LOST

@@ -207,8 +207,8 @@ def test_the_least_limit_of_all_groups_around_this_process_counts(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     mounts = {"cgroup2": tmp_path / "v2", "cgroup": tmp_path / "v1"}
-    monkeypatch.setattr(processes, "_mount_point", lambda kind, _: mounts[kind])
-    monkeypatch.setattr(processes, "_own_place", lambda controller: "/c" if controller else "/a/b")
+    monkeypatch.setattr(processes, "mount_point", lambda kind, _: mounts[kind])
+    monkeypatch.setattr(processes, "own_place", lambda controller: "/c" if controller else "/a/b")
     assert processes.memory_limit_bytes() == found
 
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from serverless_gpu.server.measures import Measures
-from serverless_gpu.server.sampling import Sample, _families
+from serverless_gpu.server.sampling import Sample, families
 from tests.support.paths import REPOSITORY
 
 FILES = [REPOSITORY / "deploy" / name for name in ("grafana.json", "alerts.yml", "prometheus.yml")]
@@ -44,7 +44,7 @@ def labels_by_figure() -> dict[str, set[str]]:
             for suffix in suffixes:
                 found[described.name + suffix] = {*metric._labelnames, *(["le"] if suffix == "_bucket" else [])}
     found |= {"sgpu_build_info": {"version"}, "sgpu_healthy": {"check"}, "sgpu_sample_age_seconds": set()}
-    for family in _families(EMPTY):
+    for family in families(EMPTY):
         found[family.name] = {label for sample in family.samples for label in sample.labels}
     return found
 

@@ -60,7 +60,7 @@ def test_a_closed_hub_keeps_nobody() -> None:
 
 
 def test_a_forgotten_key_ends_a_wait_and_is_not_mistaken_for_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubs, "_KEYS_MAX", 2)
+    monkeypatch.setattr(hubs, "KEYS_MAX", 2)
 
     async def story() -> None:
         hub = Hub()

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
-from serverless_gpu.cli.server.logbook import _Followed
+from serverless_gpu.cli.server.logbook import FollowedFile
 from serverless_gpu.server import log_context, logfile
 from serverless_gpu.server.logfile import ACCESS, LogFile, Redacted
 from tests.support.golden import golden
@@ -203,7 +203,7 @@ def test_without_a_log_it_is_said(home: Path) -> None:
 def test_it_is_followed_over_a_turn(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logfile, "BYTES_MAX", 400)
     handler = logfile.to_file(home / "server" / "server.log")
-    followed = _Followed(home / "server" / "server.log")
+    followed = FollowedFile(home / "server" / "server.log")
     read: list[bytes] = []
     for number in range(40):
         logging.getLogger("serverless_gpu.server").info("line %d", number)

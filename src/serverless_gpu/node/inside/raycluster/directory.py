@@ -30,7 +30,7 @@ PREFIX = "sgpu-ray-"
 SPILL = "spill"
 _NAME = re.compile(rf"{PREFIX}[0-9a-f]{{8}}")
 _TRIES = 20
-_PAUSE_MS = 25
+PAUSE_MS = 25
 
 
 def is_name(name: str) -> bool:
@@ -52,7 +52,7 @@ def remove(path: str) -> bool:
         if not _is_ours(path):
             return not os.path.lexists(path)
         if attempt:
-            pause.poll(_PAUSE_MS)
+            pause.poll(PAUSE_MS)
             _open_all(path)
         if _remove_spilled(path):
             shutil.rmtree(path, ignore_errors=True)

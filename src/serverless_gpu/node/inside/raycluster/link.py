@@ -38,7 +38,7 @@ FRAME_BYTES_MAX = 16_384
 TEXT_CHARACTERS_MAX = 1000  # of what a node says about its end; escaped, it fits a frame
 _HEADER = 4
 _NONCE_BYTES = 32
-_PROVE_S = 10.0
+PROVE_S = 10.0
 _UNPROVEN_MAX = 64  # the oldest gives way; a node tries again
 _FRAMES_MAX = 16  # at one look: there are not that many things to say
 _HOST_CHARACTERS_MAX = 255
@@ -249,7 +249,7 @@ class Head:
             if any(word.kind == LOST for word in heard):
                 self._drop(guest.wire)
         for guest in list(self._guests):
-            if not guest.node and now > guest.wire.since + _PROVE_S:
+            if not guest.node and now > guest.wire.since + PROVE_S:
                 self._drop(guest.wire)
         return words
 
@@ -377,7 +377,7 @@ class Member:
             if messages is None:
                 raise OSError("the connection was closed")
             words = [word for message in messages for word in self._hear(message)]
-            if not self._known and now > wire.since + _PROVE_S:
+            if not self._known and now > wire.since + PROVE_S:
                 raise OSError("who listens there does not answer")
         except (OSError, ValueError, NonsenseError) as error:
             return self._break(error, now)

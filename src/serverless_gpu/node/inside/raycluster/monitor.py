@@ -32,7 +32,7 @@ _SOON_S = 2.0  # until Ray has said what it has, but not for longer than it may 
 _SOON_LOOKS = 60
 _LIMIT_S = 5.0
 _HEAD_BYTES_MAX = 1 << 16
-_BODY_BYTES_MAX = 64 << 20
+BODY_BYTES_MAX = 64 << 20
 _LINE_BYTES_MAX = 1 << 16
 _CHUNK_BYTES = 1 << 16
 _WHOLE = "cpus"
@@ -102,7 +102,7 @@ class _Answer:
         buffer = self._head()
         figures = Figures()
         got, skipping = len(buffer), False
-        while got <= _BODY_BYTES_MAX:
+        while got <= BODY_BYTES_MAX:
             *lines, buffer = buffer.split(b"\n")
             for line in lines:
                 if not skipping and len(line) <= _LINE_BYTES_MAX:

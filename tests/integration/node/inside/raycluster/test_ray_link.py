@@ -237,9 +237,9 @@ def test_the_proof_is_of_this_connection_and_this_number(head: Head, stranger: s
 def test_a_silent_connection_is_closed_in_time(head: Head, stranger: socket.socket) -> None:
     head.take(0.0)
     assert len(head.sockets()) == 2
-    assert head.take(link._PROVE_S - 1) == []
+    assert head.take(link.PROVE_S - 1) == []
     assert len(head.sockets()) == 2
-    assert is_hung_up_on(stranger, head, now=link._PROVE_S + 1)
+    assert is_hung_up_on(stranger, head, now=link.PROVE_S + 1)
     assert len(head.sockets()) == 1
 
 
@@ -248,7 +248,7 @@ def test_half_a_frame_is_waited_for_and_then_closed(head: Head, stranger: socket
     frame = link.pack(answer(stranger, 1))
     stranger.sendall(frame[:-1])
     assert head.take(1.0) == []
-    assert is_hung_up_on(stranger, head, now=link._PROVE_S + 1)
+    assert is_hung_up_on(stranger, head, now=link.PROVE_S + 1)
 
 
 @pytest.mark.parametrize(
@@ -304,11 +304,11 @@ def test_a_listener_that_says_nothing_is_left_and_tried_again(
     node = member(1, until=100.0)
     with socket.create_server(address) as silent:
         assert node.take(0.0) == []
-        assert node.take(link._PROVE_S - 1) == []
+        assert node.take(link.PROVE_S - 1) == []
         assert len(node.sockets()) == 1
-        assert node.take(link._PROVE_S + 1) == []
+        assert node.take(link.PROVE_S + 1) == []
         assert node.sockets() == []
-        assert node.take(link._PROVE_S + 2) == []  # tries again
+        assert node.take(link.PROVE_S + 2) == []  # tries again
         assert len(node.sockets()) == 1
         [lost] = node.take(200.0)
         assert lost.kind == LOST

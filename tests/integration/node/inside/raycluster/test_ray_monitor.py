@@ -66,7 +66,7 @@ def test_a_line_longer_than_any_is_left_out() -> None:
 
 
 def test_a_text_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "_BODY_BYTES_MAX", 1000)
+    monkeypatch.setattr(monitor, "BODY_BYTES_MAX", 1000)
     with agent(answer(TEXT)) as ray:
         assert monitor.scrape("127.0.0.1", ray.port) == {}
 

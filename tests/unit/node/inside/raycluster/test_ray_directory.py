@@ -128,7 +128,7 @@ def home() -> Iterator[Path]:
 def test_objects_are_spilled_to_the_home_where_that_has_more_room_and_go_with_the_run(
     parent: Path, home: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, int], there: bool
 ) -> None:
-    monkeypatch.setattr(raycluster, "_free_bytes", lambda path: free["shm" if "/dev/shm" in str(path) else "tmp"])
+    monkeypatch.setattr(raycluster, "free_bytes", lambda path: free["shm" if "/dev/shm" in str(path) else "tmp"])
     made = Cluster(launched(home, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
     spill = Path(made.path, "spill")
     (spill / "ray_spilled_objects_0").mkdir()
@@ -159,7 +159,7 @@ def test_what_leads_to_spilled_objects_stays_as_long_as_they_do(
         path.mkdir()
     (cluster / "spill").symlink_to(led)
     rmtree = shutil.rmtree
-    monkeypatch.setattr(directory, "_PAUSE_MS", 0)
+    monkeypatch.setattr(directory, "PAUSE_MS", 0)
     monkeypatch.setattr(shutil, "rmtree", lambda path, **how: None if str(path) == str(led) else rmtree(path, **how))
     assert not directory.remove(str(cluster))
     assert (cluster / "spill").exists()
@@ -328,7 +328,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be a machine of 16 cores, 64 GB, 60 of them available, and 50 GB of /dev/shm, 40 of them free."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(raycluster, "memory_bytes", lambda: (64 * GB, 60 * GB))
-    monkeypatch.setattr(raycluster, "_shared_memory_bytes", lambda: (50 * GB, 40 * GB))
+    monkeypatch.setattr(raycluster, "shared_memory_bytes", lambda: (50 * GB, 40 * GB))
 
 
 @pytest.mark.usefixtures("machine")
@@ -402,7 +402,7 @@ def test_memory_is_what_the_kernel_says_within_what_the_container_may_use(
 ) -> None:
     figures = tmp_path / "meminfo"
     figures.write_text("MemTotal:       64000 kB\nMemFree: 1 kB\nMemAvailable:   60000 kB\nHugePages_Total: 0\n")
-    monkeypatch.setattr(raycluster, "_MEMORY", figures)
+    monkeypatch.setattr(raycluster, "MEMORY_FIGURES", figures)
     monkeypatch.setattr(raycluster, "memory_limit_bytes", lambda: None)
     assert raycluster.memory_bytes() == (64000 * 1024, 60000 * 1024)
     monkeypatch.setattr(raycluster, "memory_limit_bytes", lambda: 50000 * 1024)
