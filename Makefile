@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 CODE := $(wildcard src tests scripts examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo notebook test test-quick test-part-local test-part-remote test-part-packages test-spot test-heavy test-long test-all rows fuzz crash network upgrade-check check sim format docs bench picture gpu-check clean distclean
+.PHONY: help venv demo notebook test test-quick test-part-local test-part-remote test-part-server test-part-packages test-spot test-heavy test-long test-all rows fuzz crash network upgrade-check check sim format docs bench picture gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -101,18 +101,21 @@ endif
 
 # Most tests wait for processes: parts of them at once take little more than one. pytest-xdist does only for unit tests:
 # its workers have threads, and other tests fork.
-PARTS := test-part-local test-part-remote test-part-packages
-LOCAL := tests/e2e/local tests/e2e/notebook
-PACKAGES := tests/unit tests/integration
+PARTS := test-part-local test-part-remote test-part-server test-part-packages
+LOCAL := tests/e2e/local/
+SERVER := tests/integration/server/
 
 test-part-local:
 	TEST_PART=local $(BIN)/python -m pytest $(LOCAL)
 
 test-part-remote:
-	TEST_PART=remote $(BIN)/python -m pytest $(filter-out $(LOCAL),$(wildcard tests/e2e/*))
+	TEST_PART=remote $(BIN)/python -m pytest $(filter-out $(LOCAL),$(wildcard tests/e2e/*/))
+
+test-part-server:
+	TEST_PART=server $(BIN)/python -m pytest $(SERVER)
 
 test-part-packages:
-	TEST_PART=packages $(BIN)/python -m pytest $(PACKAGES)
+	TEST_PART=packages $(BIN)/python -m pytest tests/unit $(filter-out $(SERVER),$(wildcard tests/integration/*/ tests/integration/test_*.py))
 
 HEAVY := $(VENV)/.installed-examples $(VENV)/.installed-mlflow $(VENV)/.installed-ray $(VENV)/.installed-programs
 

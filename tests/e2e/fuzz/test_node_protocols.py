@@ -25,7 +25,6 @@ from serverless_gpu.node.monitor.words import AnyWord, monitor_socket
 from serverless_gpu.testing import agent_status
 from tests.e2e.fuzz.conftest import ASKED
 from tests.e2e.fuzz.frames import Frame, bare_tags, bodies, encoded, fields, frames, messages, tags
-from tests.e2e.local.conftest import session_home, warm, where  # noqa: F401 - fixtures
 from tests.support.local.observe import Process, announced, supervisor, wait_for
 from tests.support.local.ranks import stay
 
@@ -73,7 +72,7 @@ class Watched:
         return descriptors(self.pid) <= self._descriptors + 2
 
 
-def test_the_agent_survives_what_is_no_message(warm: Path, where: str) -> None:  # noqa: F811
+def test_the_agent_survives_what_is_no_message(warm: Path, where: str) -> None:
     assert distributed(gpus=1, quiet=True)(len).distributed("abc") == [3]
     status = agent_status(warm)
     assert status is not None
@@ -92,7 +91,7 @@ def test_the_agent_survives_what_is_no_message(warm: Path, where: str) -> None: 
     assert agent_status(warm) is not None
 
 
-def test_a_supervisor_survives_what_is_no_message_and_its_run_goes_on(warm: Path, where: str) -> None:  # noqa: F811
+def test_a_supervisor_survives_what_is_no_message_and_its_run_goes_on(warm: Path, where: str) -> None:
     run = distributed(gpus=1, quiet=True)(stay).submit(where)
     announced(Path(where), "rank0")
     watched = Watched(supervisor(warm, run.id).pid)
@@ -110,7 +109,7 @@ def test_a_supervisor_survives_what_is_no_message_and_its_run_goes_on(warm: Path
     assert run.receipt(timeout=60).state == "SUCCEEDED"
 
 
-def test_the_monitor_survives_what_is_no_word(warm: Path, where: str) -> None:  # noqa: F811
+def test_the_monitor_survives_what_is_no_word(warm: Path, where: str) -> None:
     run = distributed(gpus=1, quiet=True)(stay).submit(where)
     announced(Path(where), "rank0")
     path = monitor_socket(Home(warm).sockets())
@@ -134,7 +133,7 @@ def test_the_monitor_survives_what_is_no_word(warm: Path, where: str) -> None:  
     assert run.receipt(timeout=60).uses, "the monitor has seen the run"
 
 
-def test_a_rank_that_says_what_cannot_be_ends_its_own_run_and_nothing_else(warm: Path) -> None:  # noqa: F811
+def test_a_rank_that_says_what_cannot_be_ends_its_own_run_and_nothing_else(warm: Path) -> None:
     def lies() -> None:
         for fd in range(3, 64):
             try:

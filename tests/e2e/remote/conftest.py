@@ -19,7 +19,7 @@ from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.connection import Connection
-from tests.e2e.local.conftest import FAKES
+from tests.e2e.conftest import FAKES
 from tests.support.homes import use_home
 from tests.support.leftovers import nothing_left
 from tests.support.local.observe import cancel_all, nothing_of_a_run, processes_of, wait_for

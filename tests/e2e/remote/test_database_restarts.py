@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.ambient import new_run_id
-from tests.e2e.local.conftest import FAKES
+from tests.e2e.conftest import FAKES
 from tests.e2e.remote.conftest import end_node
 from tests.support.golden import golden
 from tests.support.local.observe import cancel_all, wait_for

@@ -43,7 +43,7 @@ SECRET = "hunter2-of-alice"
 _AGAIN_S = 1.5
 _MISSING = "\n— ".encode()
 _LOOK_S = 8.0
-REFUSALS = ("policy_violation", "budget_exhausted")
+REFUSALS = ("policy_violation", "budget_exhausted", "no_suitable_node")
 """What a run is not taken for, as its client is told."""
 
 

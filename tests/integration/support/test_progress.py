@@ -22,6 +22,7 @@ SUITE = {
     "tests/e2e/notebook/__init__.py": "",
     "tests/e2e/remote/test_second.py": "def test_three() -> None:\n    assert False, 'as planned'\n",
     "tests/integration/server/budgets/test_third.py": "def test_four() -> None:\n    pass\n",
+    "tests/integration/node/__init__.py": "",
     "tests/unit/server/budgets/test_fourth.py": """import os
 
 
@@ -82,7 +83,7 @@ def test_23B5_make_test_shows_progress_and_fails_with_a_part(checkout: Path) -> 
     ends = [number for number, line in enumerate(held_back) if re.search(r"\d (passed|failed).* in ", line)]
     assert sum("failed" in held_back[number] for number in ends) == 1
     edges = [edge for part in zip(starts, ends, strict=True) for edge in part]
-    assert len(edges) == 6 and edges == sorted(edges), "the output of one part is in one piece"
+    assert len(edges) == 8 and edges == sorted(edges), "the output of one part is in one piece"
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_F29_F42_what_is_altered_in_the_store_is_removed_and_sent_again_by_the_n
     with pytest.raises(EnvironmentCorrupt, match="altered") as caught:
         fetch(address, store, tmp_path / "first")
     assert (
-        golden("local.snapshot_failures.removed-store") in caught.value.hint
+        golden("snapshots.snapshot_failures.removed-store") in caught.value.hint
         and "`sgpu env capture`" in caught.value.hint
     )
     if kinds != KINDS:  # units are found only below a snapshot that can be read, packs below units

@@ -106,7 +106,7 @@ def test_user_code_never_starts_without_the_callers_word(own: Path, tmp_path: Pa
     assert (ending.state, ending.reason) == (State.CANCELLED, Reason.CANCELLED)
     assert not (tmp_path / "ran").exists() and receipt.gpu_ms == 0
     if end == "goes away":
-        assert receipt.notes == (golden("local.snapshot_failures.caller-ended-before"),)
+        assert receipt.notes == (golden("snapshots.snapshot_failures.caller-ended-before"),)
     wait_for(lambda: nothing_of_a_run(own), "nothing is left")
 
 
@@ -146,7 +146,7 @@ def test_a_service_that_says_nothing_is_told_and_then_given_up(own: Path, warmed
         "EnvironmentProblem: the process that looks at the environment has"
     )
     service.kill()
-    assert golden("local.snapshot_failures.gone") in warmed.close()
+    assert golden("snapshots.snapshot_failures.gone") in warmed.close()
 
 
 def test_a_killed_caller_leaves_no_run_that_was_not_confirmed(
@@ -247,7 +247,7 @@ def test_F29_what_was_altered_and_is_there_no_more_fails_the_run_by_name(
     stopped.send(signal.SIGCONT)
     answer = warmed.ask("sys.going.results(60)")
     assert answer.startswith("RunError: what is stored of the environment is gone, or is not what was"), answer
-    assert golden("local.snapshot_failures.removed-store") in answer and "call it again" in answer
+    assert golden("snapshots.snapshot_failures.removed-store") in answer and "call it again" in answer
     assert warmed.ask("call(work.code)") == "'first'"
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from serverless_gpu.testing import stop_agent
-from tests.e2e.local.conftest import FAKES
+from tests.e2e.conftest import FAKES
 from tests.support.homes import use_home
 from tests.support.local.observe import Process, agent, cancel_all, nothing_of_a_run, supervisor, wait_for
 from tests.support.local.small_environment import (

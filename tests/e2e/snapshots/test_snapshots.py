@@ -84,9 +84,9 @@ def test_a_file_that_git_ignores_is_said_and_its_absence_explained(own: Path, sm
     finally:
         said = dialogue.close()
 
-    assert golden("local.snapshots.captured-copy-without", project=small.project) in notes
+    assert golden("snapshots.snapshots.captured-copy-without", project=small.project) in notes
     assert f"would be {small.project}/data/x.csv" in notes
-    assert golden("local.snapshots.left-out-directory", project=small.project) in said
+    assert golden("snapshots.snapshots.left-out-directory", project=small.project) in said
 
 
 def test_the_receipt_and_the_status_name_the_snapshot(own: Path, dialogue: Dialogue) -> None:
@@ -94,7 +94,7 @@ def test_the_receipt_and_the_status_name_the_snapshot(own: Path, dialogue: Dialo
     fetched = re.fullmatch(r"'snapshot ([0-9a-f]{12}), (\d+) units, overlay, \2 fetched \(.* [kM]B\)'", first)
     assert fetched, first
     assert dialogue.ask("snapshot(work.code).receipt(60).environment") == golden(
-        "local.snapshots.snapshot-units-overlay", fetched=fetched[1], fetched_2=fetched[2]
+        "snapshots.snapshots.snapshot-units-overlay", fetched=fetched[1], fetched_2=fetched[2]
     )
     assert dialogue.ask("distributed(gpus=1, gpu_type='CPU')(len).submit('a').receipt(60).environment") == "'live'"
     status = agent_status(own)
@@ -128,7 +128,7 @@ def test_project_code_edited_between_two_calls(own: Path, small: SmallEnvironmen
     run = "[run := snapshot(work.code), run.results(60), run.receipt(60).warm]"
     assert dialogue.ask(f"{run}[1:]") == "[['second'], True]", "the caller's own copy is of no interest"
     assert zygote_pids(own) == before, "it has imported nothing of the project"
-    assert golden("local.snapshots.environment-changed-work") in dialogue.close()
+    assert golden("snapshots.snapshots.environment-changed-work") in dialogue.close()
 
 
 def test_a_package_upgraded_between_two_calls(own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:
@@ -140,7 +140,8 @@ def test_a_package_upgraded_between_two_calls(own: Path, small: SmallEnvironment
     assert dialogue.ask("call(work.versions)").startswith("ModuleNotFoundError: No module named 'toy'")
     assert zygote_pids(own) == before, "it never imported it"
     said = dialogue.close()
-    assert "environment changed: toy 1.0 → 2.0" in said and golden("local.snapshots.environment-changed-toy") in said
+    assert "environment changed: toy 1.0 → 2.0" in said
+    assert golden("snapshots.snapshots.environment-changed-toy") in said
 
 
 def test_a_package_that_runs_code_at_start_needs_another_zygote(
@@ -165,7 +166,7 @@ def test_a_file_edited_in_place_is_found_and_said_at_the_next_call(
     assert dialogue.ask("call(work.versions)") == "['TWO', '1.0']"
     said = dialogue.close()
     assert said.count("environment changed") == said.count("toy/__init__.py") == 1, said
-    assert golden("local.snapshots.environment-changed-toy-toy") in said
+    assert golden("snapshots.snapshots.environment-changed-toy-toy") in said
     runs = [json.loads((run / "1" / "receipt.json").read_text()) for run in (own / "runs").iterdir()]
     assert sorted(receipt["state"] for receipt in runs) == ["SUCCEEDED"] * 2, "the withdrawn launch is not there"
 
@@ -186,9 +187,9 @@ def test_every_edit_of_the_same_file_is_said_and_that_it_was_put_back(
         assert dialogue.ask("call(work.versions)") == f"['{value}', '1.0']"
     said = [line for line in dialogue.close().splitlines() if "environment" in line]
     assert [line.partition("environment changed: ")[2] for line in said if "changed" in line][1:] == [
-        golden("local.snapshots.toy-toy-init"),
-        golden("local.snapshots.toy-toy-init-py"),
-        golden("local.snapshots.toy-toy-init-py-2"),
+        golden("snapshots.snapshots.toy-toy-init"),
+        golden("snapshots.snapshots.toy-toy-init-py"),
+        golden("snapshots.snapshots.toy-toy-init-py-2"),
     ], said
     assert sum("done once" in line for line in said) == 1
     assert sum(bool(re.search(r"environment [0-9a-f]{12}: \d of \d+ units new, ", line)) for line in said) == 2, said
@@ -215,7 +216,7 @@ def test_links_where_they_are_asked_for(own: Path, small: SmallEnvironment) -> N
         assert caller.ask("call(work.versions)") == "['two', '2.0']"
         small.write("work.py", WORK.replace("first", "second"))
         reason = caller.ask("[run := snapshot(work.code), run.results(60), run.receipt(60).warm_reason][1:]")
-        assert reason == golden("local.snapshots.second-each-environment")
+        assert reason == golden("snapshots.snapshots.second-each-environment")
     finally:
         caller.close()
 
@@ -223,7 +224,7 @@ def test_links_where_they_are_asked_for(own: Path, small: SmallEnvironment) -> N
 def test_a_way_to_restore_that_does_not_exist_is_refused(own: Path, small: SmallEnvironment) -> None:
     caller = Dialogue(small, "work", SERVERLESS_GPU_RESTORE="rsync")
     try:
-        assert caller.ask("call(work.code)") == golden("local.snapshots.invalidvalue-serverless-gpu")
+        assert caller.ask("call(work.code)") == golden("snapshots.snapshots.invalidvalue-serverless-gpu")
     finally:
         caller.close()
 
@@ -233,7 +234,7 @@ def test_the_run_is_reproduced_by_hand_in_the_live_environment_and_says_so(
 ) -> None:
     directory = Path(eval(dialogue.ask("[run := snapshot(work.where), run.results(60), str(run.directory)][2]")))
     air = directory / "_air.py"
-    assert golden("local.snapshots.sgpu-env-diff") in air.read_text().partition("import os")[0]
+    assert golden("snapshots.snapshots.sgpu-env-diff") in air.read_text().partition("import os")[0]
     done = subprocess.run([small.python, air], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0 and str(small.project / "work.py") in done.stdout, done
     assert str(small.site / "toy" / "__init__.py") in done.stdout

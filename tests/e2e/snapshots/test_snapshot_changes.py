@@ -86,6 +86,6 @@ def test_F29_a_file_changed_through_a_link_is_not_seen_by_a_run_with_mounts(own:
 
 def test_F29_runs_that_change_nothing_are_not_said_to(own: Path, linked: Dialogue) -> None:
     for _ in range(3):
-        assert golden("local.snapshot_changes.changed-run") not in linked.ask(
+        assert golden("snapshots.snapshot_changes.changed-run") not in linked.ask(
             "snapshot(work.value).receipt(60).environment"
         )

@@ -128,4 +128,4 @@ def test_a_user_without_rights_gets_links(user: User) -> None:
     for warm in (False, True):
         said = user.run(SERVERLESS_GPU_RESTORE="links")
         assert (said[0], said[4], said[5]) == ("one", False, warm)
-        assert golden("local.snapshot_changes.changed-run") not in str(said[6])
+        assert golden("snapshots.snapshot_changes.changed-run") not in str(said[6])
