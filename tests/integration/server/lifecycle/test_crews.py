@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -239,34 +240,58 @@ def test_who_fails_is_the_story_and_not_who_was_told_of_it(services: Services, d
     assert told is not None and json.loads(told)["cause"]["node"] == "n2"
 
 
-def test_endings_that_cross_conclude_once(services: Services, database: Database, run_id: str) -> None:
-    """On PostgreSQL both look before either writes: one of the two is done again."""
-    began(services, run_id)
-    looked = threading.Barrier(2)
+def write_at_once(database: Database, write: Callable[[sa.Connection, int], object]) -> None:
+    """Call `write` for both crews in two threads; on PostgreSQL both transactions have begun before either writes."""
+    begun = threading.Barrier(2)
 
-    def end(number: int) -> None:
+    def attempt(number: int) -> None:
         tries: list[int] = []
 
-        def write(connection: sa.Connection) -> None:
-            run = runs.find(connection, run_id)
-            assert run is not None
+        def work(connection: sa.Connection) -> None:
+            connection.execute(sa.select(tables.runs.c.id)).all()
             if not tries and database.kind == "postgresql":
-                looked.wait(30)
+                begun.wait(30)
             tries.append(number)
-            note = Note(at_ns=T0 + 5 * S)
-            transitions.tell_crew(connection, run, number, Ended(Reason.COMPLETED, began=True), note=note)
+            write(connection, number)
 
-        database.write(write)
+        database.write(work)
 
-    threads = [threading.Thread(target=end, args=(number,)) for number in (0, 1)]
+    threads = [threading.Thread(target=attempt, args=(number,)) for number in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
+
+
+def end_crew(connection: sa.Connection, number: int, *, run_id: str) -> None:
+    """Write that a crew has ended."""
+    run = runs.find(connection, run_id)
+    assert run is not None
+    transitions.tell_crew(connection, run, number, Ended(Reason.COMPLETED, began=True), note=Note(at_ns=T0 + 5 * S))
+
+
+def test_endings_that_cross_conclude_once(services: Services, database: Database, run_id: str) -> None:
+    began(services, run_id)
+    write_at_once(database, partial(end_crew, run_id=run_id))
     run = stored(database, run_id)
     assert run.attempt is not None and run.attempt.open_crews == ()
     assert (run.state, run.reason) == (State.SUCCEEDED, Reason.COMPLETED)
     assert wrong(database) == [golden("server.crews.succeeded-results")]
+
+
+def test_the_last_two_crews_that_settle_at_once_settle_the_attempt(
+    services: Services, database: Database, run_id: str
+) -> None:
+    began(services, run_id)
+    for number in (0, 1):
+        database.write(partial(end_crew, number=number, run_id=run_id))
+
+    def settle(connection: sa.Connection, number: int) -> None:
+        transitions.settle(connection, (run_id, 1, number), receipt="{}", at_ns=T0 + 9 * S)
+
+    write_at_once(database, settle)
+    attempt = stored(database, run_id).attempt
+    assert attempt is not None and attempt.settled_ns == T0 + 9 * S
 
 
 def test_a_stop_reaches_every_crew_and_no_start_leaves_for_one_that_is_over(
