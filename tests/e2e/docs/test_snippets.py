@@ -36,7 +36,13 @@ for cell in {cells!r}:
 
 def _cases() -> list[object]:
     marks = {True: [pytest.mark.heavy], False: []}
-    return [pytest.param(s, id=f"{s.page}:{s.line}", marks=marks[s.heavy or s.ray]) for s in SCRIPTS if not s.skip]
+    return [pytest.param(s, id=f"{s.page}:{s.line}", marks=marks[_is_heavy(s)]) for s in SCRIPTS if not s.skip]
+
+
+def _is_heavy(script: Script) -> bool:
+    """Return whether a script needs more packages, or trains in a how-to: caller and ranks load torch each time."""
+    trains = script.page.startswith("docs/how-to/") and "import torch" in script.text
+    return script.heavy or script.ray or trains
 
 
 @pytest.mark.parametrize("script", _cases())

@@ -129,6 +129,7 @@ def test_learning_rate_sweep(run_example: RunExample, home: Path) -> None:
     assert "Traceback" not in err and "Warning" not in err
 
 
+@pytest.mark.heavy  # three runs of torch
 def test_batch_inference_answers_in_the_order_of_the_texts(run_example: RunExample, home: Path) -> None:
     out, err = run_example("batch_inference.py")
     texts, runs = number(r"(\d+) texts in \d+ runs", out), number(r"texts in (\d+) runs", out)
