@@ -89,7 +89,7 @@ class Cluster:
         self._second.start()
         wait_for(lambda: self._second is not None and "joined" in self._second.log(), "n2 has joined")
         self._environment = SmallEnvironment(self.home / "callers", *with_requirements("httpx2"))
-        package = self._environment.project / "tests" / "chaos"
+        package = self._environment.project / "tests" / "e2e" / "chaos"
         package.mkdir(parents=True)
         for module in ("plan.py", "work.py", "caller.py"):
             (package / module).write_text(Path(__file__).with_name(module).read_text())
