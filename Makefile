@@ -125,7 +125,7 @@ test-spot: $(HEAVY) ## run some of the heavy and of the long tests: one of each 
 
 test-all: test test-heavy test-long ## run all tests but those that need a GPU: an hour and a half
 
-test-heavy: $(HEAVY) ## run the tests that need more packages: every example, users' programs, MLflow, Ray
+test-heavy: $(HEAVY) ## run the tests that need more packages: most examples, users' programs, MLflow, Ray
 	$(BIN)/python -m pytest -m "heavy and not long and not gpu"
 
 test-long: venv ## run the long tests: simulation, crash, network, rows, fuzz, chaos, load

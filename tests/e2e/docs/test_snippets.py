@@ -35,14 +35,14 @@ for cell in {cells!r}:
 
 
 def _cases() -> list[object]:
-    marks = {True: [pytest.mark.heavy], False: []}
-    return [pytest.param(s, id=f"{s.page}:{s.line}", marks=marks[_is_heavy(s)]) for s in SCRIPTS if not s.skip]
+    return [pytest.param(s, id=f"{s.page}:{s.line}", marks=_marks(s)) for s in SCRIPTS if not s.skip]
 
 
-def _is_heavy(script: Script) -> bool:
-    """Return whether a script needs more packages, or trains in a how-to: caller and ranks load torch each time."""
+def _marks(script: Script) -> list[pytest.MarkDecorator]:
+    if script.heavy or script.ray:
+        return [pytest.mark.heavy]
     trains = script.page.startswith("docs/how-to/") and "import torch" in script.text
-    return script.heavy or script.ray or trains
+    return [pytest.mark.long] if trains else []  # caller and ranks load torch, for seconds each
 
 
 @pytest.mark.parametrize("script", _cases())

@@ -78,7 +78,7 @@ def test_digits_ddp(run_example: RunExample) -> None:
     assert err == ""
 
 
-@pytest.mark.heavy  # it trains for half a minute
+@pytest.mark.long  # it trains for half a minute
 def test_preempted_run_is_bit_for_bit_as_if_nothing_had_happened(run_example: RunExample, home: Path) -> None:
     server = ServerProcess(home)
     server.start()
@@ -129,7 +129,7 @@ def test_learning_rate_sweep(run_example: RunExample, home: Path) -> None:
     assert "Traceback" not in err and "Warning" not in err
 
 
-@pytest.mark.heavy  # three runs of torch
+@pytest.mark.long  # three runs of torch
 def test_batch_inference_answers_in_the_order_of_the_texts(run_example: RunExample, home: Path) -> None:
     out, err = run_example("batch_inference.py")
     texts, runs = number(r"(\d+) texts in \d+ runs", out), number(r"texts in (\d+) runs", out)
@@ -140,7 +140,7 @@ def test_batch_inference_answers_in_the_order_of_the_texts(run_example: RunExamp
     assert err == ""
 
 
-@pytest.mark.heavy  # the example of the test above, with other input
+@pytest.mark.long  # the example of the test above, with other input
 def test_batch_inference_of_a_file_of_ones_own(run_example: RunExample, tmp_path: Path) -> None:
     file = tmp_path / "texts.txt"
     file.write_text(

@@ -18,23 +18,13 @@ from tests.support.server.sharing import shared_pools
 
 __all__ = ["shared_pools"]
 
-# These files have no SQL, lock or thread of their own: `make test` runs them on SQLite, `make test-long` on PostgreSQL.
-_ON_SQLITE = {
-    *("test_agents.py", "test_attaching.py", "test_attempt_tokens.py", "test_clocks.py", "test_cluster.py"),
-    *("test_collecting.py", "test_door.py", "test_draining.py", "test_engine_gate.py", "test_feasibility.py"),
-    *("test_given_up.py", "test_making_room.py", "test_missing_output.py", "test_operating.py", "test_placements.py"),
-    *("test_ray_runs.py", "test_reported_tracking.py", "test_second_look.py", "test_shares.py", "test_stillness.py"),
-    *("test_token_lifetimes.py", "test_unsatisfiable.py", "test_views.py", "test_words_for_operators.py"),
-}
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave tests on PostgreSQL that need no PostgreSQL to `make test-long`."""
+    """Leave tests marked `any_database` on PostgreSQL to `make test-long`."""
     for item in items:
-        parameters = getattr(item, "callspec", None)
-        on_postgresql = parameters is not None and parameters.params.get("database_url") == "postgresql"
-        if on_postgresql and item.path.name in _ON_SQLITE and "/integration/server/" in str(item.path):
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if item.get_closest_marker("any_database") and parameters.get("database_url") == "postgresql":
             item.add_marker("long")
 
 

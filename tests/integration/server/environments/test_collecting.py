@@ -32,6 +32,8 @@ from tests.support.environment.environments_in_stores import capture
 from tests.support.golden import golden
 from tests.support.server.stored import T0, add_node, add_people, add_run, new_run, place, tell
 
+pytestmark = pytest.mark.any_database
+
 DAY_S = 24 * 3600
 
 

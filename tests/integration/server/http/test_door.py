@@ -21,6 +21,8 @@ from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import Problem
 from tests.support.server.measures import value
 
+pytestmark = pytest.mark.any_database
+
 Headers = Mapping[str, str] | Sequence[tuple[str, str]]
 PROXIES = ("192.0.2.1", "198.51.100.0/24")
 

@@ -27,6 +27,8 @@ from tests.support.server.agents import H100, NODE, OTHER, hello, submit, tell
 from tests.support.server.made import KEY
 from tests.support.server.stored import add_people
 
+pytestmark = pytest.mark.any_database
+
 RUN = "0" * 26
 
 

@@ -20,6 +20,8 @@ from serverless_gpu.wire.principals import PrincipalRequest, TokenRequest
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0
 
+pytestmark = pytest.mark.any_database
+
 DAY_NS = 86_400 * 10**9
 LIFE_NS = int(TOKEN_EXPIRY_S * 1e9)
 ADMIN = Caller(name="root", role="admin")

@@ -16,6 +16,8 @@ from serverless_gpu.testing import FakeClock
 from tests.support.server.agents import NODE, find, hello, submit
 from tests.support.server.stored import add_people, new_run
 
+pytestmark = pytest.mark.any_database
+
 
 @pytest.fixture(autouse=True)
 def people(services: Services) -> None:

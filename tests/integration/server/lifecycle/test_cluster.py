@@ -24,6 +24,8 @@ from serverless_gpu.server.database import Database
 from tests.support.golden import golden
 from tests.support.server.simulation import Crash, World
 
+pytestmark = pytest.mark.any_database
+
 NODES = {"n1": "H100:8", "n2": "H100:4"}
 QUICK = {"partition_grace_s": 60.0, "partition_margin_s": 10.0, "soft_expiry_s": 15.0}
 ROOT = Caller(name="root", role="admin")

@@ -18,6 +18,8 @@ from tests.support.server.late import before_next_write
 from tests.support.server.reporting import clock, fact, run_id, say, services
 from tests.support.server.stored import T0, stored, tell
 
+pytestmark = pytest.mark.any_database
+
 __all__ = ["clock", "run_id", "services"]
 
 

@@ -19,6 +19,8 @@ from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored
 
+pytestmark = pytest.mark.any_database
+
 FAILED = Ending(state=State.FAILED, reason=Reason.RANK_RAISED, began=True, stopped=msgspec.Raw(b'{"a":2}'))
 
 

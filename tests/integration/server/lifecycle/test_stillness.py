@@ -25,6 +25,8 @@ from tests.support.model.hangs import look
 from tests.support.server.ganged import began, happened, place_met, say, services_of_nodes, wrong
 from tests.support.server.stored import T0, S, add_run, stored, tell
 
+pytestmark = pytest.mark.any_database
+
 
 @pytest.fixture
 def clock() -> FakeClock:

@@ -27,6 +27,8 @@ from tests.support.golden import golden
 from tests.support.server.agents import ADMIN, H100, NODE, OTHER, find, hello, placed, tell, token_of
 from tests.support.server.stored import add_people
 
+pytestmark = pytest.mark.any_database
+
 
 @pytest.fixture
 def agents(services: Services) -> Agents:

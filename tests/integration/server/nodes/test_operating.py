@@ -18,6 +18,8 @@ from tests.support.golden import golden
 from tests.support.server.agents import H100, NODE, find, hello, submit
 from tests.support.server.stored import add_people
 
+pytestmark = pytest.mark.any_database
+
 ADMIN = Caller(name="root", role="admin", token_id="t")
 
 

@@ -26,6 +26,8 @@ from tests.support.server.made import made_services
 from tests.support.server.simulation import World
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored
 
+pytestmark = pytest.mark.any_database
+
 
 @pytest.mark.parametrize(("said_ns", "taken_ns"), [(T0 - 3_600 * S, T0 + S), (T0 + 3_600 * S, T0 + 5 * S)])
 def test_F30_a_node_whose_clock_is_an_hour_off_cannot_say_that_user_code_began_before_or_after_it_can_have(

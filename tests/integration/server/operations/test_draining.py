@@ -23,6 +23,8 @@ from tests.support.server.late import before_next_write
 from tests.support.server.served import served
 from tests.support.server.stored import add_people
 
+pytestmark = pytest.mark.any_database
+
 ROOT = Caller(name="root", role="admin", token_id="t")
 
 

@@ -44,6 +44,8 @@ from tests.support.server.runs_api import request
 from tests.support.server.served import served
 from tests.support.server.stored import add_people
 
+pytestmark = pytest.mark.any_database
+
 
 def told(*arguments: str, stdin: str | bytes = "") -> Result:
     return CliRunner().invoke(sgpu, list(arguments), input=stdin)

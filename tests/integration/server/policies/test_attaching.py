@@ -51,6 +51,8 @@ from tests.support.server.made import made_services
 from tests.support.server.stored import add_people
 from tests.support.server.submitting import LIVE, request
 
+pytestmark = pytest.mark.any_database
+
 ROOT = Caller(name="root", role="admin", token_id="t")
 ALICE = Caller(name="alice", role="member", teams=("ads", "search"))
 BOB = Caller(name="bob", role="member")

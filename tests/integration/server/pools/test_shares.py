@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+import pytest
+
 from serverless_gpu.model.policy import UsagePolicy
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
 from serverless_gpu.server import policies, pools, shares
@@ -11,6 +13,8 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.policies import StoredPolicy
 from serverless_gpu.server.pools import StoredPool
 from serverless_gpu.server.shares import StoredShare
+
+pytestmark = pytest.mark.any_database
 
 
 def test_decisions_are_made_by_the_settings_and_the_shares_as_they_are(database: Database) -> None:

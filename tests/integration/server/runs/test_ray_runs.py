@@ -22,6 +22,8 @@ from tests.support.golden import golden
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored
 
+pytestmark = pytest.mark.any_database
+
 COMPLETED = Ending(state=State.SUCCEEDED, reason=Reason.COMPLETED, began=True, stopped=msgspec.Raw(b"{}"))
 RESULT = File(name="results/0.pkl", size=2, inline=b"r0")
 

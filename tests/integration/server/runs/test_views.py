@@ -18,6 +18,8 @@ from serverless_gpu.server.watching import Look
 from tests.support.golden import golden
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell
 
+pytestmark = pytest.mark.any_database
+
 ALICE = Caller(name="alice", role="member")
 BOB = Caller(name="bob", role="member", teams=("search",))
 NOBODY = Caller(kind="attempt", attempt=("r", 1, 0))

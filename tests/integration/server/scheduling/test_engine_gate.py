@@ -29,6 +29,8 @@ from tests.support.server.ganged import happened, say, wrong
 from tests.support.server.made import made_services
 from tests.support.server.stored import add_people, new_run
 
+pytestmark = pytest.mark.any_database
+
 DEVICES = parse_fake("H100:2")
 LOST = Waiting(sentence="the Ray head at 10.0.0.1:7900 is lost")
 MEETS = "n1, n2 get ready, and meet"

@@ -23,6 +23,8 @@ from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello
 from tests.support.server.stored import add_people, new_run
 
+pytestmark = pytest.mark.any_database
+
 ALICE = Caller(name="alice", role="member")
 ROOT = Caller(name="root", role="admin")
 

@@ -20,6 +20,8 @@ from serverless_gpu.wire.agents import PoolRequest
 from tests.support.golden import golden
 from tests.support.server.simulation import World
 
+pytestmark = pytest.mark.any_database
+
 ROOT = Caller(name="root", role="admin")
 SOON = QueuePolicy(preempt_after_s=60.0)
 

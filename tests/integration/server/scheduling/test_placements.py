@@ -21,6 +21,8 @@ from serverless_gpu.wire.attempts import Report
 from tests.support.server.agents import NODE, find, hello, submit, tell
 from tests.support.server.stored import add_people
 
+pytestmark = pytest.mark.any_database
+
 
 @pytest.fixture
 def node_id(services: Services) -> str:

@@ -18,6 +18,8 @@ from serverless_gpu.wire.state import DrainRequest
 from tests.support.server.agents import NODE, OTHER, find, hello, submit
 from tests.support.server.stored import add_people
 
+pytestmark = pytest.mark.any_database
+
 ROOT = Caller(name="root", role="admin")
 HOUR = 3_600
 

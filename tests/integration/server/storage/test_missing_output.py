@@ -14,6 +14,8 @@ from serverless_gpu.server.services import Services
 from tests.support.golden import golden
 from tests.support.server.reporting import CALM, COMPLETED, RESULTS, clock, piece, run_id, say, services
 
+pytestmark = pytest.mark.any_database
+
 __all__ = ["clock", "run_id", "services"]
 
 
