@@ -42,25 +42,6 @@ from tests.support.small_disks import small_disk
 
 
 @pytest.fixture
-def small(own: Path, tmp_path: Path) -> SmallEnvironment:
-    """Return an environment and a project of the test's own; the home is in SERVERLESS_GPU_HOME."""
-    environment = SmallEnvironment(tmp_path / "here")
-    environment.install("toy", "1.0", {"toy/__init__.py": "VALUE = 'one'\n"})
-    environment.write("work.py", WORK)
-    return environment
-
-
-@pytest.fixture
-def dialogue(small: SmallEnvironment) -> Iterator[Dialogue]:
-    """Yield a caller in that environment."""
-    started = Dialogue(small, "work")
-    try:
-        yield started
-    finally:
-        started.close()
-
-
-@pytest.fixture
 def warmed(own: Path, dialogue: Dialogue) -> Dialogue:
     """Return a caller that has run something: its service, the agent, its restoring process and a zygote are there."""
     assert dialogue.ask("call(work.code)") == "'first'"

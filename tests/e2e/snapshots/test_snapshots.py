@@ -7,10 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from serverless_gpu.testing import agent_status
 from tests.support.golden import golden
@@ -34,25 +31,6 @@ def code():
 def variables():
     return [os.environ.get(name, "") for name in ("VIRTUAL_ENV", "PATH")]
 """
-
-
-@pytest.fixture
-def small(own: Path, tmp_path: Path) -> SmallEnvironment:
-    """Return an environment and a project of the test's own; the home is in SERVERLESS_GPU_HOME."""
-    environment = SmallEnvironment(tmp_path / "here")
-    environment.install("toy", "1.0", {"toy/__init__.py": "VALUE = 'one'\n"})
-    environment.write("work.py", WORK)
-    return environment
-
-
-@pytest.fixture
-def dialogue(small: SmallEnvironment) -> Iterator[Dialogue]:
-    """Yield a caller in that environment."""
-    started = Dialogue(small, "work")
-    try:
-        yield started
-    finally:
-        started.close()
 
 
 def test_ranks_import_the_restored_copy(own: Path, small: SmallEnvironment, dialogue: Dialogue) -> None:
