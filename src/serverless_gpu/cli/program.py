@@ -23,6 +23,7 @@ command runs (`lazy_group.py`).
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -174,4 +175,7 @@ def main() -> None:
 
 def _end(error: ServerlessGpuError | OSError) -> NoReturn:
     load("serverless_gpu.cli.output").say_lines(f"sgpu: {error}", err=True)
+    if isinstance(error, OSError):
+        # Python writes at its end what stdout still holds, and exits with 120 where that fails again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(exit_code(error))

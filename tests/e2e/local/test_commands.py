@@ -328,8 +328,12 @@ def test_the_report_for_people(own: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [("gpus",), ("runs",), ("show", "--json"), ("doctor", "--json"), ("--help",)])
-def test_a_full_disk_is_one_line(warm: Path, arguments: tuple[str, ...]) -> None:
+def test_a_full_disk_is_one_line(
+    warm: Path, arguments: tuple[str, ...], unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     distributed(gpus=1, quiet=True)(len).distributed("there is a run")
     with open("/dev/full", "w") as full:
         done = subprocess.run(
