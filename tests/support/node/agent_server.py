@@ -99,9 +99,11 @@ class SeenAttempt:
             if self.disk_full:
                 if report.ending is None and self.ending is None:  # after that it says what is missing, and wants none
                     wanted[key] = len(have)
-            elif piece.offset == len(have):
-                self.logs[key] = have + piece.data
-            elif piece.offset + len(piece.data) > len(have) or piece.offset != len(have):
+                continue
+            if piece.offset <= len(have):
+                have += piece.data[len(have) - piece.offset :]
+                self.logs[key] = have
+            if piece.offset + len(piece.data) != len(have):
                 wanted[key] = len(have)
         self.files.update({file.name: file for file in report.files})
         self.facts.update({fact.seq: fact.kind.value for fact in report.facts})
