@@ -15,11 +15,11 @@ import sqlalchemy as sa
 from benchmarks.databases import new_postgresql
 from benchmarks.report import Row, Timing
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.ledger import Entry, lines, post
-from serverless_gpu.model.pricing import Tariff
-from serverless_gpu.model.run_lifecycle import Ended, Started
+from serverless_gpu.model.billing.ledger import Entry, lines, post
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
 from serverless_gpu.server import tables, transitions
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.database import Database

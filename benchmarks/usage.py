@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from benchmarks.databases import held, new_postgresql
 from benchmarks.report import Row, Timing
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.usage import Window
+from serverless_gpu.model.billing.usage_report import Window
 from serverless_gpu.server import tables, usage_sums
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.usage_folding import fold

@@ -16,7 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import MEANINGS, Reason
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.server import tables
 
 DAY_NS = 86_400_000_000_000

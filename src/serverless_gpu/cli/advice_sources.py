@@ -22,11 +22,11 @@ import msgspec
 from serverless_gpu.cli.locating import own_runs
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.loading import load
-from serverless_gpu.model.advice import Use
-from serverless_gpu.model.hardware import FAMILIES, canonical, matches
-from serverless_gpu.model.pricing import Price, tariff
+from serverless_gpu.model.billing.advice import Use
+from serverless_gpu.model.billing.oversized_runs import Ran
+from serverless_gpu.model.billing.pricing import Price, tariff
+from serverless_gpu.model.hardware.gpu_types import FAMILIES, canonical, matches
 from serverless_gpu.model.receipt import Receipt, observed
-from serverless_gpu.model.unneeded import Ran
 from serverless_gpu.node.configuration import Configuration
 from serverless_gpu.node.history import Record, read_run
 from serverless_gpu.node.home import Home

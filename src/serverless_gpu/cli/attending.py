@@ -15,7 +15,7 @@ from serverless_gpu.cli.run_details import show
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.client.attaching import attach as attach_to
 from serverless_gpu.errors import AlreadyFinished
-from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 
 
 @click.command()

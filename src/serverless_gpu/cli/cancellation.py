@@ -15,7 +15,7 @@ from serverless_gpu.cli.server import runs as remote
 from serverless_gpu.client.attaching import attach
 from serverless_gpu.client.run import Run
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
-from serverless_gpu.model.attempt import TERMINAL
+from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.history import FUNCTION, read_run, run_ids
 from serverless_gpu.node.home import Home
 

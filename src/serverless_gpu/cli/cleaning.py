@@ -16,8 +16,8 @@ from serverless_gpu.cli.choosing import choose, queued_runs, this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import say
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.days import HOUR_NS
-from serverless_gpu.model.retention import Entry, Policy, to_delete
+from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
+from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home

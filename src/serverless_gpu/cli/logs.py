@@ -24,7 +24,7 @@ from serverless_gpu.cli.outputs import Output, OwnOutput, Source, refuse_missing
 from serverless_gpu.cli.server.outputs import served_output
 from serverless_gpu.client.display import Display, TerminalDisplay
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hang_report import ranks_text
+from serverless_gpu.model.hangs.hang_report import ranks_text
 from serverless_gpu.node.history import read_run
 
 _LOOK_S = 0.1

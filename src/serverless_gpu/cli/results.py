@@ -19,7 +19,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.results import served_results
 from serverless_gpu.client.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
-from serverless_gpu.model.attempt import TERMINAL
+from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.history import read_run
 from serverless_gpu.node.home import Home, storage_error
 from serverless_gpu.units import format_bytes

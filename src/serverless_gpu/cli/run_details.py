@@ -18,7 +18,7 @@ from serverless_gpu.cli.server import run_details as remote
 from serverless_gpu.cli.uses import sampled_uses, use_lines
 from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.client.tracked import from_directory
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.history import Record, read_run, size_on_disk, walk
 from serverless_gpu.node.home import Home

@@ -18,7 +18,7 @@ from serverless_gpu.cli.locating import own_runs, server_costs
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.loading import load
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, read_run
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.model.receipt import DeviceUse
-from serverless_gpu.model.telemetry import Header, Use, add, decode
+from serverless_gpu.model.telemetry.samples import Header, Use, add, decode
 from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_memory, format_joules
 
 _SHOWN_MAX = 128

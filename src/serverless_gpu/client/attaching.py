@@ -20,7 +20,7 @@ from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
 from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue, NotFound
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.history import Record, read_run

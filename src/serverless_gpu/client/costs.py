@@ -17,11 +17,11 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.client.tries import attempts_here
-from serverless_gpu.model.attempt import MEANINGS
+from serverless_gpu.model.billing.ledger import Line, priced
+from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.cost import AttemptUse, Cost, together
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.ledger import Line, priced
-from serverless_gpu.model.pricing import UNPRICED
+from serverless_gpu.model.lifecycle.attempt import MEANINGS
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt
 from serverless_gpu.node.history import first_facts, is_live, meter_of, read_ending, read_price, read_receipt
 

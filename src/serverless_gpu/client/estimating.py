@@ -21,11 +21,11 @@ from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.launch import check_call, check_nccl, check_shown, noted_home
 from serverless_gpu.client.preflight import check_travels
 from serverless_gpu.client.process_state import refusal
+from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.cost import CostEstimate, Devices, Lasting, estimated
 from serverless_gpu.model.placement import Candidates, candidates, restrict
-from serverless_gpu.model.pricing import UNPRICED, Tariff
 from serverless_gpu.model.receipt import TextPrinter
-from serverless_gpu.model.scheduling import telling, values
+from serverless_gpu.model.scheduling import values, wait_messages
 from serverless_gpu.model.spec import Command, RunSpec, check_command
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inventory import offered
@@ -85,7 +85,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
             place=self.place,
             impossible=self.impossible,
         )
-        return telling.estimate_text(estimate, format_soon)
+        return wait_messages.estimate_text(estimate, format_soon)
 
 
 def estimate(
@@ -152,7 +152,7 @@ def _basis(estimate: values.Estimate) -> str:
     if estimate.wait is None:
         return estimate.basis
     wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)  # both are said beside it
-    return f"{estimate.basis}; {telling.sentence(wait, format_soon)}"
+    return f"{estimate.basis}; {wait_messages.sentence(wait, format_soon)}"
 
 
 def unknown(why: str) -> Estimate:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from serverless_gpu.client.terminal import safe
 from serverless_gpu.errors import RemoteError, RunError
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.inside import failure
 
 E = TypeVar("E", bound=BaseException)

@@ -37,9 +37,9 @@ from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
 from serverless_gpu.client.tracking import resolve, tracked
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
-from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.billing.pricing import UNPRICED
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.placement import Candidates, candidates, restrict
-from serverless_gpu.model.pricing import UNPRICED
 from serverless_gpu.model.spec import HANG_WARNING, Command, Function, RunSpec, check_command, hang_warning_s, no_nccl
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.home import Home, find_home

@@ -33,10 +33,10 @@ from serverless_gpu.errors import (
     RuntimeLost,
     UntrustedResult,
 )
-from serverless_gpu.model import idling
-from serverless_gpu.model.attempt import MEANINGS, SUPERVISOR_GONE, Failure, Hang, Reason, State
+from serverless_gpu.model.hangs.stacks import readable
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Failure, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.stacks import readable
+from serverless_gpu.model.telemetry import idleness
 from serverless_gpu.node.entrypoint import INSIDE
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.inside.raycluster.words import files_of
@@ -393,7 +393,7 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | Non
 def _limit(reason: Reason, spec: RunSpec) -> str:
     """Return which limit a run has reached, and whose it is where its user did not set it; "" where it is no limit."""
     by = spec.limited_by
-    idle_s = idling.limit_s(spec)
+    idle_s = idleness.limit_s(spec)
     if reason is Reason.IDLE and idle_s:
         whose = f", which {by} may have set" if spec.policy else ""
         return f": no device worked, and nothing was printed, for {idle_s:g} s{whose}"

@@ -13,9 +13,9 @@ from serverless_gpu.client.source import Source
 from serverless_gpu.client.tries import marks
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.loading import load
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.telemetry import Header, Sample, Sampled, decode
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.telemetry.samples import Header, Sample, Sampled, decode
 from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:

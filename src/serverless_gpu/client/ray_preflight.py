@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from serverless_gpu.errors import RayMissing
-from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.payload import Reducer
 from serverless_gpu.node.inside.raycluster import installed

@@ -34,8 +34,8 @@ from serverless_gpu.client.run import Run
 from serverless_gpu.client.run_list import RunList
 from serverless_gpu.client.source import Note
 from serverless_gpu.errors import NotDistributable, ServerlessGpuError, SessionEnded, UsageError
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec, SessionOptions, seconds
 from serverless_gpu.node import protocol
 from serverless_gpu.node.inside.actor import serve_actor

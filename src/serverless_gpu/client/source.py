@@ -24,7 +24,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.outcome import Origin
 from serverless_gpu.loading import load
-from serverless_gpu.model.attempt import MEANINGS, Reason, StopReason
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node import protocol
 from serverless_gpu.node.history import read_ending, read_receipt

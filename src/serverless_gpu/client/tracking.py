@@ -29,7 +29,7 @@ from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.client.program import calling_program, commit_of, submitted_program, user_name
 from serverless_gpu.model.arguments import argument_texts
 from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.serialized import from_builtins
 
 SWITCH = "SERVERLESS_GPU_TRACKING"

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.client.curves import Mark
-from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
-from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.node.history import first_facts, read_ending
 from serverless_gpu.node.rank_environment import STOP_FILE
 

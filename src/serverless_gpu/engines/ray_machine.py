@@ -27,7 +27,7 @@ from serverless_gpu.engines import ray_start
 from serverless_gpu.engines.ray_keeper import Plan, clean, log_path
 from serverless_gpu.engines.ray_node_file import NodeFile, write_node_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
-from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.raycluster import installed
 from serverless_gpu.node.private_files import write_private

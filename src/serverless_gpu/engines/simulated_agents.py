@@ -23,8 +23,8 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotFound, ServerUnavailable, StaleAttempt
-from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State, StopReason
-from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State, StopReason
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (

@@ -14,11 +14,12 @@ from collections.abc import Iterable
 import msgspec
 
 from serverless_gpu import units
-from serverless_gpu.model import markup, pricing
-from serverless_gpu.model.hardware import CPU, time_unit
-from serverless_gpu.model.ledger import Line
-from serverless_gpu.model.metering import SEGMENTS
-from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model import markup
+from serverless_gpu.model.billing import pricing
+from serverless_gpu.model.billing.ledger import Line
+from serverless_gpu.model.billing.metering import SEGMENTS
+from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
+from serverless_gpu.model.hardware.gpu_types import CPU, time_unit
 from serverless_gpu.model.receipt import TextPrinter
 
 _MICROS_MAX = 10**18  # a million million units of money: it has to travel in 64 bits

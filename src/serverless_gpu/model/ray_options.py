@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from serverless_gpu.errors import InvalidOption, InvalidValue
-from serverless_gpu.model.raycluster import OBJECT_STORE_BYTES_MAX, OBJECT_STORE_BYTES_MIN, RayCluster
+from serverless_gpu.model.ray_cluster import OBJECT_STORE_BYTES_MAX, OBJECT_STORE_BYTES_MIN, RayCluster
 from serverless_gpu.model.spec import Options, flag, parse_bytes
 
 OWN = ("dashboard", "object_store_memory")

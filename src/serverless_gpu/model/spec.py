@@ -18,10 +18,10 @@ import msgspec
 
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model import secrets
-from serverless_gpu.model.attempt import UNSAVED_MAX, Limits
-from serverless_gpu.model.hardware import CPU, GpuType, find_type
-from serverless_gpu.model.raycluster import RayCluster
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.hardware.gpu_types import CPU, GpuType, find_type
+from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX, Limits
+from serverless_gpu.model.ray_cluster import RayCluster
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.units import parse_duration_s
 
 SPEC_VERSION = 2

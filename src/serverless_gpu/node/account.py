@@ -15,13 +15,13 @@ import msgspec
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.attempt import MEANINGS, Attempt, Phase, Reason
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ledger import bill_of, priced, sum_of
-from serverless_gpu.model.lifecycle import ASKED
-from serverless_gpu.model.metering import Meter
-from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.billing.ledger import bill_of, priced, sum_of
+from serverless_gpu.model.billing.metering import Meter
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Phase, Reason
+from serverless_gpu.model.lifecycle.attempt_lifecycle import ASKED
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, DeviceUse, Receipt, Segments
 from serverless_gpu.node import reserve
 from serverless_gpu.node.gate import Verdict

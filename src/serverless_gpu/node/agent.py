@@ -35,7 +35,7 @@ from typing import NoReturn
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import write_json
 from serverless_gpu.node.attempts import Attempts, Supervised

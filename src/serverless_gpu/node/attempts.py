@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import write_json
 from serverless_gpu.node.history import first_facts

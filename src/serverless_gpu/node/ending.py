@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from serverless_gpu.model.attempt import MEANINGS, Attempt, Hang, Reason, State
-from serverless_gpu.model.hang_report import ranks_text
+from serverless_gpu.model.hangs.hang_report import ranks_text
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Hang, Reason, State
 from serverless_gpu.node.borrowed import Borrowed
 from serverless_gpu.node.gate import GatePolicy, Verdict, verify
 from serverless_gpu.node.logs import RankLog, hidden_tails

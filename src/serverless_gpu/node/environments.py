@@ -28,7 +28,7 @@ from serverless_gpu.environment.questions import store_variables
 from serverless_gpu.environment.restore.places import LINKED
 from serverless_gpu.environment.restore.sealing import LOOK_S
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.protocol import Wanted, original

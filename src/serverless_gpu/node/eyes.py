@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.attempt import Attempt, Event, GpuFailed, Hang
-from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import Attempt, Event, GpuFailed, Hang
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.gpu_faults import AttemptFaults
 from serverless_gpu.node.hangs import HangWatch

@@ -1,7 +1,7 @@
 """The supervisor's side of a stem: starting ranks, stopping them, and turning what stem and ranks say into lifecycle
 events.
 
-Thin: it holds descriptors and sends messages; what to do when is decided in `model/lifecycle.py`.
+Thin: it holds descriptors and sends messages; what to do when is decided in `model/lifecycle/attempt_lifecycle.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.attempt import (
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import (
     Event,
     Failure,
     RankExecuting,
@@ -27,7 +28,6 @@ from serverless_gpu.model.attempt import (
     Reason,
     StemLost,
 )
-from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import share_of_cores, threads_per_rank
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node import reserve

@@ -25,7 +25,7 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
-from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
 from serverless_gpu.node.nvml import NO_DRIVER, Answer, Asker, Bounded, Nvml, NvmlReader, Silent
 from serverless_gpu.node.nvml_process import NvmlProcess
 from serverless_gpu.node.usages import MIB, GpuProcess, Unavailable, Usage, unknown_usage

@@ -1,4 +1,4 @@
-"""The supervisor's eye on a run that may stand still: asks `model/hangs.py` what to do, and does it.
+"""The supervisor's eye on a run that may stand still: asks `model/hangs/hang_detection.py` what to do, and does it.
 
 Of a gang on one node; on several, `witness.py`.
 
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock, format_clock
-from serverless_gpu.model import hangs
-from serverless_gpu.model.attempt import Attempt, Event, Hang, HangConfirmed, Phase, RankReturned, State
-from serverless_gpu.model.hang_report import Finding, ranks_text, report, sentence, stacks
-from serverless_gpu.model.hangs import Action
+from serverless_gpu.model.hangs import hang_detection
+from serverless_gpu.model.hangs.hang_detection import Action
+from serverless_gpu.model.hangs.hang_report import Finding, ranks_text, report, sentence, stacks
+from serverless_gpu.model.lifecycle.attempt import Attempt, Event, Hang, HangConfirmed, Phase, RankReturned, State
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.looks import POLL_NS, Looking
 from serverless_gpu.units import format_duration_ms
@@ -56,7 +56,7 @@ class HangWatch:
         self._clock = clock
         self._tell = tell
         self._notes = notes
-        self._watch = hangs.begin(clock.boottime_ns())
+        self._watch = hang_detection.begin(clock.boottime_ns())
         self._heard = True
         self._looking: Looking | None = None
         self._then = Action.LOOK
@@ -91,18 +91,18 @@ class HangWatch:
         self._say_early_return(attempt, now_ns)
         if self._heard:
             self._heard = False
-            self._watch = hangs.progressed(self._watch, now_ns)
+            self._watch = hang_detection.progressed(self._watch, now_ns)
             self._say_progress(now_ns)
             self._leave()
         else:
-            self._watch = hangs.observed(self._watch, now_ns)
+            self._watch = hang_detection.observed(self._watch, now_ns)
         confirmed = self._finish_look(attempt, gang, now_ns)
         if self._looking is None:
             self._begin_look(attempt, gang, now_ns)
         return confirmed
 
     def _begin_look(self, attempt: Attempt, gang: Gang, now_ns: int) -> None:
-        step = hangs.next_step(self._watch, attempt.limits, now_ns)
+        step = hang_detection.next_step(self._watch, attempt.limits, now_ns)
         if step.action is Action.WAIT:
             self.wake_ns = step.at_ns
             return
@@ -119,20 +119,20 @@ class HangWatch:
             self.wake_ns = now_ns + POLL_NS
             return None
         self._looking = None
-        spins = hangs.may_spin(attempt.world_size, {device.kind for device in gang.devices})
-        self._watch = hangs.looked(self._watch, looks, now_ns, spins=spins)
+        spins = hang_detection.may_spin(attempt.world_size, {device.kind for device in gang.devices})
+        self._watch = hang_detection.looked(self._watch, looks, now_ns, spins=spins)
         if not self._watch.looks:
             self._say_progress(now_ns)
             return None
         if self._then is Action.LOOK:
             return None
-        at_work = self._then is Action.END and bool(hangs.moving(self._watch))
+        at_work = self._then is Action.END and bool(hang_detection.moving(self._watch))
         finding = self._find(attempt, now_ns)
         if at_work:
-            self._watch = hangs.spared(self._watch, now_ns)
+            self._watch = hang_detection.spared(self._watch, now_ns)
             if self._watch.warned:
                 return None  # said already, and nothing else is to be done
-        self._watch = hangs.warned(self._watch)
+        self._watch = hang_detection.warned(self._watch)
         path, problem = self._write(attempt, finding)
         told = sentence(finding)
         # A receipt cuts what is long, so the file comes first there; its directory is the run's.
@@ -145,8 +145,8 @@ class HangWatch:
         return None
 
     def _find(self, attempt: Attempt, now_ns: int) -> Finding:
-        watch, moving = self._watch, hangs.moving(self._watch)
-        waiting, elsewhere = hangs.divide(list(watch.last.values()), attempt.returned, moving)
+        watch, moving = self._watch, hang_detection.moving(self._watch)
+        waiting, elsewhere = hang_detection.divide(list(watch.last.values()), attempt.returned, moving)
         return Finding(
             waiting=tuple(waiting),
             elsewhere=tuple(elsewhere),
@@ -185,7 +185,7 @@ class HangWatch:
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
         """F05: nothing is ended for it, for a long evaluation in one rank looks the same, but nobody has to guess."""
-        if self._early_said or not hangs.returned_early(attempt, self._returned_ns, now_ns):
+        if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
             return
         self._early_said = True
         running = sorted(set(attempt.numbers) - attempt.returned)

@@ -22,10 +22,10 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.ambient import created_wall_ns
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.metering import Meter
-from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.billing.metering import Meter
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held

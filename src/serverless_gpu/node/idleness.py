@@ -1,4 +1,4 @@
-"""The supervisor's eye on a run that leaves its devices idle: asks `model/idling.py` what to do, and does it.
+"""The supervisor's watchdog of idle devices: asks `model/telemetry/idleness.py` what to do, and does it.
 
     telemetry ───────seen──▶ IdleWatch ──tell──▶ watchers          at four fifths of the limit
     output, events ─heard──▶     └────────────▶ StopRequested      at the limit: ranks may save first, as at any stop
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model import idling
-from serverless_gpu.model.attempt import Attempt, Phase, State, StopReason, StopRequested
-from serverless_gpu.model.idling import Verdict
+from serverless_gpu.model.lifecycle.attempt import Attempt, Phase, State, StopReason, StopRequested
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.telemetry import idleness
+from serverless_gpu.model.telemetry.idleness import Verdict
 from serverless_gpu.units import format_duration_ms
 
 
@@ -42,19 +42,19 @@ class IdleWatch:
         self._clock = clock
         self._tell = tell
         self._notes = notes
-        self._idle: idling.Idle | None = None
+        self._idle: idleness.Idle | None = None
         self._begun = False
 
     def heard(self) -> None:
         """Take note that somebody needs the run: output, an event, a client that attached."""
         if self._idle is not None:
-            self._idle = idling.used(self._idle, self._clock.boottime_ns())
+            self._idle = idleness.used(self._idle, self._clock.boottime_ns())
             self._take_back("the run gets on again")
 
     def seen(self, busy: bool) -> None:
         """Take note of what telemetry saw since it was last asked."""
         if self._idle is not None:
-            self._idle = idling.seen(self._idle, self._clock.boottime_ns(), busy=busy)
+            self._idle = idleness.seen(self._idle, self._clock.boottime_ns(), busy=busy)
             if busy:
                 self._take_back("the devices work again")
 
@@ -72,15 +72,15 @@ class IdleWatch:
             return None
         if not self._begun:  # user code has just started
             self._begun = True
-            self._idle = idling.begin(self._spec, self._clock.boottime_ns())
+            self._idle = idleness.begin(self._spec, self._clock.boottime_ns())
         if self._idle is None:
             return None
         if self.tell_server is not None:
-            if idling.level(self._idle) is not self._level:
-                self._level = idling.level(self._idle)
+            if idleness.level(self._idle) is not self._level:
+                self._level = idleness.level(self._idle)
                 self.tell_server(idle=self._level)
             return None
-        self._idle, verdict = idling.decide(self._idle)
+        self._idle, verdict = idleness.decide(self._idle)
         if verdict is Verdict.WARN:
             self._warn(self._idle, "no device")
         if verdict is not Verdict.STOP:
@@ -98,7 +98,7 @@ class IdleWatch:
         elif self._idle is not None and not self.said:
             self._warn(self._idle, "no device of any node")
 
-    def _warn(self, idle: idling.Idle, who: str) -> None:
+    def _warn(self, idle: idleness.Idle, who: str) -> None:
         idle_for, left = (format_duration_ms(ns // 1_000_000) for ns in (idle.idle_ns, idle.left_ns))
         self._say(
             f"{who} has done anything for {idle_for}: the run is stopped in {left} (idle_timeout); "

@@ -28,8 +28,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from serverless_gpu.model.hangs import STOPPED, TRACED, Look
-from serverless_gpu.model.stacks import delegates, is_whole, parse
+from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, Look
+from serverless_gpu.model.hangs.stacks import delegates, is_whole, parse
 from serverless_gpu.node.entrypoint import INSIDE
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.inside import protocol as inside

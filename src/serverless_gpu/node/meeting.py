@@ -4,9 +4,9 @@
                 ◀─ word(other, this) ─┘          who it is, and how long that took
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
 
-What is decided of that is `model/meeting.py`'s. The connections are those that ranks will make: any crew to any other,
-as NCCL and Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the very port of
-the rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
+What is decided of that is `model/gangs/rendezvous.py`'s. The connections are those that ranks will make: any crew to
+any other, as NCCL and Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the
+very port of the rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
 
 Lives here: sockets, in the supervisor's loop; nothing blocks. Strangers may connect: they are told nothing before they
 have said a word that only a crew of the gang knows, and who says none is hung up on.
@@ -27,7 +27,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.meeting import ADDRESSES_MAX, PROBE_S, Address, Offer, Reach, Tried, word
+from serverless_gpu.model.gangs.rendezvous import ADDRESSES_MAX, PROBE_S, Address, Offer, Reach, Tried, word
 from serverless_gpu.node.addresses import is_loopback, own_addresses
 
 FILL_BYTES = 16 << 10

@@ -16,9 +16,9 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 
 from serverless_gpu.ambient import format_soon
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.placement import Candidates
-from serverless_gpu.model.scheduling import learning, telling
+from serverless_gpu.model.scheduling import duration_estimates, wait_messages
 from serverless_gpu.model.scheduling.values import Estimate, Wait, WaitReason
 from serverless_gpu.model.scheduling.values import Holder as Having
 from serverless_gpu.node.gate import foreign
@@ -84,14 +84,14 @@ def outlook(
         at_ns=at_ns,
         is_bound=is_bound,
         node=HERE if at_ns is not None else "",
-        basis=telling.sentence(wait, functools.partial(format_soon, now_ns=now_ns)),
+        basis=wait_messages.sentence(wait, functools.partial(format_soon, now_ns=now_ns)),
         place=waiting + 1,
     )
 
 
 def expected_s(home: Home, name: str) -> float | None:
     """Return how long a run of a name is likely to have its devices, or None while too few of its like are known."""
-    return learning.expected_s(_past(home, {name})[name]) if name else None
+    return duration_estimates.expected_s(_past(home, {name})[name]) if name else None
 
 
 def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ignore_busy: bool) -> int:
@@ -138,9 +138,13 @@ def _until(record: Record, since_ns: int, past: _Past, now_ns: int) -> tuple[int
         return None, False
     has_begun = record.began_ns is not None
     began_ns = min(record.began_ns or since_ns, now_ns)
-    limit_s = learning.limit_s(spec.timeout_s, spec.grace_s, start_s=0.0 if has_begun else learning.START_S)
-    expected_s = learning.expected_s(past.get(spec.name, ()))
-    after_s, is_bound = learning.over_after_s((now_ns - began_ns) / 1e9, expected_s=expected_s, limit_s=limit_s)
+    limit_s = duration_estimates.limit_s(
+        spec.timeout_s, spec.grace_s, start_s=0.0 if has_begun else duration_estimates.START_S
+    )
+    expected_s = duration_estimates.expected_s(past.get(spec.name, ()))
+    after_s, is_bound = duration_estimates.over_after_s(
+        (now_ns - began_ns) / 1e9, expected_s=expected_s, limit_s=limit_s
+    )
     return (None if after_s is None else max(now_ns, began_ns + round(after_s * 1e9))), is_bound
 
 

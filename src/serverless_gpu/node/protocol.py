@@ -20,18 +20,18 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.crews import CrewPlace, numbered
-from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen
-from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.hardware import Device, GpuType
-from serverless_gpu.model.idling import Verdict
-from serverless_gpu.model.meeting import Chosen, Offer, Reach
-from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
+from serverless_gpu.model.gangs.crew import CrewPlace, numbered
+from serverless_gpu.model.gangs.gang_lifecycle import Halt
+from serverless_gpu.model.gangs.rendezvous import Chosen, Offer, Reach
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen
+from serverless_gpu.model.hardware.gpu_types import Device, GpuType
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.secrets import Delivered
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.telemetry.idleness import Verdict
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.decoding import decoded
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.statuses import AttemptStatus, EnvironmentStatus, Kind, Mode, ZygoteStatus

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from serverless_gpu.model.crews import rank_places
-from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.gangs.crew import rank_places
+from serverless_gpu.model.hardware.gpu_types import Device
 from serverless_gpu.model.placement import (
     NODE_COMMAND_PRESETS,
     TRACKED_PRESETS,

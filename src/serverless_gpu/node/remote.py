@@ -21,8 +21,8 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.ambient import created_wall_ns
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.history import SERVED, touched_ns
 from serverless_gpu.serialized import from_json

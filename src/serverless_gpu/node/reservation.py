@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.errors import StorageError
-from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.gate import Verdict, foreign, judge
 from serverless_gpu.node.gpus import FakeProvider, Provider, providers

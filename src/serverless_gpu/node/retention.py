@@ -1,6 +1,6 @@
 """Deleting run directories that are kept no longer.
 
-    agent ──now and then──▶ a clean, nice process: look at runs/, ask model/retention.py, delete, end
+    agent ──now and then──▶ a clean, nice process: look at runs/, ask model/lifecycle/retention.py, delete, end
 
 The agent's loop never waits for a disk. What is deleted is renamed first, within `runs/`, so that nobody ever sees half
 a run; what a deletion that was cut short left under such a name goes with the next one.
@@ -24,8 +24,8 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.retention import Entry, Policy, to_delete
+from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, Record, read_run, run_ids, size_on_disk
 from serverless_gpu.node.home import Home

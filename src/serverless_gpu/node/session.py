@@ -4,7 +4,7 @@
                              ◀──Held, Waiting, Finished──┘      ──Lent───▶
 
 Forked from the nursery like a supervisor, and like one it is independent of the agent. One thread, one loop; who gets
-what when is decided in `model/sessions.py`.
+what when is decided in `model/lifecycle/session.py`.
 
 Failure cases:
 - the owner goes away (its notebook's kernel was killed): the session ends at once, also where a process that the owner
@@ -32,10 +32,10 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerlessGpuError, StorageError
-from serverless_gpu.model.attempt import MEANINGS, Attempt, Failure, Reason, State
-from serverless_gpu.model.facts import FactKind
-from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.sessions import (
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Failure, Reason, State
+from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.session import (
     Asker,
     Book,
     ask,

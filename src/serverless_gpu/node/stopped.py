@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.model.attempt import Failure, Hang, Reason, State
+from serverless_gpu.model.lifecycle.attempt import Failure, Hang, Reason, State
 
 
 class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="stopped"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.crews import world_size
-from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.gangs.crew import world_size
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.entrypoint import air_program

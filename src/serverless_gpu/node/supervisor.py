@@ -5,7 +5,8 @@
     client ◀──what happens────┘  └── pipes: what ranks write
 
 A clean interpreter without anything of the user's, forked ahead of time (`nursery.py`). One thread, one loop: it feeds
-events to `model/lifecycle.py`, carries out what comes back, and sleeps until the next descriptor. It never unpickles.
+events to `model/lifecycle/attempt_lifecycle.py`, carries out what comes back, and sleeps until the next descriptor. It
+never unpickles.
 
 Failure cases:
 - the agent or the client goes away: a new agent finds this process by its socket, and so does `attach`;
@@ -33,7 +34,8 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
 from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, SessionEnded, StorageError
-from serverless_gpu.model.attempt import (
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import (
     TERMINAL,
     Event,
     LeaseExpired,
@@ -50,9 +52,8 @@ from serverless_gpu.model.attempt import (
     TreeEmpty,
     stop_word,
 )
-from serverless_gpu.model.facts import FactKind
-from serverless_gpu.model.hardware import Device
-from serverless_gpu.model.lifecycle import IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.borrowed import Borrowed

@@ -1,7 +1,7 @@
 """Ends an attempt whose supervisor died: writes its last sign of life, its ending and its receipt.
 
     facts.jsonl     + alive        up to when something of the attempt was seen last
-    stopped.json    + ending       `model/supervisor_loss.py` decides who pays
+    stopped.json    + ending       `model/lifecycle/supervisor_loss.py` decides who pays
     receipt.json    + receipt      what the facts add up to
 
 The agent, the uplink or a client calls this, whichever notices first, and only while it holds the attempt's lock: no
@@ -21,12 +21,12 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.attempt import MEANINGS, Failure
-from serverless_gpu.model.facts import FactKind, alive_after
-from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure
+from serverless_gpu.model.lifecycle.facts import FactKind, alive_after
+from serverless_gpu.model.lifecycle.supervisor_loss import LossEvidence, judge_loss
 from serverless_gpu.model.receipt import Receipt, Segments
-from serverless_gpu.model.supervisor_loss import LossEvidence, judge_loss
 from serverless_gpu.node import protocol, reserve
 from serverless_gpu.node.account import reckon, write_json
 from serverless_gpu.node.history import (

@@ -20,8 +20,8 @@ import os
 import select
 from pathlib import Path
 
-from serverless_gpu.model.attempt import SUPERVISOR_GONE, Attempt
-from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Attempt
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.node.filesystems import REFUSED, lock_error
 from serverless_gpu.node.history import first_facts, read_ending
 from serverless_gpu.node.protocol import Launch

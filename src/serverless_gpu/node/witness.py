@@ -1,4 +1,4 @@
-"""The eye on one crew of a gang on several nodes: it says what it sees, and the server judges (`model/gang_hangs.py`).
+"""Reports what one crew of a gang on several nodes does; the server judges (`model/hangs/gang_hang_detection.py`).
 
     output, events ──heard──▶ HangWitness ──silent since──▶ server ◀── the other crews
     the loop ────────look───▶    │  ▲  └────what it saw───▶   │
@@ -22,12 +22,21 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, format_clock
-from serverless_gpu.model import hangs
-from serverless_gpu.model.attempt import Attempt, Event, Hang, HangConfirmed, Limits, Phase, RankReturned, State
-from serverless_gpu.model.crews import CrewPlace
-from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen
-from serverless_gpu.model.hang_report import Finding, ranks_text, report, stacks
-from serverless_gpu.model.hangs import Action
+from serverless_gpu.model.gangs.crew import CrewPlace
+from serverless_gpu.model.hangs import hang_detection
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen
+from serverless_gpu.model.hangs.hang_detection import Action
+from serverless_gpu.model.hangs.hang_report import Finding, ranks_text, report, stacks
+from serverless_gpu.model.lifecycle.attempt import (
+    Attempt,
+    Event,
+    Hang,
+    HangConfirmed,
+    Limits,
+    Phase,
+    RankReturned,
+    State,
+)
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.looks import POLL_NS, Looking
 
@@ -66,7 +75,7 @@ class HangWitness:
         self._tell = tell
         self._notes = notes
         self._attempt: Attempt | None = None
-        self._own = hangs.begin(clock.boottime_ns())
+        self._own = hang_detection.begin(clock.boottime_ns())
         self._heard = True
         self._silences = 0
         self._is_told = False
@@ -95,7 +104,7 @@ class HangWitness:
         self._ask = ask
         now_ns, window_ns = self._clock.boottime_ns(), ask.window_ms * 1_000_000
         self._leave()
-        self._round = msgspec.structs.replace(hangs.begin(now_ns - window_ns), seen_ns=now_ns)
+        self._round = msgspec.structs.replace(hang_detection.begin(now_ns - window_ns), seen_ns=now_ns)
         self._until_ns = now_ns + window_ns
 
     def judged(self, judgement: Judgement) -> HangConfirmed | None:
@@ -147,10 +156,10 @@ class HangWitness:
                 self.ended()
             return
         before = self._own
-        self._own = hangs.observed(before, now_ns)
+        self._own = hang_detection.observed(before, now_ns)
         if self._heard or self._own.since_ns > before.since_ns:
             self._heard = False
-            self._own = hangs.progressed(self._own, now_ns)
+            self._own = hang_detection.progressed(self._own, now_ns)
             self._forget()
         elif not self._is_told and now_ns - self._own.since_ns >= quiet_ns:
             self._is_told, self._silences = True, self._silences + 1
@@ -168,13 +177,15 @@ class HangWitness:
                 return
             self._looking = None
             kinds = {device.kind for device in gang.devices}
-            spins = hangs.may_spin(attempt.world_size + 1, kinds)  # one alone on its node waits for those on others
-            self._round = hangs.noted(self._round, looks, now_ns, spins=spins)
+            spins = hang_detection.may_spin(
+                attempt.world_size + 1, kinds
+            )  # one alone on its node waits for those on others
+            self._round = hang_detection.noted(self._round, looks, now_ns, spins=spins)
             if self._is_last:
                 self._tell_seen(attempt)
                 return
         window_ns = self._until_ns - self._round.since_ns >> 1
-        step = hangs.next_step(self._round, Limits(hang_warning_ns=2 * window_ns), now_ns)
+        step = hang_detection.next_step(self._round, Limits(hang_warning_ns=2 * window_ns), now_ns)
         if step.action is Action.WAIT:
             self._wake(step.at_ns)
             return
@@ -186,8 +197,8 @@ class HangWitness:
     def _tell_seen(self, attempt: Attempt) -> None:
         assert self._ask is not None
         self._until_ns = 0
-        ranks, returned = hangs.seen(self._round), tuple(sorted(attempt.returned))
-        waiting, elsewhere = hangs.divided(ranks, returned)
+        ranks, returned = hang_detection.seen(self._round), tuple(sorted(attempt.returned))
+        waiting, elsewhere = hang_detection.divided(ranks, returned)
         own = self._finding(tuple(waiting), tuple(elsewhere))
         seen = Seen(number=self._ask.number, ranks=ranks, returned=returned, stacks=stacks(own))
         self._awaits_word, self._moved_ns = True, None
@@ -200,7 +211,7 @@ class HangWitness:
             elsewhere=elsewhere,
             looks=watch.last,
             first=watch.first,
-            moving=hangs.moving(watch),
+            moving=hang_detection.moving(watch),
             silent_ms=(now_ns - self._own.since_ns) // 1_000_000,
             watched_ms=(now_ns - watch.began_ns) // 1_000_000 if watch.looks else 0,
         )
@@ -241,7 +252,7 @@ class HangWitness:
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
         """F05: nothing is ended for it, but nobody has to guess why nothing happens on a node."""
-        if self._early_said or not hangs.returned_early(attempt, self._returned_ns, now_ns):
+        if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
             return
         self._early_said = True
         running = sorted(set(attempt.numbers) - attempt.returned)
@@ -257,5 +268,5 @@ class HangWitness:
 
 def _quiet_ns(limits: Limits) -> int | None:
     """Return after how long a silence ranks are to be looked at, or None where nothing ever follows of one."""
-    due = hangs.due_of(hangs.begin(0), limits)
+    due = hang_detection.due_of(hang_detection.begin(0), limits)
     return None if due is None else due.at_ns - due.window_ns

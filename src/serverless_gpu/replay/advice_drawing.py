@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from serverless_gpu.model.advice import Advice, mix
+from serverless_gpu.model.billing.advice import Advice, mix
 from serverless_gpu.units import MICROS_PER_UNIT
 
 _POINTS = 400

@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.model.scheduling import learning
+from serverless_gpu.model.scheduling import duration_estimates
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import (
     Arrived,
@@ -110,7 +110,7 @@ class Drive:
         """Return what a job wants, with what was learned until it came."""
         job, wanted = self._jobs[place], self._wanted[place]
         if self._durations == "learned" and (past := self._past.get((job.user, job.name))):
-            wanted = msgspec.structs.replace(wanted, expected_s=learning.expected_s(tuple(past)))
+            wanted = msgspec.structs.replace(wanted, expected_s=duration_estimates.expected_s(tuple(past)))
             self._wanted[place] = wanted
         return wanted
 
@@ -155,7 +155,7 @@ class Drive:
     def _learn(self, job: Job) -> None:
         """Remember how long a job took, for the next of the same user and name; where there is neither, nothing."""
         if self._durations == "learned" and (job.user or job.name):
-            past = self._past.setdefault((job.user, job.name), deque(maxlen=learning.SAMPLES_MAX))
+            past = self._past.setdefault((job.user, job.name), deque(maxlen=duration_estimates.SAMPLES_MAX))
             past.appendleft(job.duration_s)
 
     def _had(self, place: int, now_ns: int) -> None:

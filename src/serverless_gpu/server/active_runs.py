@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import ACTIVE, State, StopReason
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
 from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.tables import attempts, crews, nodes, runs
 

@@ -7,7 +7,7 @@ import threading
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.model import access
+from serverless_gpu.model.access import roles
 from serverless_gpu.server import identity
 from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.callers import Caller
@@ -50,7 +50,7 @@ class Admission:
 
     def reach(self, who: Caller, need: Need) -> str:
         """Return how far a caller may reach: "none", "own", "team" or "all"."""
-        return access.reach(who.role, need.noun, write=need.write, scopes=who.scopes).value
+        return roles.reach(who.role, need.noun, write=need.write, scopes=who.scopes).value
 
     def _is_due(self, token_id: str) -> bool:
         now_ns = self._clock.boottime_ns()

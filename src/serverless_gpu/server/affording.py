@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from serverless_gpu.model import access, pricing
-from serverless_gpu.model.access import Reach, Resource
-from serverless_gpu.model.admitting import Candidate
-from serverless_gpu.model.budget import NOTHING, Subject, Use, first_hold
-from serverless_gpu.model.hardware import CPU, matches
-from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.access import roles
+from serverless_gpu.model.access.roles import Reach, Resource
+from serverless_gpu.model.billing import pricing
+from serverless_gpu.model.billing.budget import NOTHING, Subject, Use, first_hold
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.hardware.gpu_types import CPU, matches
+from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.server import prices
 from serverless_gpu.server.allowing import Allowed
 from serverless_gpu.server.budget_index import Rooms, subject_of
@@ -73,7 +74,7 @@ def left(services: Services, allowed: Allowed, who: Caller) -> tuple[str, ...]:
         allowed: the run, under its usage policy.
         who: asks, and would own it.
     """
-    sees_all = access.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is Reach.ALL
+    sees_all = roles.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is Reach.ALL
     subject, currency = (
         _subject(allowed, who),
         services.settings.currency,

@@ -28,9 +28,9 @@ from anyio import to_thread
 
 from serverless_gpu import ambient, faults
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.node_admission import Answer
-from serverless_gpu.model.run_lifecycle import GivenUp
+from serverless_gpu.model.access.node_identity import Answer
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import (
     attempt_tokens,

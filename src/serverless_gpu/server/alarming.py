@@ -21,12 +21,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import sqlalchemy as sa
 
 from serverless_gpu import units
-from serverless_gpu.model import forecasting
-from serverless_gpu.model.budget import NOTHING, Use, Window, used
-from serverless_gpu.model.days import DAY_NS, HOUR_NS
-from serverless_gpu.model.forecasting import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
-from serverless_gpu.model.hardware import time_unit
+from serverless_gpu.model.billing import spend_forecast
+from serverless_gpu.model.billing.budget import NOTHING, Use, Window, used
+from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
+from serverless_gpu.model.hardware.gpu_types import time_unit
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from serverless_gpu.server import accounts, audit, budgets, charges, notices, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
@@ -93,7 +93,7 @@ class Alarms:
             else:
                 unit, rate = TIME, spender.gpus * units.MS_PER_HOUR
                 past = [each.world_size * units.MS_PER_HOUR for each in earlier]
-            found = forecasting.unusual(rate, past, least=RUNS_MIN)
+            found = spend_forecast.unusual(rate, past, least=RUNS_MIN)
             if found is not None:
                 usual = f"the median of {found.count} earlier runs named {one.name!r}"
                 sentence = f"run {spender.run_id} uses {self._words(found, unit)} in an hour: {usual}"
@@ -115,8 +115,8 @@ class Alarms:
                 teams, line = known[one.account_id].subject.teams, one.entry.line
                 if not teams or line.end_ns // HOUR_NS < oldest:
                     continue
-                money = forecasting.spread(line.micros or 0, line.start_ns, line.end_ns)
-                time = forecasting.spread(line.billed_ms, line.start_ns, line.end_ns)
+                money = spend_forecast.spread(line.micros or 0, line.start_ns, line.end_ns)
+                time = spend_forecast.spread(line.billed_ms, line.start_ns, line.end_ns)
                 for hours in (self._teams.setdefault(team, {}) for team in teams):
                     for hour in time:
                         before = hours.get(hour, (0, 0))
@@ -140,7 +140,7 @@ class Alarms:
             which = 0 if use.micros else 1
             rate = (use.micros if which == 0 else use.gpu_ms) + ahead[which] + before[which] * part_ns // HOUR_NS
             past = [amounts[which] for hour, amounts in hours.items() if hour < this - 1]
-            found = forecasting.unusual(rate, past, least=HOURS_MIN)
+            found = spend_forecast.unusual(rate, past, least=HOURS_MIN)
             if found is not None:
                 usual = f"the median of its {found.count} hours in four weeks"
                 sentence = f"team {team} used {self._words(found, (MONEY, TIME)[which])} in the last hour: {usual}"

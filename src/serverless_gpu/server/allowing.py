@@ -2,9 +2,9 @@
 
     spec, who ─▶ what is attached to them ─▶ which policy ─▶ within it? ─▶ the spec that is written down, a pool
 
-The decisions are `model/policy.py`'s. Whoever asks is in a transaction, so that a policy that is changed at the same
-moment holds for a run or does not, and nothing between. What is installed in an environment is read from the store, and
-that is no work for a transaction: `Unread` ends it, the store is asked, and it begins again.
+The decisions are `model/access/usage_policy.py`'s. Whoever asks is in a transaction, so that a policy that is changed
+at the same moment holds for a run or does not, and nothing between. What is installed in an environment is read from
+the store, and that is no work for a transaction: `Unread` ends it, the store is asked, and it begins again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.environment.packages import Packages, are_same, difference
 from serverless_gpu.errors import EnvironmentMissing, PolicyViolation
-from serverless_gpu.model.access import Reach, Resource, reach
-from serverless_gpu.model.hardware import FAMILIES
-from serverless_gpu.model.policy import NamedPolicy, UsagePolicy, apply, choose, where
-from serverless_gpu.model.policy_defaults import with_defaults
+from serverless_gpu.model.access.policy_defaults import with_defaults
+from serverless_gpu.model.access.roles import Reach, Resource, reach
+from serverless_gpu.model.access.usage_policy import NamedPolicy, UsagePolicy, apply, choose, where
+from serverless_gpu.model.hardware.gpu_types import FAMILIES
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import dividing, nodes, policies, pools, secret_store
 from serverless_gpu.server.callers import Caller

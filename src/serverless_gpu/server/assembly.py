@@ -28,7 +28,7 @@ from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.engines.ray import RayEngine
 from serverless_gpu.engines.ray_link import RayAccess
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.model.node_admission import Identity
+from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import Profile

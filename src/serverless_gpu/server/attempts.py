@@ -16,10 +16,10 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.gang_life import Cause
-from serverless_gpu.model.meeting import Chosen
-from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.gangs.gang_lifecycle import Cause
+from serverless_gpu.model.gangs.rendezvous import Chosen
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.secrets import Pinned
 from serverless_gpu.serialized import from_json
 from serverless_gpu.server import crews

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.facts import Fact
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.serialized import from_json
 from serverless_gpu.server import attempts as attempt_rows
 from serverless_gpu.server import charges

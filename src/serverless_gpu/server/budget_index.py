@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from serverless_gpu.model import budget_words
-from serverless_gpu.model.admitting import Candidate
-from serverless_gpu.model.budget import Standing, Subject, Use, keys, may_start
-from serverless_gpu.model.hardware import CPU
+from serverless_gpu.model.billing import budget_messages
+from serverless_gpu.model.billing.budget import Standing, Subject, Use, keys, may_start
+from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import pools
 from serverless_gpu.server.budgets import StoredBudget
@@ -69,7 +69,7 @@ class Rooms:
         hold = self._hold(candidate)
         for name in names:
             if not may_start(self._standings[name], hold):
-                return budget_words.no_room(name, self._standings[name])
+                return budget_messages.no_room(name, self._standings[name])
         self._count(names, hold)
         return ""
 

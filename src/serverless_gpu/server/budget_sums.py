@@ -7,10 +7,10 @@ from collections.abc import Set as AbstractSet
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.budget import NOTHING, Subject, Use
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.ledger import Line
-from serverless_gpu.model.periods import part_until
+from serverless_gpu.model.billing.budget import NOTHING, Subject, Use
+from serverless_gpu.model.billing.budget_periods import part_until
+from serverless_gpu.model.billing.ledger import Line
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import accounts, charges
 from serverless_gpu.server.budget_index import BudgetIndex
 from serverless_gpu.server.crews import Gang

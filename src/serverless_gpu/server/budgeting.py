@@ -8,12 +8,13 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
-from serverless_gpu.model import access, budget_words, forecasting
-from serverless_gpu.model.access import Reach
-from serverless_gpu.model.budget import Budget, Scope, Standing
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.hardware import time_unit
+from serverless_gpu.model.access import roles
+from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.billing import budget_messages, spend_forecast
+from serverless_gpu.model.billing.budget import Budget, Scope, Standing
+from serverless_gpu.model.hardware.gpu_types import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import audit, budgets, identity, notices, policies, pools
 from serverless_gpu.server.affording import as_of
 from serverless_gpu.server.audit import Action
@@ -120,8 +121,8 @@ def reopen_budget(services: Services, who: Caller, name: str) -> BudgetView:
         raise _unknown(name)
     if standing.is_spent:
         raise InvalidValue(
-            f"budget {name!r} is used up: {budget_words.used_words(standing, services.settings.currency)}",
-            hint=f"raise it: sgpu budget set {name}; or wait: {budget_words.anew(standing)}",
+            f"budget {name!r} is used up: {budget_messages.used_words(standing, services.settings.currency)}",
+            hint=f"raise it: sgpu budget set {name}; or wait: {budget_messages.anew(standing)}",
         )
 
     def work(connection: sa.Connection) -> None:
@@ -225,11 +226,11 @@ def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
     """Return whether somebody may see a budget: theirs, or of a team they are in."""
     kind, name = budget.scope.kind, budget.scope.name
     owner, team = (name if kind == "user" else "", name if kind == "team" else "")
-    return access.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
+    return roles.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
 
 
 def _is_theirs(notice: notices.Notice, who: Caller, reach: str) -> bool:
-    return access.covers(reach, name=who.name, teams=who.teams, owner=notice.text("owner"), team=notice.text("team"))
+    return roles.covers(reach, name=who.name, teams=who.teams, owner=notice.text("owner"), team=notice.text("team"))
 
 
 def _unknown(name: str) -> NotFound:
@@ -252,7 +253,7 @@ def _views(services: Services, standings: dict[str, Standing]) -> Iterable[Budge
     going = services.spending.going_on()
     for name, standing in sorted(standings.items()):
         budget = standing.budget
-        ahead = forecasting.forecast(standing, services.spending.by_day(name), now_ns)
+        ahead = spend_forecast.forecast(standing, services.spending.by_day(name), now_ns)
         yield BudgetView(
             name=name,
             kind=budget.scope.kind,
@@ -279,10 +280,10 @@ def _views(services: Services, standings: dict[str, Standing]) -> Iterable[Budge
 
 
 def _sentence(standing: Standing, currency: str) -> str:
-    parts = [budget_words.used_words(standing, currency)]
+    parts = [budget_messages.used_words(standing, currency)]
     if standing.is_used_up:
         why = "" if standing.is_spent else "closed: what is left did not pay for another minute of its runs; "
-        parts.append(f"{why}nothing new starts until {budget_words.next_day(standing)}")
+        parts.append(f"{why}nothing new starts until {budget_messages.next_day(standing)}")
     unpriced_ms = standing.used.unpriced_ms
     if unpriced_ms and standing.budget.limit_micros is not None:
         parts.append(f"{format_gpu_ms(unpriced_ms, unit=time_unit())} have no price and count nothing: sgpu price set")

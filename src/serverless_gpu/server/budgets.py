@@ -1,11 +1,11 @@
-"""Budgets: the query room of `model/budget.py`, of what was said of each in a period, and of alarms."""
+"""Budgets: the query room of `model/billing/budget.py`, of what was said of each in a period, and of alarms."""
 
 from __future__ import annotations
 
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.budget import CLOSED, FULL, Budget, Scope
+from serverless_gpu.model.billing.budget import CLOSED, FULL, Budget, Scope
 from serverless_gpu.server.tables import budget_warnings, budgets, teams
 
 FORGET_NS = 400 * 86_400 * 1_000_000_000

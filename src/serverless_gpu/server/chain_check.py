@@ -1,4 +1,4 @@
-"""A server follows the chain of its own audit (`model/audit_chain.py`) while it works, in pages, again and again.
+"""Follows the chain of the audit (`model/access/audit_chain.py`) while the server works, page by page.
 
     from entry 1 ─▶ page ─▶ page ─▶ … ─▶ the end, and on with what is new ─▶ `begin_again` ─▶ from entry 1
                                           └ remembered: the last entry that there was, and its digest
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.audit_chain import Head, Link, follow
+from serverless_gpu.model.access.audit_chain import Head, Link, follow
 from serverless_gpu.server import audit
 from serverless_gpu.server.audit import Wanted
 

@@ -1,4 +1,4 @@
-"""The loop that puts rows of the audit into their chain (`model/audit_chain.py`), a second after they were written.
+"""Chains rows of the audit (`model/access/audit_chain.py`) one second after they were written.
 
     a request's transaction ── row of the audit ─▶ database ── each second ─▶ rows without a place ─▶ number, digest
 

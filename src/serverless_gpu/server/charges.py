@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.ledger import Entry, EntryKind, Line, standing
+from serverless_gpu.model.billing.ledger import Entry, EntryKind, Line, standing
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.accounts import plain_ids
 from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.portions import portions

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from serverless_gpu.model.attempt import MEANINGS
-from serverless_gpu.model.facts import Fact, FactKind, alive_after
-from serverless_gpu.model.ledger import Line, lines
+from serverless_gpu.model.billing.ledger import Line, lines
+from serverless_gpu.model.lifecycle.attempt import MEANINGS
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind, alive_after
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.liveness import Leases

@@ -14,8 +14,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.crews import CrewPlace
+from serverless_gpu.model.gangs.crew import CrewPlace
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server.keys import Keys, sha256
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import crews, nodes

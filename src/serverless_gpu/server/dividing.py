@@ -7,7 +7,7 @@ from collections.abc import Callable
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.policy import UsagePolicy
+from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.server import audit, identity, operating, policies, pools, shares
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller

@@ -18,14 +18,14 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model import gang_life, gang_receipt
-from serverless_gpu.model.attempt import ACTIVE, MEANINGS, Reason, State
-from serverless_gpu.model.facts import Fact
-from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.gang_receipt import CrewAccount, Whole
-from serverless_gpu.model.ledger import Charge, sum_of
+from serverless_gpu.model.billing.ledger import Charge, sum_of
+from serverless_gpu.model.gangs import gang_lifecycle, gang_receipt
+from serverless_gpu.model.gangs.gang_lifecycle import Halt
+from serverless_gpu.model.gangs.gang_receipt import CrewAccount, Whole
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.run_lifecycle import surely_ends
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.model.run_lifecycle import surely_ends
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.serialized import from_json
 from serverless_gpu.server import counting, crews, facts, gang_endings, gangs
@@ -102,7 +102,7 @@ def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> Early | No
         return None
     silent = {crew.number: seconds for crew in attempt.open_crews if (seconds := quiet(crew)) is not None}
     lives = gangs.lives(attempt.crews)
-    reasons = gang_life.early_reasons(lives, cause, silent)
+    reasons = gang_lifecycle.early_reasons(lives, cause, silent)
     if not reasons or not surely_ends(run.life, reasons, began=attempt.began):
         return None
     reason, state = reasons[0], MEANINGS[reasons[0]].state

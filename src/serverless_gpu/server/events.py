@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import TERMINAL, Reason, State
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.server.tables import events
 
 

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.facts import Fact
+from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import facts

@@ -31,8 +31,8 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import machine
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.access import Resource
-from serverless_gpu.model.node_admission import Identity
+from serverless_gpu.model.access.node_identity import Identity
+from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.node.private_files import write_private
 from serverless_gpu.server import audit, identity, node_tokens
 from serverless_gpu.server.audit import SERVER, Action

@@ -17,8 +17,8 @@ from functools import partial
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import ACTIVE
-from serverless_gpu.model.run_lifecycle import IllegalTransition
+from serverless_gpu.model.lifecycle.attempt import ACTIVE
+from serverless_gpu.model.lifecycle.run_lifecycle import IllegalTransition
 from serverless_gpu.server import active_runs, gangs, runs, transitions
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services

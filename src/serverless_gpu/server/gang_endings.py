@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from serverless_gpu.model.attempt import Failure, Reason, State
-from serverless_gpu.model.gang_life import Cause, Halt
+from serverless_gpu.model.gangs.gang_lifecycle import Cause, Halt
+from serverless_gpu.model.lifecycle.attempt import Failure, Reason, State
 from serverless_gpu.node.protocol import Stopped
 
 TAILS_MAX = 8

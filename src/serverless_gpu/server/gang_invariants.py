@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.books import Booked
 from serverless_gpu.server.crews import StoredCrew

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
-from serverless_gpu.model.gang_hangs import GangWatch
-from serverless_gpu.model.idling import Verdict
+from serverless_gpu.model.hangs.gang_hang_detection import GangWatch
+from serverless_gpu.model.telemetry.idleness import Verdict
 from serverless_gpu.server.crews import Gang
 
 

@@ -1,10 +1,10 @@
 """What becomes of a gang when something happens to one of its crews: values only, and the one place that folds them.
 
-    something happened to a crew ─▶ `after`: the crew then ─▶ `follow`: all crews, folded (`model/gang_life.py`)
+    something happened to a crew ─▶ `after`: the crew then ─▶ `follow`: all crews (`model/gangs/gang_lifecycle.py`)
                                                                  └─ what has happened to the run by that
 
-The events are those of `model/run_lifecycle.py`: each crew has a life of its own, and the run hears of what it amounts
-to. A gang of one crew tells the run what that one says.
+The events are those of `model/lifecycle/run_lifecycle.py`: each crew has a life of its own, and the run hears of what
+it amounts to. A gang of one crew tells the run what that one says.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from serverless_gpu.model import gang_life
-from serverless_gpu.model.attempt import MEANINGS, Reason, State, StopReason
-from serverless_gpu.model.gang_life import Cause, Fold, Halt, Over
-from serverless_gpu.model.run_lifecycle import (
+from serverless_gpu.model.gangs import gang_lifecycle
+from serverless_gpu.model.gangs.gang_lifecycle import Cause, Fold, Halt, Over
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import (
     Ended,
     Event,
     Forgotten,
@@ -126,8 +126,8 @@ def told(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Word
     if crew.ended_ns is not None or (attempt.released and crew.halt_json is None):
         return Word(release=attempt.released and crew.ended_ns is None)
     if cause is None and not is_stopping and crew.halt_json is None:
-        return Word(release=gang_life.may_leave(_life(crew, ""), [_life(one, "") for one in attempt.crews]))
-    if cause is None or not gang_life.told_to_stop(_life(crew, ""), cause) or (cause.crew is None and is_stopping):
+        return Word(release=gang_lifecycle.may_leave(_life(crew, ""), [_life(one, "") for one in attempt.crews]))
+    if cause is None or not gang_lifecycle.told_to_stop(_life(crew, ""), cause) or (cause.crew is None and is_stopping):
         return Word()
     if cause.reason in _PASSED_ON:
         return Word(stop=_PASSED_ON[cause.reason])
@@ -150,7 +150,7 @@ def words(cause: Cause, attempt: StoredAttempt, *, after: Reason | None = None) 
     return ": ".join(part for part in (whose, what) if part)
 
 
-def lives(crews: Sequence[StoredCrew], detail: str = "") -> list[gang_life.Crew]:
+def lives(crews: Sequence[StoredCrew], detail: str = "") -> list[gang_lifecycle.Crew]:
     """Return crews as their gang depends on them; `detail` is for people, of the one that has just ended."""
     return [_life(crew, detail) for crew in crews]
 
@@ -168,7 +168,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
     assert attempt is not None
     # Of one crew all is known that its node says; of several one may fail of what another one was asked.
     stop = run.stop if len(crews) > 1 else None
-    folded = gang_life.fold(lives(crews, detail), attempt.cause, stop=stop, released=attempt.released)
+    folded = gang_lifecycle.fold(lives(crews, detail), attempt.cause, stop=stop, released=attempt.released)
     happened: list[Event] = []
     if is_word or folded.over is None:
         has_begun, had_begun = (all(crew.began for crew in these) for these in (crews, attempt.crews))
@@ -205,11 +205,11 @@ def _on_its_way(run: StoredRun, folded: Fold, *, is_start: bool) -> list[Event]:
     return happened
 
 
-def _life(crew: StoredCrew, detail: str) -> gang_life.Crew:
+def _life(crew: StoredCrew, detail: str) -> gang_lifecycle.Crew:
     over = None
     if crew.ended_ns is not None and crew.reason is not None:
         over = Over(reason=crew.reason, began=crew.began, proven=crew.proven, given_up=crew.given_up, detail=detail)
-    return gang_life.Crew(
+    return gang_lifecycle.Crew(
         number=crew.number,
         state=crew.state,
         before=crew.before,

@@ -6,8 +6,8 @@ import logging
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import ACTIVE, STOPPED_BY, Reason
-from serverless_gpu.model.run_lifecycle import Ended
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, STOPPED_BY, Reason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended
 from serverless_gpu.server import runs, transitions
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model.access import covers
+from serverless_gpu.model.access.roles import covers
 from serverless_gpu.server import audit, identity, owners
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller

@@ -1,6 +1,6 @@
 """Who of those that wait may not start in this tick, though devices may be free: caps of policies, rooms of budgets.
 
-    roster: queue, what runs ─▶ caps from `policies`, rooms of budgets ─▶ model/admitting.py ─▶ sentences by run
+    roster: queue, what runs ─▶ caps, budgets ─▶ model/scheduling/concurrency_limits.py ─▶ sentences by run
 
     estimate, for one run that nobody asked for yet ─▶ `why_not`
     scheduler, in the transaction that places a run ─▶ `is_full`: what the user has by now, this run among it
@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import sqlalchemy as sa
 
-from serverless_gpu.model import admitting
-from serverless_gpu.model.admitting import Candidate, Key, Rooms
+from serverless_gpu.model.scheduling import concurrency_limits
+from serverless_gpu.model.scheduling.concurrency_limits import Candidate, Key, Rooms
 from serverless_gpu.server import policies, runs
 from serverless_gpu.server.budget_index import subject_of_run
 from serverless_gpu.server.crews import CrewId
@@ -60,7 +60,7 @@ def held_back(
     for one, count in running:
         for policy in one.policies:
             using[policy, one.subject.owner] += count
-    return admitting.held_back(waiting, using, caps, rooms)
+    return concurrency_limits.held_back(waiting, using, caps, rooms)
 
 
 def why_not(connection: sa.Connection, run: StoredRun, rooms: Rooms | None, freed: frozenset[CrewId]) -> str:
@@ -91,7 +91,7 @@ def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozen
         return False
     having = [(candidate(other).policies, held) for other, held in _having(connection, run.owner, freed)]
     return any(
-        admitting.is_full(caps[policy], sum(held for names, held in having if policy in names), count)
+        concurrency_limits.is_full(caps[policy], sum(held for names, held in having if policy in names), count)
         for policy in capped
     )
 

@@ -20,9 +20,9 @@ I7  the ledger: facts in order, a receipt only at an end; what is charged follow
     changed, only taken back and said anew, and is what the receipt says (`ledger_invariants.py`)
 I8  the audit has one row for each request that changed something, no secret, and its chain is whole
 I11 a run that could be placed is placed
-I12 who can hold nothing more of a hard budget is asked to stop: that bounds what is used beyond (`model/budget.py`)
-I14 a run that waits has a sentence that says for what
-I15 what grows has a bound, and keeps it
+I12 who can hold nothing more of a hard budget is asked to stop: that bounds what is used beyond
+(`model/billing/budget.py`) I14 a run that waits has a sentence that says for what I15 what grows has a bound, and keeps
+it
 
 Not asked: I9, I10 (processes and bytes on a node: its own tests look), I13 (there are no schedules yet).
 """
@@ -35,9 +35,9 @@ from itertools import pairwise, product
 
 import msgspec
 
-from serverless_gpu.model.attempt import MEANINGS, TERMINAL, Reason, State
-from serverless_gpu.model.facts import FactKind
-from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, TERMINAL, Reason, State
+from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action

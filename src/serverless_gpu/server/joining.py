@@ -16,8 +16,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model.access import Resource
-from serverless_gpu.model.node_admission import Identity
+from serverless_gpu.model.access.node_identity import Identity
+from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.server import audit, identity, node_tokens, nodes
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller

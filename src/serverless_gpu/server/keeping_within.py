@@ -23,10 +23,10 @@ from collections.abc import Set as AbstractSet
 import sqlalchemy as sa
 
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
-from serverless_gpu.model import budget_words
-from serverless_gpu.model.attempt import ACTIVE, StopReason
-from serverless_gpu.model.budget import CLOSED, FULL, Standing
-from serverless_gpu.model.days import DAY_NS
+from serverless_gpu.model.billing import budget_messages
+from serverless_gpu.model.billing.budget import CLOSED, FULL, Standing
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import audit, budgets, notices, runs, stopping, transitions
 from serverless_gpu.server.affording import as_of
 from serverless_gpu.server.audit import Action
@@ -119,7 +119,7 @@ class Keeper:
             for mark in marks:
                 if not budgets.say(connection, name, start_ns=start_ns, percent=mark, at_ns=at_ns):
                     continue
-                sentence = budget_words.warning(name, standing, currency, is_open=True, mark=mark)
+                sentence = budget_messages.warning(name, standing, currency, is_open=True, mark=mark)
                 document = _document(name, standing, mark, currency) | {"sentence": sentence}
                 action, kind = _KINDS.get(mark, (Action.BUDGET_WARNING, Kind.WARNING))
                 audit.record(connection, who=audit.SERVER, action=action, subject=name, now_ns=at_ns, detail=document)
@@ -148,9 +148,9 @@ class Keeper:
             for one in concerned:
                 is_open = is_open_to(standing.budget, one.subject)
                 if mark == CLOSED:
-                    said = budget_words.goes_on(name, standing, currency, is_open=is_open)
+                    said = budget_messages.goes_on(name, standing, currency, is_open=is_open)
                 else:
-                    said = budget_words.warning(name, standing, currency, is_open=is_open, mark=mark)
+                    said = budget_messages.warning(name, standing, currency, is_open=is_open, mark=mark)
                 transitions.remark(connection, one.spender.run_id, one.spender.fence, said, at_ns=at_ns)
 
         services.database.write(work)
@@ -166,7 +166,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tol
         return None  # judged anew with what it is now
     if run is None or run.fence != one.spender.fence or run.state not in ACTIVE:
         return None
-    because = budget_words.stopped(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
+    because = budget_messages.stopped(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
     try:
         return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.BUDGET, at_ns=at_ns, because=because)
     except (AlreadyFinished, StaleAttempt):

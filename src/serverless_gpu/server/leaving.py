@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
-from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.server import audit, crews, node_rules, nodes, runs, stopping
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.hub import run_key

@@ -16,9 +16,9 @@ from itertools import pairwise
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import MEANINGS, Reason
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.ledger import EntryKind, Line, charge, reversed_line, standing, sum_of
+from serverless_gpu.model.billing.ledger import EntryKind, Line, charge, reversed_line, standing, sum_of
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.server import counting
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.books import Booked, OfCrew, SeenReceipt

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from serverless_gpu.model import metering
-from serverless_gpu.model.facts import Fact
+from serverless_gpu.model.billing import metering
+from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.violations import Violation
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
-from serverless_gpu.model.attempt import ACTIVE, State, StopReason
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
 from serverless_gpu.model.scheduling.values import Preemption
 from serverless_gpu.server import audit, runs, stopping
 from serverless_gpu.server.services import Services

@@ -21,7 +21,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, exposition
 from prometheus_client.registry import Collector
 
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.version import __version__
 
 CONTENT_TYPE = exposition.CONTENT_TYPE_PLAIN_0_0_4

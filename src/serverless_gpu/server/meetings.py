@@ -35,10 +35,10 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import ACTIVE, Reason, State
-from serverless_gpu.model.gang_life import Cause
-from serverless_gpu.model.meeting import Apart, Chosen
-from serverless_gpu.model.run_lifecycle import Ended, IllegalTransition
+from serverless_gpu.model.gangs.gang_lifecycle import Cause
+from serverless_gpu.model.gangs.rendezvous import Apart, Chosen
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason, State
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, IllegalTransition
 from serverless_gpu.server import attempts, gathering, runs, transitions
 from serverless_gpu.server.active_runs import Active
 from serverless_gpu.server.attempts import StoredAttempt

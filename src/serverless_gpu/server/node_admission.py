@@ -1,6 +1,6 @@
 """Lets nodes in: checks whose a token is, keeps names waiting for an administrator, approves them, makes join tokens.
 
-    hello ─▶ check (model/node_admission.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
+    hello ─▶ check (model/access/node_identity.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
     invite ─▶ a join token for so many machines, for so long ─▶ server/joining.py
 
 Everything but a hello that is admitted is written into the audit: also refusals, each once while this server runs.
@@ -12,9 +12,9 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model import node_admission
-from serverless_gpu.model.access import Resource
-from serverless_gpu.model.node_admission import Answer, Identity, Refused
+from serverless_gpu.model.access import node_identity
+from serverless_gpu.model.access.node_identity import Answer, Identity, Refused
+from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.server import audit, first_start, identity, node_tokens, nodes
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
@@ -48,7 +48,7 @@ def check(connection: sa.Connection, who: Caller, said: AgentHello) -> Answer:
     if not who.token_id:
         return Answer.ADMITTED
     found = node_tokens.find(connection, who.token_id)
-    answer = node_admission.judge(None if found is None else found.binding, identity_of(said))
+    answer = node_identity.judge(None if found is None else found.binding, identity_of(said))
     if isinstance(answer, Refused):
         raise NotAllowed(answer.why, hint=answer.hint)
     return answer
@@ -181,7 +181,7 @@ def refuse_second_process(services: Services, before: nodes.StoredNode, said: Ag
     presence, now_ns = services.presence, services.clock.boottime_ns()
     connected = presence.is_there(before.id, now_ns=now_ns) and presence.is_streaming(before.id)
     same_boot = before.boot_id == said.boot_id
-    if same_boot and node_admission.second_process(before.hello.process, said.process, connected=connected):
+    if same_boot and node_identity.second_process(before.hello.process, said.process, connected=connected):
         raise NotAllowed(
             f"another process is connected as the node {said.name!r}",
             hint="end that process; its successor is let in at once",

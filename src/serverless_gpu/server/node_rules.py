@@ -19,8 +19,8 @@ import msgspec
 
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model import calendar
-from serverless_gpu.model.scheduling import telling
+from serverless_gpu.model.hardware import sharing_calendar
+from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
 WARNING_S = 300.0
@@ -100,7 +100,7 @@ def drained(rules: NodeRules) -> str:
 def left_out(rules: NodeRules) -> str:
     """Return which devices people have left out of a node, and why; a few of them, and "" for none."""
     named = [f"{one.uuid[:_SHOWN]}{f' ({one.note})' if one.note else ''}" for one in rules.quarantined]
-    return f"{by} left out: {', '.join(telling.some(named))}" if (by := _by(rules)) else ""
+    return f"{by} left out: {', '.join(wait_messages.some(named))}" if (by := _by(rules)) else ""
 
 
 def _by(rules: NodeRules) -> str:
@@ -115,18 +115,20 @@ def check_calendar(asked: NodeCalendar) -> None:
     """
     if asked.owner_first and not asked.owner:
         raise InvalidValue("nobody can be first on a node that is nobody's", hint="name its owner, too")
-    calendar.parse(asked.shared, _zone(asked.zone))
+    sharing_calendar.parse(asked.shared, _zone(asked.zone))
 
 
 @lru_cache(maxsize=4096)
 def _sharing(asked: NodeCalendar, minute: int) -> Sharing:
     """Return what holds for a whole minute: windows begin and end with one, and clocks are moved with one."""
     try:
-        windows = calendar.parse(asked.shared, _zone(asked.zone))
+        windows = sharing_calendar.parse(asked.shared, _zone(asked.zone))
     except InvalidValue as error:
         return Sharing(shared=False, problem=f"has a calendar that cannot be read: {error.message}")
     at_ns = minute * _MINUTE_NS
-    return Sharing(shared=calendar.is_shared(windows, at_ns), turns_ns=calendar.turns_at(windows, at_ns))
+    return Sharing(
+        shared=sharing_calendar.is_shared(windows, at_ns), turns_ns=sharing_calendar.turns_at(windows, at_ns)
+    )
 
 
 def _zone(name: str) -> ZoneInfo:

@@ -1,4 +1,4 @@
-"""Repository of what nodes' tokens are bound to, and of join tokens: `model/node_admission.py` decides with it.
+"""Repository of what nodes' tokens are bound to, and of join tokens: `model/access/node_identity.py` decides with it.
 
 node_bindings   token ─▶ the node that it is for; not approved: it waits for an administrator
 invitations     join token ─▶ how many homes may still join with it
@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.node_admission import Binding, Identity
+from serverless_gpu.model.access.node_identity import Binding, Identity
 from serverless_gpu.server.tables import invitations, node_bindings, tokens
 
 PENDING_MAX = 1_000

@@ -7,7 +7,7 @@ from collections import Counter
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.run_lifecycle import Forgotten
+from serverless_gpu.model.lifecycle.run_lifecycle import Forgotten
 from serverless_gpu.server import audit, crews, floor, nodes, runs, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller

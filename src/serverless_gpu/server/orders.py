@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import crews, orders

@@ -14,8 +14,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
-from serverless_gpu.model.access import ROLES, Reach, reach
-from serverless_gpu.model.attempt import TERMINAL, State, StopReason
+from serverless_gpu.model.access.roles import ROLES, Reach, reach
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
 from serverless_gpu.server import audit, stopping
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.tables import principals, runs

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.scheduling import learning
+from serverless_gpu.model.access.teams import share_team
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.scheduling import duration_estimates
 from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
-from serverless_gpu.model.teams import share_team
 from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import attempts, crews, runs
@@ -62,12 +62,12 @@ def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
 
 def expected_s(connection: sa.Connection, owner: str, name: str) -> float | None:
     """Return how long a run of an owner and a name is likely to have devices; None where nothing is known of it."""
-    return learning.expected_s(durations_s(connection, owner, name)) if name else None
+    return duration_estimates.expected_s(durations_s(connection, owner, name)) if name else None
 
 
 def longest_s(connection: sa.Connection, owner: str, name: str) -> float | None:
     """Return the longest that the last runs of an owner and a name had their devices; None where that is not known."""
-    return learning.longest_s(durations_s(connection, owner, name)) if name else None
+    return duration_estimates.longest_s(durations_s(connection, owner, name)) if name else None
 
 
 def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]:
@@ -77,7 +77,7 @@ def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]
         .select_from(runs.join(attempts, _CURRENT))
         .where(runs.c.owner == owner, runs.c.name == name, _SUCCEEDED, attempts.c.ended_ns.is_not(None))
         .order_by(runs.c.id.desc())
-        .limit(learning.SAMPLES_MAX)
+        .limit(duration_estimates.SAMPLES_MAX)
     )
     return [max(0, took_ns) / 1e9 for took_ns in connection.scalars(query)]
 

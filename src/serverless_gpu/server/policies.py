@@ -1,4 +1,4 @@
-"""Usage policies, and whom they are attached to: the query room of `model/policy.py`."""
+"""Usage policies, and whom they are attached to: the query room of `model/access/usage_policy.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.policy import Attached, Holder, UsagePolicy
+from serverless_gpu.model.access.usage_policy import Attached, Holder, UsagePolicy
 from serverless_gpu.server.tables import policies, policy_holders
 
 POLICIES_MAX = 1_000

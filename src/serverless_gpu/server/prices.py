@@ -1,13 +1,13 @@
-"""Prices: the query room of the price book (`model/pricing.py`). What was in force is ended and never changed."""
+"""SQL of the price book (`model/billing/pricing.py`): a price that was in force is ended and never changed."""
 
 from __future__ import annotations
 
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model import pricing
-from serverless_gpu.model.hardware import families_of
-from serverless_gpu.model.pricing import CORE, MEMORY, Price, Tariff
+from serverless_gpu.model.billing import pricing
+from serverless_gpu.model.billing.pricing import CORE, MEMORY, Price, Tariff
+from serverless_gpu.model.hardware.gpu_types import families_of
 from serverless_gpu.server.tables import prices
 
 _OF_PRICE = Price.__struct_fields__

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access import Reach
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation, TeamUse, WaitReason
 from serverless_gpu.server import runs, shares, views
 from serverless_gpu.server.callers import Caller

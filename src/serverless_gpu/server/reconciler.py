@@ -29,8 +29,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.run_lifecycle import Event, GivenUp, IllegalTransition, Silent
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.run_lifecycle import Event, GivenUp, IllegalTransition, Silent
 from serverless_gpu.server import active_runs, crews, folding_again, leaving, meetings, nodes, owners, runs, transitions
 from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.crews import CrewId, StoredCrew

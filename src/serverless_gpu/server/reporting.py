@@ -39,11 +39,11 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, ServerUnavailable, TooLarge
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.crews import numbered
-from serverless_gpu.model.facts import Fact
-from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.run_lifecycle import Ended, Event, Heard, Started, Stopping
+from serverless_gpu.model.gangs.crew import numbered
+from serverless_gpu.model.gangs.gang_lifecycle import Halt
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Event, Heard, Started, Stopping
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import (
     attempt_tokens,

@@ -21,7 +21,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.model.scheduling.values import Share as PlannedShare
 from serverless_gpu.server import crews, giving_back, orders, runs

@@ -31,7 +31,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.model.run_lifecycle import Restored
+from serverless_gpu.model.lifecycle.run_lifecycle import Restored
 from serverless_gpu.node.home import Home
 from serverless_gpu.serialized import from_json
 from serverless_gpu.server import audit, orders, runs, transitions

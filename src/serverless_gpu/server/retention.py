@@ -25,8 +25,8 @@ import logging
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.model.days import HOUR_NS
-from serverless_gpu.model.retention import Entry, Policy, to_delete
+from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
+from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.server import (
     attempts,
     audit,

@@ -18,8 +18,8 @@ from types import MappingProxyType
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.admitting import Candidate
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share, Used, Wanted
 from serverless_gpu.server import (
     affording,

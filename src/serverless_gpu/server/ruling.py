@@ -13,8 +13,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model import access
-from serverless_gpu.model.access import Reach
+from serverless_gpu.model.access import roles
+from serverless_gpu.model.access.roles import Reach
 from serverless_gpu.server import audit, crews, identity, node_rules, nodes, operating
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
@@ -144,7 +144,7 @@ def _decided(
     def work(connection: sa.Connection) -> tuple[str, list[str]]:
         node = operating.find_node(connection, asked.node)
         owner = node.rules.calendar.owner
-        if not access.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
+        if not roles.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
             raise NotAllowed(f"{node.name} is not {asked.who.name}'s", hint="its owner can, or an operator")
         change = decide(connection, node)
         if change.rules == node.rules:

@@ -14,9 +14,9 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model import run_lifecycle
-from serverless_gpu.model.attempt import ACTIVE, TERMINAL, Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
+from serverless_gpu.model.lifecycle import run_lifecycle
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server import attempts
@@ -75,7 +75,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
         unsaved: attempts in a row, up to the last that is over, that saved none.
         ran: attempts that are over and count for the most that its policy allows.
         ran_ms: how long user code of the attempts before the current one ran.
-        member_of: teams of its owner when it was submitted, where it names none (`model/teams.py`).
+        member_of: teams of its owner when it was submitted, where it names none (`model/access/teams.py`).
         attempt: the current attempt, or the last.
     """
 

@@ -24,9 +24,9 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.errors import SecretMissing, StaleAttempt
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.crews import laid_out
-from serverless_gpu.model.run_lifecycle import Ended
+from serverless_gpu.model.gangs.crew import laid_out
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import (
     accounts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.access import Reach
+from serverless_gpu.model.access.roles import Reach
 from serverless_gpu.model.secrets import check_name, check_value
 from serverless_gpu.server import audit, identity, secret_store
 from serverless_gpu.server.audit import Action

@@ -28,7 +28,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import ServerProblem, StorageError
-from serverless_gpu.model.attempt import TERMINAL, Reason, State
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.server import books as book_rows
 from serverless_gpu.server import runs
 from serverless_gpu.server.books import PAGE_RUNS, Books

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from serverless_gpu.ambient import format_soon
-from serverless_gpu.model.scheduling import telling
+from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import Estimate, Reservation, TeamUse, Wait, WaitReason, Wanted
 
@@ -200,4 +200,4 @@ class Sentences:
 
 
 def _sentence(wait: Wait, now_ns: int) -> str:
-    return telling.sentence(wait, functools.partial(format_soon, now_ns=now_ns))
+    return wait_messages.sentence(wait, functools.partial(format_soon, now_ns=now_ns))

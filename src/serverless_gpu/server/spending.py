@@ -35,10 +35,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import BudgetExhausted
-from serverless_gpu.model import budget_words
-from serverless_gpu.model.admitting import Candidate
-from serverless_gpu.model.attempt import MEANINGS
-from serverless_gpu.model.budget import (
+from serverless_gpu.model.billing import budget_messages
+from serverless_gpu.model.billing.budget import (
     NOTHING,
     Budget,
     Period,
@@ -55,10 +53,12 @@ from serverless_gpu.model.budget import (
     used,
     window,
 )
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.forecasting import FORECAST_DAYS
-from serverless_gpu.model.pricing import Tariff, rate
+from serverless_gpu.model.billing.pricing import Tariff, rate
+from serverless_gpu.model.billing.spend_forecast import FORECAST_DAYS
+from serverless_gpu.model.lifecycle.attempt import MEANINGS
+from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import budgets, pools, runs, uncharged
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.budget_index import BudgetIndex, Rooms, subject_of_run, with_hold
@@ -228,8 +228,8 @@ class Spending:
                 standing = self._standings.get(name)
                 if standing is not None and is_refused(standing, hold):
                     raise BudgetExhausted(
-                        budget_words.refused(name, standing, currency, is_open=is_open_to(standing.budget, subject)),
-                        hint=f"{budget_words.anew(standing)}; an operator can raise it: sgpu budget set {name}",
+                        budget_messages.refused(name, standing, currency, is_open=is_open_to(standing.budget, subject)),
+                        hint=f"{budget_messages.anew(standing)}; an operator can raise it: sgpu budget set {name}",
                     )
 
     def left(self, subject: Subject, *, currency: str, sees_all: bool = False) -> tuple[str, ...]:
@@ -243,7 +243,7 @@ class Spending:
         with self._lock:
             there = [(name, self._standings.get(name)) for name in sorted(self._index.names(subject))]
             return tuple(
-                budget_words.left(name, standing, currency, is_open=sees_all or is_open_to(standing.budget, subject))
+                budget_messages.left(name, standing, currency, is_open=sees_all or is_open_to(standing.budget, subject))
                 for name, standing in there
                 if standing is not None
             )
@@ -254,7 +254,9 @@ class Spending:
             for name in self._index.names(subject):
                 standing = self._standings.get(name)
                 if standing is not None and standing.reached:
-                    return budget_words.warning(name, standing, currency, is_open=is_open_to(standing.budget, subject))
+                    return budget_messages.warning(
+                        name, standing, currency, is_open=is_open_to(standing.budget, subject)
+                    )
         return ""
 
     def rooms(self, holds: Callable[[Candidate], Use]) -> Rooms | None:
@@ -305,7 +307,7 @@ class Spending:
             hold = first_hold(run.spec.grace_s, gpus=gpus, micros_per_hour=micros_per_hour, longest_s=longest_s)
             for name in names:
                 if not may_start(self._standings[name], hold):
-                    return budget_words.no_room(name, self._standings[name])
+                    return budget_messages.no_room(name, self._standings[name])
             spender = Spender(
                 run_id=run.id,
                 fence=run.fence + 1,

@@ -24,12 +24,13 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, StaleAttempt
-from serverless_gpu.model import gang_hangs, idling
-from serverless_gpu.model.attempt import ACTIVE, StopReason
-from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen
-from serverless_gpu.model.hang_report import STACK_CHARACTERS_MAX, STACKS_TOLD
-from serverless_gpu.model.hangs import PLACES_MAX, WHERE_CHARACTERS_MAX
-from serverless_gpu.model.idling import Verdict
+from serverless_gpu.model.hangs import gang_hang_detection
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen
+from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, WHERE_CHARACTERS_MAX
+from serverless_gpu.model.hangs.hang_report import STACK_CHARACTERS_MAX, STACKS_TOLD
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
+from serverless_gpu.model.telemetry import idleness
+from serverless_gpu.model.telemetry.idleness import Verdict
 from serverless_gpu.server import audit, runs, stopping
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
@@ -114,7 +115,7 @@ def _heard(
     services: Services, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report, before: Progress
 ) -> Progress:
     now_ns = services.clock.boottime_ns()
-    hangs = gang_hangs.heard(
+    hangs = gang_hang_detection.heard(
         before.hangs, crew.number, said.silence, _printable(said.seen), returned=said.returned, now_ns=now_ns
     )
     progress = Progress(
@@ -126,7 +127,7 @@ def _heard(
     if not all(one.began for one in attempt.crews):
         return progress
     fresh_ns = round(services.settings.soft_expiry_s / 2 * 1e9)  # two signs of life, however far apart they are
-    hangs = gang_hangs.decide(
+    hangs = gang_hang_detection.decide(
         hangs,
         run.spec.limits(),
         [one.place for one in attempt.crews],
@@ -137,9 +138,11 @@ def _heard(
     is_heard = all(now_ns - progress.heard_ns.get(one.number, 0) <= fresh_ns for one in attempt.crews)
     returned = {number for number, one in hangs.silent.items() if one.returned}
     at_work = [one.number for one in attempt.crews if one.number not in returned]
-    is_known = is_heard and bool(at_work) and idling.limit_s(run.spec) is not None
+    is_known = is_heard and bool(at_work) and idleness.limit_s(run.spec) is not None
     levels = [progress.idle.get(number, Verdict.GO_ON) for number in at_work]
-    told = idling.of_gang(levels, before.told) if is_known else None  # once all have returned nothing is idle: it ends
+    told = (
+        idleness.of_gang(levels, before.told) if is_known else None
+    )  # once all have returned nothing is idle: it ends
     return msgspec.structs.replace(progress, hangs=hangs, told=told)
 
 

@@ -10,9 +10,9 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, NotAllowed
-from serverless_gpu.model import access
-from serverless_gpu.model.attempt import TERMINAL, StopReason
-from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.model.access import roles
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.server import audit, runs, transitions, views
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
@@ -84,7 +84,7 @@ def ask(
 
 
 def _check_reach(connection: sa.Connection, who: Caller, reach: str, run_id: str) -> None:
-    to_see = access.reach(who.role, "runs", write=False, scopes=who.scopes)
+    to_see = roles.reach(who.role, "runs", write=False, scopes=who.scopes)
     run = runs.find(connection, run_id)
     if run is not None and views.in_reach(run, who=who, reach=reach):
         return

@@ -20,7 +20,7 @@ from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.environment.packages import Packages
 from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, ServerStorageFull, TooLarge
 from serverless_gpu.model import secrets
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import (
     RANKS_MAX,
     SECONDS_MAX,

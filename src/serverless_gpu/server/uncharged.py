@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import ACTIVE
+from serverless_gpu.model.lifecycle.attempt import ACTIVE
 from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row, joined_to, whole
 from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.portions import portions

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.run_lifecycle import Unsatisfiable
+from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.lifecycle.run_lifecycle import Unsatisfiable
 from serverless_gpu.model.scheduling.feasibility import like
 from serverless_gpu.model.scheduling.values import Wanted
 from serverless_gpu.server import feasibility, runs, transitions

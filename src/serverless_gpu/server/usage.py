@@ -12,11 +12,11 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model import billing, usage
-from serverless_gpu.model.access import Reach, covers
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.metering import SEGMENTS
-from serverless_gpu.model.usage import PERIODS, Window
+from serverless_gpu.model.access.roles import Reach, covers
+from serverless_gpu.model.billing import billing_rows, usage_report
+from serverless_gpu.model.billing.metering import SEGMENTS
+from serverless_gpu.model.billing.usage_report import PERIODS, Window
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import counting, prices, usage_going, usage_rows, usage_sums
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.callers import Caller
@@ -61,8 +61,8 @@ def view_usage(services: Services, who: Caller, reach: str, wanted: Wanted) -> U
         by=wanted.by,
         from_day=wanted.window.from_day,
         until_day=wanted.window.until_day,
-        groups=tuple(usage.in_order(usage.together([*found.groups, *groups]), wanted.by)),
-        totals=tuple(usage.totals([*found.totals, *usage_going.groups(lines, ())])),
+        groups=tuple(usage_report.in_order(usage_report.together([*found.groups, *groups]), wanted.by)),
+        totals=tuple(usage_report.totals([*found.totals, *usage_going.groups(lines, ())])),
         is_cut=found.is_cut,
         going=len({(one.run_id, one.fence) for one in lines}),
         is_going_cut=going.is_cut,
@@ -89,7 +89,7 @@ def view_records(services: Services, who: Caller, reach: str, window: Window, *,
     found = [
         record
         for row in shown
-        for record in billing.records(
+        for record in billing_rows.records(
             row.posted.entry,
             row.account,
             run_id=row.posted.run_id,
@@ -112,7 +112,7 @@ def view_prices(services: Services) -> ListPrices:
 
     book, used = services.database.read(work)
     rows = [stored.price for stored in book]
-    found = billing.list_prices(rows, used[:SKUS_MAX], currency=services.settings.currency)
+    found = billing_rows.list_prices(rows, used[:SKUS_MAX], currency=services.settings.currency)
     return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
 
@@ -152,7 +152,7 @@ def window_of(services: Services, from_day: int | None, until_day: int | None) -
     """
     today = services.clock.wall_ns() // DAY_NS
     until = today + 1 if until_day is None else until_day
-    return usage.checked(Window(max(0, until - DAYS) if from_day is None else from_day, until))
+    return usage_report.checked(Window(max(0, until - DAYS) if from_day is None else from_day, until))
 
 
 def where_of(text: str) -> Mapping[str, str]:
@@ -169,13 +169,13 @@ def where_of(text: str) -> Mapping[str, str]:
     except msgspec.DecodeError as error:
         raise InvalidValue(f"where= is not understood: {error}", hint='for example {"team":"search"}') from error
     for field, value in where.items():
-        usage.refuse_unknown(field)
+        usage_report.refuse_unknown(field)
         if "\0" in value:
             raise InvalidValue(f"where= asks for a {field} that nothing can have")
         if field in PERIODS:
             raise InvalidValue(f"where= cannot be about a {field}", hint="from_day and until_day say which days")
-    if len(where) > usage.WHERE_MAX:
-        raise InvalidValue(f"where= has {len(where)} fields, and may have {usage.WHERE_MAX}")
+    if len(where) > usage_report.WHERE_MAX:
+        raise InvalidValue(f"where= has {len(where)} fields, and may have {usage_report.WHERE_MAX}")
     return where
 
 
@@ -194,7 +194,7 @@ def _is_wanted(one: UnpostedDay, wanted: Wanted, who: Caller, reach: str) -> boo
     if not wanted.window.from_day <= one.line.day < wanted.window.until_day or not _may_see(one.account, who, reach):
         return False
     fields = tuple(wanted.where)
-    return usage.key_of(fields, one.account, run_id=one.run_id, day=one.line.day) == tuple(wanted.where.values())
+    return usage_report.key_of(fields, one.account, run_id=one.run_id, day=one.line.day) == tuple(wanted.where.values())
 
 
 def _is_demanded(one: UnpostedDay, asked: Asked, who: Caller, reach: str) -> bool:

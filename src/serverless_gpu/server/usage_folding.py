@@ -17,7 +17,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.usage import Amounts, added
+from serverless_gpu.model.billing.usage_report import Amounts, added
 from serverless_gpu.server.accounts import plain_ids
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.services import Services

@@ -16,11 +16,11 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model import usage
-from serverless_gpu.model.facts import Fact
-from serverless_gpu.model.ledger import Line
-from serverless_gpu.model.metering import SEGMENTS
-from serverless_gpu.model.usage import Amounts, Group
+from serverless_gpu.model.billing import usage_report
+from serverless_gpu.model.billing.ledger import Line
+from serverless_gpu.model.billing.metering import SEGMENTS
+from serverless_gpu.model.billing.usage_report import Amounts, Group
+from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.attempts import StoredAttempt
@@ -89,9 +89,9 @@ def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMI
 
 def groups(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[Group]:
     """Return what goes on as groups of a report; days of which the ledger says all are in none."""
-    return usage.together(
+    return usage_report.together(
         Group(
-            key=usage.key_of(by, one.account, run_id=one.run_id, day=one.line.day),
+            key=usage_report.key_of(by, one.account, run_id=one.run_id, day=one.line.day),
             currency=one.account.currency,
             amounts=one.amounts,
         )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.ledger import EntryKind
-from serverless_gpu.model.metering import SEGMENTS
-from serverless_gpu.model.usage import Window
+from serverless_gpu.model.billing.ledger import EntryKind
+from serverless_gpu.model.billing.metering import SEGMENTS
+from serverless_gpu.model.billing.usage_report import Window
 from serverless_gpu.server.accounts import Account, find_many
 from serverless_gpu.server.charges import Posted, from_row
 from serverless_gpu.server.tables import accounts, charges, utilisations

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model import usage
-from serverless_gpu.model.days import SINCE_MONDAY
-from serverless_gpu.model.metering import SEGMENTS
-from serverless_gpu.model.usage import ACCOUNT_FIELDS, TAG, Amounts, Group, Window
+from serverless_gpu.model.billing import usage_report
+from serverless_gpu.model.billing.metering import SEGMENTS
+from serverless_gpu.model.billing.usage_report import ACCOUNT_FIELDS, TAG, Amounts, Group, Window
+from serverless_gpu.model.utc_days import SINCE_MONDAY
 from serverless_gpu.server.tables import (
     account_tags,
     accounts,
@@ -84,7 +84,7 @@ def find(connection: sa.Connection, wanted: Wanted) -> Found:
     groups, is_cut = rows[: wanted.limit], len(rows) > wanted.limit
     if not is_cut:
         groups = report.seen(wanted.by, groups)
-        return Found(groups=groups, totals=usage.totals(groups), is_cut=False)
+        return Found(groups=groups, totals=usage_report.totals(groups), is_cut=False)
     totals = report.seen((), report.charged((), limit=None))
     return Found(groups=report.seen(wanted.by, groups, only=True), totals=totals, is_cut=True)
 
@@ -140,7 +140,7 @@ class _Report:
         shown = [
             msgspec.structs.replace(
                 group,
-                amounts=usage.added(group.amounts, found.pop((group.key, group.currency), Amounts())),
+                amounts=usage_report.added(group.amounts, found.pop((group.key, group.currency), Amounts())),
             )
             for group in groups
         ]
@@ -239,7 +239,7 @@ class _Report:
         if field == "week":
             return (source.c.day + SINCE_MONDAY) // 7
         if field == "month":
-            months = usage.months(self._wanted.window)
+            months = usage_report.months(self._wanted.window)
             return sa.case(*((source.c.day < until_day, name) for until_day, name in months), else_="")
         raise AssertionError(field)
 
@@ -279,7 +279,7 @@ class _Report:
         micros = row[-len(names) + names.index("micros")] if "micros" in names else None
         sums.pop("micros", None)
         return Group(
-            key=tuple(usage.label(field, value) for field, value in zip(by, row, strict=False)),
+            key=tuple(usage_report.label(field, value) for field, value in zip(by, row, strict=False)),
             currency=row[len(by)] if self._has_currencies else next(iter(self._currencies), ""),
             amounts=Amounts(**sums, micros=None if micros is None else int(micros)),
         )

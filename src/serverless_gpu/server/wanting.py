@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.ambient import format_clock
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.run_lifecycle import pause_s
-from serverless_gpu.model.scheduling.learning import LEAVING_S, START_S, limit_s
+from serverless_gpu.model.access.teams import share_team
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.run_lifecycle import pause_s
+from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S, limit_s
 from serverless_gpu.model.scheduling.values import Wanted
 from serverless_gpu.model.spec import Function, Kernel
-from serverless_gpu.model.teams import share_team
 from serverless_gpu.server import floor
 from serverless_gpu.server.runs import StoredRun
 

@@ -30,7 +30,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.spec import RANKS_MAX
 from serverless_gpu.node.throttle import Bucket
 from serverless_gpu.server.hub import Hub, run_key

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from serverless_gpu.model.tracking import Tracking
-from serverless_gpu.model.tracking_rules import Status
+from serverless_gpu.model.telemetry.tracking_rules import Status
+from serverless_gpu.model.tracking_context import Tracking
 
 
 class TrackerAway(Exception):

@@ -28,11 +28,10 @@ from typing import Protocol
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.tracking import Tracking
-from serverless_gpu.model.tracking_rules import (
+from serverless_gpu.model.telemetry.tracking_rules import (
     ATTEMPT_TAG,
     GIVE_UP_S,
     RUN_TAG,
@@ -51,6 +50,7 @@ from serverless_gpu.model.tracking_rules import (
     status_of,
     valid_key,
 )
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking import documents
 from serverless_gpu.tracking.base import Tracked, Tracker, TrackerAway, TrackerRefused

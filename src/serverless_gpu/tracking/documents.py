@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.tracking_rules import cut
+from serverless_gpu.model.telemetry.tracking_rules import cut
 from serverless_gpu.serialized import from_json
 
 FILE_BYTES_MAX = 1 << 20

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking.base import Tracked
 

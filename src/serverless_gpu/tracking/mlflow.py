@@ -22,8 +22,8 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from serverless_gpu.model.tracking import Tracking
-from serverless_gpu.model.tracking_rules import KEY_CHARACTERS_MAX, RUN_TAG, Status, cut
+from serverless_gpu.model.telemetry.tracking_rules import KEY_CHARACTERS_MAX, RUN_TAG, Status, cut
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.tracking.base import Metric, Tracked, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.rest import LONG_TIMEOUT_S, Exists, NotThere, Rest
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serverless_gpu.model.telemetry import Header, Line, Sample, decode
+from serverless_gpu.model.telemetry.samples import Header, Line, Sample, decode
 
 _CHUNK_BYTES = 1 << 20
 

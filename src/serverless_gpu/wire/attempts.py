@@ -15,13 +15,13 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.facts import Fact
-from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen, Silence
-from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.idling import Verdict
-from serverless_gpu.model.meeting import Chosen, Offer, Reach
+from serverless_gpu.model.gangs.gang_lifecycle import Halt
+from serverless_gpu.model.gangs.rendezvous import Chosen, Offer, Reach
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen, Silence
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.spec import BlobReference
+from serverless_gpu.model.telemetry.idleness import Verdict
 from serverless_gpu.wire.base import Answer, Json, Request
 
 NOT_SENT = "results do not get to the server: "

@@ -3,12 +3,12 @@
     GET    /audit?after=&limit=&principal=&action=&subject=&newest=   → AuditPage
 
 `after` is the number of the last entry one has. Entries are numbered and chained within a second or so after the
-request that they tell of was answered (`model/audit_chain.py`).
+request that they tell of was answered (`model/access/audit_chain.py`).
 """
 
 from __future__ import annotations
 
-from serverless_gpu.model.audit_chain import Link
+from serverless_gpu.model.access.audit_chain import Link
 from serverless_gpu.wire.base import Answer
 
 

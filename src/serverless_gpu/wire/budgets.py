@@ -9,7 +9,7 @@ DELETE /budgets/{name}                   → BudgetView    as it was
 
 from __future__ import annotations
 
-from serverless_gpu.model.budget import Period, ScopeKind
+from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.wire.base import Answer, Request
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.model.policy import Holder, UsagePolicy
+from serverless_gpu.model.access.usage_policy import Holder, UsagePolicy
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.base import Answer, Request
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from serverless_gpu.model.pricing import MICROS_MAX
+from serverless_gpu.model.billing.pricing import MICROS_MAX
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX, Answer, Request
 
 Micros = Annotated[int, msgspec.Meta(ge=0, le=MICROS_MAX)]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from serverless_gpu.model.access import Role
+from serverless_gpu.model.access.roles import Role
 from serverless_gpu.wire.base import Answer, Request
 
 Kind = Literal["user", "service"]

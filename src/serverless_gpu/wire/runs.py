@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Json, Request
 from serverless_gpu.wire.costs import CostView

@@ -11,8 +11,8 @@ in no sum.
 
 from __future__ import annotations
 
-from serverless_gpu.model.billing import ListPrice, Record
-from serverless_gpu.model.usage import Group
+from serverless_gpu.model.billing.billing_rows import ListPrice, Record
+from serverless_gpu.model.billing.usage_report import Group
 from serverless_gpu.wire.base import Answer
 
 GROUPS_MAX = 10_000

@@ -9,16 +9,17 @@ from fractions import Fraction
 
 import pytest
 
-from serverless_gpu.model import advice, days, pricing
-from serverless_gpu.model.advice import Rates
-from serverless_gpu.model.advice import Use as Slice
-from serverless_gpu.model.attempt import MEANINGS, Reason
-from serverless_gpu.model.budget import Budget, Period, Scope, Spender, Use, judge
+from serverless_gpu.model import utc_days
+from serverless_gpu.model.billing import advice, pricing
+from serverless_gpu.model.billing.advice import Rates
+from serverless_gpu.model.billing.advice import Use as Slice
+from serverless_gpu.model.billing.budget import Budget, Period, Scope, Spender, Use, judge
+from serverless_gpu.model.billing.ledger import Entry, Line, charge, lines, post
+from serverless_gpu.model.billing.pricing import Price, Tariff
 from serverless_gpu.model.cost import AttemptUse, Devices, Lasting, estimated, together
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.ledger import Entry, Line, charge, lines, post
-from serverless_gpu.model.pricing import Price, Tariff
-from serverless_gpu.model.scheduling import learning
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.scheduling import duration_estimates
 from tests.support.paths import REPOSITORY
 
 _PAGE = (REPOSITORY / "docs" / "concepts" / "cost.md").read_text(encoding="utf-8")
@@ -144,7 +145,7 @@ def test_what_the_run_says_of_its_cost() -> None:
 def test_what_was_said_beforehand() -> None:
     earlier_s = [minutes * 60.0 for minutes in (60, 70, 80)]
     devices = Devices(gpu_type="H100", count=8, tariff=_tariff("2026-11-21 21:59:00"))
-    lasting = Lasting(limit_s=7_200, expected_s=learning.expected_s(earlier_s))
+    lasting = Lasting(limit_s=7_200, expected_s=duration_estimates.expected_s(earlier_s))
     assert estimated(devices, lasting).text() == _SAID[1]
 
 
@@ -191,10 +192,10 @@ def test_how_a_budget_stands_and_when_it_stops_the_run() -> None:
 
 def test_how_many_gpus_pay() -> None:
     def hours_ns(text: str) -> int:
-        return int(text.partition(":")[0]) * days.HOUR_NS
+        return int(text.partition(":")[0]) * utc_days.HOUR_NS
 
     uses = [Slice(start_ns=hours_ns(row["from"]), end_ns=hours_ns(row["until"]), gpus=int(row["GPUs"])) for row in _DAY]
-    curve = advice.curve_of(uses, 0, 24 * days.HOUR_NS)
+    curve = advice.curve_of(uses, 0, 24 * utc_days.HOUR_NS)
     found = advice.advise(curve, Rates(reserved=1_800_000, on_demand=2_990_000))
     assert f"1.80 ÷ 2.99 = {found.duty_percent:.1f} %" in _EXAMPLE
     assert [

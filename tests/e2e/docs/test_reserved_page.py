@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from serverless_gpu.model.advice import Rates, Use, advise, curve_of, mix
-from serverless_gpu.model.days import HOUR_NS
+from serverless_gpu.model.billing.advice import Rates, Use, advise, curve_of, mix
+from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.units import MICROS_PER_UNIT
 from tests.support.paths import REPOSITORY
 

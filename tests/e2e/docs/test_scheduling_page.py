@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.preempting import Terms, may_ask
-from serverless_gpu.model.scheduling.telling import sentence
+from serverless_gpu.model.scheduling.preemption import Terms, may_ask
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     Arrived,
@@ -25,6 +24,7 @@ from serverless_gpu.model.scheduling.values import (
     Used,
     Wanted,
 )
+from serverless_gpu.model.scheduling.wait_messages import sentence
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from serverless_gpu.environment.questions import Where
 from serverless_gpu.environment.restore.fitting import Loaded
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.attempt import Attempt, Event, Limits, Placed, RankExecuting
-from serverless_gpu.model.lifecycle import IllegalTransition, advance
+from serverless_gpu.model.lifecycle.attempt import Attempt, Event, Limits, Placed, RankExecuting
+from serverless_gpu.model.lifecycle.attempt_lifecycle import IllegalTransition, advance
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home

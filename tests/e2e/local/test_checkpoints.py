@@ -15,9 +15,9 @@ from serverless_gpu.client.connection import caller_context
 from serverless_gpu.client.launch import launch_command
 from serverless_gpu.client.run import Run
 from serverless_gpu.errors import RunCancelled, RunTimedOut
-from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.lifecycle.attempt import StopReason
+from serverless_gpu.model.lifecycle.retention import Policy
 from serverless_gpu.model.placement import candidates
-from serverless_gpu.model.retention import Policy
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home

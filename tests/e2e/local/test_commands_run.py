@@ -15,7 +15,7 @@ import pytest
 from serverless_gpu.client.launch import launch_command
 from serverless_gpu.client.run import Run
 from serverless_gpu.errors import CommandFailed, InvalidValue, RankCrashed, RunCancelled, RunTimedOut
-from serverless_gpu.model.attempt import STOPPED_BY, StopReason
+from serverless_gpu.model.lifecycle.attempt import STOPPED_BY, StopReason
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.support.golden import golden
 from tests.support.local.observe import ask_to_stop, wait_for

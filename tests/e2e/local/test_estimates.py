@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu import Run, distributed
 from serverless_gpu.client.estimating import Estimate
 from serverless_gpu.errors import ArgumentMismatch, NotEnoughGpus, NotPicklable
-from serverless_gpu.model.scheduling.learning import LEAVING_S
+from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 

@@ -17,8 +17,8 @@ import pytest
 
 from serverless_gpu import Run, attach, distributed
 from serverless_gpu.errors import NodeLost, RankCrashed, RuntimeLost
-from serverless_gpu.model.attempt import MEANINGS, Reason, State
-from serverless_gpu.model.run_lifecycle import LOST
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.lifecycle.run_lifecycle import LOST
 from serverless_gpu.testing import agent_status
 from tests.support.golden import golden
 from tests.support.local.observe import (

@@ -11,7 +11,7 @@ from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client import launch
 from serverless_gpu.client.preflight import pack
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
 from serverless_gpu.node.history import read_ending

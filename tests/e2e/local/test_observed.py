@@ -18,10 +18,10 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client import launch
 from serverless_gpu.client.preflight import pack
 from serverless_gpu.errors import RunTimedOut
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import DeviceUse, Receipt
 from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node import protocol
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import payload

@@ -26,8 +26,8 @@ from serverless_gpu.errors import (
     SessionEnded,
     UsageError,
 )
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.ledger import charge
+from serverless_gpu.model.billing.ledger import charge
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.testing import FakeGpus
 from tests.support.golden import golden
 from tests.support.local.observe import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.wire.runs import AttemptList, AttemptView, RunView
 from tests.e2e.network.cluster import Cluster
 from tests.support.golden import golden

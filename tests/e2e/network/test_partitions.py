@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.history import read_ending
 from serverless_gpu.wire.agents import NodeList, clock_text, is_off

@@ -15,7 +15,7 @@ import pytest
 import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.errors import NodeLost, NotFound, ServerProblem
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.units import micros_for
 from tests.support.golden import golden
 from tests.support.local.observe import kill_own_supervisor, used_ms, wait_for

@@ -14,7 +14,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.errors import NoSuitableNode, ServerNotConfigured
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from tests.e2e.remote.conftest import end_node
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

@@ -19,7 +19,7 @@ from serverless_gpu import attach
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.client.run import Run
 from serverless_gpu.errors import RankCrashed
-from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from tests.support.golden import golden
 from tests.support.homes import use_home
 from tests.support.local.observe import announced, wait_for

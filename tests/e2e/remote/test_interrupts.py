@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.remote.fake_server import FakeServer, Script

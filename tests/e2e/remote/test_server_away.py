@@ -15,7 +15,7 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import ServerNotConfigured, ServerProblem, ServerUnavailable, StorageError
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from tests.support.golden import golden
 from tests.support.remote.commands import sgpu, spawn, start
 from tests.support.remote.fake_server import TOKEN, FakeServer

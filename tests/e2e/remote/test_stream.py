@@ -25,7 +25,7 @@ from serverless_gpu.errors import (
     UntrustedResult,
     UsageError,
 )
-from serverless_gpu.model.attempt import MEANINGS, Failure, Reason, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.runs import EndedMessage
 from tests.support.golden import golden

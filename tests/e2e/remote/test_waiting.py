@@ -16,7 +16,7 @@ from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import Holder, Wait, WaitReason
 from serverless_gpu.wire.attempts import NOT_SENT
 from serverless_gpu.wire.runs import StateMessage

@@ -13,7 +13,7 @@ from unittest import mock
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import ACTIVE
+from serverless_gpu.model.lifecycle.attempt import ACTIVE
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.scheduler import Scheduler

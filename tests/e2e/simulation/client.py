@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerlessGpuError, ServerStorageFull
-from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Function, Resources, RunSpec
 from serverless_gpu.server import files, outputs, runs, stopping, submitting, views
 from serverless_gpu.server.callers import Caller

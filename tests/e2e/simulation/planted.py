@@ -14,9 +14,9 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import ServerStorageFull
-from serverless_gpu.model.attempt import ACTIVE, Reason
-from serverless_gpu.model.ledger import Entry, Line, post
-from serverless_gpu.model.run_lifecycle import GivenUp
+from serverless_gpu.model.billing.ledger import Entry, Line, post
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server import (
     agents,
     attempts,

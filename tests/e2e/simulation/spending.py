@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, ServerStorageFull
-from serverless_gpu.model.budget import Period, ScopeKind
-from serverless_gpu.model.policy import UsagePolicy
+from serverless_gpu.model.access.usage_policy import UsagePolicy
+from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.server import attaching, budgeting, pricing
 from serverless_gpu.server.callers import Caller

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from serverless_gpu.engines.base import Impossible, Waiting
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.server import operating, ruling
 from serverless_gpu.server.ruling import Asked
 from serverless_gpu.wire.nodes import NodeDrainRequest

@@ -15,13 +15,13 @@ from functools import partial
 
 import msgspec
 
-from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, Failure, Reason, State, StopReason
-from serverless_gpu.model.crews import numbered
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import charge
-from serverless_gpu.model.pricing import UNPRICED
+from serverless_gpu.model.billing.ledger import charge
+from serverless_gpu.model.billing.pricing import UNPRICED
+from serverless_gpu.model.gangs.crew import numbered
+from serverless_gpu.model.gangs.gang_lifecycle import Halt
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, Failure, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.wire.agents import Start

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.budget import Period
+from serverless_gpu.model.billing.budget import Period
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import budgeting, keeping_within, pricing
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import Start

@@ -13,9 +13,9 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.engines.simulated_agents import SimulatedAgent, Work
 from serverless_gpu.engines.simulated_telemetry import Telemetry
-from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.tracking.mlflow import MlflowTracker
 from serverless_gpu.wire.agents import (

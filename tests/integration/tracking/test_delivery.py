@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.testing.mlflow import FakeMlflow
 from tests.support.tracking.deliveries import (
     BUSY,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.mlflow import Behaviour, FakeMlflow
 from serverless_gpu.tracking.base import TrackerAway

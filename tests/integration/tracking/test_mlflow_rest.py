@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow, FakeRun
 from serverless_gpu.tracking.addresses import split_userinfo
 from serverless_gpu.tracking.base import Metric, Tracked, TrackerAway, TrackerRefused

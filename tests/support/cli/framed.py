@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.cli.top.table import Around, Owner
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.telemetry import GpuSample, HostSample, RankSample, Sample
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample, Sample
 from serverless_gpu.node.monitor.words import Frame, Watched
 
 S = 1_000_000_000

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.attempt import Failure, Reason, State
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.telemetry import GpuSample, Header, HostSample, RankSample, Sample, Sampled, encode
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import Failure, Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.telemetry.samples import GpuSample, Header, HostSample, RankSample, Sample, Sampled, encode
 from serverless_gpu.node.protocol import Stopped
 
 S = 1_000_000_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.runs import RunView
 

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from serverless_gpu import attach
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.attempt import StopReason
-from serverless_gpu.model.facts import FactKind
+from serverless_gpu.model.lifecycle.attempt import StopReason
+from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.node import protocol
 from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.history import first_facts

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.telling import sentence
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Decision,
@@ -20,6 +19,7 @@ from serverless_gpu.model.scheduling.values import (
     Wait,
     Wanted,
 )
+from serverless_gpu.model.scheduling.wait_messages import sentence
 
 S = 1_000_000_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.model.attempt import (
+from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Event,
     Failure,
@@ -15,7 +15,7 @@ from serverless_gpu.model.attempt import (
     Reason,
     State,
 )
-from serverless_gpu.model.lifecycle import SETTLE_NS, Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import SETTLE_NS, Instruction, advance
 
 S = 1_000_000_000
 START, RELEASE, TERMINATE, KILL, CONCLUDE = (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.stacks import (
-    Frame,
-)
+from serverless_gpu.model.hangs.stacks import Frame
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 STANDARD = "/usr/lib/python3.11"

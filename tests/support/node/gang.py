@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serverless_gpu.model.attempt import Event
-from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.lifecycle.attempt import Event
+from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.gang import Gang

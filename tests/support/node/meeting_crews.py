@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.meeting import Address, Chosen, Offer, Reach, choose, word
+from serverless_gpu.model.gangs.rendezvous import Address, Chosen, Offer, Reach, choose, word
 from serverless_gpu.node import meeting
 from serverless_gpu.node.meeting import FILL_BYTES, Meeting
 from serverless_gpu.node.rendezvous import reserve_port

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from serverless_gpu import distributed
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node.inside import payload
 from tests.support.remote.fake_server import Script
 

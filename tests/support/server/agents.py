@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.model.node_admission import Identity
-from serverless_gpu.model.run_lifecycle import Ended, GivenUp, StopAsked
+from serverless_gpu.model.access.node_identity import Identity
+from serverless_gpu.model.hardware.gpu_types import parse_fake
+from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import node_tokens, runs, tables, transitions
 from serverless_gpu.server.callers import Caller

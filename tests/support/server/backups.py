@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server.backing_up import Made, back_up
 from serverless_gpu.server.settings import read_settings
 from serverless_gpu.wire.agents import Start

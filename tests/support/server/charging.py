@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.pricing import Tariff
-from serverless_gpu.model.run_lifecycle import Ended, Started
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import (
     attempts,
     facts,

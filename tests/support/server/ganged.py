@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.meeting import Chosen
+from serverless_gpu.model.gangs.rendezvous import Chosen
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server import (
     attempts,
     books,

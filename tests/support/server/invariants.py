@@ -6,12 +6,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.run_lifecycle import (
-    Ended,
-    Started,
-)
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
 from serverless_gpu.server import (
     audit,
     charging,

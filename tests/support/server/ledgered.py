@@ -6,8 +6,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.metering import SEGMENTS
+from serverless_gpu.model.billing.metering import SEGMENTS
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import accounts, tables
 
 HOUR_MS = 3_600_000

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.model.access import reach
+from serverless_gpu.model.access.roles import reach
 from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.callers import Caller

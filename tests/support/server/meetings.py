@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.meeting import Address, Chosen, Offer, Reach, Tried
+from serverless_gpu.model.gangs.rendezvous import Address, Chosen, Offer, Reach, Tried
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import active_runs, attempts, meetings
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.database import Database

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.server import reporting
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database

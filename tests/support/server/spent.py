@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from serverless_gpu.model.attempt import MEANINGS, Reason, State
-from serverless_gpu.model.budget import Period, ScopeKind
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.pricing import Price
+from serverless_gpu.model.billing.budget import Period, ScopeKind
+from serverless_gpu.model.billing.pricing import Price
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server import (
     affording,

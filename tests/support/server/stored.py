@@ -8,7 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.model.run_lifecycle import Event
+from serverless_gpu.model.lifecycle.run_lifecycle import Event
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import attempts, endings, runs, tables, transitions
 from serverless_gpu.server.attempts import NewAttempt

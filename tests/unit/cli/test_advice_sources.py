@@ -10,11 +10,11 @@ import pytest
 from serverless_gpu.cli import advice_sources
 from serverless_gpu.cli.advice_sources import Book, Kind, Past, Wanted, chosen, of_rows, of_server
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.advice import Rates, Use, advise, curve_of
-from serverless_gpu.model.advice_formulas import formulas
-from serverless_gpu.model.days import HOUR_NS
-from serverless_gpu.model.pricing import Price
-from serverless_gpu.model.unneeded import Ran
+from serverless_gpu.model.billing.advice import Rates, Use, advise, curve_of
+from serverless_gpu.model.billing.advice_formulas import formulas
+from serverless_gpu.model.billing.oversized_runs import Ran
+from serverless_gpu.model.billing.pricing import Price
+from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.wire.demand import DemandPage, DemandRow
 from tests.support.golden import golden
 

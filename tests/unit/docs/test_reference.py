@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu import errors
 from serverless_gpu.cli import program
 from serverless_gpu.client.decorator import distributed
-from serverless_gpu.model.attempt import MEANINGS, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, State
 from serverless_gpu.model.spec import Options
 from tests.support.paths import REPOSITORY
 

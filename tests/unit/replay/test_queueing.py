@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.advice import Rates, Use
-from serverless_gpu.model.days import HOUR_NS
+from serverless_gpu.model.billing.advice import Rates, Use
+from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.replay import queueing
 from serverless_gpu.replay.queueing import Queue, queues
 

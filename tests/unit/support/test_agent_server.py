@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.attempts import LogPiece, Report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
 from serverless_gpu.wire.runs import EndedMessage, FileView, GapMessage, LogMessage, SettledMessage, StreamMessage
 

@@ -16,7 +16,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server import audit_file
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.errors import AuditBroken
-from serverless_gpu.model.audit_chain import Head, Link, follow
+from serverless_gpu.model.access.audit_chain import Head, Link, follow
 from serverless_gpu.wire.audit import AuditPage
 
 if TYPE_CHECKING:

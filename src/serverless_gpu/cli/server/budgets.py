@@ -14,7 +14,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.budget import Period, ScopeKind
+from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.units import MS_PER_HOUR, format_gpu_ms, format_micros
 from serverless_gpu.wire.budgets import BudgetList, BudgetRequest, BudgetView
 

@@ -14,9 +14,9 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware import time_unit
-from serverless_gpu.model.scheduling import telling
-from serverless_gpu.model.scheduling.uid_sharing import REVOKE
+from serverless_gpu.model.hardware.gpu_types import time_unit
+from serverless_gpu.model.scheduling import wait_messages
+from serverless_gpu.model.scheduling.shared_uid_messages import REVOKE
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms
 from serverless_gpu.wire.agents import PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.queue import (
@@ -210,14 +210,16 @@ def queue_row(entry: QueueEntry, now_ns: int) -> list[str]:
 def _why(entry: QueueEntry) -> str:
     """Return what a run waits for, with the times of this place; whoever reads it may be another than its owner."""
     wait = None if entry.waiting is None else wait_of(entry.waiting, entry.run)
-    return entry.sentence if wait is None else telling.sentence(msgspec.structs.replace(wait, place=0), format_soon)
+    return (
+        entry.sentence if wait is None else wait_messages.sentence(msgspec.structs.replace(wait, place=0), format_soon)
+    )
 
 
 def _reserved(entry: QueueEntry) -> str:
     if entry.reserved_ns is None:
         return "-"
     if entry.is_bound:
-        return f"by {telling.latest(entry.reserved_ns, format_soon)}"
+        return f"by {wait_messages.latest(entry.reserved_ns, format_soon)}"
     return f"about {format_soon(entry.reserved_ns)}"
 
 

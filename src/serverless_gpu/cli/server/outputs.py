@@ -16,7 +16,7 @@ from serverless_gpu.cli.server.endings import fetch_ending
 from serverless_gpu.cli.server.reaching import patient_server
 from serverless_gpu.client.outcome import failed_rank
 from serverless_gpu.loading import load
-from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.node.home import Home
 
 if TYPE_CHECKING:

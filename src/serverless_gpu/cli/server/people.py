@@ -17,8 +17,8 @@ from serverless_gpu.cli.server.reaching import connect, server
 from serverless_gpu.cli.server.tokens import say_secret
 from serverless_gpu.client.remote.profile import Profile, check_address, write_profile
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.access import Reach, Role, reach
-from serverless_gpu.model.scheduling.uid_sharing import sharing_warnings
+from serverless_gpu.model.access.roles import Reach, Role, reach
+from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
 from serverless_gpu.wire.agents import PoolList
 from serverless_gpu.wire.principals import (
     OnDisabled,

@@ -14,7 +14,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.reaching import server
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.policy import HOLDER_KINDS, UsagePolicy, describe
+from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, UsagePolicy, describe
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.policies import PolicyList, PolicyView, policy_of, request_of
 

@@ -12,7 +12,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server import usage_files
 from serverless_gpu.cli.server.reaching import server
-from serverless_gpu.model.pricing import MICROS_MAX
+from serverless_gpu.model.billing.pricing import MICROS_MAX
 from serverless_gpu.units import MICROS_PER_UNIT
 from serverless_gpu.wire.prices import PriceList, PriceRequest, PriceSet, PriceView
 from serverless_gpu.wire.usage import ListPrices

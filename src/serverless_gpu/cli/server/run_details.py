@@ -15,7 +15,7 @@ from serverless_gpu.cli.uses import use_lines
 from serverless_gpu.client.outcome import ending_text
 from serverless_gpu.errors import NotFound
 from serverless_gpu.loading import load
-from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.units import format_bytes, format_duration_ms
 

@@ -8,10 +8,10 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon, format_utc
 from serverless_gpu.loading import load
-from serverless_gpu.model.attempt import TERMINAL, State
-from serverless_gpu.model.hardware import CPU
+from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.receipt import nodes_text
-from serverless_gpu.model.scheduling import telling
+from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.model.spec import Command
 from serverless_gpu.units import format_duration_ms
 
@@ -82,7 +82,7 @@ def sentence_of(view: RunView) -> str:
     if view.waiting is None:
         return view.sentence
     wait = load("serverless_gpu.wire.waiting").wait_of(view.waiting, view.id)
-    return view.sentence if wait is None else telling.sentence(wait, format_soon)
+    return view.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
 
 def moment_of(waiting: WaitView) -> str:
@@ -137,5 +137,5 @@ def _where(view: RunView) -> str:
     nodes = nodes_text([crew.node for crew in view.crews])
     place = nodes or view.node or ("waits" if view.state is State.QUEUED else "server")
     if view.waiting is not None and view.waiting.place:
-        place = f"{place} {telling.ordinal(view.waiting.place)}"
+        place = f"{place} {wait_messages.ordinal(view.waiting.place)}"
     return f"{place}, {view.owner}"

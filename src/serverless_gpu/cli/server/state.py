@@ -14,7 +14,7 @@ from serverless_gpu.cli.server.runs import sentence_of
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.loading import load
-from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 
 _RUNS_MAX = 500
 _WAITS_MAX = 3

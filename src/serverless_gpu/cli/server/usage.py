@@ -15,15 +15,15 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server import usage_files
 from serverless_gpu.cli.server.reaching import server
-from serverless_gpu.model import days
-from serverless_gpu.model import usage as model
-from serverless_gpu.model.hardware import time_unit
-from serverless_gpu.model.usage import Amounts, Group, Unit, Window
+from serverless_gpu.model import utc_days
+from serverless_gpu.model.billing import usage_report as model
+from serverless_gpu.model.billing.usage_report import Amounts, Group, Unit, Window
+from serverless_gpu.model.hardware.gpu_types import time_unit
 from serverless_gpu.units import format_gpu_ms, format_micros, is_any_below_cent
 from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RecordPage, UsageView
 
 if TYPE_CHECKING:
-    from serverless_gpu.model.billing import Record
+    from serverless_gpu.model.billing.billing_rows import Record
     from serverless_gpu.wire.connection import Connection
 
 FORMULAS = (
@@ -114,7 +114,7 @@ def _window(asked: dict[str, Any]) -> Window:
         raise click.UsageError("which days? one of --last, --month, or --from and --to")
     if asked["in_month"] or asked["chargeback"]:
         return model.month(asked["in_month"] or asked["chargeback"])
-    today = SystemClock().wall_ns() // days.DAY_NS
+    today = SystemClock().wall_ns() // utc_days.DAY_NS
     until = model.day_of(asked["last"]) + 1 if asked["last"] else today + 1
     if asked["first"]:
         return model.checked(Window(model.day_of(asked["first"]), until))
@@ -187,7 +187,7 @@ def _lines(view: UsageView) -> list[str]:
         row += [model.time_in(unit, amounts.unpriced_ms)] if has["unpriced_ms"] else []
         row += [_cost(group, exact=exact), *([model.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
         rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
-    dates = f"{days.format_day(view.from_day)} to {days.format_day(view.until_day - 1)}, UTC"
+    dates = f"{utc_days.format_day(view.from_day)} to {utc_days.format_day(view.until_day - 1)}, UTC"
     waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
     note = f"{dates}; {waiting}{_word(view)}-{unit.name}"
     return [*columns(rows), note, *_remarks(view), *(FORMULAS if has["observed_ms"] or has["idle_ms"] else ())]
@@ -211,7 +211,8 @@ def _chargeback_lines(view: UsageView) -> list[str]:
         used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
         cost = _cost(total, exact=exact)
         rows.append(["all", "", f"{amounts.runs:,}", *used, cost, "100.00 %" if amounts.micros else "-"])
-    dates = f"{days.format_day(view.from_day)} to {days.format_day(view.until_day - 1)}, UTC; {_word(view)}-{unit.name}"
+    first, last = utc_days.format_day(view.from_day), utc_days.format_day(view.until_day - 1)
+    dates = f"{first} to {last}, UTC; {_word(view)}-{unit.name}"
     return [*columns(rows), dates, *_remarks(view)]
 
 
@@ -255,8 +256,8 @@ def _word(view: UsageView) -> str:
 
 def _told(view: UsageView) -> dict[str, object]:
     return {
-        "from": days.format_day(view.from_day),
-        "to": days.format_day(view.until_day - 1),
+        "from": utc_days.format_day(view.from_day),
+        "to": utc_days.format_day(view.until_day - 1),
         "totals": [usage_files.amounts_of(total) for total in view.totals],
         "is_cut": view.is_cut,
         "remarks": _remarks(view),

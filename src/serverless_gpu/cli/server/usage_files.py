@@ -20,10 +20,10 @@ import msgspec
 from serverless_gpu.cli.output import say
 from serverless_gpu.client.result_files import whole
 from serverless_gpu.errors import ServerlessGpuError, StorageError
-from serverless_gpu.model import days
-from serverless_gpu.model import usage as model
-from serverless_gpu.model.billing import ListPrice, Record
-from serverless_gpu.model.usage import Amounts, Group, Share
+from serverless_gpu.model import utc_days
+from serverless_gpu.model.billing import usage_report as model
+from serverless_gpu.model.billing.billing_rows import ListPrice, Record
+from serverless_gpu.model.billing.usage_report import Amounts, Group, Share
 from serverless_gpu.units import MS_PER_HOUR
 from serverless_gpu.wire.usage import ListPrices, UsageView
 
@@ -67,7 +67,7 @@ def chargeback(view: UsageView, shares: Iterable[Share]) -> Table:
     made = _table(
         ("month", "who", "is"),
         (
-            ((days.format_month(view.from_day), share.name, "team" if share.is_team else "user"), share.group)
+            ((utc_days.format_month(view.from_day), share.name, "team" if share.is_team else "user"), share.group)
             for share in kept
         ),
     )

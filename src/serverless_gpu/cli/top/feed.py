@@ -20,7 +20,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.cli.top.table import Around, Owner
 from serverless_gpu.errors import ServerlessGpuError, StorageError
-from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.locks import DeviceLocks, Holder, lock_directory

@@ -13,7 +13,7 @@ from serverless_gpu.client.remote.profile import is_configured
 from serverless_gpu.client.remote.server import server_of
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.run import Run
-from serverless_gpu.model.attempt import TERMINAL
+from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.home import Home, find_home
 
 

@@ -26,8 +26,8 @@ from serverless_gpu.client.display import TerminalDisplay
 from serverless_gpu.client.remote.profile import TOKEN, Profile, find_profile, patience_s, reread
 from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.model.attempt import StopReason
 from serverless_gpu.model.cost import Cost
+from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.wire.agents import PoolList, PoolView
 from serverless_gpu.wire.blobs import DigestList

@@ -52,7 +52,7 @@ from serverless_gpu.errors import (
     ServerProblem,
     ServerUnavailable,
 )
-from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.submission import Submission

@@ -28,10 +28,10 @@ from serverless_gpu.client.remote.stream import Away, EventStream, Heard
 from serverless_gpu.client.source import Note, Source
 from serverless_gpu.client.tries import Try
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerProblem
-from serverless_gpu.model.attempt import TERMINAL, Failure, Reason, State, StopReason
 from serverless_gpu.model.cost import Cost
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, Failure, Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.model.scheduling import telling
+from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.node import protocol
 from serverless_gpu.serialized import from_json
 from serverless_gpu.wire.attempts import NOT_SENT
@@ -331,7 +331,7 @@ class Watched(Source):
 def _sentence(said: RunView | StateMessage, run_id: str) -> str:
     """Return what is said about a run; of a wait it is made here, so that its times are those of this place."""
     wait = None if said.waiting is None else wait_of(said.waiting, run_id)
-    return said.sentence if wait is None else telling.sentence(wait, format_soon)
+    return said.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
 
 def _is_said(state: State, sentence: str) -> bool:

@@ -13,8 +13,8 @@ from pathlib import Path
 from serverless_gpu.doctor.facts import Disk, HomeFacts, KernelFacts, LimitFacts, NetworkFacts, RunsFacts, Unknown
 from serverless_gpu.doctor.gathering.bounded import side_by_side
 from serverless_gpu.errors import ServerlessGpuError, StorageError
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.retention import Policy
+from serverless_gpu.model.lifecycle.retention import Policy
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.filesystems import flock_refusal, is_noexec, record_lock_refusal
 from serverless_gpu.node.history import read_run, run_ids, size_on_disk

@@ -23,7 +23,7 @@ from serverless_gpu.client.remote.profile import SERVER, Profile, find_profile
 from serverless_gpu.doctor.facts import ServerFacts, ServerNode
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.loading import load
-from serverless_gpu.model.access import reach
+from serverless_gpu.model.access.roles import reach
 from serverless_gpu.node.home import find_home
 from serverless_gpu.serialized import from_json
 

@@ -1,14 +1,15 @@
 """The state of the queue, kept from change to change, and what it is asked.
 
     apply   changes ─▶ queue (who waits), floor (nodes, who has what), fairness (who had how much)
-    decide  one pass over the classes (`passing.py`): placements, preemptions, and what is kept for whom; another one
+    decide  one pass over the classes (`scheduling_pass.py`): placements, preemptions, and what is kept for whom;
+    another one
             where somebody started elsewhere than was expected. Who leaves is what the last one says
-    why     from what the pass has left behind: what is free, promises, the order (`explaining.py`)
+    why     from what the pass has left behind: what is free, promises, the order (`wait_explanation.py`)
 
 Remembered from pass to pass: who runs, who waits, who had how much; the latest times that were told, and the devices
-(`promising.py`); for whom others were asked to leave (`clearing.py`); and how long those took that have ended
-(`learning.py`). A planner that is made anew is told all but the last two: who is leaving then gives room to the first
-who may ask. Asking changes nothing.
+(`backfill.py`); for whom others were asked to leave (`cleared_devices.py`); and how long those took that have ended
+(`duration_estimates.py`). A planner that is made anew is told all but the last two: who is leaving then gives room to
+the first who may ask. Asking changes nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from serverless_gpu.model.scheduling import explaining
+from serverless_gpu.model.scheduling import wait_explanation
 from serverless_gpu.model.scheduling.fairness import charged_all
-from serverless_gpu.model.scheduling.isolation import never_served
-from serverless_gpu.model.scheduling.passing import Pass
-from serverless_gpu.model.scheduling.state import State
+from serverless_gpu.model.scheduling.planner_state import State
+from serverless_gpu.model.scheduling.principal_isolation import never_served
+from serverless_gpu.model.scheduling.scheduling_pass import Pass
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,
@@ -159,11 +160,11 @@ class Planner:
 
     def why(self, run_id: str, now_ns: int) -> Wait | None:
         """Return why a run waits, as of the last decision; None for one that does not wait."""
-        return explaining.why(self._state, run_id, now_ns)
+        return wait_explanation.why(self._state, run_id, now_ns)
 
     def estimate(self, wanted: Wanted, now_ns: int) -> Estimate:
         """Return when a run would start if it came now; nothing is changed."""
-        return explaining.estimate(self._state, wanted, now_ns)
+        return wait_explanation.estimate(self._state, wanted, now_ns)
 
     def is_waiting(self, run_id: str) -> bool:
         """Return whether a run waits, as far as this was told; `why` says why, and costs a look at the queue."""
@@ -180,7 +181,7 @@ class Planner:
             now_ns: the time.
             limit: so many at most.
         """
-        return explaining.queue(self._state, now_ns, limit)
+        return wait_explanation.queue(self._state, now_ns, limit)
 
     def promises(self) -> dict[str, Reservation]:
         """Return the latest times that were told and are kept from decision to decision, by run."""
@@ -192,7 +193,7 @@ class Planner:
 
     def told_reservations(self, now_ns: int) -> tuple[Reservation, ...]:
         """Return what is kept for whom, with times that people can use: none that only a cap of days says."""
-        return explaining.reservations(self._state, now_ns)
+        return wait_explanation.reservations(self._state, now_ns)
 
     def usage(self, now_ns: int) -> dict[str, TeamUse]:
         """Return the decayed use of each team; users without a team are under ``"~name"``."""

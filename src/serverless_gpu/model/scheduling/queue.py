@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
 from serverless_gpu.model.scheduling.fairness import team_of
-from serverless_gpu.model.scheduling.shapes import Ask, Shape
+from serverless_gpu.model.scheduling.request_shapes import Ask, Shape
 from serverless_gpu.model.scheduling.values import Wanted
 
 _AGES_SPARE = 1000

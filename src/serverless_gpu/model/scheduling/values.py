@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from serverless_gpu.model.hardware import GpuType
+from serverless_gpu.model.hardware.gpu_types import GpuType
 from serverless_gpu.model.spec import Priority
 
 CLASSES = tuple(Priority)
@@ -385,7 +385,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a run is not placed, as it is now. `model/scheduling/telling.py` makes a sentence of it.
+    """Why a run is not placed, as it is now. `model/scheduling/wait_messages.py` makes a sentence of it.
 
     Attributes:
         count: devices that it needs; 0 where that depends on the node.

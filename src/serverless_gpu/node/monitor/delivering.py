@@ -27,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import mlflow_job

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from serverless_gpu.model.telemetry import SECOND_NS, HostSample
+from serverless_gpu.model.telemetry.samples import SECOND_NS, HostSample
 
 _DISK_EVERY_NS = 10 * SECOND_NS
 _NETWORKS = Path("/sys/class/net")

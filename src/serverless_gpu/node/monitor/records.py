@@ -14,7 +14,17 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.telemetry import SECOND_NS, Header, HostSample, Sample, Use, add, encode, interval_ns, merged
+from serverless_gpu.model.telemetry.samples import (
+    SECOND_NS,
+    Header,
+    HostSample,
+    Sample,
+    Use,
+    add,
+    encode,
+    interval_ns,
+    merged,
+)
 from serverless_gpu.tracking.samples import Samples
 
 _EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel

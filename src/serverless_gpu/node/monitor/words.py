@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.hardware import Device
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry import Sample
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.telemetry.samples import Sample
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.decoding import decoded
 from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.node.protocol import PROTOCOL

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.node.uplink.server import Server
 from serverless_gpu.node.uplink.shipping import Output, Outputs

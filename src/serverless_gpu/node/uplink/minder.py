@@ -30,7 +30,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.attempt import State, StopReason
+from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.node import protocol, secret_files
 from serverless_gpu.node.history import first_facts, read_ending, read_receipt
 from serverless_gpu.node.home import Home

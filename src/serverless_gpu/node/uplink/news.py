@@ -11,7 +11,7 @@ import threading
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.attempt import State, StopReason
+from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.node.protocol import CrewNews, Stopped
 
 AT_ONCE_S = 0.0

@@ -22,10 +22,10 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.environment.restore.pythons import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType
+from serverless_gpu.model.hardware.xid import Kind
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.placement import restrict
-from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.gate import foreign
 from serverless_gpu.node.gpu_faults import NodeFaults

@@ -35,7 +35,7 @@ from urllib.parse import quote
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import NotAllowed, NotFound, ServerlessGpuError
-from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.node.flocks import hold
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux

@@ -31,9 +31,9 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, ServerStorageFull, StaleAttempt
-from serverless_gpu.model.attempt import SUPERVISOR_GONE, State, StopReason
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.gang_hangs import Silence
+from serverless_gpu.model.hangs.gang_hang_detection import Silence
+from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, State, StopReason
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.node.history import read_receipt
 from serverless_gpu.node.protocol import CrewNews, GangNews, Stopped
 from serverless_gpu.node.remote import Remote

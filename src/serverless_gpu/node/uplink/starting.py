@@ -17,8 +17,8 @@ import msgspec
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
+from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.placement import candidates, restrict
-from serverless_gpu.model.pricing import UNPRICED
 from serverless_gpu.model.secrets import Delivered, check_name, check_variable
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.node import protocol, secret_files

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.attempt import MEANINGS, Failure, Reason
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason
 from serverless_gpu.node import protocol
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.history import first_facts

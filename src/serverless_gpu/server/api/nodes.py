@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.errors import NotAllowed
-from serverless_gpu.model.access import Reach
+from serverless_gpu.model.access.roles import Reach
 from serverless_gpu.server import dividing, node_admission, operating, ruling
 from serverless_gpu.server.api.routing import Call, Routes, reading, writing
 from serverless_gpu.server.ruling import Asked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.access import Reach
+from serverless_gpu.model.access.roles import Reach
 from serverless_gpu.server import granting, identity
 from serverless_gpu.server.api.routing import ANYBODY, Call, Routes, reading, writing
 from serverless_gpu.wire.principals import (

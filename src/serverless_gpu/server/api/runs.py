@@ -11,10 +11,10 @@ import sqlalchemy as sa
 from starlette.responses import Response
 
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model import access
-from serverless_gpu.model.attempt import TERMINAL, State
+from serverless_gpu.model.access import roles
 from serverless_gpu.model.cost import Cost
-from serverless_gpu.model.crews import NODES_MAX
+from serverless_gpu.model.gangs.crew import NODES_MAX
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.server import (
     attempts,
     costing,
@@ -113,8 +113,8 @@ def list_runs(call: Call, query: RunsQuery) -> RunPage:
         team=query.team,
         name=query.name,
         tags=_tags(query.tag),
-        seen_by=None if call.reach == access.Reach.ALL else call.who.name,
-        teams=call.who.teams if call.reach == access.Reach.TEAM else (),
+        seen_by=None if call.reach == roles.Reach.ALL else call.who.name,
+        teams=call.who.teams if call.reach == roles.Reach.TEAM else (),
     )
     at = counting.now(call.services)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from serverless_gpu.model.usage import parse_by
+from serverless_gpu.model.billing.usage_report import parse_by
 from serverless_gpu.server import usage
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading
 from serverless_gpu.server.usage_rows import Asked

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import NotFound, ServerProblem, ServerUnavailable
-from serverless_gpu.model.attempt import State, StopReason
+from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import SettledMessage, StateMessage, StopRequest
 from serverless_gpu.wire.state import Health

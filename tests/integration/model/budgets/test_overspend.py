@@ -16,7 +16,7 @@ from fractions import Fraction
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.model.budget import (
+from serverless_gpu.model.billing.budget import (
     NOTHING,
     Budget,
     Period,
@@ -29,10 +29,10 @@ from serverless_gpu.model.budget import (
     may_start,
     window,
 )
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.ledger import Line, lines
-from serverless_gpu.model.pricing import Tariff, rate
+from serverless_gpu.model.billing.ledger import Line, lines
+from serverless_gpu.model.billing.pricing import Tariff, rate
+from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 
 USD = 1_000_000
 MS = 1_000_000

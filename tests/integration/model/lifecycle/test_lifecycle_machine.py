@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from serverless_gpu.model.attempt import (
+from serverless_gpu.model.lifecycle.attempt import (
     MEANINGS,
     PASSING_STOPS,
     STOPPED_BY,
@@ -37,7 +37,7 @@ from serverless_gpu.model.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle import FAULT_NS, IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import FAULT_NS, IllegalTransition, Instruction, advance
 
 S = 1_000_000_000
 WAITING, EXECUTING, SPOKEN, GONE = "waiting", "executing", "spoken", "gone"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import (
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import (
     INFRA_RETRIES_MAX,
     LOST,
     Ended,

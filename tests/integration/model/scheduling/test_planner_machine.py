@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.telling import sentence
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CRITICAL,
@@ -30,6 +29,7 @@ from serverless_gpu.model.scheduling.values import (
     Started,
     Wanted,
 )
+from serverless_gpu.model.scheduling.wait_messages import sentence
 
 S = 1_000_000_000
 _POLICY = QueuePolicy(preempt_after_s=30.0, preemptions_max=2, reservations=3, patience_s=100.0, guard_s=3_000.0)

@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.environment.restore.sealing import LOOK_S
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.environments import Environments, Waiter
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.protocol import Wanted

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.days import DAY_NS
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.node.home import Home
 from tests.support.node.retention import make_run
 

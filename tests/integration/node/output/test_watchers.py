@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node import protocol
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.watchers import WATCHERS_MAX, Audience

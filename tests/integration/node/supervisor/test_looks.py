@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from serverless_gpu.model.hangs import Look
+from serverless_gpu.model.hangs.hang_detection import Look
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.inside import linux, protocol
 from serverless_gpu.node.looks import Looking

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node import protocol
 from serverless_gpu.node.monitor import words
 from serverless_gpu.node.monitor.backlog import Backlog

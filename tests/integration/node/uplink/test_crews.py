@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.addresses import is_loopback
 from serverless_gpu.node.history import first_facts

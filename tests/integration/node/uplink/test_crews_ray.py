@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.node.history import first_facts
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.taking import has_begun

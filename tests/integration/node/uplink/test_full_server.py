@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.attempt import StopReason
+from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.protocol import GangNews
 from serverless_gpu.node.remote import Remote

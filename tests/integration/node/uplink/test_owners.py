@@ -15,7 +15,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.client.connection import caller_context
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.testing import agent_status
 from tests.support.golden import golden

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.node.history import read_ending
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.retention import scan

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.cli.server import audit as cli_audit
 from serverless_gpu.errors import AuditBroken
-from serverless_gpu.model.audit_chain import Head, Link, follow
+from serverless_gpu.model.access.audit_chain import Head, Link, follow
 from serverless_gpu.server import audit, chaining, tables
 from serverless_gpu.server.audit import SERVER, Action, Wanted
 from serverless_gpu.server.chaining import Chainer

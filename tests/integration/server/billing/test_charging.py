@@ -12,12 +12,12 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.facts import FactKind
-from serverless_gpu.model.ledger import Entry, EntryKind, lines, post
-from serverless_gpu.model.pricing import Tariff
-from serverless_gpu.model.run_lifecycle import GivenUp
+from serverless_gpu.model.billing.ledger import Entry, EntryKind, lines, post
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import (
     accounts,
     attempts,

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.cost import Cost, CostEstimate
-from serverless_gpu.model.facts import FactKind
-from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.pricing import Price
-from serverless_gpu.model.run_lifecycle import GivenUp, Started
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, Started
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.server import costing, crews, estimating, facts, prices, runs, tables
 from serverless_gpu.server.costing import Wish

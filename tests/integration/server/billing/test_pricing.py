@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli import program
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.pricing import MICROS_MAX, Tariff
+from serverless_gpu.model.billing.pricing import MICROS_MAX, Tariff
 from serverless_gpu.server import audit, prices, pricing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database

@@ -12,11 +12,11 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model import usage as model
-from serverless_gpu.model.access import Reach
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.pricing import Price
-from serverless_gpu.model.usage import Amounts, Group, Window
+from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.billing import usage_report as model
+from serverless_gpu.model.billing.pricing import Price
+from serverless_gpu.model.billing.usage_report import Amounts, Group, Window
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import prices, tables, usage, usage_rows, usage_sums
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database

@@ -22,9 +22,9 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.cli.server.usage import FORMULAS
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
-from serverless_gpu.model import usage as model
-from serverless_gpu.model.billing import ListPrice, Record
-from serverless_gpu.model.days import DAY_NS
+from serverless_gpu.model.billing import usage_report as model
+from serverless_gpu.model.billing.billing_rows import ListPrice, Record
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import tables
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
 from tests.support.golden import golden

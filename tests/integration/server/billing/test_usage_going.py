@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.access import Reach
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.facts import FactKind
-from serverless_gpu.model.usage import Amounts, Window
+from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.billing.usage_report import Amounts, Window
+from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import charges, usage, usage_going
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.charging import Charging

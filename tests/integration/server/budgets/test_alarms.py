@@ -15,8 +15,8 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.pricing import Price
+from serverless_gpu.model.billing.pricing import Price
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server import audit, budgeting, budgets, granting, notices, prices, submitting
 from serverless_gpu.server.checking import check_name

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.attempt import MEANINGS, Reason, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.server import affording
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.spending import Spending

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import BudgetExhausted, InvalidValue, NotFound
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.budget import Period
-from serverless_gpu.model.hardware import Device, DeviceKind
+from serverless_gpu.model.billing.budget import Period
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
 from serverless_gpu.server import (
     affording,

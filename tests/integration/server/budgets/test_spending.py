@@ -11,9 +11,9 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import BudgetExhausted
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.budget import Standing
-from serverless_gpu.model.pricing import Price, Tariff
+from serverless_gpu.model.billing.budget import Standing
+from serverless_gpu.model.billing.pricing import Price, Tariff
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import accounts, affording, budgeting, dividing, prices, runs, submitting
 from serverless_gpu.server.database import Database

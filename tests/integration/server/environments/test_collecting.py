@@ -17,8 +17,8 @@ from serverless_gpu.environment.stores.collection import GRACE_S, KEEP_S
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.run_lifecycle import Ended, Started
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import blobs, collecting, files, references, runs
 from serverless_gpu.server.blobs import Blobs

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.model.access import ROLES, Reach, reach
+from serverless_gpu.model.access.roles import ROLES, Reach, reach
 from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, BYTES, PUBLIC, Route
 from serverless_gpu.server.app import all_routes
 from serverless_gpu.wire.base import API

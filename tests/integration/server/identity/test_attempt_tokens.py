@@ -7,8 +7,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from serverless_gpu.errors import InvalidValue, NotAuthenticated
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.run_lifecycle import GivenUp
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server import reporting
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.agents import Agents

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerStorageFull
-from serverless_gpu.model.access import Role
+from serverless_gpu.model.access.roles import Role
 from serverless_gpu.server import audit, identity
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.api.routing import reading, writing

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.model.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.server import audit, owners, self_check
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.api import routing

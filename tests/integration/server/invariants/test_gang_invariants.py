@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.gang_life import Cause
-from serverless_gpu.model.run_lifecycle import Ended, Started
+from serverless_gpu.model.gangs.gang_lifecycle import Cause
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
 from serverless_gpu.server import books, charging, facts, files, tables, transitions
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.database import Database

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.model import run_lifecycle
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import (
+from serverless_gpu.model.lifecycle import run_lifecycle
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import (
     Ended,
     Event,
     Forgotten,

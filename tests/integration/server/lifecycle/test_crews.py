@@ -14,10 +14,10 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.pricing import Tariff
-from serverless_gpu.model.run_lifecycle import Ended, Forgotten, GivenUp, Silent, StopAsked
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Forgotten, GivenUp, Silent, StopAsked
 from serverless_gpu.server import (
     active_runs,
     attempt_tokens,

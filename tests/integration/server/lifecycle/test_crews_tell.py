@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.run_lifecycle import GivenUp, Silent, StopAsked
+from serverless_gpu.model.gangs.gang_lifecycle import Halt
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, Silent, StopAsked
 from serverless_gpu.server import (
     orders,
     tables,

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.run_lifecycle import Silent, StopAsked
+from serverless_gpu.model.gangs.gang_lifecycle import Halt
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import Silent, StopAsked
 from serverless_gpu.server import folding_again, tables
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.reconciler import Reconciler

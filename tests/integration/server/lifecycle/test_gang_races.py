@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.run_lifecycle import GivenUp, StopAsked
+from serverless_gpu.model.gangs.gang_lifecycle import Halt
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, StopAsked
 from serverless_gpu.server import attempts, gathering, meetings, orders, runs, tables
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from serverless_gpu.errors import ServerStorageFull, ServerUnavailable
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.run_lifecycle import GivenUp
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.scheduler import Scheduler

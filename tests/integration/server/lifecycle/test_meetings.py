@@ -12,11 +12,11 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.gang_life import Cause, Halt
-from serverless_gpu.model.meeting import Address, Reach, Tried
-from serverless_gpu.model.raycluster import RayCluster
-from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.model.gangs.gang_lifecycle import Cause, Halt
+from serverless_gpu.model.gangs.rendezvous import Address, Reach, Tried
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
+from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.server import attempts, gathering, meetings, runs, tables
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.database import Database

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server import reporting, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database

@@ -13,8 +13,8 @@ import pytest
 from blake3 import blake3
 
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Silent, StopAsked
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp, Silent, StopAsked
 from serverless_gpu.model.spec import BlobReference, Command
 from serverless_gpu.server import audit, crews, facts, files, tables, views
 from serverless_gpu.server.database import Database

@@ -19,8 +19,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict
-from serverless_gpu.model.attempt import ACTIVE, MEANINGS, TERMINAL, Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import GivenUp, IllegalTransition, Silent
+from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, IllegalTransition, Silent
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import reporting, stopping, submitting, tables
 from serverless_gpu.server.callers import Caller

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model import hangs
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.gang_hangs import Seen, Silence
-from serverless_gpu.model.gang_life import Halt
-from serverless_gpu.model.hangs import PLACES_MAX, RankSeen, Sign
-from serverless_gpu.model.idling import Verdict
-from serverless_gpu.model.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.gangs.gang_lifecycle import Halt
+from serverless_gpu.model.hangs import hang_detection
+from serverless_gpu.model.hangs.gang_hang_detection import Seen, Silence
+from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, RankSeen, Sign
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.telemetry.idleness import Verdict
 from serverless_gpu.server import stillness
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
@@ -118,8 +118,10 @@ def test_what_nobody_can_have_seen_is_refused(services: Services, run_id: str, s
 
 def test_what_a_node_saw_of_code_with_long_names_is_taken(services: Services, run_id: str) -> None:
     """A report that is refused is no sign of life: the crew would be given up for the names in its user's code."""
-    watch = hangs.noted(hangs.begin(0), [look(2, (("/x/train.py", 1, "resume_in_" * 50),))], 1, spins=False)
-    say(services, run_id, 1, seen=Seen(number=1, ranks=hangs.seen(watch)))
+    watch = hang_detection.noted(
+        hang_detection.begin(0), [look(2, (("/x/train.py", 1, "resume_in_" * 50),))], 1, spins=False
+    )
+    say(services, run_id, 1, seen=Seen(number=1, ranks=hang_detection.seen(watch)))
 
 
 def test_a_gang_is_idle_only_when_all_its_devices_are_and_is_warned_before_it_is_stopped(

@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import Ended, Event, Instruction, Run, Started, StopAsked, Stopping, advance
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import (
+    Ended,
+    Event,
+    Instruction,
+    Run,
+    Started,
+    StopAsked,
+    Stopping,
+    advance,
+)
 from serverless_gpu.server import audit, events, stopping
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database

@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
-from serverless_gpu.model.attempt import TERMINAL, Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import (
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import (
     Ended,
     Event,
     Forgotten,

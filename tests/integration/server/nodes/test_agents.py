@@ -11,8 +11,8 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
 from serverless_gpu.server import dividing, events, nodes, operating, runs, tables
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller

@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotAllowed, NotFound
-from serverless_gpu.model.node_admission import Answer, Binding, Identity, Refused, judge, second_process
+from serverless_gpu.model.access.node_identity import Answer, Binding, Identity, Refused, judge, second_process
 from serverless_gpu.server import node_tokens, nodes, tables
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller

@@ -11,8 +11,8 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import active_runs, audit, events, leaving, operating, ruling, runs, views
 from serverless_gpu.server.agents import Agents

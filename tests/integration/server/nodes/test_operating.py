@@ -6,7 +6,7 @@ import pytest
 
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server import audit, dividing, operating
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller

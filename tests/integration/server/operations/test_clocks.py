@@ -10,7 +10,7 @@ import pytest
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated_agents import Work
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server import attempts, endings, identity, reporting
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.callers import Caller

@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue, NotAllowed
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import audit, draining
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller

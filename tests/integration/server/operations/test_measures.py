@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentRejected, NotFound, ServerUnavailable
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.run_lifecycle import Ended, Event, GivenUp, Started
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Event, GivenUp, Started
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.loops import Loop
 from serverless_gpu.server.measured_store import MeasuredStore

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import sampling
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.database import Database

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
 from serverless_gpu.wire.state import Health

@@ -21,8 +21,8 @@ from serverless_gpu.errors import (
     ServerProblem,
     ServerUnavailable,
 )
-from serverless_gpu.model.attempt import StopReason
-from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.model.lifecycle.attempt import StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX
 from serverless_gpu.node.home import Home
 from serverless_gpu.server import logfile, space

@@ -18,8 +18,8 @@ from serverless_gpu.errors import (
     ServerlessGpuError,
     UnknownGpuType,
 )
-from serverless_gpu.model.attempt import UNSAVED_MAX, State
-from serverless_gpu.model.policy import Holder, UsagePolicy
+from serverless_gpu.model.access.usage_policy import Holder, UsagePolicy
+from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX, State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Priority, Resources
 from serverless_gpu.server import (

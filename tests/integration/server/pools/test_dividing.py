@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue, NotFound
-from serverless_gpu.model.policy import UsagePolicy
+from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.scheduling.values import Reservation, TeamUse, Wait, WaitReason
 from serverless_gpu.model.spec import Priority, Resources
 from serverless_gpu.server import attaching, audit, dividing, granting, queue_views, submitting

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from serverless_gpu.model.policy import UsagePolicy
+from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
 from serverless_gpu.server import policies, pools, shares
 from serverless_gpu.server.database import Database

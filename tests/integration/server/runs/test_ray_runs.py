@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.server import reporting
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.attempt import Reason
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.run_lifecycle import Ended, Started
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
 from serverless_gpu.server import audit, facts, files, past_runs, retention, tables, transitions
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.files import StoredFile

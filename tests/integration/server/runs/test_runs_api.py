@@ -15,7 +15,7 @@ from serverless_gpu.errors import (
     NotFound,
     TooLarge,
 )
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server import watching
 from serverless_gpu.server.api import routing
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer

@@ -22,8 +22,8 @@ from serverless_gpu.errors import (
     ServerlessGpuError,
     TooLarge,
 )
-from serverless_gpu.model.attempt import State
-from serverless_gpu.model.policy import MAX_RUN_S
+from serverless_gpu.model.access.usage_policy import MAX_RUN_S
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import BlobReference, Command, Function, Kernel, Resources, RunSpec
 from serverless_gpu.server import audit, pools, runs, submitting, tables
 from serverless_gpu.server.callers import Caller

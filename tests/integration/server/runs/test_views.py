@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import Ended, GivenUp, Silent, Started, StopAsked
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp, Silent, Started, StopAsked
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import attempts, crews, views
 from serverless_gpu.server.callers import Caller

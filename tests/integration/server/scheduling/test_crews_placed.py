@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import Placement, Share
 from serverless_gpu.server import dividing, nodes
 from serverless_gpu.server.agents import Agents

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.model.attempt import State, StopReason
-from serverless_gpu.model.run_lifecycle import StopAsked
+from serverless_gpu.model.lifecycle.attempt import State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.scheduling.values import Decision
 from serverless_gpu.server import reporting
 from serverless_gpu.server.agents import Agents

@@ -10,9 +10,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import Ended, StopAsked
-from serverless_gpu.model.scheduling.learning import LEAVING_S, START_S
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,

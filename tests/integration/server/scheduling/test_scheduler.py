@@ -15,8 +15,8 @@ from serverless_gpu.ambient import format_clock, new_run_id
 from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
 from serverless_gpu.engines.simulated import SimulatedEngine
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
 from serverless_gpu.server import active_runs, dividing, operating, orders, reporting, runs, tables, transitions
 from serverless_gpu.server.agents import Agents

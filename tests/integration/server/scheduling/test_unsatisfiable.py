@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.server import draining, operating
 from serverless_gpu.server.agents import Agents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView

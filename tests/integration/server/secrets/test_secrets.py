@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from serverless_gpu.errors import SecretMissing
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.run_lifecycle import Ended
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended
 from serverless_gpu.server import audit, secret_keeping, self_check, submitting, tables
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller

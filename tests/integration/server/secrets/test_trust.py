@@ -16,7 +16,7 @@ import pytest
 from blake3 import blake3
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import tables
 from serverless_gpu.server.api.routing import BYTES, JSON, Route

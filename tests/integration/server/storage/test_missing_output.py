@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import logs
 from serverless_gpu.server.services import Services
 from tests.support.golden import golden

@@ -9,7 +9,7 @@ import pytest
 from serverless_gpu.client import curves
 from serverless_gpu.client.curves import Mark
 from serverless_gpu.client.tries import Try, marks
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 
 GPU = "system/node_0/gpu_3_"
 

@@ -12,7 +12,7 @@ from serverless_gpu.client.remote.server import Server
 from serverless_gpu.client.remote.stream import EventStream, Heard
 from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.client.source import Note
-from serverless_gpu.model.attempt import State
+from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node import protocol
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StateMessage
 from tests.support.client.remote_tracked import VIEW

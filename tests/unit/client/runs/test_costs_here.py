@@ -12,10 +12,10 @@ import pytest
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.client.costs import cost_here
-from serverless_gpu.model.attempt import MEANINGS, Reason
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.history import read_receipt

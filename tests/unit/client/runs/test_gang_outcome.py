@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.client.outcome import Origin, ending_text, make_exception
 from serverless_gpu.errors import RunError
-from serverless_gpu.model.attempt import Failure, Reason
+from serverless_gpu.model.lifecycle.attempt import Failure, Reason
 from serverless_gpu.node.protocol import Stopped
 from tests.support.client.outcome import RUN, stopped
 from tests.support.golden import golden

@@ -29,7 +29,7 @@ from serverless_gpu.errors import (
     RunTimedOut,
     RuntimeLost,
 )
-from serverless_gpu.model.attempt import MEANINGS, Failure, Hang, Reason, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside import failure, payload
 from serverless_gpu.node.protocol import Stopped

@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.client import tracking
 from serverless_gpu.client.tracking import Far, Place, Resolved, place_of, resolve, tracked
 from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_context import Tracking
 from tests.support.golden import golden
 
 SPEC = RunSpec(name="train")

@@ -13,7 +13,7 @@ from serverless_gpu.client.display import Display, TerminalDisplay
 from serverless_gpu.client.run import Run
 from serverless_gpu.client.source import Supervised
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
 from tests.support.client.notebook_display import Cell

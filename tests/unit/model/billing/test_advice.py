@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.advice import Curve, Mix, Rates, Use, advise, best_slots, curve_of, mix
-from serverless_gpu.model.advice_formulas import formulas, price
-from serverless_gpu.model.days import HOUR_NS
+from serverless_gpu.model.billing.advice import Curve, Mix, Rates, Use, advise, best_slots, curve_of, mix
+from serverless_gpu.model.billing.advice_formulas import formulas, price
+from serverless_gpu.model.utc_days import HOUR_NS
 from tests.support.golden import golden
 
 SPAN = 100
@@ -157,7 +157,7 @@ def test_what_cannot_be_looked_at() -> None:
 
 
 def test_too_many_uses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serverless_gpu.model.advice._USES_MAX", 2)
+    monkeypatch.setattr("serverless_gpu.model.billing.advice._USES_MAX", 2)
     with pytest.raises(InvalidValue, match=re.escape(golden("model.advice.more-uses-cannot"))):
         curve_of([use(0, 1, 1)] * 3, 0, HOUR_NS)
 

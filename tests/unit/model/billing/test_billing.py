@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model import billing
-from serverless_gpu.model.billing import Record
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.ledger import Entry, EntryKind, Line
-from serverless_gpu.model.pricing import Price, cost, dbu_cost, tariff
+from serverless_gpu.model.billing import billing_rows
+from serverless_gpu.model.billing.billing_rows import Record
+from serverless_gpu.model.billing.ledger import Entry, EntryKind, Line
+from serverless_gpu.model.billing.pricing import Price, cost, dbu_cost, tariff
+from serverless_gpu.model.utc_days import DAY_NS
 from tests.support.model.usage import Account
 
 HOUR_MS = 3_600_000
@@ -47,7 +47,7 @@ def entry(*, kind: EntryKind = EntryKind.ORIGINAL, **fields: Any) -> Entry:
 
 
 def rows(one: Entry, **account: Any) -> list[Record]:
-    return list(billing.records(one, Account(**account), run_id="r", fence=2, posted_ns=(DAY + 1) * DAY_NS))
+    return list(billing_rows.records(one, Account(**account), run_id="r", fence=2, posted_ns=(DAY + 1) * DAY_NS))
 
 
 def test_a_row_has_the_columns_of_the_billing_table_and_null_where_there_is_nothing() -> None:
@@ -89,7 +89,7 @@ def test_a_row_has_the_columns_of_the_billing_table_and_null_where_there_is_noth
     }
     (row,) = rows(entry(), team="", pool="", policy="", name="", environment="", workload="kernel")
     assert row.sku_name == "SERVERLESS_GPU_H100" and row.identity_metadata.owned_by is None
-    assert row.usage_metadata == billing.UsageMetadata(job_run_id="r", ai_runtime_workload_id="r:2")
+    assert row.usage_metadata == billing_rows.UsageMetadata(job_run_id="r", ai_runtime_workload_id="r:2")
     features = row.product_features
     assert features.serverless_gpu is not None and features.serverless_gpu.workload_type == "SGC_WORKLOAD_NOTEBOOK"
 
@@ -114,7 +114,7 @@ def test_cores_and_memory_are_rows_of_their_own_that_no_query_takes_for_gpus() -
 def test_a_slot_of_a_cpu_is_no_gpu() -> None:
     (row,) = rows(entry(billed_ms=HOUR_MS), gpu_type="CPU")
     assert (row.sku_name, row.usage_unit, row.usage_type) == ("SERVERLESS_GPU_CPU@lab", "SLOT_HOUR", "COMPUTE_TIME")
-    (listed,) = billing.list_prices([Price(resource="CPU", micros_per_hour=1)], [], currency="USD")
+    (listed,) = billing_rows.list_prices([Price(resource="CPU", micros_per_hour=1)], [], currency="USD")
     assert listed.usage_unit == "SLOT_HOUR"
 
 
@@ -125,7 +125,7 @@ def test_where_prices_are_made_of_dbus_those_are_counted() -> None:
 
 @pytest.mark.parametrize("at_ns", [-1, 0, 10**18, 10**30])
 def test_a_moment_that_no_calendar_has_is_written_all_the_same(at_ns: int) -> None:
-    assert billing.moment(at_ns).endswith("+00:00")
+    assert billing_rows.moment(at_ns).endswith("+00:00")
 
 
 PRICES = st.builds(
@@ -151,14 +151,14 @@ def test_the_join_by_name_and_time_gives_what_is_charged(book: list[Price], at_n
         for row in book
     ]
     used = [("H100", "lab"), ("A100-80", "lab"), ("A100-80", ""), ("CPU", "lab")]
-    listed = billing.list_prices(book, used, currency="USD")
-    moment = billing.moment(at_ns * ms)
+    listed = billing_rows.list_prices(book, used, currency="USD")
+    moment = billing_rows.moment(at_ns * ms)
     for gpu_type, pool in used:
         found = tariff(book, gpu_type=gpu_type, pool=pool, at_ns=at_ns * ms, currency="USD")
         joined = [
             row
             for row in listed
-            if row.sku_name == billing.sku(gpu_type, pool)
+            if row.sku_name == billing_rows.sku(gpu_type, pool)
             and row.price_start_time <= moment
             and (row.price_end_time is None or moment < row.price_end_time)
         ]

@@ -8,11 +8,11 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.days import DAY_NS
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.ledger import Entry, EntryKind, Line, charge, lines, post, priced, reversed_line
-from serverless_gpu.model.metering import Meter, lendings
-from serverless_gpu.model.pricing import UNPRICED, Tariff, cost
+from serverless_gpu.model.billing.ledger import Entry, EntryKind, Line, charge, lines, post, priced, reversed_line
+from serverless_gpu.model.billing.metering import Meter, lendings
+from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.lendings import Lent, doubly, of_facts
 
 DAY = 20_000

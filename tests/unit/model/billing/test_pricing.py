@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.pricing import (
+from serverless_gpu.model.billing.pricing import (
     UNPRICED,
     OfDbus,
     Price,

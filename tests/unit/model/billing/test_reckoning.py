@@ -10,9 +10,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.ledger import Entry, Line, lines, post
-from serverless_gpu.model.pricing import Tariff
+from serverless_gpu.model.billing.ledger import Entry, Line, lines, post
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from tests.support import reckoning
 
 MS = 1_000_000

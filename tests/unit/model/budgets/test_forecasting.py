@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model import budget_words, forecasting
-from serverless_gpu.model.budget import Budget, Period, Scope, Standing, Use, window
-from serverless_gpu.model.days import DAY_NS, HOUR_NS
-from serverless_gpu.model.forecasting import Alarm, forecast, spread, unusual
+from serverless_gpu.model.billing import budget_messages, spend_forecast
+from serverless_gpu.model.billing.budget import Budget, Period, Scope, Standing, Use, window
+from serverless_gpu.model.billing.spend_forecast import Alarm, forecast, spread, unusual
+from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from tests.support.golden import golden
 
 DAY = 20_775  # 2026-11-18, a Wednesday
@@ -36,7 +36,7 @@ def test_a_forecast_goes_on_at_the_rate_of_the_last_days() -> None:
 
 
 def test_a_forecast_of_nothing_is_nothing_and_of_one_day_is_of_today() -> None:
-    assert forecast(standing(100, 0), {}, NOON) == forecasting.Forecast(
+    assert forecast(standing(100, 0), {}, NOON) == spend_forecast.Forecast(
         amount=0, per_day=0, reached_ns=None, basis="used so far + use per day since midnight × days left"
     )
     found = forecast(standing(100, 30, period=Period.DAY), {DAY: 30}, NOON)
@@ -70,24 +70,24 @@ def test_what_is_taken_back_is_taken_back_hour_by_hour_to_one(amount: int, start
     ("said", "text"),
     [
         (
-            budget_words.warning("llm", standing(10**8, 81_200_000), "USD", is_open=True),
+            budget_messages.warning("llm", standing(10**8, 81_200_000), "USD", is_open=True),
             "budget 'llm' is at 81 % this month (81.20 of 100.00 USD used);"
             " at 100 % its runs are stopped, with their grace for a checkpoint",
         ),
         (
-            budget_words.warning("llm", standing(10**8, 81_200_000, hard=False), "USD", is_open=False),
+            budget_messages.warning("llm", standing(10**8, 81_200_000, hard=False), "USD", is_open=False),
             "budget 'llm' is at 81 % this month; at 100 % nothing new starts",
         ),
         (
-            budget_words.stopped("llm", standing(10**8, 100_020_000), "USD", is_open=True),
+            budget_messages.stopped("llm", standing(10**8, 100_020_000), "USD", is_open=True),
             "budget 'llm' is used up: 100.02 of 100.00 USD this month",
         ),
         (
-            budget_words.stopped("llm", standing(10**8, 99_000_000, stop=True), "USD", is_open=False),
+            budget_messages.stopped("llm", standing(10**8, 99_000_000, stop=True), "USD", is_open=False),
             "what is left of budget 'llm' this month does not pay for its next minute",
         ),
         (
-            budget_words.no_room("llm", standing(10**8, 10**8)),
+            budget_messages.no_room("llm", standing(10**8, 10**8)),
             "budget 'llm' is used up this month; the next period begins on 2026-12-01 (UTC)",
         ),
     ],
@@ -99,4 +99,4 @@ def test_what_people_read(said: str, text: str) -> None:
 def test_gpu_time_is_written_as_gpu_time() -> None:
     budget = Budget(scope=Scope(kind="everything"), period=Period.WEEK, limit_gpu_ms=360_000_000)
     told = Standing(budget=budget, window=window(Period.WEEK, NOON), used=Use(gpu_ms=291_600_000), held=Use())
-    assert budget_words.used_words(told, "USD") == golden("model.forecasting.81-100-gpu")
+    assert budget_messages.used_words(told, "USD") == golden("model.forecasting.81-100-gpu")

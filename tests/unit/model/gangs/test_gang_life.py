@@ -1,4 +1,4 @@
-"""What the crews of a gang amount to: `model/gang_life.py`, by example and by random lives."""
+"""What the crews of a gang amount to: `model/gangs/gang_lifecycle.py`, by example and by random lives."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.attempt import Reason, State, StopReason
-from serverless_gpu.model.gang_life import Cause, Crew, Halt, Over, fold, told_to_stop
-from serverless_gpu.model.run_lifecycle import Ended, GivenUp
+from serverless_gpu.model.gangs.gang_lifecycle import Cause, Crew, Halt, Over, fold, told_to_stop
+from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp
 from tests.support.golden import golden
 
 S, R, U, STOPPING = State.STARTING, State.RUNNING, State.UNREACHABLE, State.STOPPING

@@ -7,7 +7,18 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.meeting import Address, Apart, Chosen, Offer, Reach, Tried, choose, kind_of, variables, word
+from serverless_gpu.model.gangs.rendezvous import (
+    Address,
+    Apart,
+    Chosen,
+    Offer,
+    Reach,
+    Tried,
+    choose,
+    kind_of,
+    variables,
+    word,
+)
 from tests.support.golden import golden
 
 ETH, IB, LO, DOCKER = "eth0", "ib0", "lo", "docker0"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model.hang_report import RANK_CHARACTERS_MAX, Finding, ranks_text, report, sentence, stacks
-from serverless_gpu.model.hangs import Look
-from serverless_gpu.model.stacks import Frame, Stack, Thread
+from serverless_gpu.model.hangs.hang_detection import Look
+from serverless_gpu.model.hangs.hang_report import RANK_CHARACTERS_MAX, Finding, ranks_text, report, sentence, stacks
+from serverless_gpu.model.hangs.stacks import Frame, Stack, Thread
 from tests.support.golden import golden
 
 C10D = Frame("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.attempt import Attempt, Limits, State
-from serverless_gpu.model.hangs import (
+from serverless_gpu.model.hangs.hang_detection import (
     WARNINGS_MAX,
     Action,
     Look,
@@ -29,7 +28,8 @@ from serverless_gpu.model.hangs import (
     spared,
     warned,
 )
-from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State
 from tests.support.model.hangs import HERE, THERE, Calls, S, look
 from tests.support.model.stacks import ACCEPT, ALL_REDUCE, BACKWARD, BARRIER, CHILD, EVENT, LOADER, SLEEP, USERS_FORWARD
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.access import POLICY, ROLES, SCOPES, Reach, Resource, covers, reach, table
+from serverless_gpu.model.access.roles import POLICY, ROLES, SCOPES, Reach, Resource, covers, reach, table
 from tests.support.paths import REPOSITORY
 
 ORDER = [Reach.NONE, Reach.OWN, Reach.TEAM, Reach.ALL]

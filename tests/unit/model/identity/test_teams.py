@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.budget import Subject, keys
-from serverless_gpu.model.teams import share_team, teams_charged
+from serverless_gpu.model.access.teams import share_team, teams_charged
+from serverless_gpu.model.billing.budget import Subject, keys
 
 
 @pytest.mark.parametrize(

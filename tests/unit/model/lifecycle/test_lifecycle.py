@@ -10,7 +10,7 @@ import typing
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import (
+from serverless_gpu.model.lifecycle.attempt import (
     MEANINGS,
     TERMINAL,
     Event,
@@ -38,7 +38,7 @@ from serverless_gpu.model.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle import SETTLE_NS, TABLE, IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import SETTLE_NS, TABLE, IllegalTransition, Instruction, advance
 from tests.support.golden import golden
 from tests.support.model.lifecycle import (
     CONCLUDE,

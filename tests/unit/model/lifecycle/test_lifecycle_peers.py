@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.attempt import (
+from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Event,
     Failure,
@@ -27,7 +27,7 @@ from serverless_gpu.model.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle import Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import Instruction, advance
 
 S = 1_000_000_000
 RANKS = (8, 9)  # of the second node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.attempt import (
+from serverless_gpu.model.lifecycle.attempt import (
     STOPPED_BY,
     Attempt,
     Event,
@@ -28,7 +28,7 @@ from serverless_gpu.model.attempt import (
     TreeEmpty,
     stop_word,
 )
-from serverless_gpu.model.lifecycle import Instruction
+from serverless_gpu.model.lifecycle.attempt_lifecycle import Instruction
 from tests.support.model.lifecycle import (
     CONCLUDE,
     KILL,

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.attempt import Attempt, Failure, Limits, Reason, root_cause
+from serverless_gpu.model.lifecycle.attempt import Attempt, Failure, Limits, Reason, root_cause
 
 CRASHES = (Reason.RANK_SIGNAL, Reason.HOST_OOM)
 failure = st.builds(

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
-from serverless_gpu.model.run_lifecycle import (
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
+from serverless_gpu.model.lifecycle.run_lifecycle import (
     INFRA_RETRIES_MAX,
     LOST,
     TABLE,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.admitting import Candidate, held_back, is_full
-from serverless_gpu.model.budget import Subject
+from serverless_gpu.model.billing.budget import Subject
+from serverless_gpu.model.scheduling.concurrency_limits import Candidate, held_back, is_full
 from tests.support.golden import golden
 
 

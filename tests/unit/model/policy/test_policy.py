@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import PolicyViolation
-from serverless_gpu.model import hardware, policy
-from serverless_gpu.model.attempt import UNSAVED_MAX
-from serverless_gpu.model.policy import MAX_RUN_S, Attached, NamedPolicy, UsagePolicy, choose, describe
+from serverless_gpu.model.access import usage_policy
+from serverless_gpu.model.access.usage_policy import MAX_RUN_S, Attached, NamedPolicy, UsagePolicy, choose, describe
+from serverless_gpu.model.hardware import gpu_types
+from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
 from serverless_gpu.model.spec import TAGS_MAX, Priority, Resources, RunSpec
 from serverless_gpu.wire import policies as wire
 from tests.support.golden import golden
@@ -29,11 +30,11 @@ def spec(**said: Any) -> RunSpec:
 
 def apply(name: str, said: UsagePolicy, asked: RunSpec, **given: Any) -> RunSpec:
     """Return a run under one policy, or none, of somebody who may use each class."""
-    return policy.apply([NamedPolicy(name, said)] if name else [], asked, may_be_critical=True, **given)
+    return usage_policy.apply([NamedPolicy(name, said)] if name else [], asked, may_be_critical=True, **given)
 
 
 def where(said: UsagePolicy, asked: RunSpec) -> str:
-    return policy.where([NamedPolicy("p", said)], asked)
+    return usage_policy.where([NamedPolicy("p", said)], asked)
 
 
 # --- which one --------------------------------------------------------------------------------------------------------
@@ -262,7 +263,7 @@ def test_what_comes_out_is_within_the_policy_and_once_more_changes_nothing(
     most = [cap for cap in (said.gpus_per_run, said.gpus_at_once) if cap is not None]
     gpus, gpu_type = got.resources.gpus, got.resources.gpu_type
     assert not most or (gpus is not None and gpus <= min(most))
-    assert not said.gpu_types or any(hardware.matches(kind, gpu_type or "") for kind in said.gpu_types)
+    assert not said.gpu_types or any(gpu_types.matches(kind, gpu_type or "") for kind in said.gpu_types)
     for key, values in said.required_tags.items():
         assert key in got.tags and (not values or got.tags[key] in values)
     assert said.default_tags.keys() <= got.tags.keys()
@@ -308,7 +309,7 @@ def test_a_policy_is_said_in_words() -> None:
         "classes BEST_EFFORT",
         "packages of abababababab",
     ]
-    assert policy.format_span(90.0) == "1 min 30 s"
+    assert usage_policy.format_span(90.0) == "1 min 30 s"
 
 
 def test_what_travels_has_every_field_of_a_policy() -> None:
@@ -344,7 +345,7 @@ def test_22D3_who_has_two_to_choose_from_says_which_and_cannot_name_a_mandatory_
 
 def under(asked: RunSpec, *said: UsagePolicy, **given: Any) -> RunSpec:
     names = [NamedPolicy("abc"[number], each) for number, each in enumerate(said)]
-    return policy.apply(names, asked, **({"may_be_critical": True} | given))
+    return usage_policy.apply(names, asked, **({"may_be_critical": True} | given))
 
 
 @given(first=policies(), second=policies(), asked=specs(), present=st.sets(st.sampled_from(TYPES)))
@@ -357,13 +358,13 @@ def test_22D3_what_is_within_several_policies_is_within_each_and_no_limit_is_lar
         return
     assert (got.policy, got.policies) == ("a", ("b",))
     for said in (first, second):
-        alone = policy.apply([NamedPolicy("p", said)], got, max_run_s=None, may_be_critical=True)
+        alone = usage_policy.apply([NamedPolicy("p", said)], got, max_run_s=None, may_be_critical=True)
         for name in ("tags", "resources", "priority", "idle_timeout_s", "max_run_s"):
             assert getattr(alone, name) == getattr(got, name), name
         for limit in ("max_run_s", "total_run_s", "attempts_max", "unsaved_max"):
             most = getattr(said, limit)
             assert most is None or getattr(got, limit) <= most
-        assert not said.pools or policy.where([NamedPolicy("a", first), NamedPolicy("b", second)], got) in (
+        assert not said.pools or usage_policy.where([NamedPolicy("a", first), NamedPolicy("b", second)], got) in (
             *said.pools,
             said.pool,
         )
@@ -484,10 +485,10 @@ def test_22D4_critical_is_for_whom_a_role_or_an_attached_policy_grants_it(
     said: list[NamedPolicy], grants: bool, asked: Priority, by_role: bool
 ) -> None:
     if asked is not CRITICAL or grants or by_role:
-        assert policy.apply(said, spec(priority=asked), may_be_critical=by_role).priority is asked
+        assert usage_policy.apply(said, spec(priority=asked), may_be_critical=by_role).priority is asked
         return
     with pytest.raises(PolicyViolation, match=golden("model.policy.priority-critical-granted")) as caught:
-        policy.apply(said, spec(priority=asked), may_be_critical=by_role)
+        usage_policy.apply(said, spec(priority=asked), may_be_critical=by_role)
     assert "priority='NORMAL' or 'BEST_EFFORT'" in caught.value.hint
 
 
@@ -497,4 +498,4 @@ def test_22D4_a_mandatory_policy_without_critical_takes_it_from_everybody() -> N
         NamedPolicy("b", UsagePolicy(priorities=(NORMAL,), mandatory=True)),
     ]
     with pytest.raises(PolicyViolation, match=re.escape(golden("model.policy.usage-policy-does"))):
-        policy.apply(said, spec(priority=CRITICAL), may_be_critical=True)
+        usage_policy.apply(said, spec(priority=CRITICAL), may_be_critical=True)

@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu.client.remote.server import Server
 from serverless_gpu.client.remote.stream import EventStream
 from serverless_gpu.client.remote.watching import Watched
-from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.support.client.remote_tracked import VIEW
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model.scheduling.uid_sharing import sharing_warnings
+from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
 from serverless_gpu.model.scheduling.values import Node, Pool, PoolSeen, WaitReason, Wanted
 from tests.support.golden import golden
 from tests.support.model.asking import node, planner, wanted

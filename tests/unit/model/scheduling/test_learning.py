@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.scheduling.learning import SAMPLES_MAX, expected_s, over_after_s
+from serverless_gpu.model.scheduling.duration_estimates import SAMPLES_MAX, expected_s, over_after_s
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.model.scheduling import explaining
+from serverless_gpu.model.scheduling import wait_explanation
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.state import State
+from serverless_gpu.model.scheduling.planner_state import State
 from serverless_gpu.model.scheduling.values import Arrived, Change, Gone, Node, NodeSeen, QueuePolicy, Used, Wanted
 
 HOUR_S = 3_600
@@ -76,5 +76,5 @@ def test_F82_what_can_never_be_is_listed_after_all_that_wait() -> None:
         state.queue.put(Wanted(run_id=f"r{number}", title="t", gpus=gpus, gpu_type=gpu_type, queued_ns=number))
     late = Wanted(run_id="r4", title="t", gpus=1, gpu_type="H100", queued_ns=0, not_before_ns=2 * NOW_NS, held="later")
     state.queue.put(late)
-    found = explaining.queue(state, NOW_NS, 9)
+    found = wait_explanation.queue(state, NOW_NS, 9)
     assert found[:2] in (("r2", "r3"), ("r3", "r2")) and set(found[2:4]) == {"r0", "r1"} and found[4:] == ("r4",)

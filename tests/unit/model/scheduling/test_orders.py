@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from serverless_gpu.model.scheduling import clearing, preempting
-from serverless_gpu.model.scheduling.orders import Order
-from serverless_gpu.model.scheduling.places import Group
+from serverless_gpu.model.scheduling import cleared_devices, preemption
+from serverless_gpu.model.scheduling.availability_timeline import Profile
+from serverless_gpu.model.scheduling.node_capacity import Group
+from serverless_gpu.model.scheduling.node_order import Order
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.reserving import Profile
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CRITICAL,
@@ -118,7 +118,7 @@ def _looks_at_everything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Profile, "earliest", Profile._found)
     classes = range(BEST_EFFORT + 1, CRITICAL, -1)
     patch.setattr(
-        preempting._Search, "levels", lambda search, _: [one for one in classes if one > search.wanted.priority]
+        preemption._Search, "levels", lambda search, _: [one for one in classes if one > search.wanted.priority]
     )
 
 
@@ -161,14 +161,14 @@ def test_22C6_an_order_says_what_a_look_at_every_node_would_say(steps: list[tupl
 def test_22C6_who_may_leave_is_asked_by_shapes_not_by_runs(monkeypatch: pytest.MonkeyPatch, lends: bool) -> None:
     looks = Counter[str]()
     for name in ("_site", "_search", "_order"):
-        _count(monkeypatch, clearing.Clearing, name, looks)
-    _count(monkeypatch, clearing, "could_be", looks)
+        _count(monkeypatch, cleared_devices.Clearing, name, looks)
+    _count(monkeypatch, cleared_devices, "could_be", looks)
     assert _decided(10, looks, lends=lends) == _decided(200, looks, lends=lends)
 
 
 def test_22C6_where_nobody_may_be_asked_that_is_found_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Counter[str]()
-    _count(monkeypatch, clearing.Clearing, "_search", looks)
+    _count(monkeypatch, cleared_devices.Clearing, "_search", looks)
     assert _decided(50, looks, lends=False, preemptions_max=0) == {"_search": 4}
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.scheduling.preempting import Room, Site, Terms, could_use, may_ask, may_use, room, standing
+from serverless_gpu.model.scheduling.preemption import Room, Site, Terms, could_use, may_ask, may_use, room, standing
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CRITICAL,

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from serverless_gpu.model.crews import NODES_MAX
-from serverless_gpu.model.scheduling.telling import estimate_text
+from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     Node,
@@ -24,6 +23,7 @@ from serverless_gpu.model.scheduling.values import (
     WaitReason,
     Wanted,
 )
+from serverless_gpu.model.scheduling.wait_messages import estimate_text
 from tests.support.golden import golden
 from tests.support.model.asking import Decided, S, busy, decide, node, planner, wanted
 from tests.support.model.driving import World

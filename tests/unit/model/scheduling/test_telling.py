@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.scheduling.telling import estimate_text, latest, ordinal, sentence
 from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
+from serverless_gpu.model.scheduling.wait_messages import estimate_text, latest, ordinal, sentence
 from tests.support.golden import golden
 
 _HOUR, _MINUTE = 3_600_000_000_000, 60_000_000_000

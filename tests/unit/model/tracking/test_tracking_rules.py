@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.model.attempt import TERMINAL, Reason, State
-from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.model.spec import Command, Resources, RunSpec
-from serverless_gpu.model.tracking import Tracking
-from serverless_gpu.model.tracking_rules import (
+from serverless_gpu.model.telemetry.tracking_rules import (
     POINTS_MAX,
     cut,
     first_tags,
@@ -26,6 +25,7 @@ from serverless_gpu.model.tracking_rules import (
     valid_key,
     variables,
 )
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing.mlflow_store import Refusal, check
 from tests.support.golden import golden
 

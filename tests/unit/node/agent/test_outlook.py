@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.model.scheduling.learning import LEAVING_S, START_S
+from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import outlook
 from serverless_gpu.node.history import Record

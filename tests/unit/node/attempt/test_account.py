@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Attempt, Limits, Phase, Reason, State
-from serverless_gpu.model.facts import Fact, FactKind
-from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.model.ledger import charge, lines
-from serverless_gpu.model.pricing import UNPRICED, Tariff
+from serverless_gpu.model.billing.ledger import charge, lines
+from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, Phase, Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.account import Account, gate_text, write_json

@@ -14,8 +14,8 @@ from hypothesis import given
 
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.days import DAY_NS, HOUR_NS
-from serverless_gpu.model.retention import Entry, Policy, to_delete
+from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
+from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from serverless_gpu.node import retention
 from serverless_gpu.node.configuration import read_configuration
 from serverless_gpu.node.home import Home

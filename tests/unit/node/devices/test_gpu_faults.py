@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model import run_lifecycle
-from serverless_gpu.model.attempt import (
+from serverless_gpu.model.lifecycle import run_lifecycle
+from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Failure,
     GpuFailed,
@@ -21,8 +21,8 @@ from serverless_gpu.model.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle import FAULT_NS, Instruction, advance
-from serverless_gpu.model.run_lifecycle import FAULT_RETRIES_MAX, Ended, GivenUp, Run
+from serverless_gpu.model.lifecycle.attempt_lifecycle import FAULT_NS, Instruction, advance
+from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, Ended, GivenUp, Run
 
 S = 1_000_000_000
 SAID = GpuFailed("GPU-1: Xid 79, the GPU has fallen off the bus")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware import DeviceKind
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
 from serverless_gpu.node.gate import Verdict, judge
 from serverless_gpu.node.gpus import CpuProvider, FakeProvider, NvmlProvider, providers
 from serverless_gpu.node.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Unavailable, Usage

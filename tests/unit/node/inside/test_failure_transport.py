@@ -20,7 +20,7 @@ import pytest
 
 from serverless_gpu.client import failures
 from serverless_gpu.errors import RemoteError, RunError
-from serverless_gpu.model.attempt import Reason
+from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.inside import failure, payload
 from tests.support.golden import golden
 

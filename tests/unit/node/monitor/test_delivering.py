@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.tracking import Tracking
+from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.mlflow_server.serving import Serving
 from serverless_gpu.node.monitor import delivering

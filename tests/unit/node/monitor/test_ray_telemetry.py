@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from serverless_gpu.client.metrics import read_metrics
-from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.model.ray_telemetry import RAY_BYTES_MAX, RaySample, read_ray
-from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry import SECOND_NS, HostSample, Sample, decode, encode, merged, series
-from serverless_gpu.model.tracking_rules import valid_key
+from serverless_gpu.model.telemetry.ray_telemetry import RAY_BYTES_MAX, RaySample, read_ray
+from serverless_gpu.model.telemetry.samples import SECOND_NS, HostSample, Sample, decode, encode, merged, series
+from serverless_gpu.model.telemetry.tracking_rules import valid_key
 from serverless_gpu.node.inside.raycluster.words import metrics_file
 from serverless_gpu.node.monitor.ray_file import RayFile
 from serverless_gpu.node.monitor.recorder import Recorder

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.node import outbox, protocol
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.watchers import Watcher

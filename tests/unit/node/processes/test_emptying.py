@@ -10,8 +10,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Reason, State
-from serverless_gpu.model.facts import Fact, FactKind
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.node.emptying import Emptying
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.processes import Left, left_in

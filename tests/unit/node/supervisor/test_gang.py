@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.attempt import RankFailed, Reason
+from serverless_gpu.model.lifecycle.attempt import RankFailed, Reason
 from tests.support.golden import golden
 from tests.support.node.gang import Line
 

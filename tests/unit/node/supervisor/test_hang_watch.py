@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.attempt import Attempt, Limits, State
+from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.hangs import HangWatch

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.model.crews import laid_out
-from serverless_gpu.model.meeting import Chosen, variables
-from serverless_gpu.model.raycluster import RayCluster
+from serverless_gpu.model.gangs.crew import laid_out
+from serverless_gpu.model.gangs.rendezvous import Chosen, variables
+from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.node.protocol import Launch
 from serverless_gpu.node.rank_environment import Network, RankEnvironment

@@ -14,9 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.attempt import Attempt, Hang, HangConfirmed, Limits, PeerFailed, Phase, RankReturned, State
-from serverless_gpu.model.crews import CrewPlace, laid_out
-from serverless_gpu.model.gang_hangs import Ask, Judgement, Seen
+from serverless_gpu.model.gangs.crew import CrewPlace, laid_out
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen
+from serverless_gpu.model.lifecycle.attempt import (
+    Attempt,
+    Hang,
+    HangConfirmed,
+    Limits,
+    PeerFailed,
+    Phase,
+    RankReturned,
+    State,
+)
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.eyes import Eyes
 from serverless_gpu.node.gang import Gang

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.node.uplink.news import BEGUN_S, RECEIPT_S, SOON_S, News
 from serverless_gpu.testing import FakeClock

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.hub import Hub, run_key
 from serverless_gpu.server.logs import Logs

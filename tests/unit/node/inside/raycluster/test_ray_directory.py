@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.hardware import CPU, Device, DeviceKind
-from serverless_gpu.model.raycluster import OBJECT_STORE_BYTES_MIN, RayCluster, store_note
+from serverless_gpu.model.hardware.gpu_types import CPU, Device, DeviceKind
+from serverless_gpu.model.ray_cluster import OBJECT_STORE_BYTES_MIN, RayCluster, store_note
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node import raycluster
 from serverless_gpu.node.inside.raycluster import directory

@@ -1,0 +1,421 @@
+"""Usage policies: what an organisation has decided for the runs of somebody, and which of them a run is under.
+
+    attached to the user, the service, the run's team ─▶ one: it applies by itself
+    (a run for no team: all teams they are in)           several: `policy=` (or SGPU_POLICY) says which; else refused
+                                                         none: any policy that is attached to nobody may be named
+    mandatory ones ─▶ all that are attached apply beside that one, whatever the run says: the strictest rule holds
+    each policy ─▶ is the run within it? ── no ──▶ refused: the policy, what is not accepted, what would be
+               └─▶ what it adds: default tags, pool, limits ─▶ the spec that is written down
+    CRITICAL    ─▶ only where a policy that applies lists it, or who asks may grant it (`operator`, `admin`)
+
+What is decided here depends on values only. A policy fills in what the user left open and never loosens what they said.
+Which installed packages are accepted is a question to the store of environments: `server/allowing.py` asks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from serverless_gpu import units
+from serverless_gpu.errors import PolicyViolation
+from serverless_gpu.model.hardware import gpu_types as hardware
+from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
+from serverless_gpu.model.spec import TAGS_MAX, Priority, RunSpec
+
+MAX_RUN_S = 7 * 86_400.0
+"""The longest an attempt runs where no policy says otherwise; with `resume` the run goes on as another attempt."""
+HolderKind = Literal["user", "service", "team"]
+HOLDER_KINDS: tuple[HolderKind, ...] = get_args(HolderKind)
+_NAMED_MAX = 20
+
+
+class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy. None, or an empty tuple, means that it says nothing about that.
+
+    Attributes:
+        pool: where runs go that name no pool; "" for the first of `pools`, or any on-demand pool where there are none.
+        pools: pools that runs may name; `pool` is always one of them.
+        required_tags: keys that a run has to have; a key with values may have only those.
+        default_tags: what is added where a run has no such key.
+        gpu_types: that runs may ask for; one that asks for none gets the first that there is of these.
+        gpus_per_run: the most devices of one run.
+        gpus_at_once: the most devices that the runs of one user have at the same time.
+        max_run_s: the longest an attempt runs, in seconds.
+        idle_s: seconds of devices that do nothing until a run is stopped; users may say less, and not more or never.
+        priorities: classes that runs may ask for; NORMAL, which is what a run has that says nothing, becomes the first
+            where it is not one of them.
+        environments: addresses of captured environments whose installed packages are accepted; the project's own code
+            may differ. With any, a run that imports the caller's own files is refused.
+        timeout_s: the time limit of a run that names none, in seconds; users may say another one.
+        team: the team of a run that names none, if its owner is in it; "" for none.
+        team_required: whether a run has to be for a team.
+        attempts_max: the most attempts of a run whose user code begins; those that made room for others do not count.
+        total_run_s: for how long user code of a run runs in all attempts together, in seconds.
+        unsaved_max: attempts in a row that save nothing new, after which `resume` gives up.
+        mandatory: whether it applies to all runs of those it is attached to, beside the one that a run names.
+    """
+
+    pool: str = ""
+    pools: tuple[str, ...] = ()
+    required_tags: dict[str, tuple[str, ...]] = {}
+    default_tags: dict[str, str] = {}
+    gpu_types: tuple[str, ...] = ()
+    gpus_per_run: int | None = None
+    gpus_at_once: int | None = None
+    max_run_s: float | None = None
+    idle_s: float | None = None
+    priorities: tuple[Priority, ...] = ()
+    environments: tuple[str, ...] = ()
+    timeout_s: float | None = None
+    team: str = ""
+    team_required: bool = False
+    attempts_max: int | None = None
+    total_run_s: float | None = None
+    unsaved_max: int | None = None
+    mandatory: bool = False
+
+    @property
+    def home(self) -> str:
+        """Return where runs go that name no pool, "" for any on-demand one."""
+        return self.pool or next(iter(self.pools), "")
+
+
+class NamedPolicy(msgspec.Struct, frozen=True):
+    """A policy with its name, as it applies to a run.
+
+    Attributes:
+        is_attached: whether it is attached to who asks, or to their team. One that anybody may name grants no class.
+    """
+
+    name: str
+    policy: UsagePolicy
+    is_attached: bool = True
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom a policy is attached to.
+
+    Attributes:
+        kind: what they are.
+        name: of the principal, or the team.
+    """
+
+    kind: HolderKind
+    name: str
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True):
+    """The policies that are attached to somebody, by name.
+
+    Attributes:
+        own: to themselves.
+        teams: to the teams they are in.
+    """
+
+    own: tuple[str, ...] = ()
+    teams: dict[str, tuple[str, ...]] = {}
+
+    def of(self, team: str) -> list[str]:
+        """Return those that are for a run, by name, each once: one's own, and its team's; without a team all teams'."""
+        others = self.teams.get(team, ()) if team else (name for names in self.teams.values() for name in names)
+        return sorted({*self.own, *others})
+
+
+def choose(
+    attached: Attached,
+    *,
+    who: str,
+    named: str | None,
+    team: str = "",
+    is_free: bool = False,
+    mandatory: Collection[str] = (),
+) -> str:
+    """Return the name of the policy that a run is under beside those that are mandatory, or "" for none.
+
+    Args:
+        attached: to whoever asks for the run, and to their teams.
+        who: they are.
+        named: the policy that the run names; it is there.
+        team: the run is for; then the policies of other teams are not for it.
+        is_free: whether the named policy is attached to nobody.
+        mandatory: names of mandatory policies. They apply in any case, so a run that names one has chosen nothing.
+
+    Raises:
+        PolicyViolation: the run names a policy that is not for it, or does not say which of several.
+    """
+    every = attached.of(team)
+    there = [name for name in every if name not in mandatory]
+    if named in every and named in mandatory:
+        named = None
+    if named is not None:
+        if named in there or (is_free and not there):
+            return named
+        told = f"{who}'s runs for team {team!r}" if team else f"runs of {who}"
+        hint = _choices(there) if there else f"an operator can attach it: sgpu policy attach {named} --user {who}"
+        raise PolicyViolation(f"usage policy {named!r} is not for {told}", hint=hint)
+    if len(there) <= 1:
+        return there[0] if there else ""
+    raise PolicyViolation(
+        f"{len(there)} usage policies are for this run of {who}, and it does not say which", hint=_choices(there)
+    )
+
+
+def apply(
+    policies: Sequence[NamedPolicy],
+    spec: RunSpec,
+    *,
+    present: Collection[str] = (),
+    max_run_s: float | None = MAX_RUN_S,
+    may_be_critical: bool = False,
+) -> RunSpec:
+    """Return a run as it is under its policies: the strictest rule of all of them holds.
+
+    Args:
+        policies: that apply, the one that was chosen first; none limit the time of an attempt and nothing else.
+        spec: what was asked for.
+        present: GPU types that have joined; a run that asks for none gets one of these where the policy has a choice.
+        max_run_s: the longest an attempt runs where no policy says; None for as long as it likes.
+        may_be_critical: whether who asks may use the class CRITICAL though no policy grants it.
+
+    Raises:
+        PolicyViolation: the run is not within a policy; the message has all that is not accepted and by which, the hint
+            what is.
+    """
+    refused = _Refused()
+    tags = _tags(policies, spec, refused)
+    gpu_type = _gpu_type(policies, spec.resources.gpu_type, present, refused)
+    for each in policies:
+        _check_devices(each, spec.resources.gpus, refused)
+    priority = _priority(policies, spec.priority, refused)
+    _check_pool(policies, spec, refused)
+    for name, policy in ((each.name, each.policy) for each in policies):
+        if policy.idle_s is not None and spec.idle_timeout_s is not None and spec.idle_timeout_s > policy.idle_s:
+            refused.note(name, f"idle_timeout={spec.idle_timeout_s:g}", f"idle_timeout up to {policy.idle_s:g}")
+        if policy.environments and spec.environment == "live":
+            refused.note(name, "files that ranks import where they lie", "a captured environment, env='snapshot'")
+    refused.check(policies)
+    if priority is Priority.CRITICAL and not may_be_critical and not any(_grants_critical(each) for each in policies):
+        raise PolicyViolation(
+            "priority='CRITICAL' is not granted to this run",
+            hint="priority='NORMAL' or 'BEST_EFFORT'; an operator grants it with a policy: "
+            "sgpu policy set NAME --priorities NORMAL,CRITICAL,BEST_EFFORT",
+        )
+    longest_s = _least(policies, lambda policy: policy.max_run_s)
+    total_run_s = _least(policies, lambda policy: policy.total_run_s)
+    attempts_max, unsaved_max = (
+        None if most is None else round(most)
+        for most in (
+            _least(policies, lambda policy: policy.attempts_max),
+            _least(policies, lambda policy: policy.unsaved_max),
+        )
+    )
+    names = [each.name for each in policies]
+    return msgspec.structs.replace(
+        spec,
+        policy=names[0] if names else spec.policy,
+        policies=tuple(names[1:]),
+        tags=tags,
+        priority=priority,
+        resources=msgspec.structs.replace(spec.resources, gpu_type=gpu_type),
+        idle_timeout_s=_smaller(spec.idle_timeout_s, _least(policies, lambda policy: policy.idle_s)),
+        max_run_s=_smaller(spec.max_run_s, max_run_s if longest_s is None else longest_s),
+        total_run_s=total_run_s,
+        attempts_max=attempts_max,
+        unsaved_max=UNSAVED_MAX if unsaved_max is None else unsaved_max,
+    )
+
+
+def where(policies: Sequence[NamedPolicy], spec: RunSpec) -> str:
+    """Return the pool that a run goes to, "" for any on-demand one.
+
+    Args:
+        policies: those it is under, the one that was chosen first.
+        spec: what was asked for.
+    """
+    if spec.pool is not None:
+        return spec.pool
+    homes = [each.policy.home for each in policies if each.policy.home]
+    named = [pool for each in policies for pool in each.policy.pools]
+    accepted = (pool for pool in (*homes, *named) if all(_is_accepted(each.policy, pool) for each in policies))
+    return next(accepted, homes[0] if homes else "")
+
+
+def _is_accepted(policy: UsagePolicy, pool: str) -> bool:
+    return not policy.pools or pool in (*policy.pools, policy.pool)
+
+
+class _Refused:
+    """What of a run its policies do not accept, and what they would, by the name of the policy."""
+
+    def __init__(self) -> None:
+        self._by_policy: dict[str, list[tuple[str, str]]] = {}
+
+    def note(self, name: str, what: str, accepted: str) -> None:
+        self._by_policy.setdefault(name, []).append((what, accepted))
+
+    def check(self, policies: Sequence[NamedPolicy]) -> None:
+        if not self._by_policy:
+            return
+        names = [each.name for each in policies if each.name in self._by_policy]
+        said = {name: [*zip(*self._by_policy[name], strict=True)] for name in names}
+        mandatory = [each.name for each in policies if each.policy.mandatory and each.name in said]
+        message = "; ".join(
+            f"usage policy {name!r} does not accept {'; '.join(what)}" for name, (what, _) in said.items()
+        )
+        hints = {name: "; ".join(accepted) for name, (_, accepted) in said.items()}
+        single = len(policies) == 1
+        hint = "; ".join(f"{'it' if single else repr(name)} accepts {text}" for name, text in hints.items())
+        note = f"; mandatory: {_listed(mandatory)}" if mandatory else ""
+        raise PolicyViolation(message, hint=hint + note)
+
+
+def _tags(policies: Sequence[NamedPolicy], spec: RunSpec, refused: _Refused) -> dict[str, str]:
+    tags: dict[str, str] = {}
+    for each in policies:
+        tags = {**each.policy.default_tags, **tags}
+    tags |= spec.tags
+    for each in policies:
+        for key, values in each.policy.required_tags.items():
+            accepted = f"tags={{{key!r}: {_listed(map(repr, values)) or '...'}}}"
+            if key not in tags:
+                refused.note(each.name, f"a run without the tag {key!r}", accepted)
+            elif values and tags[key] not in values:
+                refused.note(each.name, f"the tag {key!r} with {tags[key]!r}", accepted)
+    if policies and len(tags) > TAGS_MAX:
+        refused.note(policies[0].name, f"{len(tags)} tags, its own defaults among them", f"{TAGS_MAX} altogether")
+    return tags
+
+
+def _gpu_type(
+    policies: Sequence[NamedPolicy], asked: str | None, present: Collection[str], refused: _Refused
+) -> str | None:
+    left: list[str] | None = None  # what all of those so far accept
+    for each in policies:
+        types = each.policy.gpu_types
+        if not types:
+            continue
+        fit: Sequence[str] = types
+        if asked is not None and any(hardware.matches(accepted, asked) for accepted in types):
+            fit = (asked,)
+        elif asked is not None:  # it may be a family of which only some members are accepted
+            fit = [accepted for accepted in types if hardware.matches(asked, accepted)]
+        common = list(fit) if left is None else _common(left, fit)
+        if not common:
+            what = f"gpu_type={asked!r}" if asked is not None else f"the GPU types {_listed(left or ())}"
+            refused.note(each.name, what, f"GPU types {_listed(types)}")
+            return asked
+        left = common
+    if left is None or asked in left:
+        return asked
+    there = (accepted for accepted in left if any(hardware.matches(accepted, kind) for kind in present))
+    return next(there, left[0])
+
+
+def _common(one: Iterable[str], other: Iterable[str]) -> list[str]:
+    """Return the GPU types that are in both lists; of a family and its member, the member."""
+    others = list(other)
+    narrow = [
+        theirs if hardware.matches(mine, theirs) else mine
+        for mine in one
+        for theirs in others
+        if hardware.matches(mine, theirs) or hardware.matches(theirs, mine)
+    ]
+    return list(dict.fromkeys(narrow))
+
+
+def _check_devices(each: NamedPolicy, gpus: int | None, refused: _Refused) -> None:
+    limits = [most for most in (each.policy.gpus_per_run, each.policy.gpus_at_once) if most is not None]
+    if not limits:
+        return
+    if gpus is None:
+        what, accepted = "a run for every GPU of a node, whatever that has", f"a number, gpus={min(limits)} at most"
+        refused.note(each.name, what, accepted)
+    elif gpus > min(limits):
+        refused.note(each.name, f"gpus={gpus}", f"gpus={min(limits)} at most")
+
+
+def _check_pool(policies: Sequence[NamedPolicy], spec: RunSpec, refused: _Refused) -> None:
+    pool = where(policies, spec)
+    for each in policies:
+        if (spec.pool is not None or pool) and not _is_accepted(each.policy, pool):
+            what = f"pool={pool!r}" if spec.pool is not None else f"pool {pool!r}, where the run would go"
+            refused.note(each.name, what, f"pools {_listed(dict.fromkeys((each.policy.home, *each.policy.pools)))}")
+
+
+def _priority(policies: Sequence[NamedPolicy], asked: Priority, refused: _Refused) -> Priority:
+    listing = [each for each in policies if each.policy.priorities]
+    left = [one for one in Priority if all(one in each.policy.priorities for each in listing)]
+    if not listing or asked in left:
+        return asked
+    for each in listing:
+        if asked not in each.policy.priorities and (asked is not Priority.NORMAL or not left):
+            refused.note(each.name, f"priority={asked.value!r}", f"classes {_listed(each.policy.priorities)}")
+    return next((one for one in listing[0].policy.priorities if one in left), asked)
+
+
+def _grants_critical(each: NamedPolicy) -> bool:
+    return each.is_attached and Priority.CRITICAL in each.policy.priorities
+
+
+def _least(policies: Sequence[NamedPolicy], limit: Callable[[UsagePolicy], float | None]) -> float | None:
+    """Return the smallest of a limit that policies have, or None where none has it."""
+    return min((most for each in policies if (most := limit(each.policy)) is not None), default=None)
+
+
+def describe(policy: UsagePolicy) -> list[str]:
+    """Return what a policy says, for people: one phrase for each thing it says."""
+    said = ["mandatory"] if policy.mandatory else []
+    said += [f"pool {policy.home}" if policy.home else "any on-demand pool"]
+    said += [f"pools {_listed(policy.pools)}"] if policy.pools else []
+    for key, values in policy.required_tags.items():
+        said.append(f"needs tag {key}" + (f" ({_listed(values)})" if values else ""))
+    said += [f"adds tag {key}={value}" for key, value in policy.default_tags.items()]
+    said += [f"GPU types {_listed(policy.gpu_types)}"] if policy.gpu_types else []
+    said += [f"{_gpus(policy.gpus_per_run)} a run"] if policy.gpus_per_run is not None else []
+    said += [f"{_gpus(policy.gpus_at_once)} at once"] if policy.gpus_at_once is not None else []
+    said += [f"{format_span(policy.max_run_s)} at a time"] if policy.max_run_s is not None else []
+    said += [f"{format_span(policy.total_run_s)} in all attempts"] if policy.total_run_s is not None else []
+    said += [_attempts(policy.attempts_max)] if policy.attempts_max is not None else []
+    said += (
+        [f"stopped after {_attempts(policy.unsaved_max)} in a row without a checkpoint"]
+        if policy.unsaved_max is not None
+        else []
+    )
+    said += [f"stopped after {format_span(policy.idle_s)} idle"] if policy.idle_s is not None else []
+    said += [f"time limit {format_span(policy.timeout_s)} by itself"] if policy.timeout_s is not None else []
+    said += [f"team {policy.team} by itself"] if policy.team else []
+    said += ["needs a team"] if policy.team_required else []
+    said += [f"classes {_listed(policy.priorities)}"] if policy.priorities else []
+    said += [f"packages of {_listed(each[:12] for each in policy.environments)}"] if policy.environments else []
+    return said
+
+
+def format_span(seconds: float) -> str:
+    """Return a limit of time as people say it: days where they are whole."""
+    ms = round(seconds * 1000)
+    return units.format_days_ms(ms) if seconds >= 86_400 and seconds % 86_400 == 0 else units.format_duration_ms(ms)
+
+
+def _attempts(count: int) -> str:
+    return f"{count} attempt{'' if count == 1 else 's'}"
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def _smaller(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else min(one, other)
+
+
+def _choices(names: list[str]) -> str:
+    return f"policy=, or SGPU_POLICY, says which: {_listed(names)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    there = list(names)
+    more = f" and {len(there) - _NAMED_MAX} more" if len(there) > _NAMED_MAX else ""
+    return ", ".join(there[:_NAMED_MAX]) + more

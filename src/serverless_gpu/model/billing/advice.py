@@ -1,0 +1,317 @@
+"""How many GPUs to reserve, or to own, and how many to pay by the hour: what the use of the past says.
+
+    uses (when, how many GPUs) ──▶ curve: for how long was the demand at least 1, 2, 3 … GPUs
+                                      │   slot k of a reserved pool works for that long, and is paid for all of it
+    price of a reserved GPU-hour ─────┼─▶ reserve slot k if and only if   time(demand ≥ k) ÷ all time
+    price of one on demand, × the part┘                            is more than   reserved price ÷ on-demand price
+    of the time had that is billed                                                (the newsvendor's rule)
+
+That share falls with k, so the slots that pay are the first ones, and their number is the size that costs least. What
+the rule leaves out is said with it: a slot is a GPU and no node, so a gang may be cut in two; tomorrow is as yesterday.
+
+Values only: integers of nanoseconds and micros, and no clock. Whose use it is, and which prices hold, others say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+
+import msgspec
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.utc_days import HOUR_NS
+
+CHANGE_PERCENT = 20
+"""By how much prices and demand are changed, to see whether the advice would change with them."""
+_USES_MAX = 2_000_000
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Some GPUs, from one moment until another; nanoseconds of any clock."""
+
+    start_ns: int
+    end_ns: int
+    gpus: int
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """How much was wanted, and for how long.
+
+    Attributes:
+        span_ns: all the time that was looked at.
+        levels: GPUs, and for how long exactly so many were wanted; ascending, without 0.
+    """
+
+    span_ns: int
+    levels: tuple[tuple[int, int], ...]
+
+    @property
+    def peak(self) -> int:
+        """The most GPUs that were wanted at once."""
+        return self.levels[-1][0] if self.levels else 0
+
+    @property
+    def used_ns(self) -> int:
+        """GPU-nanoseconds of all uses together."""
+        return sum(gpus * ns for gpus, ns in self.levels)
+
+    def at_least_ns(self, gpus: int) -> int:
+        """Return for how long so many GPUs, or more, were wanted."""
+        return self.span_ns if gpus <= 0 else sum(ns for level, ns in self.levels if level >= gpus)
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """Yield each level, and for how long it or more was wanted; between two levels that is as at the upper one."""
+        at_least = sum(ns for _, ns in self.levels)
+        for level, ns in self.levels:
+            yield level, at_least
+            at_least -= ns
+
+    def beyond_ns(self, slots: int) -> int:
+        """Return the GPU-nanoseconds for which so many GPUs were too few."""
+        return sum((level - slots) * ns for level, ns in self.levels if level > slots)
+
+    def scaled(self, percent: int) -> Curve:
+        """Return the curve with each level times a percentage, to the nearest GPU."""
+        levels: dict[int, int] = {}
+        for level, ns in self.levels:
+            changed = (level * percent + 50) // 100
+            if changed:
+                levels[changed] = levels.get(changed, 0) + ns
+        return Curve(span_ns=self.span_ns, levels=tuple(sorted(levels.items())))
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What one GPU costs for one hour.
+
+    Attributes:
+        reserved: micros, paid whether it is used or not.
+        on_demand: micros, paid for the time that is billed.
+        currency: of both.
+        billed: the part of the time for which GPUs were had that is billed on demand: their environment and the start
+            of their processes are not, and take a slot of a reserved pool all the same.
+    """
+
+    reserved: int
+    on_demand: int
+    currency: str = "USD"
+    billed: Fraction = Fraction(1)
+
+    @property
+    def had(self) -> Fraction:
+        """Micros that one GPU costs on demand for each hour for which it was had."""
+        return self.on_demand * self.billed
+
+
+class Mix(msgspec.Struct, frozen=True, kw_only=True):
+    """What it costs to reserve some GPUs and to take what is missing on demand.
+
+    Attributes:
+        slots: GPUs that are reserved.
+        reserved_micros: what they cost.
+        idle_micros: the part of that for which nobody used them; `idle_ns` the GPU-nanoseconds.
+        on_demand_micros: what the others cost; `on_demand_ns` the GPU-nanoseconds.
+        duty_percent: part of the reserved time that was used; None without slots.
+    """
+
+    slots: int
+    reserved_micros: int
+    idle_micros: int
+    idle_ns: int
+    on_demand_micros: int
+    on_demand_ns: int
+    duty_percent: float | None
+
+    @property
+    def micros(self) -> int:
+        """What both cost together."""
+        return self.reserved_micros + self.on_demand_micros
+
+
+class Changed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the advice would be if something were different.
+
+    Attributes:
+        what: what is different, in words.
+        best: what would cost least then.
+        advised: what the advice costs then, if it is followed all the same.
+    """
+
+    what: str
+    best: Mix
+    advised: Mix
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of a reserved pool that are wanted for equally long.
+
+    Attributes:
+        first: the first of them, counted from 1; `last` the last.
+        share_percent: part of the time for which they are wanted.
+        pays: whether that is more than the break-even duty.
+    """
+
+    first: int
+    last: int
+    share_percent: float
+    pays: bool
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """How many GPUs to reserve, what that costs, and what else would.
+
+    Attributes:
+        gpu_type: of the GPUs.
+        curve: how much was wanted.
+        rates: the prices.
+        duty_percent: break-even duty: a reserved GPU pays from this part of the time on.
+        best: what costs least.
+        now: what the slots there are today cost.
+        none: everything on demand.
+        all_reserved: enough for the peak.
+        slots: which slots pay.
+        changed: whether it depends much on prices and demand.
+    """
+
+    gpu_type: str
+    curve: Curve
+    rates: Rates
+    duty_percent: float
+    best: Mix
+    now: Mix
+    none: Mix
+    all_reserved: Mix
+    slots: tuple[Slot, ...]
+    changed: tuple[Changed, ...]
+
+
+def curve_of(uses: Iterable[Use], start_ns: int, end_ns: int) -> Curve:
+    """Return how much was wanted, and for how long.
+
+    Args:
+        uses: in any order; what lies outside of the time is left out.
+        start_ns: since when is looked.
+        end_ns: until when.
+
+    Raises:
+        InvalidValue: there is no time to look at, or there are too many uses.
+    """
+    if end_ns <= start_ns:
+        raise InvalidValue("there is no time between its beginning and its end")
+    changes: dict[int, int] = {}
+    for count, use in enumerate(uses):
+        if count >= _USES_MAX:
+            raise InvalidValue(f"more than {_USES_MAX:,} uses cannot be looked at", hint="look at less time: --last 7d")
+        begin, end = max(use.start_ns, start_ns), min(use.end_ns, end_ns)
+        if begin < end and use.gpus > 0:
+            changes[begin] = changes.get(begin, 0) + use.gpus
+            changes[end] = changes.get(end, 0) - use.gpus
+    levels: dict[int, int] = {}
+    wanted, since = 0, start_ns
+    for at_ns in sorted(changes):
+        if wanted:
+            levels[wanted] = levels.get(wanted, 0) + at_ns - since
+        wanted, since = wanted + changes[at_ns], at_ns
+    return Curve(span_ns=end_ns - start_ns, levels=tuple(sorted(levels.items())))
+
+
+def best_slots(curve: Curve, rates: Rates) -> int:
+    """Return how many GPUs to reserve: slot k if and only if it is wanted for more than the break-even duty."""
+    best = 0
+    for level, at_least_ns in curve.steps():
+        if at_least_ns * rates.had <= curve.span_ns * rates.reserved:
+            break
+        best = level
+    return best
+
+
+def mix(curve: Curve, rates: Rates, slots: int) -> Mix:
+    """Return what some reserved GPUs cost, and those that are missing on demand; each sum is rounded up once.
+
+    Args:
+        curve: how much was wanted.
+        rates: the prices.
+        slots: GPUs that are reserved.
+
+    Raises:
+        InvalidValue: there cannot be so many.
+    """
+    if slots < 0:
+        raise InvalidValue(f"{slots} GPUs cannot be reserved")
+    beyond_ns = curve.beyond_ns(slots)
+    had_ns = slots * curve.span_ns
+    used_ns = curve.used_ns - beyond_ns
+    return Mix(
+        slots=slots,
+        reserved_micros=micros_of(had_ns, rates.reserved),
+        idle_micros=micros_of(had_ns - used_ns, rates.reserved),
+        idle_ns=had_ns - used_ns,
+        on_demand_micros=micros_of(beyond_ns, rates.had),
+        on_demand_ns=beyond_ns,
+        duty_percent=100 * used_ns / had_ns if had_ns else None,
+    )
+
+
+def micros_of(gpu_ns: int, micros_per_hour: int | Fraction) -> int:
+    """Return what GPU-nanoseconds cost, rounded up to a whole micro."""
+    return -(-gpu_ns * micros_per_hour // HOUR_NS)
+
+
+def advise(curve: Curve, rates: Rates, *, gpu_type: str = "", now: int = 0) -> Advice:
+    """Return how many GPUs to reserve.
+
+    Args:
+        curve: how much was wanted.
+        rates: the prices.
+        gpu_type: of the GPUs.
+        now: how many are reserved today.
+
+    Raises:
+        InvalidValue: a price is negative, or what is paid by the hour is free, so that nothing can be compared with it.
+    """
+    if rates.reserved < 0 or rates.had <= 0:
+        raise InvalidValue(
+            "prices of 0 and more are needed, and the one on demand is more than 0",
+            hint="give the price of one GPU for one hour: --reserved 1.90 --on-demand 2.99",
+        )
+    best = mix(curve, rates, best_slots(curve, rates))
+    return Advice(
+        gpu_type=gpu_type,
+        curve=curve,
+        rates=rates,
+        duty_percent=float(100 * rates.reserved / rates.had),
+        best=best,
+        now=mix(curve, rates, now),
+        none=mix(curve, rates, 0),
+        all_reserved=mix(curve, rates, curve.peak),
+        slots=tuple(_slots(curve, rates)),
+        changed=tuple(_changed(curve, rates, best.slots)),
+    )
+
+
+def _slots(curve: Curve, rates: Rates) -> Iterator[Slot]:
+    best, before = best_slots(curve, rates), 0
+    for level, at_least_ns in curve.steps():
+        share = 100 * at_least_ns / curve.span_ns
+        yield Slot(first=before + 1, last=level, share_percent=share, pays=level <= best)
+        before = level
+
+
+def _changed(curve: Curve, rates: Rates, slots: int) -> Iterator[Changed]:
+    lower, higher = 100 - CHANGE_PERCENT, 100 + CHANGE_PERCENT
+    for percent in (lower, higher):
+        other = msgspec.structs.replace(rates, reserved=rates.reserved * percent // 100)
+        yield _change(f"reserved price {_sign(percent)}", curve, other, slots)
+    for percent in (lower, higher):
+        other = msgspec.structs.replace(rates, on_demand=max(1, rates.on_demand * percent // 100))
+        yield _change(f"on-demand price {_sign(percent)}", curve, other, slots)
+    for percent in (lower, higher):
+        yield _change(f"demand {_sign(percent)}", curve.scaled(percent), rates, slots)
+
+
+def _sign(percent: int) -> str:
+    return f"{'−' if percent < 100 else '+'}{CHANGE_PERCENT} %"
+
+
+def _change(what: str, curve: Curve, rates: Rates, slots: int) -> Changed:
+    return Changed(what=what, best=mix(curve, rates, best_slots(curve, rates)), advised=mix(curve, rates, slots))

@@ -1,0 +1,489 @@
+"""Budgets: how much money or GPU time somebody may use in a day, week or month, and what follows when it is used up.
+
+    charges of the period ─┐
+    what goes on now ──────┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: said, once
+    what each run holds ───┘                                ├─▶ used up: nothing new starts; soft: the others finish
+                                                            └─▶ closed (hard): who cannot hold its share is stopped
+
+A run holds what its next minute costs, or its grace when that is longer. What cannot be held any more is the sign to
+stop, so that the checkpoint is written with money that is there. That bounds what is used beyond a hard limit: nothing
+while server and node talk, and `partition_grace` of its devices for each run while they do not.
+
+A run whose earlier runs are known holds no more than the longest of them would still use. When it takes longer, it
+holds as any other; if there is no room for that, it is stopped, and may have used its minute beyond the limit.
+
+    used                       held
+    ├──────────────────────────┼───────────────────────────────┤
+    user code begins           last sign of life    now        now + ahead; once it is asked, the stop + grace + 15 s
+
+At the end of a period a run holds what is left of the period: what comes after it is paid by the next.
+
+What holds was let in one after the other: those that were placed last are stopped first, and the others go on as long
+as what is left holds for them. One that has been asked to stop keeps what it holds: nobody else gets that.
+
+Failure cases: a node that is silent may be using devices, so what it may use until now is held as well, up to its
+`partition_grace`; what it used is counted once it is heard of. Time without a price is no money: a budget of money says
+how much of it there was, and stops nothing that costs nothing.
+
+Periods are of UTC or of a budget's time zone (`budget_periods.py`); a week begins on Monday. A zone that the machine
+does not know any more is UTC. Values only: no clock, no database.
+"""
+
+from __future__ import annotations
+
+import datetime
+import zoneinfo
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Literal, get_args
+
+import msgspec
+
+from serverless_gpu import units
+from serverless_gpu.model.access.teams import teams_charged
+from serverless_gpu.model.billing.budget_periods import bounds_ns
+from serverless_gpu.model.utc_days import DAY_NS
+
+AHEAD_S = 60.0
+"""How much of its time a run holds ahead, in seconds, where its grace is not longer."""
+STOPPING_S = 15.0
+"""What is held beyond a grace: the next look and the way to the node take that."""
+LOOK_S = 5.0
+"""How often the server looks at budgets: what a run may use before its end is noticed."""
+LONGER = 1.25
+"""How much longer than the longest of its earlier runs a run may take before it holds as any other."""
+WARN_AT = (80, 95)
+"""Per cent of a limit at which that is said, once in a period."""
+FULL = 100
+CLOSED = 101
+"""Mark of a hard budget that has stopped runs since it could not pay for their next minute; its per cent are others."""
+ScopeKind = Literal["everything", "user", "team", "pool", "policy", "tag"]
+SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
+
+
+class Period(StrEnum):
+    """What a limit is for."""
+
+    DAY = "day"
+    WEEK = "week"
+    MONTH = "month"
+
+
+class Scope(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose use counts.
+
+    Attributes:
+        kind: by what.
+        name: of the user, service, team, pool or policy; of a tag ``key=value``, or ``key`` for each run that has it.
+    """
+
+    kind: ScopeKind
+    name: str = ""
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """One budget; exactly one of the two limits is set.
+
+    Attributes:
+        scope: whose use counts.
+        period: in which.
+        limit_micros: millionths of the currency unit; time without a price counts nothing there.
+        limit_gpu_ms: GPU-milliseconds; those of CPU slots are none.
+        hard: whether runs are stopped at 100 %; else they finish, and nothing new starts.
+        time_zone: of its periods, as "Europe/Berlin"; "" for that of its team, or UTC.
+    """
+
+    scope: Scope
+    period: Period
+    limit_micros: int | None = None
+    limit_gpu_ms: int | None = None
+    hard: bool = False
+    time_zone: str = ""
+
+    @property
+    def zone(self) -> datetime.tzinfo:
+        """Return the time zone of its periods."""
+        try:
+            return datetime.UTC if self.time_zone in ("", "UTC") else zoneinfo.ZoneInfo(self.time_zone)
+        except (zoneinfo.ZoneInfoNotFoundError, OSError):
+            return datetime.UTC
+
+    @property
+    def limit(self) -> int:
+        """Return the limit that is set."""
+        return self.limit_micros if self.limit_micros is not None else self.limit_gpu_ms or 0
+
+    def counts(self, use: Use) -> int:
+        """Return how much of its limit a use is."""
+        return use.micros if self.limit_micros is not None else use.gpu_ms
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a run decides which budgets it counts for.
+
+    Attributes:
+        is_cpu: whether it is for CPU slots: their time is no GPU-hours, and counts for budgets of money alone.
+        member_of: teams of its owner; a run without a team counts for all of them (`teams.py`).
+    """
+
+    owner: str
+    team: str = ""
+    pool: str = ""
+    policy: str = ""
+    tags: dict[str, str] = {}
+    is_cpu: bool = False
+    member_of: tuple[str, ...] = ()
+
+    @property
+    def teams(self) -> tuple[str, ...]:
+        """Return the teams whose budgets count it."""
+        return teams_charged(self.team, self.member_of)
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True):
+    """What was used, as far as it counts: not where the platform failed.
+
+    Attributes:
+        micros: millionths of the currency unit.
+        gpu_ms: GPU-milliseconds.
+        unpriced_ms: those among them that have no price.
+    """
+
+    micros: int = 0
+    gpu_ms: int = 0
+    unpriced_ms: int = 0
+
+    def __add__(self, other: Use) -> Use:
+        """Return both together."""
+        return Use(
+            micros=self.micros + other.micros,
+            gpu_ms=self.gpu_ms + other.gpu_ms,
+            unpriced_ms=self.unpriced_ms + other.unpriced_ms,
+        )
+
+    def __sub__(self, other: Use) -> Use:
+        """Return this without the other."""
+        return Use(
+            micros=self.micros - other.micros,
+            gpu_ms=self.gpu_ms - other.gpu_ms,
+            unpriced_ms=self.unpriced_ms - other.unpriced_ms,
+        )
+
+
+NOTHING = Use()
+
+
+class Spender(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that uses something, or may still.
+
+    Attributes:
+        gpus: devices that it has.
+        micros_per_hour: of all it has together; None where it has no price.
+        placed_ns: when it got them, nanoseconds since 1970, as all times here.
+        started_ns: when user code began; None before.
+        seen_ns: its last sign of life, or its end.
+        grace_s: how long its ranks have once they are asked to stop.
+        alone_s: the longest it goes on without an answer of the server.
+        stop_ns: since when it is asked to stop; None while it is not.
+        is_over: whether it has ended, so that it holds nothing.
+        longest_s: the longest that earlier runs of its name had their devices; None where that is not known.
+    """
+
+    run_id: str
+    fence: int
+    gpus: int
+    micros_per_hour: int | None
+    placed_ns: int
+    started_ns: int | None
+    seen_ns: int
+    grace_s: float
+    alone_s: float
+    stop_ns: int | None = None
+    is_over: bool = False
+    longest_s: float | None = None
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """One day, week or month: from `start_ns` until before `end_ns`, nanoseconds since 1970."""
+
+    start_ns: int
+    end_ns: int
+
+    @property
+    def days(self) -> range:
+        """Return the days of UTC that it touches, since 1970-01-01; the first and the last may be whole or not."""
+        return range(self.start_ns // DAY_NS, -(-self.end_ns // DAY_NS))
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a budget is used in a period, and what follows.
+
+    Attributes:
+        used: until the last signs of life.
+        held: for what goes on, until a minute from now, and not beyond the period.
+        ahead: the same without an end of the period: what the next one begins with.
+        stop: runs that can hold nothing any more, of a hard budget: they are to stop.
+        is_closed: whether it has stopped somebody in this period, or was used up. What those gave back lets nobody in,
+            who would be stopped in turn: nothing new starts until the limit is another one, or the period ends.
+    """
+
+    budget: Budget
+    window: Window
+    used: Use
+    held: Use
+    ahead: Use = NOTHING
+    stop: tuple[str, ...] = ()
+    is_closed: bool = False
+
+    @property
+    def left(self) -> int:
+        """Return what of the limit is neither used nor held; negative when there is less than nothing."""
+        return self.budget.limit - self.budget.counts(self.used) - self.budget.counts(self.held)
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether all of the limit is used."""
+        return self.budget.counts(self.used) >= self.budget.limit
+
+    @property
+    def is_used_up(self) -> bool:
+        """Return whether nothing new starts, whatever is given back."""
+        return self.is_closed or self.is_spent
+
+    @property
+    def percent(self) -> float:
+        """Return how much of the limit is used, in per cent."""
+        return 100.0 * self.budget.counts(self.used) / self.budget.limit if self.budget.limit else 100.0
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """Return the marks that are reached: of `WARN_AT`, `FULL`, `CLOSED`.
+
+        What runs of a hard budget hold is not left for others, so it counts for a warning: otherwise a budget that is
+        smaller than some minutes of its runs would close without one.
+        """
+        used, limit = self.budget.counts(self.used), self.budget.limit
+        taken = used + (self.budget.counts(self.held) if self.budget.hard else 0)
+        marks = tuple(mark for mark in WARN_AT if taken * FULL >= limit * mark)
+        if self.is_spent:
+            marks += (FULL,)
+        return (*marks, CLOSED) if self.budget.hard and (self.is_closed or self.stop) else marks
+
+
+def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> Window:
+    """Return the day, week or month that a moment is in.
+
+    Args:
+        period: which.
+        at_ns: nanoseconds since 1970.
+        zone: the time zone whose days these are; one has 23 or 25 hours where its clocks change.
+    """
+    start_ns, end_ns = bounds_ns(period.value, at_ns, zone)
+    return Window(start_ns=start_ns, end_ns=end_ns)
+
+
+def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
+    """Return the scopes that a run is in, as kind and name: a budget of any of them counts it."""
+    found: list[tuple[ScopeKind, str]] = [("everything", ""), ("user", subject.owner)]
+    found += [("team", team) for team in subject.teams]
+    named: tuple[tuple[ScopeKind, str], ...] = (
+        ("pool", subject.pool),
+        ("policy", subject.policy),
+    )
+    found += [(kind, name) for kind, name in named if name]
+    for key, value in subject.tags.items():
+        if "=" in key:
+            continue  # "a=b=c" is the tag "a", and nobody slips out of its budget, or into another, by a key like that
+        found += [("tag", key), ("tag", f"{key}={value}")]
+    return found
+
+
+# --- what one attempt uses, and holds ---------------------------------------------------------------------------------
+
+
+def ahead_ns(grace_s: float) -> int:
+    """Return how far ahead an attempt holds, nanoseconds: until it can have stopped, and a minute at least."""
+    return round(max(AHEAD_S, grace_s + STOPPING_S) * 1e9)
+
+
+def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> Use:
+    """Return what some time of devices is.
+
+    Args:
+        ns: nanoseconds, not negative.
+        gpus: devices.
+        micros_per_hour: of all of them together; None where they have no price.
+    """
+    ms = ns // 1_000_000
+    gpu_ms = units.gpu_milliseconds(gpus, ms)
+    if micros_per_hour is None:
+        return Use(gpu_ms=gpu_ms, unpriced_ms=gpu_ms)
+    return Use(micros=units.micros_for(ms, micros_per_hour), gpu_ms=gpu_ms)
+
+
+def used(one: Spender, within: Window) -> Use:
+    """Return what an attempt used of a period, until its last sign of life."""
+    if one.started_ns is None:
+        return NOTHING
+    ns = min(one.seen_ns, within.end_ns) - max(one.started_ns, within.start_ns)
+    return costs(max(0, ns), gpus=one.gpus, micros_per_hour=one.micros_per_hour)
+
+
+def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
+    """Return how long an attempt is expected to use devices, nanoseconds; None where it holds as if that were unknown.
+
+    A long grace is held in full: what a run uses beyond what was learned stays within a minute and a quarter.
+    """
+    if longest_s is None or grace_s > AHEAD_S:
+        return None
+    return round((LONGER * longest_s + LOOK_S) * 1e9)
+
+
+def held(one: Spender, now_ns: int, within: Window | None = None) -> Use:
+    """Return what an attempt holds, from its last sign of life on.
+
+    Args:
+        one: the attempt.
+        now_ns: nanoseconds since 1970.
+        within: only what of it is in this period; None for all.
+    """
+    if one.is_over:
+        return NOTHING
+    ahead = ahead_ns(one.grace_s)
+    until_ns = now_ns + ahead
+    learned = _learned_ns(one.grace_s, one.longest_s)
+    ends_ns = None if learned is None else (now_ns if one.started_ns is None else one.started_ns) + learned
+    if ends_ns is not None and now_ns < ends_ns:
+        until_ns = min(until_ns, ends_ns)
+    if one.stop_ns is not None:
+        until_ns = max(now_ns, one.stop_ns + round((one.grace_s + STOPPING_S) * 1e9))
+    from_ns = now_ns
+    if one.started_ns is not None:
+        # Beyond that its node has ended it, whether it is heard of or not.
+        until_ns = min(until_ns, one.seen_ns + round(one.alone_s * 1e9) + ahead)
+        from_ns = one.seen_ns
+    if within is not None:
+        from_ns, until_ns = max(from_ns, within.start_ns), min(until_ns, within.end_ns)
+    return costs(max(0, until_ns - from_ns), gpus=one.gpus, micros_per_hour=one.micros_per_hour)
+
+
+def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longest_s: float | None = None) -> Use:
+    """Return what a run has to be able to hold so that it may start.
+
+    Args:
+        grace_s: how long its ranks have once they are asked to stop.
+        gpus: devices.
+        micros_per_hour: of all of them together; None where they have no price.
+        longest_s: as in `Spender`.
+    """
+    learned = _learned_ns(grace_s, longest_s)
+    ns = ahead_ns(grace_s) if learned is None else min(ahead_ns(grace_s), learned)
+    return costs(ns, gpus=gpus, micros_per_hour=micros_per_hour)
+
+
+# --- what follows -----------------------------------------------------------------------------------------------------
+
+
+_Gang = tuple[str, int]
+"""A run and the number of the attempt."""
+
+
+class Weighed(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt at one moment, for one period: what it used of that, what it holds of it, and beyond its end."""
+
+    spender: Spender
+    used: Use
+    held: Use
+    ahead: Use
+
+
+def weigh(one: Spender, within: Window, now_ns: int) -> Weighed:
+    """Return what an attempt used of a period, and what it holds."""
+    ahead = held(one, now_ns)
+    is_whole = within.start_ns <= one.seen_ns and now_ns + ahead_ns(one.grace_s) <= within.end_ns
+    return Weighed(
+        spender=one, used=used(one, within), held=ahead if is_whole else held(one, now_ns, within), ahead=ahead
+    )
+
+
+def judge(
+    budget: Budget, posted: Use, going_on: Sequence[Spender], now_ns: int, known: dict[_Gang, Weighed] | None = None
+) -> Standing:
+    """Return how a budget stands, and whom it stops.
+
+    Args:
+        budget: whose limit it is.
+        posted: what the ledger has of the period, without the attempts that go on.
+        going_on: attempts that count for it and have not ended, or whose charges have not been written.
+        now_ns: nanoseconds since 1970.
+        known: what was weighed at the same moment for other budgets of the same period, which count the same attempts;
+            what is weighed now is added.
+    """
+    within = window(budget.period, now_ns, budget.zone)
+    known = {} if known is None else known
+    weighed: list[Weighed] = []
+    for one in going_on:
+        gang = (one.run_id, one.fence)
+        if gang not in known:
+            known[gang] = weigh(one, within, now_ns)
+        weighed.append(known[gang])
+    spent = _sum(posted, (each.used for each in weighed))
+    together = _sum(NOTHING, (each.held for each in weighed))
+    left = budget.limit - budget.counts(spent)
+    stop: list[str] = []
+    if budget.hard and left < budget.counts(together):
+        # First what is on its way out, which nobody can take back; then in the order in which they came.
+        for each in sorted(weighed, key=_in_order):
+            hold = budget.counts(each.held)
+            left -= hold
+            if left < 0 and hold and each.spender.stop_ns is None:
+                stop.append(each.spender.run_id)
+    return Standing(
+        budget=budget,
+        window=within,
+        used=spent,
+        held=together,
+        ahead=_sum(NOTHING, (each.ahead for each in weighed)),
+        stop=tuple(stop),
+    )
+
+
+def _in_order(one: Weighed) -> tuple[bool, int, str]:
+    return one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id
+
+
+def _sum(first: Use, others: Iterable[Use]) -> Use:
+    micros, gpu_ms, unpriced_ms = first.micros, first.gpu_ms, first.unpriced_ms
+    for one in others:
+        micros += one.micros
+        gpu_ms += one.gpu_ms
+        unpriced_ms += one.unpriced_ms
+    return Use(micros=micros, gpu_ms=gpu_ms, unpriced_ms=unpriced_ms)
+
+
+def may_start(standing: Standing, hold: Use) -> bool:
+    """Return whether a run may start, as far as one budget goes.
+
+    Args:
+        standing: of the budget, with what others that start now hold.
+        hold: what the run would hold; nothing where that is not known.
+    """
+    if standing.is_used_up:
+        return False
+    wants = standing.budget.counts(hold)
+    if not standing.budget.hard:
+        return standing.left > 0 or not wants
+    # What goes on at the turn of a period has to fit into the next one, too.
+    return wants <= min(standing.left, standing.budget.limit - standing.budget.counts(standing.ahead))
+
+
+def is_refused(standing: Standing, hold: Use) -> bool:
+    """Return whether a run cannot start in this period, whatever the others give back.
+
+    Args:
+        standing: of the budget.
+        hold: what the run would hold; nothing where that is not known.
+    """
+    if standing.is_used_up:
+        return True
+    return standing.budget.hard and standing.budget.counts(standing.used + hold) > standing.budget.limit

@@ -1,0 +1,257 @@
+"""What the facts of an attempt add up to in time: its segments on each day, and which part of them counts.
+
+    reserved    starting    exec    alive ... alive    stopping    exited    freed
+    ├ environment ┼─ start ──┼────────── run ─────────────┼── stop ──┼── gate ──┤
+                             ├───────────── what counts as use ─────────────────┤
+                             ├────── billed: up to `stopping` + grace ──────┤       where we asked it to stop
+    no freed yet: the end is `exited`, else the last fact that there is
+
+A session holds devices between runs: `held` starts what `freed` ends, once for each set of devices that stood idle, so
+that no device is ever counted twice.
+
+    reserved   held    freed ─ a run has them, and its own facts ─ held    freed
+               ├─ idle ──┤                                          ├─ idle ─┤
+
+Whole milliseconds, of boottime. The calendar is asked once for devices that are lent without a break: what it said at
+the first fact, and time from there.
+
+Failure cases: a silent node or a reboot ends the time at the last sign of life, in the user's favour; boottimes of two
+boots are never compared. A fact that is missing makes a segment part of the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.utc_days import DAY_NS
+
+STRETCH_NS_MAX = 400 * DAY_NS
+"""Devices that are lent for longer without a break are lent by a clock that is wrong."""
+SEGMENTS = ("environment_ms", "start_ms", "run_ms", "stop_ms", "gate_ms", "idle_ms")
+"""What the time of devices is apart by, in the order in which they follow each other."""
+_ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(len(SEGMENTS))
+FIRST_USED = _RUN
+"""From which segment on time counts as use."""
+_MS_NS = 1_000_000
+_CPU_SLOT = "CPU-"  # how the identifiers of CPU slots begin: such a device is a core, and paid as a device
+_OPENING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.STARTING, FactKind.EXEC, FactKind.HELD})
+
+
+class _Stretch:
+    """Devices that are lent without a break: from the first fact about them until they are free."""
+
+    __slots__ = (
+        "began_ns",
+        "boot_id",
+        "cores",
+        "exited_ns",
+        "gpus",
+        "last_ns",
+        "memory_mib",
+        "starting_ns",
+        "stopping_ns",
+        "until_ns",
+        "used_ns",
+        "uuids",
+        "wall_ns",
+        "was_idle",
+    )
+
+    def __init__(self, fact: Fact) -> None:
+        self.boot_id = fact.boot_id
+        self.began_ns = self.last_ns = fact.boottime_ns
+        self.wall_ns = fact.wall_ns
+        self.was_idle = fact.kind is FactKind.HELD
+        self.used_ns: int | None = fact.boottime_ns if self.was_idle else None
+        self.starting_ns: int | None = None
+        self.stopping_ns: int | None = None
+        self.until_ns: int | None = None
+        self.exited_ns: int | None = None
+        self.lend(fact)
+        self.see(fact)
+
+    def lend(self, fact: Fact) -> None:
+        """Take note of what is lent."""
+        self.uuids = frozenset(fact.gpus)
+        self.gpus = len(self.uuids)
+        self.cores = max(0, fact.cpus - sum(uuid.startswith(_CPU_SLOT) for uuid in self.uuids))
+        self.memory_mib = max(0, fact.memory_bytes) >> 20
+
+    def see(self, fact: Fact) -> None:
+        """Take note of what happened meanwhile: each thing when it did so first."""
+        at_ns = fact.boottime_ns
+        self.last_ns = max(self.last_ns, at_ns)
+        match fact.kind:
+            case FactKind.STARTING if self.starting_ns is None:
+                self.starting_ns = at_ns
+            case FactKind.EXEC if self.used_ns is None:
+                self.used_ns = at_ns
+                self.lend(fact)
+            case FactKind.STOPPING if self.stopping_ns is None:
+                self.stopping_ns = at_ns
+                if fact.grace_ms is not None:
+                    self.until_ns = at_ns + max(0, fact.grace_ms) * _MS_NS
+            case FactKind.EXITED if self.exited_ns is None:
+                self.exited_ns = at_ns
+            case _:
+                pass
+
+    def end_ns(self) -> int:
+        """Return when it ended, as far as that is known without `freed`."""
+        return self.last_ns if self.exited_ns is None else self.exited_ns
+
+    def parts(self, end_ns: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield its segments that took time: which, from when, until when, and from where its milliseconds count."""
+        used_ns = end_ns if self.used_ns is None else min(self.used_ns, end_ns)
+        if self.began_ns < used_ns:
+            starting_ns = used_ns if self.starting_ns is None else _within(self.began_ns, self.starting_ns, used_ns)
+            yield _ENVIRONMENT, self.began_ns, starting_ns, self.began_ns
+            yield _START, starting_ns, used_ns, self.began_ns
+        if used_ns >= end_ns:
+            return
+        if self.was_idle:
+            yield _IDLE, used_ns, end_ns, used_ns
+            return
+        exited_ns = end_ns if self.exited_ns is None else _within(used_ns, self.exited_ns, end_ns)
+        stopping_ns = exited_ns if self.stopping_ns is None else _within(used_ns, self.stopping_ns, exited_ns)
+        yield _RUN, used_ns, stopping_ns, used_ns
+        yield _STOP, stopping_ns, exited_ns, used_ns
+        yield _GATE, exited_ns, end_ns, used_ns
+
+
+class DayUse:
+    """What an attempt used on one day: milliseconds times the devices it had, apart by segment.
+
+    Attributes:
+        start_ns: the first moment of it, nanoseconds since 1970; `end_ns` the last.
+        gpus: the most devices it had at once.
+        segments: device-milliseconds of each of `SEGMENTS`.
+        billed_ms: those of them that count.
+        core_ms: core-milliseconds that count; `memory_mib_ms` likewise, for MiB.
+    """
+
+    __slots__ = ("billed_ms", "core_ms", "end_ns", "gpus", "memory_mib_ms", "segments", "start_ns")
+
+    def __init__(self, start_ns: int, end_ns: int) -> None:
+        self.start_ns, self.end_ns = start_ns, end_ns
+        self.gpus = self.billed_ms = self.core_ms = self.memory_mib_ms = 0
+        self.segments = [0] * len(SEGMENTS)
+
+    def copy(self) -> DayUse:
+        """Return one that may be added to without changing this one."""
+        twin = DayUse(self.start_ns, self.end_ns)
+        twin.gpus, twin.billed_ms = self.gpus, self.billed_ms
+        twin.core_ms, twin.memory_mib_ms = self.core_ms, self.memory_mib_ms
+        twin.segments = self.segments[:]
+        return twin
+
+
+class Meter:
+    """What the facts of one attempt add up to, taken one after another in their order; it keeps none of them."""
+
+    def __init__(self) -> None:
+        self._days: dict[int, DayUse] = {}
+        self._open: _Stretch | None = None
+
+    def add(self, fact: Fact) -> None:
+        """Take the next fact."""
+        ended, self._open = _follow(self._open, fact)
+        if ended is not None:
+            _book(self._days, *ended)
+
+    def used(self) -> dict[int, DayUse]:
+        """Return what was used on each day (days since 1970-01-01), up to the last sign of life, in order."""
+        days = self._days
+        if self._open is not None:
+            days = {number: day.copy() for number, day in days.items()}
+            _book(days, self._open, self._open.end_ns())
+        return dict(sorted(days.items()))
+
+
+class Lending(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices that one attempt had without a break.
+
+    Attributes:
+        boot_id: the boot in which its moments count.
+        gpus: identifiers of the devices.
+        start_ns: boottime at which it had them first; `end_ns` at which they were free, or the last sign of life.
+    """
+
+    boot_id: str
+    gpus: frozenset[str]
+    start_ns: int
+    end_ns: int
+
+
+def lendings(facts: Iterable[Fact]) -> Iterator[Lending]:
+    """Yield when an attempt had which devices.
+
+    Args:
+        facts: of one attempt, in their order (`facts.distinct`).
+    """
+    stretch: _Stretch | None = None
+    for fact in facts:
+        ended, stretch = _follow(stretch, fact)
+        if ended is not None:
+            yield _lending(*ended)
+    if stretch is not None:
+        yield _lending(stretch, stretch.end_ns())
+
+
+def _lending(stretch: _Stretch, end_ns: int) -> Lending:
+    begun_ns = stretch.began_ns
+    return Lending(boot_id=stretch.boot_id, gpus=stretch.uuids, start_ns=begun_ns, end_ns=max(begun_ns, end_ns))
+
+
+def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] | None, _Stretch | None]:
+    """Return what a fact has ended, with when, and what is lent after it."""
+    if stretch is None or fact.kind is FactKind.HELD:
+        ended = None if stretch is None else (stretch, stretch.end_ns())
+        return ended, _Stretch(fact) if fact.kind in _OPENING else None
+    if fact.boot_id != stretch.boot_id:
+        return None, stretch  # a later boot proves the attempt dead, but its boottime says nothing about when
+    if fact.kind is FactKind.FREED:
+        return (stretch, fact.boottime_ns), None
+    stretch.see(fact)
+    return None, stretch
+
+
+def _book(days: dict[int, DayUse], stretch: _Stretch, end_ns: int) -> None:
+    """Add a stretch to the days that it touches; a day is what the calendar said at its first fact, and time from then.
+
+    Milliseconds of a part are the difference of two positions, each of them a whole one: the parts add up to the whole.
+    """
+    began_ns, offset_ns = stretch.began_ns, stretch.wall_ns - stretch.began_ns
+    end_ns = min(max(end_ns, began_ns if stretch.used_ns is None else stretch.used_ns), began_ns + STRETCH_NS_MAX)
+    until_ns = end_ns if stretch.until_ns is None else min(end_ns, stretch.until_ns)
+    _touch(days, stretch, stretch.wall_ns, stretch.wall_ns)
+    for segment, from_ns, to_ns, origin_ns in stretch.parts(end_ns):
+        while from_ns < to_ns:
+            number = (from_ns + offset_ns) // DAY_NS
+            next_ns = min(to_ns, (number + 1) * DAY_NS - offset_ns)
+            day = _touch(days, stretch, from_ns + offset_ns, next_ns + offset_ns)
+            first_ms = (from_ns - origin_ns) // _MS_NS
+            day.segments[segment] += stretch.gpus * ((next_ns - origin_ns) // _MS_NS - first_ms)
+            if segment >= FIRST_USED and from_ns < until_ns:
+                billed_ms = (min(next_ns, until_ns) - origin_ns) // _MS_NS - first_ms
+                day.billed_ms += stretch.gpus * billed_ms
+                day.core_ms += stretch.cores * billed_ms
+                day.memory_mib_ms += stretch.memory_mib * billed_ms
+            from_ns = next_ns
+
+
+def _touch(days: dict[int, DayUse], stretch: _Stretch, start_ns: int, end_ns: int) -> DayUse:
+    """Return the day of a moment, widened so that it holds this part."""
+    day = days.get(start_ns // DAY_NS)
+    if day is None:
+        day = days[start_ns // DAY_NS] = DayUse(start_ns, end_ns)
+    day.start_ns, day.end_ns = min(day.start_ns, start_ns), max(day.end_ns, end_ns)
+    day.gpus = max(day.gpus, stretch.gpus)
+    return day
+
+
+def _within(low: int, value: int, high: int) -> int:
+    return min(max(low, value), high)

@@ -1,0 +1,212 @@
+"""What a person reads about a run that stands still: one sentence, and the file with every rank's stacks.
+
+Text from values; when there is something to say is decided in `hang_detection.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from serverless_gpu.model.gangs.crew import CrewPlace, numbered
+from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, Look, RankSeen
+from serverless_gpu.units import format_duration_ms
+
+RANK_CHARACTERS_MAX = 256 << 10
+_RANKS_LISTED = 8
+_NODES_LISTED = 4
+_PLACES_LISTED = 3
+STACKS_TOLD = 4
+STACK_CHARACTERS_MAX = 4_000
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in an uninterruptible wait of the kernel",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "ended",
+    "X": "ended",
+}
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that stands still, as far as it is known.
+
+    Attributes:
+        waiting: ranks that wait for others.
+        elsewhere: ranks that do not.
+        looks: the last look at each rank that has not returned, by rank.
+        first: the first look of this silence.
+        moving: ranks that were seen to move.
+        silent_ms: how long nothing was heard.
+        watched_ms: how long the ranks were looked at.
+    """
+
+    waiting: tuple[int, ...]
+    elsewhere: tuple[int, ...]
+    looks: dict[int, Look]
+    first: dict[int, Look]
+    moving: frozenset[int]
+    silent_ms: int
+    watched_ms: int
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks for people, the first few of many: ``rank 3``, ``ranks 0, 1``."""
+    shown = ", ".join(map(str, ranks[:_RANKS_LISTED]))
+    more = f" and {len(ranks) - _RANKS_LISTED} more" if len(ranks) > _RANKS_LISTED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+
+
+def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Sequence[int]], str]:
+    """Return how ranks of a gang are named: with their nodes, ``ranks 0, 1 on n1, rank 2 on n2``.
+
+    Args:
+        crews: all of the gang.
+        per_node: whether each node has one process.
+    """
+    owned = [(crew.node, numbered(crew, per_node=per_node)) for crew in crews]
+
+    def text(ranks: Sequence[int]) -> str:
+        groups = [(node, [rank for rank in ranks if rank in own]) for node, own in owned]
+        named = [f"{ranks_text(there)} on {node}" for node, there in groups if there]
+        more = [f"ranks on {len(named) - _NODES_LISTED} more nodes"] if len(named) > _NODES_LISTED else []
+        return ", ".join([*named[:_NODES_LISTED], *more])
+
+    return text
+
+
+def sentence(finding: Finding) -> str:
+    """Return in one line who waits, and for whom."""
+    seen = [
+        RankSeen(rank=rank, state=look.state, where=look.stack.where(), moving=rank in finding.moving)
+        for rank, look in finding.looks.items()
+    ]
+    return told_of(seen, finding.waiting, finding.elsewhere, finding.silent_ms)
+
+
+def told_of(
+    seen: Iterable[RankSeen],
+    waiting: Sequence[int],
+    elsewhere: Sequence[int],
+    silent_ms: int,
+    named: Callable[[Sequence[int]], str] = ranks_text,
+) -> str:
+    """Return in one line who waits, and for whom.
+
+    Args:
+        seen: ranks that have not returned.
+        waiting: ranks that wait for others.
+        elsewhere: ranks that do not.
+        silent_ms: how long nothing was heard.
+        named: how ranks are named.
+    """
+    who = _who_waits({one.rank: one for one in seen}, waiting, elsewhere, named)
+    return f"no output for {format_duration_ms(silent_ms)}, and {who}"
+
+
+def stacks(finding: Finding) -> dict[int, str]:
+    """Return the main stacks of the few ranks that explain it most: those elsewhere, else those that wait."""
+    running = [rank for rank in finding.elsewhere if rank in finding.looks] or list(finding.waiting)
+    chosen = [finding.looks[rank] for rank in running[:STACKS_TOLD]]
+    return {look.rank: _main(look)[:STACK_CHARACTERS_MAX] for look in chosen}
+
+
+def report(finding: Finding, title: str, ranks: Iterable[int], told: str = "") -> str:
+    """Return the text of the file with all stacks.
+
+    Args:
+        finding: what was found.
+        title: which run, and when.
+        ranks: of the run, on this node.
+        told: who waits for whom, where more is known than what was found on this node.
+    """
+    rows = [_row(finding, rank) for rank in ranks]
+    parts = [
+        f"{title}\n{told or sentence(finding)}",
+        "rank  pid        now, where in the kernel, CPU used in the last "
+        f"{format_duration_ms(finding.watched_ms)}\n" + "\n".join(rows),
+        *(_section(finding, look) for _, look in sorted(finding.looks.items())),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _who_waits(
+    seen: Mapping[int, RankSeen],
+    waiting: Sequence[int],
+    elsewhere: Sequence[int],
+    named: Callable[[Sequence[int]], str],
+) -> str:
+    if not waiting:
+        return _elsewhere(seen, elsewhere, named)
+    there = _grouped(seen[rank] for rank in waiting)
+    if not elsewhere:
+        return f"every rank waits ({_joined(_standing(place, named(ranks)) for place, ranks in there)})"
+    who = f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    place = f" in {there[0][0]}" if len(there) == 1 and there[0][0] else ""
+    return f"{who}{place}: {_elsewhere(seen, elsewhere, named)}"
+
+
+def _elsewhere(seen: Mapping[int, RankSeen], elsewhere: Sequence[int], named: Callable[[Sequence[int]], str]) -> str:
+    ranks = [seen[rank] for rank in elsewhere if rank in seen]
+    stopped = [one.rank for one in ranks if one.state == STOPPED]
+    traced = [one.rank for one in ranks if one.state == TRACED]
+    others = [one for one in ranks if one.state not in (STOPPED, TRACED)]
+    gone = [rank for rank in elsewhere if rank not in seen]
+    parts = [f"{named(stopped)} {_be(stopped)} stopped (SIGSTOP)"] if stopped else []
+    parts += [f"{named(traced)} {_be(traced)} stopped by a debugger"] if traced else []
+    parts += [
+        f"{named(group)} {_be(group)} {'busy' if all(seen[rank].moving for rank in group) else 'elsewhere'}"
+        + (f", in {place}" if place else "")
+        for place, group in _grouped(others)
+    ]
+    parts += [f"{named(gone)} {'has' if len(gone) == 1 else 'have'} returned"] if gone else []
+    return _joined(parts)
+
+
+def _grouped(ranks: Iterable[RankSeen]) -> list[tuple[str, list[int]]]:
+    """Return ranks by the place where they stand, in order of the first of them."""
+    groups: dict[str, list[int]] = {}
+    for one in sorted(ranks, key=lambda one: one.rank):
+        groups.setdefault(one.where, []).append(one.rank)
+    return list(groups.items())
+
+
+def _standing(place: str, ranks: str) -> str:
+    return f"{ranks} in {place or 'an unknown place'}"
+
+
+def _joined(parts: Iterable[str]) -> str:
+    shown = list(parts)
+    return ", ".join([*shown[:_PLACES_LISTED], *(["and more"] if len(shown) > _PLACES_LISTED else [])])
+
+
+def _be(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _row(finding: Finding, rank: int) -> str:
+    look = finding.looks.get(rank)
+    if look is None:
+        return f"{rank:<5} {'':<10} has returned"
+    used_ms = look.cpu_ms - finding.first.get(rank, look).cpu_ms
+    parts = [_STATES.get(look.state, "unknown"), *([look.channel] if look.channel else [])]
+    parts += [format_duration_ms(max(0, used_ms)), *([look.note] if look.note else [])]
+    return f"{rank:<5} {look.pid:<10} {', '.join(parts)}"
+
+
+def _section(finding: Finding, look: Look) -> str:
+    role = "waits" if look.rank in finding.waiting else "elsewhere"
+    lines = [f"---- rank {look.rank} ({role}) ----"]
+    if look.note:
+        lines.append(look.note)
+    lines.append(f"main thread (most recent call first):\n{_main(look)}")
+    text = "\n".join(lines)
+    if len(text) > RANK_CHARACTERS_MAX:
+        text = f"{text[:RANK_CHARACTERS_MAX]}\n... {len(text) - RANK_CHARACTERS_MAX} characters left out"
+    return text
+
+
+def _main(look: Look) -> str:
+    return look.stack.main.body() if look.stack.main is not None and look.stack.frames else "  (no stack)"

@@ -1,0 +1,417 @@
+"""The life of one attempt, as a table: events in, instructions out.
+
+    QUEUED ─▶ STARTING ─▶ RUNNING
+       │          │          │
+       └──────────┴──────────┴─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
+
+What lives here: the transition table and its handlers. What must not: clocks, processes, sockets, files. `advance`
+takes a value, an event and the time, and returns the next value and the instructions that thin code carries out. The
+supervisor of the attempt drives it, of a local run and of one under a server. What a server makes of what it hears of
+that, and of silence (UNREACHABLE), is `run_lifecycle.py`.
+
+STOPPING has phases: TERMINATING (ranks were asked to end, a deadline is set) and KILLING (everything left is being
+ended; the next thing to hear is `TreeEmpty`). A run that succeeds passes through KILLING too: what its ranks left
+behind ends with it. RUNNING has two: RETURNED, when all ranks of this node have and those of others have not, and
+SETTLING. When a rank says that a peer closed its connection, the peer is the
+story, and its own report may be milliseconds behind; the attempt waits `SETTLE_NS` for it before it judges.
+
+What is not neat: a rank that returned and then dies while its interpreter ends has still returned. Its result was
+durable before it said so, so the exit is a note, not a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from serverless_gpu.model.lifecycle.attempt import (
+    MEANINGS,
+    PASSING_STOPS,
+    STOPPED_BY,
+    Attempt,
+    Event,
+    Failure,
+    GpuFailed,
+    HangConfirmed,
+    LeaseExpired,
+    PeerFailed,
+    Phase,
+    Placed,
+    Preparing,
+    RankExecuting,
+    RankExited,
+    RankFailed,
+    RankReturned,
+    Reason,
+    Released,
+    StartFailed,
+    State,
+    StemLost,
+    StopRequested,
+    Tick,
+    TreeEmpty,
+)
+
+SETTLE_NS = 200_000_000
+FENCE_GRACE_NS = 30_000_000_000
+"""At most this long ranks may take to end when the lease has expired; the server waits a minute before it goes on."""
+FAULT_NS = 60_000_000_000
+"""So long after one of its GPUs failed an attempt is ended whose ranks have not noticed."""
+
+ASKED = frozenset({Reason.NODE_PARTITIONED, *STOPPED_BY.values()})
+"""Why an attempt ends whose ranks were asked to end before they would have."""
+_NOT_A_FAILURE = ASKED | {Reason.COMPLETED}
+
+
+class Instruction(StrEnum):
+    """What thin code does next."""
+
+    START_RANKS = "start_ranks"
+    RELEASE_RANKS = "release_ranks"
+    TERMINATE_RANKS = "terminate_ranks"
+    KILL_TREE = "kill_tree"
+    CONCLUDE = "conclude"
+
+
+Step = tuple[Attempt, tuple[Instruction, ...]]
+_Handler = Callable[..., Step]
+
+
+class IllegalTransition(Exception):
+    """An event arrived in a state that has no row for it; nothing was changed."""
+
+    def __init__(self, attempt: Attempt, event: Event) -> None:
+        super().__init__(f"run {attempt.run_id} (fence {attempt.fence}): {type(event).__name__} in {attempt.state}")
+
+
+def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
+    """Return the attempt after an event, and what has to be done about it.
+
+    Args:
+        attempt: the attempt as it is.
+        event: what happened.
+        now_ns: the time, nanoseconds of the node's boottime clock.
+
+    Returns:
+        The next value and the instructions, in order.
+
+    Raises:
+        IllegalTransition: the table has no row for this event in this state.
+    """
+    handler = TABLE[attempt.state].get(type(event))
+    if handler is None:
+        raise IllegalTransition(attempt, event)
+    return handler(attempt, event, now_ns)
+
+
+def _placed(attempt: Attempt, _: Placed, now_ns: int) -> Step:
+    wake_ns = now_ns + attempt.limits.start_ns
+    return msgspec.structs.replace(attempt, state=State.STARTING, wake_ns=wake_ns), (Instruction.START_RANKS,)
+
+
+def _preparing(attempt: Attempt, _: Preparing, now_ns: int) -> Step:
+    return msgspec.structs.replace(attempt, wake_ns=now_ns + attempt.limits.start_ns), ()
+
+
+def _start_failed(attempt: Attempt, event: StartFailed, now_ns: int) -> Step:
+    failure = Failure(rank=None, reason=event.reason, at_ns=now_ns, detail=event.detail)
+    return _kill(_with_failure(attempt, failure), now_ns, event.reason)
+
+
+def _tick_starting(attempt: Attempt, _: Tick, now_ns: int) -> Step:
+    if attempt.wake_ns is None or now_ns < attempt.wake_ns:
+        return attempt, ()
+    seconds = attempt.limits.start_ns // 1_000_000_000
+    detail = f"no user code had started {seconds} s after the GPUs were there"
+    return _start_failed(attempt, StartFailed(reason=Reason.START_FAILED, detail=detail), now_ns)
+
+
+def _executing(attempt: Attempt, _: RankExecuting, now_ns: int) -> Step:
+    if attempt.exec_ns is not None:
+        return attempt, ()
+    timeout = attempt.limits.timeout_ns
+    wake = None if timeout is None else now_ns + timeout - attempt.limits.stop_grace_ns()
+    return msgspec.structs.replace(attempt, state=State.RUNNING, exec_ns=now_ns, wake_ns=wake), ()
+
+
+def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
+    attempt = msgspec.structs.replace(attempt, returned=attempt.returned | {event.rank})
+    if len(attempt.returned) < attempt.world_size or attempt.state is State.STOPPING:
+        return attempt, ()
+    if attempt.has_peers:
+        return msgspec.structs.replace(attempt, phase=Phase.RETURNED), ()
+    return _released(attempt, Released(), now_ns)
+
+
+def _released(attempt: Attempt, _: Released, now_ns: int) -> Step:
+    if len(attempt.returned) < attempt.world_size:
+        return attempt, ()
+    # All results are there: from here on the run can only succeed; ranks get their grace to exit on their own.
+    attempt = _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns)
+    if len(attempt.exited) == attempt.world_size:  # they died while they waited for those on other nodes
+        return _kill(attempt, now_ns, Reason.COMPLETED)
+    return attempt, (Instruction.RELEASE_RANKS,)
+
+
+def _failed(attempt: Attempt, event: RankFailed, now_ns: int) -> Step:
+    attempt = _with_failure(attempt, event.failure)
+    accounted = attempt.returned | {failure.rank for failure in attempt.failures}
+    if not event.failure.peer_lost or len(accounted) == attempt.world_size:
+        return _stop_for_failure(attempt, now_ns)
+    if attempt.phase is Phase.NONE:
+        return msgspec.structs.replace(attempt, phase=Phase.SETTLING, wake_ns=now_ns + SETTLE_NS), ()
+    return attempt, ()
+
+
+def _failed_while_stopping(attempt: Attempt, event: RankFailed, now_ns: int) -> Step:
+    return _with_failure(attempt, event.failure), ()
+
+
+def _exited(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
+    attempt = msgspec.structs.replace(attempt, exited=attempt.exited | {event.rank})
+    reported = event.rank in attempt.returned or any(f.rank == event.rank for f in attempt.failures)
+    if reported:
+        return _concluded_if_gone(attempt, now_ns)
+    attempt = _with_failure(attempt, _exit_failure(event, now_ns))
+    return _stop_for_failure(attempt, now_ns)
+
+
+def _concluded_if_gone(attempt: Attempt, now_ns: int) -> Step:
+    """End a crew whose ranks have all returned and exited: its devices are free, whatever other nodes do."""
+    if attempt.phase is Phase.RETURNED and len(attempt.exited) == attempt.world_size:
+        return _released(attempt, Released(), now_ns)
+    return attempt, ()
+
+
+def _exited_while_stopping(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
+    attempt = msgspec.structs.replace(attempt, exited=attempt.exited | {event.rank})
+    reported = event.rank in attempt.returned or any(f.rank == event.rank for f in attempt.failures)
+    ours = event.signal in (15, 9) and not event.out_of_memory
+    if not reported and event.signal is not None and not ours:
+        attempt = _with_failure(attempt, _exit_failure(event, now_ns))
+    if attempt.phase is Phase.TERMINATING and len(attempt.exited) == attempt.world_size:
+        return _kill(attempt, now_ns, attempt.reason or Reason.COMPLETED)
+    return attempt, ()
+
+
+def _exit_failure(event: RankExited, now_ns: int) -> Failure:
+    reason = Reason.NO_RESULT if event.signal is None else Reason.RANK_SIGNAL
+    if event.out_of_memory:
+        reason = Reason.HOST_OOM
+    return Failure(rank=event.rank, reason=reason, at_ns=now_ns, signal=event.signal, detail=event.detail)
+
+
+def _stem_lost(attempt: Attempt, event: StemLost, now_ns: int) -> Step:
+    if attempt.phase is Phase.RETURNED:  # all results are there; what waited for those of other nodes is gone
+        return _concluded_if_gone(msgspec.structs.replace(attempt, exited=attempt.returned), now_ns)
+    reason = Reason.HOST_OOM if event.out_of_memory else Reason.RUNTIME_LOST
+    if attempt.exec_ns is None and not event.out_of_memory:
+        reason = Reason.START_FAILED
+    failure = Failure(rank=None, reason=reason, at_ns=now_ns, detail=event.detail)
+    return _kill(_with_failure(attempt, failure), now_ns, reason)
+
+
+def _stem_lost_while_stopping(attempt: Attempt, _: StemLost, now_ns: int) -> Step:
+    return _kill(attempt, now_ns, attempt.reason or Reason.RUNTIME_LOST)
+
+
+def _asked_to_stop(attempt: Attempt, event: StopRequested, now_ns: int) -> Step:
+    return _stop(attempt, now_ns, STOPPED_BY[event.why])
+
+
+def _asked_again(attempt: Attempt, event: StopRequested, _: int) -> Step:
+    """Ranks were asked to end already; what changes is whether the run may go on as another attempt."""
+    reason = STOPPED_BY[event.why]
+    if attempt.reason in PASSING_STOPS and reason not in PASSING_STOPS:
+        return msgspec.structs.replace(attempt, reason=reason), ()
+    return attempt, ()
+
+
+def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
+    if attempt.phase is Phase.RETURNED:
+        return attempt, ()
+    failure = Failure(rank=None, reason=Reason.COLLECTIVE_HANG, at_ns=now_ns, detail=event.detail)
+    return _stop_for_failure(_with_failure(attempt, failure), now_ns)
+
+
+def _gpu_failed_at_start(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
+    return _start_failed(attempt, StartFailed(Reason.START_FAILED, event.detail), now_ns)
+
+
+def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
+    """The rank that has it dies soon, and says so; or hangs, which nobody would have to wait for."""
+    attempt = _gpu_failed_while_stopping(attempt, event, now_ns)[0]
+    if attempt.phase is Phase.RETURNED:
+        return attempt, ()
+    fault_ns = now_ns if attempt.fault_ns is None else attempt.fault_ns
+    wake_ns = fault_ns + FAULT_NS if attempt.wake_ns is None else min(attempt.wake_ns, fault_ns + FAULT_NS)
+    return msgspec.structs.replace(attempt, fault_ns=fault_ns, wake_ns=wake_ns), ()
+
+
+def _gpu_failed_while_stopping(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
+    failure = Failure(rank=None, reason=Reason.GPU_LOST, at_ns=now_ns, detail=event.detail)
+    return _with_failure(attempt, failure), ()
+
+
+def _peer_failed(attempt: Attempt, event: PeerFailed, now_ns: int) -> Step:
+    """End as for a failure of one's own. What ranks say from now on are consequences; a crash that is reaped is not."""
+    failure = Failure(rank=None, reason=Reason.PEER_FAILED, at_ns=now_ns, peer_lost=True, detail=event.detail)
+    attempt = _with_failure(attempt, failure)
+    if attempt.exec_ns is None:
+        return _kill(attempt, now_ns, Reason.PEER_FAILED)
+    return _stop_for_failure(attempt, now_ns)
+
+
+def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
+    if attempt.exec_ns is None:
+        return _kill(attempt, now_ns, reason)
+    # The limit is reached on another node, whose clock began a little earlier: what is left is the same.
+    grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
+    return _terminating(attempt, now_ns, reason, grace), (Instruction.TERMINATE_RANKS,)
+
+
+def _tick_running(attempt: Attempt, _: Tick, now_ns: int) -> Step:
+    if attempt.wake_ns is None or now_ns < attempt.wake_ns:
+        return attempt, ()
+    if attempt.phase is Phase.SETTLING or (attempt.fault_ns is not None and now_ns >= attempt.fault_ns + FAULT_NS):
+        return _stop_for_failure(attempt, now_ns)
+    grace = attempt.limits.stop_grace_ns()
+    return _terminating(attempt, now_ns, Reason.TIMEOUT, grace), (Instruction.TERMINATE_RANKS,)
+
+
+def _tick_stopping(attempt: Attempt, _: Tick, now_ns: int) -> Step:
+    if attempt.phase is not Phase.TERMINATING or attempt.wake_ns is None or now_ns < attempt.wake_ns:
+        return attempt, ()
+    attempt = msgspec.structs.replace(attempt, killed=True)
+    return _kill(attempt, now_ns, attempt.reason or Reason.COMPLETED)
+
+
+def _tree_empty(attempt: Attempt, _: TreeEmpty, now_ns: int) -> Step:
+    if attempt.phase is not Phase.KILLING or attempt.reason is None:
+        return attempt, ()
+    reason = attempt.reason
+    if reason not in _NOT_A_FAILURE and attempt.cause is not None:
+        reason = attempt.cause.reason  # what was heard during the stop may explain it better
+    state = MEANINGS[reason].state
+    attempt = msgspec.structs.replace(attempt, state=state, reason=reason, wake_ns=None, phase=Phase.NONE)
+    return attempt, (Instruction.CONCLUDE,)
+
+
+def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
+    """Stop by this node's own clock: another attempt may run elsewhere soon."""
+    if attempt.exec_ns is None:
+        return _kill(attempt, now_ns, Reason.NODE_PARTITIONED)
+    grace = min(attempt.limits.grace_ns, FENCE_GRACE_NS)
+    return _terminating(attempt, now_ns, Reason.NODE_PARTITIONED, grace), (Instruction.TERMINATE_RANKS,)
+
+
+def _expired_while_stopping(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
+    if attempt.wake_ns is None:
+        return attempt, ()
+    return msgspec.structs.replace(attempt, wake_ns=min(attempt.wake_ns, now_ns + FENCE_GRACE_NS)), ()
+
+
+def _nothing(attempt: Attempt, _: Event, now_ns: int) -> Step:
+    return attempt, ()
+
+
+def _with_failure(attempt: Attempt, failure: Failure) -> Attempt:
+    return msgspec.structs.replace(attempt, failures=(*attempt.failures, failure))
+
+
+def _stop_for_failure(attempt: Attempt, now_ns: int) -> Step:
+    cause = attempt.cause
+    reason = cause.reason if cause else Reason.RUNTIME_LOST
+    attempt = _terminating(attempt, now_ns, reason, attempt.limits.failure_grace_ns)
+    if len(attempt.exited) == attempt.world_size:
+        return _kill(attempt, now_ns, reason)
+    return attempt, (Instruction.TERMINATE_RANKS,)
+
+
+def _terminating(attempt: Attempt, now_ns: int, reason: Reason, grace_ns: int) -> Attempt:
+    return msgspec.structs.replace(
+        attempt,
+        state=State.STOPPING,
+        phase=Phase.TERMINATING,
+        reason=reason,
+        stop_ns=now_ns,
+        wake_ns=now_ns + grace_ns,
+    )
+
+
+def _kill(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
+    stop_ns = now_ns if attempt.stop_ns is None else attempt.stop_ns
+    attempt = msgspec.structs.replace(
+        attempt, state=State.STOPPING, phase=Phase.KILLING, reason=reason, stop_ns=stop_ns, wake_ns=None
+    )
+    return attempt, (Instruction.KILL_TREE,)
+
+
+# Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
+TABLE: Mapping[State, Mapping[type, _Handler]] = {
+    State.QUEUED: {
+        Placed: _placed,
+        Preparing: _nothing,
+        StartFailed: _start_failed,
+        StemLost: _stem_lost,
+        StopRequested: _asked_to_stop,
+        LeaseExpired: _expired,
+        PeerFailed: _peer_failed,
+        Released: _nothing,
+        Tick: _nothing,
+    },
+    State.STARTING: {
+        Preparing: _preparing,
+        StartFailed: _start_failed,
+        RankExecuting: _executing,
+        RankFailed: _failed,
+        RankExited: _exited,
+        GpuFailed: _gpu_failed_at_start,
+        StemLost: _stem_lost,
+        StopRequested: _asked_to_stop,
+        LeaseExpired: _expired,
+        PeerFailed: _peer_failed,
+        Released: _nothing,
+        Tick: _tick_starting,
+    },
+    State.RUNNING: {
+        Preparing: _nothing,
+        RankExecuting: _executing,
+        RankReturned: _returned,
+        RankFailed: _failed,
+        RankExited: _exited,
+        StemLost: _stem_lost,
+        StopRequested: _asked_to_stop,
+        HangConfirmed: _hang,
+        GpuFailed: _gpu_failed,
+        Tick: _tick_running,
+        LeaseExpired: _expired,
+        PeerFailed: _peer_failed,
+        Released: _released,
+    },
+    State.UNREACHABLE: {},  # what only a server sees
+    State.STOPPING: {
+        Preparing: _nothing,
+        StartFailed: _nothing,
+        RankExecuting: _nothing,
+        RankReturned: _returned,
+        RankFailed: _failed_while_stopping,
+        RankExited: _exited_while_stopping,
+        GpuFailed: _gpu_failed_while_stopping,
+        StemLost: _stem_lost_while_stopping,
+        StopRequested: _asked_again,
+        Tick: _tick_stopping,
+        TreeEmpty: _tree_empty,
+        LeaseExpired: _expired_while_stopping,
+        PeerFailed: _nothing,
+        Released: _nothing,
+    },
+    State.SUCCEEDED: {},
+    State.FAILED: {},
+    State.CANCELLED: {},
+    State.TIMED_OUT: {},
+    State.BUDGET_STOPPED: {},
+    State.LOST: {},
+}

@@ -1,0 +1,141 @@
+"""A held session: who has which of its devices, who is next, and when nobody has needed them for too long.
+
+    ask ─▶ queue ─settle─▶ loan ─give_back─▶ idle ─▶ (warn) ─▶ (end)
+
+What lives here: a value and the functions that return the next one. What must not: clocks, sockets, locks; the
+session's process carries the decisions out (`node/session.py`).
+
+Runs are served in the order in which they asked: a small one does not pass a large one that waits, which would then
+wait for ever. A device that could not be proven free after a run is unfit until somebody has looked at it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.units import format_duration_ms
+
+_WARN_AT = 0.8  # of the idle limit
+
+
+class Asker(msgspec.Struct, frozen=True):
+    """A run that waits for devices of the session."""
+
+    run_id: str
+    count: int
+
+
+class Book(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the next decision depends on.
+
+    Attributes:
+        devices: what the session holds, in LOCAL_RANK order.
+        loans: devices by the run that has them.
+        queue: runs that wait, first come first served.
+        unfit: identifiers of devices that could not be proven free.
+        idle_ns: since when no run has or wants a device, or None.
+        warned: whether the end of the idle time was announced.
+    """
+
+    devices: tuple[Device, ...]
+    idle_ns: int | None
+    loans: dict[str, tuple[Device, ...]] = {}
+    queue: tuple[Asker, ...] = ()
+    unfit: frozenset[str] = frozenset()
+    warned: bool = False
+
+    @property
+    def idle(self) -> tuple[Device, ...]:
+        """Return the devices no run has."""
+        lent = {device.uuid for devices in self.loans.values() for device in devices}
+        return tuple(device for device in self.devices if device.uuid not in lent)
+
+    @property
+    def lendable(self) -> tuple[Device, ...]:
+        """Return the devices a run may have now."""
+        return tuple(device for device in self.idle if device.uuid not in self.unfit)
+
+
+def ask(book: Book, asker: Asker) -> Book:
+    """Return the book with one more run waiting."""
+    return msgspec.structs.replace(book, queue=(*book.queue, asker), idle_ns=None, warned=False)
+
+
+def settle(book: Book) -> tuple[Book, tuple[str, ...]]:
+    """Lend to the runs whose turn it is.
+
+    Returns:
+        The next book, and the runs that have just been lent what `loans` says.
+    """
+    served: list[str] = []
+    while book.queue and book.queue[0].count <= len(book.lendable):
+        first, *rest = book.queue
+        loans = {**book.loans, first.run_id: book.lendable[: first.count]}
+        book = msgspec.structs.replace(book, queue=tuple(rest), loans=loans)
+        served.append(first.run_id)
+    return book, tuple(served)
+
+
+def leave(book: Book, run_id: str, now_ns: int) -> Book:
+    """Return the book without a run: it gave its devices back, or does not want any more."""
+    loans = {holder: devices for holder, devices in book.loans.items() if holder != run_id}
+    queue = tuple(asker for asker in book.queue if asker.run_id != run_id)
+    idle_ns = book.idle_ns
+    if idle_ns is None and not loans and not queue:
+        idle_ns = now_ns
+    return msgspec.structs.replace(book, loans=loans, queue=queue, idle_ns=idle_ns)
+
+
+def mark_unfit(book: Book, unfit: Collection[str]) -> Book:
+    """Return the book with these devices, and no others, unfit."""
+    return msgspec.structs.replace(book, unfit=frozenset(unfit))
+
+
+def waiting_text(book: Book, asker: Asker) -> str:
+    """Return why a run of the session waits."""
+    ahead = next((place for place, other in enumerate(book.queue) if other.run_id == asker.run_id), 0)
+    parts = [f"run {holder} has {len(devices)}" for holder, devices in book.loans.items()]
+    if ahead:
+        parts.append(f"{ahead} {'run is' if ahead == 1 else 'runs are'} ahead in the queue")
+    if book.unfit:
+        parts.append(f"{', '.join(sorted(book.unfit))} in quarantine")
+    return f"waiting for {asker.count} of the session's {_counted(book)}: " + "; ".join(parts)
+
+
+def idle_action(book: Book, limit_ns: int, now_ns: int) -> tuple[Book, str, bool]:
+    """Return what the passing of time means for a session.
+
+    Args:
+        book: the session.
+        limit_ns: how long it may be idle.
+        now_ns: the time.
+
+    Returns:
+        The next book, a sentence to be told or "", and whether the session ends.
+    """
+    if book.idle_ns is None:
+        return book, "", False
+    idle_for_ns = now_ns - book.idle_ns
+    since = format_duration_ms(idle_for_ns // 1_000_000)
+    if idle_for_ns >= limit_ns:
+        return book, f"the session, idle for {since}, has ended: its {_counted(book)} are given back", True
+    if not book.warned and idle_for_ns >= limit_ns * _WARN_AT:
+        left = format_duration_ms((limit_ns - idle_for_ns) // 1_000_000)
+        sentence = f"the session has been idle for {since} and gives its {_counted(book)} back in {left}"
+        return msgspec.structs.replace(book, warned=True), f"{sentence}; any call keeps it", False
+    return book, "", False
+
+
+def wake_ns(book: Book, limit_ns: int) -> int | None:
+    """Return when time will mean something next, or None."""
+    if book.idle_ns is None:
+        return None
+    return book.idle_ns + (limit_ns if book.warned else int(limit_ns * _WARN_AT))
+
+
+def _counted(book: Book) -> str:
+    count, kind = len(book.devices), book.devices[0].type
+    return f"{count} {kind}" if kind != "CPU" else f"{count} CPU slot{'' if count == 1 else 's'}"

@@ -1,0 +1,441 @@
+"""Where a blocked gang will start, and what is promised to it or kept for it until then.
+
+    promise   it is known when those who are there leave: the node, or nodes, that likely have enough first
+              told as a latest time (`is_bound`) ─▶ it stays over passes, wherever the order of the queue has moved:
+              `again`; nobody of its class or a lower one makes it later. A higher class may: then it is promised anew
+    suppose   nobody can say: the same by a guess; it moves when the guess was wrong, and no time is told
+    keep      whatever gets free where it lacks the fewest devices
+
+Everything is entered in books of nodes (`availability_timeline.py`), which last for a pass.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from itertools import islice
+
+import msgspec
+
+from serverless_gpu.model.gangs.crew import NODES_MAX
+from serverless_gpu.model.scheduling.capacity import Floor
+from serverless_gpu.model.scheduling.device_holders import OVERDUE_NS
+from serverless_gpu.model.scheduling.gang_placement import is_usable, unkept, usable
+from serverless_gpu.model.scheduling.multi_node_placement import Kind, are_one, is_several
+from serverless_gpu.model.scheduling.node_capacity import Group, PartReady, Place
+from serverless_gpu.model.scheduling.preemption import may_use
+from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
+
+Ready = tuple[float, float, str, str, Place, str, int]
+"""When devices of a node are free, likely and at the latest; its name and identifier; the node, the type, how many."""
+Need = tuple[Place, str, int, float, float]
+"""A node, a type, how many; when that many are free there: likely, and at the latest."""
+_ROUNDS_MAX = 16
+_TURNS_MAX = 4
+"""So many times it looks for nodes that do not change hands before it would be over."""
+_SLACK_NS = 60e9
+"""A promise that slips by less holds: who starts before it does so when somebody looks, a little after they could."""
+_Row = tuple[int, str, str, Place]
+Chosen = list[tuple[Place, str, int]]
+"""Nodes, types, how many."""
+
+
+class Seeker:
+    """A gang that is blocked looks for where it will start.
+
+    Args:
+        floor: what there is.
+        wanted: the run.
+        ask: what it asks for.
+        now_ns: the time.
+        by_guess: whether it goes by a guess where nobody can say when somebody leaves.
+    """
+
+    def __init__(self, floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, *, by_guess: bool = False) -> None:
+        self._floor, self._wanted, self._ask, self._now_ns = floor, wanted, ask, now_ns
+        self._by_guess = by_guess
+        self._count = ask.shape.gpus
+        self._likely_ns, self._limit_ns = ask.spans(wanted)
+        self._is_several = is_several(floor, wanted, ask)
+        self._closing: set[int] = set()  # groups of nodes that change hands before it would be over
+
+    # --- promises ---
+
+    def promise(self) -> Reservation | None:
+        """Promise it the devices that it likely has first; None where nobody can say when that is."""
+        for _ in range(_TURNS_MAX):
+            needs = self._needs()
+            if not needs or math.isinf(max(need[3] for need in needs)):
+                return None
+            likely, bound = self._together(needs)
+            if math.isinf(likely):
+                return None
+            closing = self._closes(needs, likely if self._by_guess or math.isinf(bound) else bound)
+            if not closing:
+                break
+            self._closing |= closing
+        else:
+            return None
+        self._enter(needs, likely, bound)
+        is_bound = not self._by_guess and not math.isinf(bound)
+        at_ns = None if self._by_guess else math.ceil(bound if is_bound else likely)
+        return Reservation(
+            run_id=self._wanted.run_id,
+            shares=_shares(needs),
+            at_ns=at_ns,
+            is_bound=is_bound,
+            likely_ns=_learned(likely, at_ns) if is_bound else None,
+        )
+
+    def _closes(self, needs: list[Need], at: float) -> set[int]:
+        """Return groups of nodes that the gang may use now, and no longer when it would start there."""
+        groups = {id(need[0].group): need[0].group for need in needs if not need[0].group.is_plain}
+        return {
+            key
+            for key, group in groups.items()
+            if not may_use(self._wanted, group.sample, self._floor.terms, math.ceil(at))
+        }
+
+    def may_have(self, shares: tuple[Share, ...]) -> bool:
+        """Return whether devices that were promised are still what it wants and may have."""
+        for share in shares:
+            where = self._floor.places.get(share.node_id)
+            if where is None or not self._is_usable(where, share.gpu_type):
+                return False
+            if share.count > where.node.total[share.gpu_type] - where.node.outside.get(share.gpu_type, 0):
+                return False
+        enough = self._count is None or sum(share.count for share in shares) == self._count
+        return enough and are_one(self._floor, shares)
+
+    def is_away(self, shares: tuple[Share, ...]) -> bool:
+        """Return whether a node is away that devices were promised on."""
+        places = self._floor.places
+        return any(share.node_id in places and places[share.node_id].node.away for share in shares)
+
+    def again(self, promised: Reservation) -> Reservation | None:
+        """Promise it again what it was promised in an earlier pass, for no later; None where that cannot be."""
+        if not self.may_have(promised.shares):
+            return None
+        rows = [(self._floor.places[share.node_id], share.gpu_type, share.count) for share in promised.shares]
+        needs = [(*row, *self.when(*row)) for row in rows]
+        likely, bound = self._together(needs)
+        told = math.inf if promised.at_ns is None else promised.at_ns
+        if bound > max(told, self._now_ns + OVERDUE_NS) + _SLACK_NS:
+            return None  # somebody of a higher class took some of it
+        self._enter(needs, min(likely, bound), bound)
+        at_ns = math.ceil(min(told, bound))
+        return msgspec.structs.replace(promised, at_ns=at_ns, likely_ns=_learned(likely, at_ns))
+
+    def _enter(self, needs: list[Need], likely: float, bound: float) -> None:
+        run_id = self._wanted.run_id
+        for where, name, count, *_ in needs:
+            book = self._floor.book(where, name, self._now_ns)
+            if self._by_guess:
+                self._floor.guess(where, name, self._now_ns)
+                book.suppose(run_id, count, (likely, math.inf))
+                continue
+            until = None if math.isinf(bound) else (bound, bound + self._limit_ns)
+            book.promise(run_id, count, (likely, likely + self._likely_ns), until)
+
+    def _together(self, needs: list[Need]) -> tuple[float, float]:
+        """Return when all nodes of a gang have enough at once: what one of them has before may be promised after."""
+        likely, bound = max(need[3] for need in needs), max(need[4] for need in needs)
+        for _ in range(_ROUNDS_MAX if len(needs) > 1 else 0):
+            found = [self.when(*need[:3], (likely, bound)) for need in needs]
+            last = (likely, bound)
+            likely, bound = max(at for at, _ in found), max(at for _, at in found)
+            if (likely, bound) == last:
+                return last
+        return (likely, bound) if len(needs) == 1 else (math.inf, math.inf)
+
+    def when(
+        self, where: Place, gpu_type: str, count: int, after: tuple[float, float] = (0.0, 0.0)
+    ) -> tuple[float, float]:
+        """Return when so many devices of a node are free beside what is promised: likely, and at the latest.
+
+        Args:
+            where: the node.
+            gpu_type: the type.
+            count: how many.
+            after: not before that, likely and at the latest.
+        """
+        book = self._floor.books.get((where.node.id, gpu_type))
+        if self._by_guess and book is None:
+            return max(after[0], where.guessed(gpu_type, count, self._now_ns, self._floor.medians)[0]), math.inf
+        if self._by_guess:
+            at = self._floor.guess(where, gpu_type, self._now_ns).earliest(count, math.inf, after[0])
+            return at, math.inf
+        if book is None:
+            likely, bound, _ = where.ready(gpu_type, count, self._now_ns)
+            return max(likely, after[0]), max(bound, after[1])
+        likely = book.likely.earliest(count, self._likely_ns, after[0])
+        return likely, book.bound.earliest(count, self._limit_ns, after[1])
+
+    # --- where ---
+
+    def _needs(self) -> list[Need]:
+        """Return where it likely starts first: one node, or as many as it takes."""
+        if self._is_several:
+            ways = [way for kind in self._kinds() if (way := self._soonest(kind)) is not None]
+            return min(ways, key=lambda way: way[0])[1] if ways else []
+        options: list[Ready] = []
+        for group, name in self._groups():
+            rows = self._of_group(group, name, self._count)
+            options += [(*row[:2], *row[3:], name, self._needed(row[5], name)) for row in islice(rows, 1)]
+        for where, name in self._beside():
+            needed = self._needed(where, name)
+            if 0 < needed <= where.node.total[name]:
+                options.append((*self.when(where, name, needed), *where.entry, name, needed))
+        if options and not math.isinf(min(options)[0]):
+            likely, bound, _, _, where, name, needed = min(options)
+            return [(where, name, needed, likely, bound)]
+        return []
+
+    def _groups(self) -> Iterator[tuple[Group, str]]:
+        """Yield groups of nodes, and types, that it may use now."""
+        floor, wanted = self._floor, self._wanted
+        for group, types, pool in floor.reach(self._ask.shape).entries:
+            if id(group) not in self._closing and group.rank(floor.terms, wanted, pool, self._now_ns) is not None:
+                for name in types:
+                    yield group, name
+
+    def _beside(self) -> Iterator[tuple[Place, str]]:
+        """Yield nodes and types that it may use now, and that are in no order: on their own, or something is kept."""
+        books, places = self._floor.books, self._floor.places
+        singles = self._floor.reach(self._ask.shape).singles
+        for where, types, _ in singles.values():
+            for name in types:
+                if (where.node.id, name) not in books and self._is_usable(where, name):
+                    yield where, name
+        groups = {(id(group), name) for group, name in self._groups()}
+        for node_id, name in books:
+            where = places[node_id]
+            if node_id in singles:
+                is_usable = self._is_usable(where, name)
+            else:
+                is_usable = (id(where.group), name) in groups and not where.node.away
+            if is_usable:
+                yield where, name
+
+    def _of_group(
+        self, group: Group, gpu_type: str, count: int | None, *, is_part: bool = False
+    ) -> Iterator[PartReady]:
+        """Yield a group's nodes of which nothing is kept, in the order in which so many devices are free.
+
+        Args:
+            group: of nodes.
+            gpu_type: of the devices.
+            count: how many; None for a whole node; of a part of a gang 0 for all that the node has to give.
+            is_part: whether it is a part of a gang; large nodes come first then, or those with the least left over.
+        """
+        floor, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
+        medians = floor.medians
+
+        def look(where: Place, at_ns: int) -> tuple[PartReady | None, float]:
+            there = where.usable(gpu_type) if is_part else where.node.total[gpu_type]
+            number = count or there
+            if where.node.away or not 0 < number <= there:
+                return None, math.inf
+            if by_guess:
+                likely, bound, expires_ns = where.guessed(gpu_type, number, at_ns, medians)
+            else:
+                likely, bound, expires_ns = where.ready(gpu_type, number, at_ns)
+            if math.isinf(likely):
+                return None, expires_ns
+            if where.free[gpu_type] >= number:
+                likely, bound = 0.0, min(bound, 0.0) if not by_guess else bound
+            left = 0 if not is_part else there - count if count else -there
+            return (likely, bound, left, *where.entry), expires_ns
+
+        for likely, bound, left, name, node_id, where in group.rows(gpu_type, (count, is_part, by_guess), look, now_ns):
+            if (node_id, gpu_type) not in floor.books:
+                yield max(likely, now_ns), max(bound, now_ns), left, name, node_id, where
+
+    def _soonest(self, kind: Kind) -> tuple[tuple[float, int], list[Need]] | None:
+        """Return the whole nodes of a pool and type that it likely has first, and one part; when, and how many nodes.
+
+        Each whole node more makes the part smaller, and is had later: the part is looked for at each step.
+        """
+        left, whole = self._count or 0, self._floor.reach(self._ask.shape).whole
+        needs = list[Need]()
+        best: tuple[tuple[float, int], list[Need]] | None = None
+        is_looked_at = False
+        for likely, bound, *_, where in self._merged(kind, 0):
+            if (best is not None and likely >= best[0][0]) or len(needs) == NODES_MAX:
+                break
+            if left < whole and not is_looked_at:
+                best, is_looked_at = _sooner(best, self._with_part(kind, needs, left)), True
+            size = where.usable(kind[1])
+            if size > left:
+                continue
+            needs.append((where, kind[1], size, likely, bound))
+            left, is_looked_at = left - size, False
+            if not left:
+                return _sooner(best, needs)
+        if left < whole and not is_looked_at:
+            best = _sooner(best, self._with_part(kind, needs, left))
+        return best
+
+    def _with_part(self, kind: Kind, needs: list[Need], count: int) -> list[Need]:
+        """Return whole nodes and the part that is had first beside them; nothing where there is none."""
+        taken = {need[0].node.id for need in needs}
+        for likely, bound, _, _, node_id, where in self._merged(kind, count):
+            if node_id not in taken:
+                return [*needs, (where, kind[1], count, likely, bound)] if len(needs) < NODES_MAX else []
+        return []
+
+    def _kinds(self) -> list[Kind]:
+        """Return pools and types of which it may have several nodes now."""
+        groups = {(group.sample.pool, name) for group, name in self._groups() if group.sample.crews}
+        return sorted(groups | {(where.node.pool, name) for where, name in self._beside() if where.node.crews})
+
+    def _merged(self, kind: Kind, count: int) -> Iterator[PartReady]:
+        """Yield nodes in the order in which so many devices are free; 0 for all that a node has to give."""
+        pool, gpu_type = kind
+        beside = list[PartReady]()
+        for where, name in self._beside():
+            if name == gpu_type and where.node.pool == pool and where.node.crews:
+                row = self._row(where, name, count)
+                beside += [row] if row is not None else []
+        groups = [
+            self._of_group(group, name, count, is_part=True)
+            for group, name in self._groups()
+            if name == gpu_type and group.sample.pool == pool and group.sample.crews
+        ]
+        return heapq.merge(*groups, sorted(beside))
+
+    def _row(self, where: Place, gpu_type: str, count: int) -> PartReady | None:
+        """Return when so many devices of a node are free, large nodes first, or those with the least left over."""
+        there = where.usable(gpu_type)
+        number = count or there
+        if not 0 < number <= there:
+            return None
+        likely, bound = self.when(where, gpu_type, number)
+        if math.isinf(likely):
+            return None
+        return (likely, bound, there - count if count else -there, *where.entry)
+
+    # --- what gets free ---
+
+    def keep(self, nearly: float) -> Reservation | None:
+        """Keep devices for it as they get free, where it lacks the fewest.
+
+        Args:
+            nearly: part of its devices that has to be free already.
+        """
+        if nearly > 0 and self._count is not None and not self._is_near(nearly * self._count):
+            return None
+        found = self.nearest() if self._is_several else self._nearest()
+        if found is None:
+            return None
+        lacking, chosen = found
+        whole = sum(number for _, _, number in chosen)
+        if whole - lacking < nearly * whole:
+            return None
+        for where, name, number in chosen:
+            self._floor.book(where, name, self._now_ns).keep(self._wanted.run_id, number, self._now_ns)
+        shares = tuple(Share(node_id=where.node.id, gpu_type=name, count=number) for where, name, number in chosen)
+        return Reservation(run_id=self._wanted.run_id, shares=shares, at_ns=None, is_bound=False)
+
+    def _nearest(self) -> tuple[int, Chosen] | None:
+        """Return how many devices it lacks on the node where it lacks the fewest, and that node."""
+        rows: dict[str, list[_Row]] = {}
+        for where, name in self._candidates():
+            needed = self._needed(where, name)
+            if 0 < needed <= where.node.total[name]:
+                rows.setdefault(name, []).append((max(0, needed - unkept(self._floor, where, name)), *where.entry))
+        if not rows:
+            return None
+        lacking, gpu_type, _, _, where = min((row[0], name, *row[1:]) for name, some in rows.items() for row in some)
+        return lacking, [(where, gpu_type, self._needed(where, gpu_type))]
+
+    def nearest(self, *, kept: bool = False) -> tuple[int, Chosen] | None:
+        """Return how many devices a gang on several nodes lacks where it lacks the fewest, and these nodes.
+
+        Those with the most free devices first; the part is the last one. None where there are not enough, free or not.
+
+        Args:
+            kept: whether what is kept for others counts as free.
+        """
+        rows: dict[Kind, list[_Row]] = {}
+        for where, name in self._usable():
+            if where.node.crews and where.usable(name) > 0:
+                free = -where.free[name] if kept else -unkept(self._floor, where, name)
+                rows.setdefault((where.node.pool, name), []).append((free, *where.entry))
+        options: list[tuple[int, int, Chosen]] = []
+        for (_, name), row in sorted(rows.items()):
+            left, lacks = self._count or 0, 0
+            chosen: Chosen = []
+            for free, _, _, where in heapq.nsmallest(NODES_MAX, row):
+                number = min(left, where.usable(name))
+                chosen.append((where, name, number))
+                lacks += max(0, number + free)
+                left -= number
+                if not left:
+                    options.append((lacks, len(chosen), chosen))
+                    break
+        if not options:
+            return None
+        lacking, _, chosen = min(options, key=lambda option: option[:2])
+        return lacking, chosen
+
+    def _candidates(self) -> Iterator[tuple[Place, str]]:
+        """Yield nodes among which is the one that lacks the fewest devices: of a group the one with the most free."""
+        floor, shape = self._floor, self._ask.shape
+        reach = floor.reach(shape)
+        if self._count is None or reach.is_lent or reach.singles or not floor.is_plain:
+            yield from self._usable()
+            return
+        for group, types, _ in reach.entries:
+            for name in types:
+                fits = (place for _, place in group.index[name].most() if place.node.total[name] >= self._count)
+                found = next(fits, None) or group.first(name, self._count, floor.books)
+                if found is not None:
+                    yield found, name
+        for node_id, name in floor.books:
+            if self._is_usable(floor.places[node_id], name):
+                yield floor.places[node_id], name
+
+    def _is_near(self, count: float) -> bool:
+        """Return whether so many devices may be free where it could be; a quick look, before nodes are compared."""
+        reach = self._floor.reach(self._ask.shape)
+        indexes = [group.index[name] for group, types, _ in reach.entries for name in types]
+        most = [where.free[name] for where, types, _ in reach.singles.values() for name in types]
+        most += [self._floor.places[node_id].free[name] for node_id, name in self._floor.books]
+        if self._is_several:
+            return sum(most) + sum(index.free for index in indexes) >= count
+        return max(most + [index.counts[-1] for index in indexes if index.counts], default=0) >= count
+
+    def _needed(self, where: Place, gpu_type: str) -> int:
+        return where.node.total[gpu_type] if self._count is None else self._count
+
+    def _usable(self) -> Iterator[tuple[Place, str]]:
+        found = usable(self._floor, self._wanted, self._ask, self._now_ns)
+        if self._closing:
+            return ((where, name) for where, name in found if id(where.group) not in self._closing)
+        return found
+
+    def _is_usable(self, where: Place, gpu_type: str) -> bool:
+        is_closing = id(where.group) in self._closing
+        return not is_closing and is_usable(self._floor, self._wanted, self._ask, (where, gpu_type), self._now_ns)
+
+
+def _shares(needs: list[Need]) -> tuple[Share, ...]:
+    return tuple(Share(node_id=where.node.id, gpu_type=name, count=count) for where, name, count, *_ in needs)
+
+
+def _sooner(
+    best: tuple[tuple[float, int], list[Need]] | None, needs: list[Need]
+) -> tuple[tuple[float, int], list[Need]] | None:
+    """Return what is had sooner, of those alike what has fewer nodes."""
+    if not needs:
+        return best
+    found = (max(need[3] for need in needs), len(needs)), needs
+    return found if best is None or found[0] < best[0] else best
+
+
+def _learned(likely: float, at_ns: int | None) -> int | None:
+    """Return when devices are likely free, where that is clearly before the latest time."""
+    return math.ceil(likely) if at_ns is not None and likely < at_ns - _SLACK_NS else None

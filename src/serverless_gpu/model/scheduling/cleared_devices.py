@@ -1,0 +1,355 @@
+"""Room that is made for a run: others were asked to leave, and what they give back is kept for it until it starts.
+
+    blocked ─▶ where could it be, who may be asked there (`preemption.py`) ─▶ asked; noted in `State.clearing`
+    at the start of each pass, in the order in which they were asked for
+      all of it is free   ─▶ it starts there
+      it is on its way    ─▶ kept, whoever is ahead
+      it is not any more  ─▶ forgotten: a node went, somebody did not leave; it asks again when its turn comes
+    it starts elsewhere (as a guest, in what another one left) ─▶ the pass is stale: `take_back`, and another pass
+
+This is remembered from pass to pass. A planner that is made anew does not know it: who is leaving gives room to the
+first who may ask, which is who it was for, or somebody who is ahead of it by now.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from serverless_gpu.model.scheduling import gang_placement
+from serverless_gpu.model.scheduling.capacity import Floor
+from serverless_gpu.model.scheduling.impossible_requests import could_be
+from serverless_gpu.model.scheduling.multi_node_placement import are_one, is_several
+from serverless_gpu.model.scheduling.node_capacity import Group, Place
+from serverless_gpu.model.scheduling.node_order import Row
+from serverless_gpu.model.scheduling.planner_state import State
+from serverless_gpu.model.scheduling.preemption import (
+    FULL_CLAIM,
+    NO_CLAIM,
+    Room,
+    Site,
+    may_ask,
+    may_use,
+    room,
+    standing,
+)
+from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, Preemption, Reservation, Running, Share, Wanted
+
+SITES_MAX = 32
+"""So many nodes that would do are compared for the least loss."""
+LOOKED_MAX = 512
+"""So many nodes a pass looks at for who could leave; the next one goes on."""
+
+Claim = tuple[bool, bool]
+"""How far who has the most right of those that wait is from it, as `preempting.standing` says."""
+
+Start = Callable[[Wanted, Ask, tuple[Share, ...]], None]
+
+
+class Clearing:
+    """Making room during one pass.
+
+    Args:
+        state: what it works on; who is asked to leave counts as leaving at once.
+        start: what starts a run.
+
+    Attributes:
+        preemptions: who is asked to leave.
+        wake_ns: when it is worth asking again though nothing has changed; None for never.
+    """
+
+    def __init__(self, state: State, start: Start) -> None:
+        self._state, self._start = state, start
+        self._vain: set[object] = set()
+        self._hosts = [group for group in state.floor.groups.values() if _has_guests(group, state)]
+        self._host_ids = {id(group) for group in self._hosts}
+        self._claims: list[Claim] | None = None
+        self._is_last = not self._hosts
+        self._looked = 0
+        self._stayers: list[Running] = []  # who is asked, as they were before
+        self._cleared: list[str] = []  # for whom room is made
+        self.preemptions: list[Preemption] = []
+        self.wake_ns: int | None = None
+
+    def serve(self) -> None:
+        """Start those for whom room was made, and keep for the others what is on its way."""
+        state = self._state
+        for run_id, shares in list(state.clearing.items()):
+            found = state.queue.where(run_id)
+            if found is None or found[1] is None:
+                del state.clearing[run_id]
+                continue
+            wanted, ask = found[0], found[1].ask
+            missing = [self._missing(wanted, ask, share) for share in shares]
+            is_coming = all(lacks is not None for lacks in missing) and _is_all(state.floor, ask, shares)
+            if is_coming and any(missing):
+                self._keep(run_id, shares)
+                continue
+            del state.clearing[run_id]
+            if is_coming:
+                self._start(wanted, ask, shares)
+
+    def again(self) -> None:
+        """Begin the second round of the pass: guests are let in, and may ask guests."""
+        self._vain.clear()
+        self._is_last = True
+
+    def clear(self, wanted: Wanted, ask: Ask) -> bool:
+        """Ask others to leave for a run that is blocked; return whether room is made for it.
+
+        Args:
+            wanted: the run.
+            ask: what it asks for.
+        """
+        state = self._state
+        key = (ask.shape, "" if state.floor.is_plain else wanted.owner)  # what a class may not, those after it may not
+        is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
+        if not state.floor.leavers or is_late or key in self._vain or self._is_guest_soon(wanted, ask):
+            return False
+        found = self._search(wanted, ask)
+        if not found.shares:
+            self._vain.add(key)
+            if found.wake_ns is not None:
+                self.wake_ns = found.wake_ns if self.wake_ns is None else min(self.wake_ns, found.wake_ns)
+            return False
+        for preemption in found.preemptions:
+            self._ask(preemption)
+        state.clearing[wanted.run_id] = found.shares
+        self._cleared.append(wanted.run_id)
+        self._keep(wanted.run_id, found.shares)
+        return True
+
+    def take_back(self) -> None:
+        """Have nobody leave whom this pass, which is over, has asked: the next one asks anew, of what there is then.
+
+        All of it, also what was for those who still wait: some of them count on who was asked for others.
+        """
+        state = self._state
+        for held in self._stayers:
+            state.floor.give(state.running[held.wanted.run_id])
+            state.running[held.wanted.run_id] = held
+            state.floor.take(held)
+        for run_id in self._cleared:
+            if state.clearing.pop(run_id, None) is not None:
+                del state.reservations[run_id]
+
+    def _is_guest_soon(self, wanted: Wanted, ask: Ask) -> bool:
+        """Return whether there is room for it as a guest: it has that in the next round, and nobody has to leave."""
+        if self._is_last:
+            return False
+        if self._claims is None:
+            self._claims = _claims(self._state, self._hosts)
+        terms, now_ns = self._state.floor.terms, self._state.now_ns
+        for group, types, _ in self._state.floor.reach(ask.shape).entries:
+            if id(group) not in self._host_ids or not may_use(wanted, group.sample, terms, now_ns):
+                continue
+            claim = self._claims[self._hosts.index(group)]
+            if FULL_CLAIM < standing(wanted, group.sample, terms) <= claim and _has_room(group, types, wanted):
+                return True
+        return False
+
+    def _search(self, wanted: Wanted, ask: Ask) -> Room:
+        """Return who has to leave for a run, of the first nodes that lack the fewest devices."""
+        state = self._state
+        if is_several(state.floor, wanted, ask):
+            found = [self._site(where, name, ask) for where, name in self._parts(wanted, ask)]
+            self._looked += len(found)
+            sites = [site for site in found if site is not None]
+            return room(wanted, sites, state.floor.terms, state.now_ns) or Room()
+        ripe: list[Site] = []
+        green: list[Site] = []
+        for where, name in self._nodes(wanted, ask):
+            site = self._site(where, name, ask)
+            if site is not None:
+                self._looked += 1
+                (ripe if self._is_ripe(wanted, site) else green).append(site)
+            if len(ripe) >= SITES_MAX or self._looked >= LOOKED_MAX:
+                break
+        return room(wanted, ripe or green[:SITES_MAX], state.floor.terms, state.now_ns) or Room()
+
+    def _nodes(self, wanted: Wanted, ask: Ask) -> Iterator[tuple[Place, str]]:
+        """Yield nodes that a run may use where enough could get free, those that lack the fewest devices first."""
+        floor, count = self._state.floor, ask.shape.gpus
+        reach, leavers = floor.reach(ask.shape), floor.leavers
+        orders: list[list[Row]] = []
+        for group, types, pool in reach.entries:
+            if group.rank(floor.terms, wanted, pool, self._state.now_ns) is not None:
+                orders += [self._order(group, name, is_whole=count is None) for name in types]
+        beside: list[Row] = []
+        for where, *_ in reach.singles.values():
+            for name in self._types(wanted, ask, where):
+                if (where.node.id, name) in leavers.counts:
+                    beside.append(_lacking(where, name, is_whole=count is None))
+        for _, _, node_id, name, where in heapq.merge(*orders, sorted(beside)):
+            need = where.node.total.get(name, 0) if count is None else count
+            above = -1 if id(where.group) in self._host_ids else wanted.priority
+            is_enough = need > 0 and where.free[name] + leavers.most(node_id, name, above) >= need
+            if is_enough and node_id not in wanted.avoid and not where.node.away:
+                yield where, name
+
+    def _order(self, group: Group, gpu_type: str, *, is_whole: bool) -> list[Row]:
+        """Return the nodes of a group where somebody could leave, those that lack the fewest devices first."""
+        counts = self._state.floor.leavers.counts
+
+        def look(where: Place, _now_ns: int) -> tuple[Row | None, float]:
+            is_there = (where.node.id, gpu_type) in counts
+            return _lacking(where, gpu_type, is_whole=is_whole) if is_there else None, math.inf
+
+        return group.rows(gpu_type, is_whole, look, self._state.now_ns)
+
+    def _parts(self, wanted: Wanted, ask: Ask) -> list[tuple[Place, str]]:
+        """Return nodes of which a gang on several could have some, those on which an attempt failed last of all."""
+        usable = gang_placement.usable(self._state.floor, wanted, ask, self._state.now_ns)
+        found = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
+        well = [entry for entry in found if entry[0].node.id not in wanted.avoid]
+        several = well if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0) else found
+        return sorted(several, key=lambda entry: (*entry[0].entry[:2], entry[1]))
+
+    def _site(self, where: Place, gpu_type: str, ask: Ask) -> Site | None:
+        """Return a node with those who are there; None where somebody waits for what gets free by itself."""
+        floor, count = self._state.floor, ask.shape.gpus
+        book = floor.books.get((where.node.id, gpu_type))
+        if book is not None and not all(run_id in self._state.clearing for run_id, _ in book.names):
+            return None
+        total = where.node.total[gpu_type]
+        return Site(
+            node=where.node,
+            gpu_type=gpu_type,
+            need=total if count is None else min(count, total if count <= total else where.usable(gpu_type)),
+            free=gang_placement.unkept(floor, where, gpu_type) + floor.leavers.leaving(where.node.id, gpu_type),
+            holders=tuple(held.running for held in where.runs.get(gpu_type, {}).values()),
+        )
+
+    def _is_ripe(self, wanted: Wanted, site: Site) -> bool:
+        """Return whether enough may be asked to leave a node now."""
+        terms, now_ns = self._state.floor.terms, self._state.now_ns
+        missing = site.need - site.free
+        for running in site.holders:
+            if missing <= 0:
+                break
+            ripe_ns = may_ask(wanted, running, site.node, terms)
+            if ripe_ns is not None and ripe_ns <= now_ns:
+                here = (share for share in running.shares if share.node_id == site.node.id)
+                missing -= sum(share.count for share in here if share.gpu_type == site.gpu_type)
+        return missing <= 0
+
+    def _ask(self, preemption: Preemption) -> None:
+        state = self._state
+        held = state.running[preemption.run_id]
+        state.floor.give(held)
+        leaving = state.running[preemption.run_id] = msgspec.structs.replace(
+            held, is_leaving=True, leaving_ns=state.now_ns
+        )
+        state.floor.take(leaving)
+        self._stayers.append(held)
+        self.preemptions.append(preemption)
+
+    def _keep(self, run_id: str, shares: tuple[Share, ...]) -> None:
+        state = self._state
+        for share in shares:
+            book = state.floor.book(state.floor.places[share.node_id], share.gpu_type, state.now_ns)
+            book.keep(run_id, share.count, state.now_ns)
+        state.reservations[run_id] = Reservation(run_id=run_id, shares=shares, at_ns=None, is_bound=False)
+
+    def _missing(self, wanted: Wanted, ask: Ask, share: Share) -> int | None:
+        """Return how many devices of a share have yet to be given back; None when it will not come."""
+        state = self._state
+        where = state.floor.places.get(share.node_id)
+        found = None if where is None else state.floor.reach(ask.shape).of(where)
+        if where is None or found is None or share.gpu_type not in found[0] or where.node.away:
+            return None
+        if not may_use(wanted, where.node, state.floor.terms, state.now_ns):
+            return None
+        missing = share.count - gang_placement.unkept(state.floor, where, share.gpu_type)
+        return None if missing > state.floor.leavers.leaving(share.node_id, share.gpu_type) else max(0, missing)
+
+    def _types(self, wanted: Wanted, ask: Ask, where: Place) -> tuple[str, ...]:
+        """Return the types that a run may use on a node now."""
+        found = self._state.floor.reach(ask.shape).of(where)
+        if found is None or where.group.rank(self._state.floor.terms, wanted, found[1], self._state.now_ns) is None:
+            return ()
+        return found[0]
+
+
+def _has_room(group: Group, types: tuple[str, ...], wanted: Wanted) -> bool:
+    indexes = [group.index[name] for name in types]
+    if wanted.gpus is None:
+        return any(index.whole for index in indexes)
+    if wanted.several_nodes and group.sample.crews and any(index.free >= wanted.gpus for index in indexes):
+        return True  # there may be, on several of these nodes
+    return any(index.best(wanted.gpus, wanted.avoid) is not None for index in indexes)
+
+
+def close_to_guests(state: State) -> list[Group]:
+    """Let nobody in who has no right to be on a node; return groups of nodes that may have guests."""
+    hosts = [group for group in state.floor.groups.values() if _has_guests(group, state)]
+    for group in hosts:
+        group.claim = FULL_CLAIM
+    return hosts
+
+
+def open_to_guests(state: State, hosts: list[Group]) -> bool:
+    """Let guests in where nobody waits who has more right to be there, and could be there.
+
+    Args:
+        state: after all others were placed.
+        hosts: groups that may have guests.
+
+    Returns:
+        Whether more may be let in than before, and somebody waits who could be.
+    """
+    before = [group.claim for group in hosts]
+    claims = _claims(state, hosts)
+    for group, claim in zip(hosts, claims, strict=True):
+        group.claim = claim
+    if claims == before:
+        return False
+    if any(group.sample.owner_first for group in hosts):
+        return True
+    return any(line.key[0] >= BEST_EFFORT and not line.ask.shape.pool for line in state.queue.lines())
+
+
+def _claims(state: State, hosts: list[Group]) -> list[Claim]:
+    """Return the most right to each group of nodes that anybody has who waits and could be there."""
+    floor, claims = state.floor, [NO_CLAIM] * len(hosts)
+    owners = {group.sample.owner for group in hosts if group.sample.owner_first}
+    open_claims = set(range(len(hosts)))
+    for line in state.queue.lines():
+        if not open_claims:
+            break  # nobody has more right to any of them
+        if not (line.ask.shape.pool or line.owner in owners):
+            continue  # whoever names no pool and owns no node has no more right than any other guest
+        wanted, reach = line.rows[0][2], floor.reach(line.ask.shape)
+        rights = {number: standing(wanted, hosts[number].sample, floor.terms) for number in open_claims}
+        more = [number for number, right in rights.items() if right < claims[number]]
+        if not more or not could_be(floor, wanted, line.ask):
+            continue
+        within = {id(group) for group, *_ in reach.entries} | {id(one.group) for one, *_ in reach.singles.values()}
+        for number in more:
+            sample = hosts[number].sample
+            if id(hosts[number]) in within and may_use(wanted, sample, floor.terms, state.now_ns):
+                claims[number] = rights[number]
+                open_claims -= {number} if claims[number] == FULL_CLAIM else set()
+    return claims
+
+
+def _has_guests(group: Group, state: State) -> bool:
+    pool = state.floor.terms.pools.get(group.sample.pool)
+    lends = pool is not None and pool.reserved and pool.lends
+    return lends or (group.sample.owner_first and bool(group.sample.owner))
+
+
+def _lacking(where: Place, gpu_type: str, *, is_whole: bool) -> Row:
+    """Return the place of a node among those that lack the fewest devices: of so many of them, or of all."""
+    all_there = where.node.total[gpu_type] if is_whole else 0
+    return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)
+
+
+def _is_all(floor: Floor, ask: Ask, shares: tuple[Share, ...]) -> bool:
+    """Return whether shares are still what a run asks for, all of them, and what one gang may have."""
+    enough = ask.shape.gpus is None or ask.shape.gpus == sum(share.count for share in shares)
+    return enough and are_one(floor, shares)

@@ -1,0 +1,170 @@
+"""What can never be, said at once: nothing that has joined can serve such a run (F82)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from serverless_gpu.model.gangs.crew import NODES_MAX
+from serverless_gpu.model.hardware.gpu_types import CPU, matches
+from serverless_gpu.model.scheduling.capacity import Floor, has_python
+from serverless_gpu.model.scheduling.multi_node_placement import most, sizes
+from serverless_gpu.model.scheduling.node_capacity import Place
+from serverless_gpu.model.scheduling.preemption import could_use, is_open
+from serverless_gpu.model.scheduling.request_shapes import Ask
+from serverless_gpu.model.scheduling.values import Node, Wanted
+from serverless_gpu.model.scheduling.wait_messages import some
+
+NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
+ELSEWHERE_REMEDY = '; env="snapshot" takes them along'
+
+
+def impossible(floor: Floor, wanted: Wanted, ask: Ask) -> str:
+    """Return why nothing that has joined can ever serve a run, or "" when something can."""
+    if not floor.places:
+        return "no node has joined this server yet"
+    return "" if could_be(floor, wanted, ask) else _sentence(floor, wanted)
+
+
+def could_be(floor: Floor, wanted: Wanted, ask: Ask) -> bool:
+    """Return whether something that has joined can serve a run."""
+    if any((wanted.gpus or 1) <= size for _, size in sizes(floor, wanted, ask)):
+        return True
+    if not ask.shape.several or wanted.gpus is None:
+        return False
+    return max(most(floor, wanted, ask).values(), default=0) >= wanted.gpus
+
+
+def _sentence(floor: Floor, wanted: Wanted) -> str:
+    nodes = [place.node for place in sorted(floor.places.values(), key=_by_name)]
+    admitted = [node for node in nodes if _admits(floor, node, wanted)]
+    open_to = [node for node in admitted if is_open(wanted, node)]
+    if admitted and not open_to:
+        owners = sorted({node.owner for node in admitted if node.owner})
+        if any(is_open(msgspec.structs.replace(wanted, preemptible=True), node) for node in admitted):
+            first = f"its owner comes first on every node that would do ({', '.join(owners)})"
+            return f"{first}: others need resume=True there"
+        return f"every node that would do is its owner's alone: {', '.join(owners) or 'nobody else may use it'}"
+    if not open_to:
+        return _nowhere(floor, wanted, nodes)
+    anywhere = msgspec.structs.replace(wanted, machine="")
+    beyond = [node for node in nodes if _admits(floor, node, anywhere) and is_open(wanted, node)]
+    return _lacking(wanted, open_to) + _instead(wanted, beyond)
+
+
+def _by_name(place: Place) -> tuple[str, str]:
+    return place.node.name, place.node.id
+
+
+def _admits(floor: Floor, node: Node, wanted: Wanted) -> bool:
+    is_here = wanted.machine in ("", node.machine)
+    on_platform = not wanted.platform or not node.platform or wanted.platform == node.platform
+    return could_use(wanted, node, floor.terms) and is_here and on_platform and _has_python(node, wanted)
+
+
+def _has_python(node: Node, wanted: Wanted) -> bool:
+    return has_python(node, wanted.python) or wanted.caller == node.machine
+
+
+def _nowhere(floor: Floor, wanted: Wanted, nodes: Sequence[Node]) -> str:
+    """Return why no node may be used at all."""
+    if wanted.pool and not any(node.pool == wanted.pool for node in nodes):
+        pools = sorted({node.pool for node in nodes})
+        return f"pool {wanted.pool!r} has no nodes; pools that have: {', '.join(pools)}"
+    if wanted.machine and not any(node.machine == wanted.machine for node in nodes):
+        return f"its files lie on a machine that is no node of this server{ELSEWHERE_REMEDY}"
+    here = [node for node in nodes if wanted.machine in ("", node.machine)]
+    platforms = sorted({node.platform for node in here if node.platform})
+    if wanted.platform and platforms and wanted.platform not in platforms:
+        return f"made on {wanted.platform}, and the nodes are {', '.join(platforms)}"
+    in_reach = [node for node in here if could_use(wanted, node, floor.terms)]
+    if in_reach and not any(_has_python(node, wanted) for node in in_reach):
+        pythons = sorted({python for node in in_reach for python in node.pythons}, key=_version)
+        return f"needs Python {wanted.python}, and the nodes have {', '.join(pythons)}; `uv python install` adds one"
+    if not wanted.pool and not in_reach:
+        pools = sorted({node.pool for node in here})
+        lend = [name for name in pools if name in floor.terms.pools and floor.terms.pools[name].lends]
+        or_lent = (
+            f"; runs of BEST_EFFORT with resume=True or a short timeout= are lent devices of {', '.join(lend)}"
+            if lend
+            else ""
+        )
+        return f"every node is in a reserved pool, which has to be named: {', '.join(pools)}{or_lent}"
+    where = f" of pool {wanted.pool!r}" if wanted.pool else ""
+    return f"no node{where} is what it needs ({wanted.platform or 'its own machine'})"
+
+
+def _version(python: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in python.split("."))
+
+
+def _lacking(wanted: Wanted, eligible: Sequence[Node]) -> str:
+    """Return why the devices of the nodes that may be used will never do."""
+    where = f" in pool {wanted.pool!r}" if wanted.pool else ""
+    if wanted.gpu_type is None:
+        types = sorted({name for node in eligible for name, count in node.total.items() if name != CPU and count})
+        if not types:
+            return f"no node{where} has a GPU{NO_GPU_REMEDY}"
+        if len(types) > 1:
+            return f"there are several GPU types{where} ({', '.join(types)}), and gpu_type does not say which"
+    fitting = [
+        (count, name, node)
+        for node in eligible
+        for name, count in node.total.items()
+        if count and (matches(wanted.gpu_type, name, node.own) if wanted.gpu_type else name != CPU)
+    ]
+    if not fitting:
+        there = Counter[str]()
+        for node in eligible:
+            there.update({name: count for name, count in node.total.items() if name != CPU})
+        listed = ", ".join(f"{count} {name}" for name, count in sorted(there.items())) or "no GPU"
+        return f"no node{where} has {wanted.gpu_type}; there is {listed}"
+    count, name, node = max(fitting, key=lambda entry: entry[0])
+    asked = wanted.gpu_type or name
+    if wanted.several_nodes:
+        return _too_few(wanted, [entry[1:] for entry in fitting], asked)
+    return f"needs {wanted.gpus} {asked} on one node, and the largest{where} has {count} ({node.name})"
+
+
+def _kinds(nodes: Sequence[tuple[str, Node]]) -> dict[tuple[str, str], list[int]]:
+    """Return how large the nodes are that can have a part of a gang, by pool and type, the largest first."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for name, node in nodes:
+        if node.crews and node.total[name]:
+            kinds.setdefault((node.pool, name), []).append(node.total[name])
+    return {kind: sorted(sizes, reverse=True) for kind, sizes in sorted(kinds.items())}
+
+
+def _too_few(wanted: Wanted, fitting: Sequence[tuple[str, Node]], asked: str) -> str:
+    """Return why no pool ever has enough for a gang on several nodes."""
+    kinds = _kinds(fitting)
+    old = sorted({node.name for _, node in fitting if not node.crews})
+    without = f"; {', '.join(some(old))}: of a version that knows no gangs on several nodes" if old else ""
+    needs = f"needs {wanted.gpus} {asked}"
+    if not kinds:
+        return f"{needs} on several nodes{without}"
+    (pool, _), sizes = max(kinds.items(), key=lambda entry: sum(entry[1]))
+    of = f" of pool {pool!r}" if pool else ""
+    if sum(sizes) >= (wanted.gpus or 0):
+        most = sum(sizes[:NODES_MAX])
+        return f"{needs}, and a gang has {NODES_MAX} nodes at most: the largest{of} have {most} together{without}"
+    if len(sizes) == 1:
+        return f"{needs}; the only node{of} has {sizes[0]}{without}"
+    return f"{needs}; all {len(sizes)} nodes{of} have {sum(sizes)} together{without}"
+
+
+def _instead(wanted: Wanted, nodes: Sequence[Node]) -> str:
+    """Return how a gang that asked for one node would find room on several, or ""."""
+    count = wanted.gpus or 0
+    if not wanted.alone or wanted.several_nodes or wanted.gpu_type is None:
+        return ""
+    own = [(name, node) for node in nodes for name in node.total if matches(wanted.gpu_type, name, node.own)]
+    ways = [
+        number
+        for sizes in _kinds(own).values()
+        for number in range(2, min(len(sizes), NODES_MAX) + 1)
+        if sum(sizes[:number]) >= count > sum(sizes[: number - 1])
+    ]
+    return f"; {wanted.alone} {min(ways)} nodes would do" if ways else ""
