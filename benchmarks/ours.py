@@ -14,7 +14,7 @@ import torch
 from benchmarks import ranks
 from benchmarks.ranks import GIGABYTE, RANKS, now_ns, stamps
 from serverless_gpu import Run, Session, distributed, session
-from serverless_gpu.client.display import Display
+from serverless_gpu.client.display.run_display import Display
 from serverless_gpu.errors import RankCrashed
 from serverless_gpu.node.inside import payload
 from serverless_gpu.testing import agent_status, stop_agent

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from serverless_gpu.client import curves, figures
-from serverless_gpu.client.curves import Mark
 from serverless_gpu.client.metrics import Series
+from serverless_gpu.client.plots import curves, run_figure
+from serverless_gpu.client.plots.curves import Mark
 
 TARGET = Path(__file__).parents[1] / "docs" / "images" / "plot.png"
 BEGAN = 1_800_000_000
@@ -29,9 +29,9 @@ def main() -> None:
         Mark(BEGAN + FAILED_S - 2, "failure", "FAILED (rank_signal, rank 5): a signal ended a rank"),
         Mark(BEGAN + AGAIN_S, "attempt", "attempt 2 began"),
     ]
-    titles = figures.Titles("train · run 01kaqw3e5r7t9y2u4i6o8p0a1s", "8 H100 · 50 min 00 s · SUCCEEDED")
+    titles = run_figure.Titles("train · run 01kaqw3e5r7t9y2u4i6o8p0a1s", "8 H100 · 50 min 00 s · SUCCEEDED")
     totals = {(0, gpu): 81_559 << 20 for gpu in range(8)}
-    figures.draw(curves.lanes(metrics, totals), marks, titles, TARGET)
+    run_figure.draw(curves.lanes(metrics, totals), marks, titles, TARGET)
     with Image.open(TARGET) as picture:
         small = picture.convert("RGB").quantize(64)
     small.save(TARGET, optimize=True)

@@ -26,14 +26,14 @@ if not os.path.isdir(__path__[0]):
 TYPE_CHECKING = False  # type checkers know this name; importing `typing` would be most of what this import costs
 
 if TYPE_CHECKING:
-    from serverless_gpu.client.attaching import attach as attach
-    from serverless_gpu.client.completed import as_completed as as_completed
     from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction
     from serverless_gpu.client.decorator import distributed as distributed
-    from serverless_gpu.client.run import Run as Run
-    from serverless_gpu.client.run_list import RunList as RunList
-    from serverless_gpu.client.session import Session as Session
-    from serverless_gpu.client.session import session as session
+    from serverless_gpu.client.runs.attachment import attach as attach
+    from serverless_gpu.client.runs.completion_order import as_completed as as_completed
+    from serverless_gpu.client.runs.run import Run as Run
+    from serverless_gpu.client.runs.run_list import RunList as RunList
+    from serverless_gpu.client.sessions.session import Session as Session
+    from serverless_gpu.client.sessions.session import session as session
     from serverless_gpu.compute import GPUType as GPUType
     from serverless_gpu.model.receipt import Receipt as Receipt
 
@@ -44,15 +44,15 @@ __all__ += ["distributed", "errors", "session"]
 _HOMES = {
     "DistributedFunction": "serverless_gpu.client.decorator",
     "distributed": "serverless_gpu.client.decorator",
-    "Run": "serverless_gpu.client.run",
-    "RunList": "serverless_gpu.client.run_list",
-    "as_completed": "serverless_gpu.client.completed",
-    "attach": "serverless_gpu.client.attaching",
-    "Session": "serverless_gpu.client.session",
-    "session": "serverless_gpu.client.session",
+    "Run": "serverless_gpu.client.runs.run",
+    "RunList": "serverless_gpu.client.runs.run_list",
+    "as_completed": "serverless_gpu.client.runs.completion_order",
+    "attach": "serverless_gpu.client.runs.attachment",
+    "Session": "serverless_gpu.client.sessions.session",
+    "session": "serverless_gpu.client.sessions.session",
     "GPUType": "serverless_gpu.compute",
     "Receipt": "serverless_gpu.model.receipt",
-    "load_ipython_extension": "serverless_gpu.client.magic",  # %load_ext serverless_gpu
+    "load_ipython_extension": "serverless_gpu.client.notebook.magic",  # %load_ext serverless_gpu
 }
 _ROOMS = ("compute", "errors", "launcher", "ray", "runtime", "testing")
 

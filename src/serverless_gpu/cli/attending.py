@@ -13,7 +13,7 @@ from serverless_gpu.cli.locating import locate
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.run_details import show
 from serverless_gpu.cli.server.exit_codes import exit_code
-from serverless_gpu.client.attaching import attach as attach_to
+from serverless_gpu.client.runs.attachment import attach as attach_to
 from serverless_gpu.errors import AlreadyFinished
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 

@@ -12,8 +12,8 @@ from serverless_gpu.cli.locating import PAGE, locate, own_runs, server_runs
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.own_runs import row
 from serverless_gpu.cli.server import runs as remote
-from serverless_gpu.client.attaching import attach
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.runs.attachment import attach
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.history import FUNCTION, read_run, run_ids

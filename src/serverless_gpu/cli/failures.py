@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.cli.output import say_lines
-from serverless_gpu.client.failures import text_of
+from serverless_gpu.client.runs.rank_failures import text_of
 from serverless_gpu.errors import ServerlessGpuError
 
 

@@ -22,7 +22,7 @@ from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.locating import locate
 from serverless_gpu.cli.outputs import Output, OwnOutput, Source, refuse_missing_attempt
 from serverless_gpu.cli.server.outputs import served_output
-from serverless_gpu.client.display import Display, TerminalDisplay
+from serverless_gpu.client.display.run_display import Display, TerminalDisplay
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hangs.hang_report import ranks_text
 from serverless_gpu.node.history import read_run

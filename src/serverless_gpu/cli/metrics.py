@@ -10,7 +10,7 @@ from serverless_gpu.cli.choosing import this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.locating import locate
 from serverless_gpu.cli.output import print_json, say
-from serverless_gpu.client.attaching import attach
+from serverless_gpu.client.runs.attachment import attach
 
 
 @click.command()

@@ -7,7 +7,7 @@ import sys
 import click
 import msgspec
 
-from serverless_gpu.client.terminal import safe
+from serverless_gpu.client.display.terminal import safe
 
 
 def print_json(value: object) -> None:

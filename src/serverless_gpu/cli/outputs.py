@@ -16,7 +16,7 @@ from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.choosing import queued_runs
-from serverless_gpu.client.outcome import failed_rank
+from serverless_gpu.client.runs.outcome import failed_rank
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.history import NOT_STARTED, Record, is_live, read_run, touched_ns
 from serverless_gpu.node.home import Home

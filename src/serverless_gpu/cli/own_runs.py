@@ -85,7 +85,9 @@ def cost_so_far(home: Home, record: Record) -> Cost | None:
     """Return what a run that goes on has used by now; None for any other."""
     if not record.live:
         return None
-    found: Cost | None = load("serverless_gpu.client.costs").cost_here(home.runs / record.run_id, SystemClock())
+    found: Cost | None = load("serverless_gpu.client.runs.local_costs").cost_here(
+        home.runs / record.run_id, SystemClock()
+    )
     return found
 
 

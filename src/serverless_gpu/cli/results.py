@@ -17,7 +17,7 @@ from serverless_gpu.cli.choosing import queued_runs, this_home
 from serverless_gpu.cli.locating import locate
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server.results import served_results
-from serverless_gpu.client.result_files import whole
+from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.node.history import read_run

@@ -16,7 +16,7 @@ from serverless_gpu.cli.own_runs import as_json as as_json_of
 from serverless_gpu.cli.own_runs import cost_so_far, name_of, took_ms, took_text
 from serverless_gpu.cli.server import run_details as remote
 from serverless_gpu.cli.uses import sampled_uses, use_lines
-from serverless_gpu.client.outcome import ending_text
+from serverless_gpu.client.runs.outcome import ending_text
 from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec

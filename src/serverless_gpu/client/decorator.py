@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, Unpack, cast, ove
 
 import msgspec
 
-from serverless_gpu.client.failures import in_notebooks, without_own_frames
-from serverless_gpu.client.interrupts import terminable
-from serverless_gpu.client.launch import launch, prewarm, should_prewarm
-from serverless_gpu.client.preflight import check_function
-from serverless_gpu.client.run import Run
-from serverless_gpu.client.run_list import RunList
-from serverless_gpu.client.snapshots import shared
+from serverless_gpu.client.caller.interrupts import terminable
+from serverless_gpu.client.launch import launch
+from serverless_gpu.client.launch.launch import prewarm, should_prewarm
+from serverless_gpu.client.launch.preflight import check_function
+from serverless_gpu.client.launch.snapshot_environment import shared
+from serverless_gpu.client.runs.rank_failures import in_notebooks, without_own_frames
+from serverless_gpu.client.runs.run import Run
+from serverless_gpu.client.runs.run_list import RunList
 from serverless_gpu.errors import ArgumentMismatch, InvalidOption, ServerlessGpuError, UnknownGpuType
 from serverless_gpu.loading import load
 from serverless_gpu.model.hardware.gpu_types import GpuType

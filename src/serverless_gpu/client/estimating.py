@@ -18,9 +18,9 @@ from typing import cast
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
-from serverless_gpu.client.launch import check_call, check_nccl, check_shown, noted_home
-from serverless_gpu.client.preflight import check_travels
-from serverless_gpu.client.process_state import refusal
+from serverless_gpu.client.launch.launch import check_call, check_nccl, check_shown, noted_home
+from serverless_gpu.client.launch.preflight import check_travels
+from serverless_gpu.client.launch.process_state import refusal
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.cost import CostEstimate, Devices, Lasting, estimated
 from serverless_gpu.model.placement import Candidates, candidates, restrict
@@ -34,7 +34,7 @@ from serverless_gpu.node.outlook import expected_s, outlook
 from serverless_gpu.node.reaching import connect
 from serverless_gpu.node.reservation import find_provider
 
-_REMOTE = "serverless_gpu.client.remote.estimating"
+_REMOTE = "serverless_gpu.client.remote.estimate"
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -250,9 +250,9 @@ def test_type_checkers_see_the_users_signature(tmp_path: Path) -> None:
         [
             ["dict[", "float]"],
             ["list[", "dict[", "float]]"],
-            ["serverless_gpu.client.run.Run[", "dict["],
+            ["serverless_gpu.client.runs.run.Run[", "dict["],
             ["dict[", "float]"],
-            ["serverless_gpu.client.run_list.RunList[", "dict["],
+            ["serverless_gpu.client.runs.run_list.RunList[", "dict["],
         ],
         strict=True,
     ):

@@ -11,9 +11,9 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.connection import caller_context
-from serverless_gpu.client.launch import launch_command
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.launch.launch import launch_command
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import RunCancelled, RunTimedOut
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.lifecycle.retention import Policy

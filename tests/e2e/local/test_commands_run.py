@@ -12,8 +12,8 @@ from typing import Literal
 
 import pytest
 
-from serverless_gpu.client.launch import launch_command
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.launch.launch import launch_command
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import CommandFailed, InvalidValue, RankCrashed, RunCancelled, RunTimedOut
 from serverless_gpu.model.lifecycle.attempt import STOPPED_BY, StopReason
 from serverless_gpu.model.spec import Command, Resources, RunSpec

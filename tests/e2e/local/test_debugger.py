@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.client.failures import rebuild
+from serverless_gpu.client.runs.rank_failures import rebuild
 from tests.support.golden import golden
 
 

@@ -9,8 +9,8 @@ import msgspec
 
 from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client import launch
-from serverless_gpu.client.preflight import pack
+from serverless_gpu.client.launch import launch
+from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import RunList, as_completed, attach, distributed
-from serverless_gpu.client.started_runs import unfinished_text
+from serverless_gpu.client.runs.started_runs import unfinished_text
 from serverless_gpu.errors import ArgumentMismatch, InvalidOption, RunCancelled
 from tests.support.local.observe import run_script
 from tests.support.local.ranks import stay

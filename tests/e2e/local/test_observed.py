@@ -15,8 +15,8 @@ import pytest
 
 from serverless_gpu import distributed, runtime
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client import launch
-from serverless_gpu.client.preflight import pack
+from serverless_gpu.client.launch import launch
+from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.errors import RunTimedOut
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import DeviceUse, Receipt

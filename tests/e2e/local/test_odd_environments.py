@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import serverless_gpu
-from serverless_gpu.client import preflight
+from serverless_gpu.client.launch import preflight
 from serverless_gpu.environment.service import capture_error
 from serverless_gpu.errors import StorageError
 from serverless_gpu.node.home import Home, find_home

@@ -23,7 +23,7 @@ from typing import Literal
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.client.display import Display
+from serverless_gpu.client.display.run_display import Display
 from serverless_gpu.errors import InvalidValue, RankCrashed
 from tests.support.golden import golden
 from tests.support.local.observe import LIMIT_S, run_script, supervisor, wait_for

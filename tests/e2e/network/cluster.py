@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from serverless_gpu.ambient import machine, new_run_id
-from serverless_gpu.client.connection import caller_context
-from serverless_gpu.client.preflight import pack
+from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.home import Home

@@ -14,7 +14,7 @@ import pytest
 
 from serverless_gpu import attach
 from serverless_gpu.client.remote.server import close_all
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import RunCancelled
 from tests.e2e.ray.pools import START_S, Pool
 from tests.support.golden import golden

@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from serverless_gpu.client.launch import launch_command
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.launch.launch import launch_command
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import CommandFailed, InvalidValue
 from serverless_gpu.model.spec import Command, Kernel, Resources, RunSpec
 from tests.support.golden import golden

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import RunCancelled
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node import protocol

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from serverless_gpu import attach
 from serverless_gpu.cli.program import sgpu
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import RankCrashed
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from tests.support.golden import golden

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.client import launch
 from serverless_gpu.client.agent_control import stop_agent
-from serverless_gpu.client.preflight import pack
+from serverless_gpu.client.launch import launch
+from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node import protocol
@@ -120,7 +120,7 @@ def connected(path: Path) -> Channel:
 
 def test_a_service_that_says_nothing_is_told_and_then_given_up(own: Path, warmed: Dialogue) -> None:
     (service,) = named("sgpu-snapshots", own)
-    module = "sys.modules['serverless_gpu.client.snapshots']"
+    module = "sys.modules['serverless_gpu.client.launch.snapshot_environment']"
     warmed.ask(f"setattr({module}, 'SILENT_S', 0.2), setattr({module}, 'SILENT_S_MAX', 0.6)")
     service.send(signal.SIGSTOP)
     assert warmed.ask("call(work.value)").startswith(

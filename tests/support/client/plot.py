@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from serverless_gpu import Run
-from serverless_gpu.client.source import Supervised
+from serverless_gpu.client.runs.run_source import Supervised
 from serverless_gpu.model.spec import RunSpec
 
 

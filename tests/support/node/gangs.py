@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.client.connection import caller_context
-from serverless_gpu.client.preflight import pack
+from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.gangs.gang_lifecycle import Cause, Crew, Fold, Halt, Over, fold, told_to_stop
 from serverless_gpu.model.gangs.rendezvous import Address, Apart, Chosen, Offer, Reach, choose

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from serverless_gpu.client.connection import caller_context
-from serverless_gpu.client.preflight import pack
+from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.remote import read_remote

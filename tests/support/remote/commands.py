@@ -8,8 +8,8 @@ import sys
 from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
-from serverless_gpu.client.launch import launch_command
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.launch.launch import launch_command
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 
 

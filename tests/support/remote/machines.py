@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from serverless_gpu import attach
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, write_profile

@@ -17,7 +17,7 @@ from typing import IO
 
 import msgspec
 
-from serverless_gpu.client.result_files import refuse_other
+from serverless_gpu.client.runs.result_files import refuse_other
 from serverless_gpu.errors import AuditBroken, InvalidValue
 from serverless_gpu.model.access.audit_chain import Head, Link, follow
 from serverless_gpu.node.filesystems import lock_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from serverless_gpu.client.attaching import attach
+from serverless_gpu.client.runs.attachment import attach
 from serverless_gpu.node.history import read_ending
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from serverless_gpu.cli.output import say
 from serverless_gpu.cli.outputs import Output, Source, refuse_missing_attempt
 from serverless_gpu.cli.server.endings import fetch_ending
 from serverless_gpu.cli.server.reaching import patient_server
-from serverless_gpu.client.outcome import failed_rank
+from serverless_gpu.client.runs.outcome import failed_rank
 from serverless_gpu.loading import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.node.home import Home

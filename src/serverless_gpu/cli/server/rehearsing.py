@@ -19,8 +19,8 @@ import msgspec
 
 from serverless_gpu.ambient import format_utc
 from serverless_gpu.cli.output import print_json, say
-from serverless_gpu.client import snapshots
 from serverless_gpu.client.estimating import Estimate, estimate_run
+from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import EnvironmentProblem, ServerUnavailable
@@ -28,7 +28,7 @@ from serverless_gpu.loading import load
 from serverless_gpu.model.spec import Command, Priority, RunSpec, check_command
 from serverless_gpu.node.home import Home, find_home
 
-_SUBMITTING = "serverless_gpu.client.remote.submitting"
+_SUBMITTING = "serverless_gpu.client.remote.submission"
 _CHOICE = "serverless_gpu.client.remote.pool_choice"
 _SERVER = "serverless_gpu.client.remote.server"
 _SHORT = 12
@@ -108,7 +108,7 @@ def _imported(home: Home, environment: str, store: Where | None) -> _Imported:
     if environment != "snapshot":
         return _Imported(environment=environment)
     with contextlib.suppress(EnvironmentProblem):  # the run itself would say it
-        recognition = snapshots.Recognition(home, capture=False, store=store)
+        recognition = snapshot_environment.Recognition(home, capture=False, store=store)
         try:
             wanted = recognition.wanted()
         finally:

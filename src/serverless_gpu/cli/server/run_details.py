@@ -12,7 +12,7 @@ from serverless_gpu.cli.server.endings import fetch_ending
 from serverless_gpu.cli.server.reaching import patient_server
 from serverless_gpu.cli.server.runs import as_json, devices_text, moment_of, sentence_of, took_ms
 from serverless_gpu.cli.uses import use_lines
-from serverless_gpu.client.outcome import ending_text
+from serverless_gpu.client.runs.outcome import ending_text
 from serverless_gpu.errors import NotFound
 from serverless_gpu.loading import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State

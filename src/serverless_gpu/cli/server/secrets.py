@@ -16,7 +16,7 @@ from serverless_gpu.cli.choosing import durable_home, this_home
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.server.reaching import server
-from serverless_gpu.client import own_secrets
+from serverless_gpu.client.launch import local_secrets
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX, check_name, check_value
 from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
 
@@ -44,7 +44,7 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
     _refuse_both(team, local)
     value = check_value(check_name(name), _read(name, path))
     if local:
-        own_secrets.write(durable_home("secrets are kept there"), name, value)
+        local_secrets.write(durable_home("secrets are kept there"), name, value)
         say(f"{name} is set for runs of this machine")
         return
     with server() as connection:
@@ -59,7 +59,7 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
 def list_secrets(local: bool, as_json: bool) -> None:
     """List secrets, without their values: yours and your teams'."""
     if local:
-        names = own_secrets.names(this_home())
+        names = local_secrets.names(this_home())
         if as_json:
             print_json(names)
         else:
@@ -83,7 +83,7 @@ def delete_secret(name: str, team: str, local: bool) -> None:
     """Delete a secret with all of its versions; an attempt that has its copy goes on."""
     _refuse_both(team, local)
     if local:
-        own_secrets.delete(durable_home("secrets are kept there"), name)
+        local_secrets.delete(durable_home("secrets are kept there"), name)
         say(f"{name} is gone")
         return
     with server() as connection:

@@ -18,12 +18,12 @@ from serverless_gpu.cli.output import say
 from serverless_gpu.cli.server.command_line import SubmitCommand, command_of
 from serverless_gpu.cli.server.exit_codes import exit_code
 from serverless_gpu.cli.server.rehearsing import rehearse
+from serverless_gpu.client.caller.interrupts import terminable
 from serverless_gpu.client.decorator import parse_options
-from serverless_gpu.client.interrupts import terminable
-from serverless_gpu.client.launch import launch_command
-from serverless_gpu.client.remedies import explain, no_server
-from serverless_gpu.client.remote.variables import elsewhere
-from serverless_gpu.client.run import Run
+from serverless_gpu.client.launch.launch import launch_command
+from serverless_gpu.client.launch.remedies import explain, no_server
+from serverless_gpu.client.remote.environment_variables import elsewhere
+from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import NoSuitableNode, ServerNotConfigured
 from serverless_gpu.model.spec import Command, Priority, RunSpec
 

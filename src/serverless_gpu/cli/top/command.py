@@ -15,7 +15,7 @@ from serverless_gpu.cli.top.feed import Feed, look_around, user_name
 from serverless_gpu.cli.top.picture import Style, draw
 from serverless_gpu.cli.top.table import Table, as_json, tabulate
 from serverless_gpu.cli.top.terminal import Terminal
-from serverless_gpu.client.terminal import fit
+from serverless_gpu.client.display.terminal import fit
 from serverless_gpu.errors import AgentUnavailable
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.monitor import starting

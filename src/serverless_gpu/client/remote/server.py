@@ -1,8 +1,8 @@
 """A server as the client uses it: its routes as methods, and one pool of connections for each process and server.
 
 A call waits for a server that is away as long as its patience says, ten minutes unless `SERVERLESS_GPU_PATIENCE` (in
-seconds) says otherwise; whoever waits is told once. Streams have connections of their own (`stream.py`): they may be
-many and long, and closing one must not touch the others.
+seconds) says otherwise; whoever waits is told once. Streams have connections of their own (`event_stream.py`): they may
+be many and long, and closing one must not touch the others.
 
 A token may end while somebody waits: what is waited for goes on, so the wait does, too, as long as for a server that is
 away, until there is another token (`wait_for_token`). Whoever asks for something new is refused at once.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.display import TerminalDisplay
+from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.remote.profile import TOKEN, Profile, find_profile, patience_s, reread
 from serverless_gpu.environment.questions import Where
 from serverless_gpu.errors import NotAuthenticated

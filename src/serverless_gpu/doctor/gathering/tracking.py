@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-from serverless_gpu.client.tracking import SWITCH
+from serverless_gpu.client.caller.mlflow_context import SWITCH
 from serverless_gpu.doctor.facts import TrackingFacts, TrackingServer
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.mlflow_server.places import local_path

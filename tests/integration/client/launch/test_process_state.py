@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from serverless_gpu.client import preflight, process_state
+from serverless_gpu.client.launch import preflight, process_state
 from serverless_gpu.errors import NotPicklable
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.inside import call, payload, training

@@ -30,7 +30,7 @@ from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 
 ROOM = "src/serverless_gpu/node/agent.py"
-OPEN = "src/serverless_gpu/client/run.py"
+OPEN = "src/serverless_gpu/client/runs/run.py"
 INSIDE = "src/serverless_gpu/node/inside/rank.py"
 LONG = "def long():\n" + "    step()\n" * 80
 DOCUMENTED = 'def long():\n    """One.\n\n    Two.\n    """\n' + "    step()\n" * 79

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.remote.stream import Cursor
+from serverless_gpu.client.remote.event_stream import Cursor
 from serverless_gpu.errors import InvalidValue, NotFound, ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Forgotten, GivenUp, Started

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.client import display
-from serverless_gpu.client.display import TerminalDisplay
-from serverless_gpu.client.waiting_line import ROWS_MAX, WaitingLine, waited_text
+from serverless_gpu.client.display import run_display
+from serverless_gpu.client.display.run_display import TerminalDisplay
+from serverless_gpu.client.display.waiting_line import ROWS_MAX, WaitingLine, waited_text
 from serverless_gpu.testing import FakeClock
 from tests.support.client.display import Terminal
 from tests.support.client.notebook_display import Cell
@@ -24,7 +24,7 @@ def clock() -> FakeClock:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     made = Terminal()
-    monkeypatch.setattr(display, "standard_stream", lambda stream: made)
+    monkeypatch.setattr(run_display, "standard_stream", lambda stream: made)
     monkeypatch.setenv("TERM", "xterm")
     return made
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serverless_gpu.client import preflight
-from serverless_gpu.client.failures import without_own_frames
+from serverless_gpu.client.launch import preflight
+from serverless_gpu.client.runs.rank_failures import without_own_frames
 from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklable, StorageError
 from serverless_gpu.node.inside import call, payload
 from tests.support.golden import golden

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.program import Commit, Program, calling_program, commit_of, submitted_program, user_name
+from serverless_gpu.client.caller.calling_program import (
+    Commit,
+    Program,
+    calling_program,
+    commit_of,
+    submitted_program,
+    user_name,
+)
 from serverless_gpu.model.spec import Command
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

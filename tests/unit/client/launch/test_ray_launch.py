@@ -14,8 +14,8 @@ import pytest
 from serverless_gpu import distributed
 from serverless_gpu import ray as door
 from serverless_gpu.client.decorator import DistributedFunction
-from serverless_gpu.client.preflight import pack
-from serverless_gpu.client.ray_preflight import Found, check_ray, look, refusal
+from serverless_gpu.client.launch.preflight import pack
+from serverless_gpu.client.launch.ray_preflight import Found, check_ray, look, refusal
 from serverless_gpu.errors import InvalidOption, InvalidValue, NotPicklable, RayMissing, UsageError
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.ray_options import VALID, read_options
@@ -227,14 +227,14 @@ def test_finders_that_fail_are_as_if_there_was_nothing(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_call_without_ray_leaves_nothing_behind(home: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
-    monkeypatch.setattr("serverless_gpu.client.ray_preflight.look", lambda: Found("", ""))
+    monkeypatch.setattr("serverless_gpu.client.launch.ray_preflight.look", lambda: Found("", ""))
     with pytest.raises(RayMissing):
         ray_launch(gpus=1, gpu_type="CPU", remote=remote)(driver).submit()
     assert list(home.iterdir()) == []
 
 
 def test_arguments_that_do_not_fit_are_said_before_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serverless_gpu.client.ray_preflight.look", lambda: Found("", ""))
+    monkeypatch.setattr("serverless_gpu.client.launch.ray_preflight.look", lambda: Found("", ""))
     with pytest.raises(TypeError, match=re.escape(golden("client.ray_launch.arguments-do-fit"))):
         ray_launch(gpus=1, gpu_type="CPU")(driver).distributed(3)  # type: ignore[call-arg]  # what a user may write
 

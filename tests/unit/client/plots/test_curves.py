@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from serverless_gpu.client import curves
-from serverless_gpu.client.curves import Mark
-from serverless_gpu.client.tries import Try, marks
+from serverless_gpu.client.plots import curves
+from serverless_gpu.client.plots.attempt_marks import Try, marks
+from serverless_gpu.client.plots.curves import Mark
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 
 GPU = "system/node_0/gpu_3_"

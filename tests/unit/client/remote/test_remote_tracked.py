@@ -8,10 +8,10 @@ from typing import cast
 import msgspec
 import pytest
 
+from serverless_gpu.client.remote.event_stream import EventStream, Heard
+from serverless_gpu.client.remote.run_watch import Watched
 from serverless_gpu.client.remote.server import Server
-from serverless_gpu.client.remote.stream import EventStream, Heard
-from serverless_gpu.client.remote.watching import Watched
-from serverless_gpu.client.source import Note
+from serverless_gpu.client.runs.run_source import Note
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node import protocol
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StateMessage

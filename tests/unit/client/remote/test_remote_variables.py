@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.client.remote.variables import elsewhere, here
+from serverless_gpu.client.remote.environment_variables import elsewhere, here
 
 MINE = {
     "HF_TOKEN": "hf",

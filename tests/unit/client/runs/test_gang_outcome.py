@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.outcome import Origin, ending_text, make_exception
+from serverless_gpu.client.runs.outcome import Origin, ending_text, make_exception
 from serverless_gpu.errors import RunError
 from serverless_gpu.model.lifecycle.attempt import Failure, Reason
 from serverless_gpu.node.protocol import Stopped

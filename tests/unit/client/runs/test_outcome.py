@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.outcome import Origin, ending_text, load_result, make_exception
+from serverless_gpu.client.runs.outcome import Origin, ending_text, load_result, make_exception
 from serverless_gpu.errors import (
     BudgetExhausted,
     CollectiveHang,

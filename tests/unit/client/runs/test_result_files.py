@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.cli.pictures import drawing_room
 from serverless_gpu.cli.results import Result, write_result
 from serverless_gpu.cli.server import audit_file, usage_files
-from serverless_gpu.client.result_files import whole
+from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
 from tests.support.client.plot import handle
 from tests.support.client.plotted import attempt, telemetry

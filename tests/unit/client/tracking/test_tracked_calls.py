@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client import tracking
-from serverless_gpu.client.tracking import Far, Place, Resolved, place_of, resolve, tracked
+from serverless_gpu.client.caller import mlflow_context
+from serverless_gpu.client.caller.mlflow_context import Far, Place, Resolved, place_of, resolve, tracked
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking_context import Tracking
 from tests.support.golden import golden
@@ -52,7 +52,7 @@ def without_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no MLflow loaded, nor any said once."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "mlflow"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(tracking, "_said", set())
+    monkeypatch.setattr(mlflow_context, "_said", set())
     monkeypatch.chdir(tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_variables_name_experiment_and_run(installed: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_the_default_experiment_is_named_after_user_and_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "user_name", lambda: "DOMAIN\\eve")
+    monkeypatch.setattr(mlflow_context, "user_name", lambda: "DOMAIN\\eve")
     monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(__file__="/home/eve/fit.py"))
     told = found({})
     assert told.experiment == "/Users/DOMAIN_eve/fit"

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client import run as run_room
-from serverless_gpu.client.display import Display, TerminalDisplay
-from serverless_gpu.client.run import Run
-from serverless_gpu.client.source import Supervised
+from serverless_gpu.client.display.run_display import Display, TerminalDisplay
+from serverless_gpu.client.runs import run as run_room
+from serverless_gpu.client.runs.run import Run
+from serverless_gpu.client.runs.run_source import Supervised
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec

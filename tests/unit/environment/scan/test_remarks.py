@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.client.snapshots import found_text, taken_text
+from serverless_gpu.client.launch.snapshot_environment import found_text, taken_text
 from serverless_gpu.environment.documents import Facts, Member, Root, Row, make_snapshot, unit_address
 from serverless_gpu.environment.questions import Found, Taken
 from serverless_gpu.environment.remarks import remarks

@@ -8,9 +8,9 @@ from typing import cast
 import msgspec
 import pytest
 
+from serverless_gpu.client.remote.event_stream import EventStream
+from serverless_gpu.client.remote.run_watch import Watched
 from serverless_gpu.client.remote.server import Server
-from serverless_gpu.client.remote.stream import EventStream
-from serverless_gpu.client.remote.watching import Watched
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.support.client.remote_tracked import VIEW

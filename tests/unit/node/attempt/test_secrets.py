@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from serverless_gpu import faults, runtime
-from serverless_gpu.client import own_secrets
+from serverless_gpu.client.launch import local_secrets
 from serverless_gpu.errors import InvalidOption, InvalidValue, SecretMissing, StorageError
 from serverless_gpu.model import secrets
 from serverless_gpu.model.spec import make_spec
@@ -185,18 +185,18 @@ def test_an_attempt_that_waits_for_hours_keeps_its_secrets(attempt: Path) -> Non
 
 def test_a_home_has_secrets_for_runs_of_this_machine(tmp_path: Path) -> None:
     home = Home(tmp_path)
-    own_secrets.write(home, "A", b"one")
-    own_secrets.write(home, "A", b"two")
-    assert own_secrets.names(home) == ["A"]
+    local_secrets.write(home, "A", b"one")
+    local_secrets.write(home, "A", b"two")
+    assert local_secrets.names(home) == ["A"]
     path = tmp_path / "secrets" / "A"
     assert path.read_bytes() == b"two" and stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    own_secrets.delete(home, "A")
-    assert own_secrets.names(home) == []
+    local_secrets.delete(home, "A")
+    assert local_secrets.names(home) == []
     with pytest.raises(SecretMissing):
-        own_secrets.delete(home, "A")
+        local_secrets.delete(home, "A")
     with pytest.raises(InvalidValue):
-        own_secrets.write(home, "A", b"")
+        local_secrets.write(home, "A", b"")
 
 
 def test_a_rank_reads_what_it_was_given_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

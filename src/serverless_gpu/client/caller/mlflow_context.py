@@ -1,0 +1,359 @@
+"""Where a call is tracked: the caller's MLflow as its variables, and an MLflow it has imported already, say.
+
+    MLFLOW_TRACKING_URI, …_EXPERIMENT_NAME, …_EXPERIMENT_ID, …_RUN_ID ─┐
+    an imported mlflow: its URI, set_experiment, the active run ───────┼──▶ resolve ──▶ Tracking, part of the RunSpec
+    the program, its user, its commit, the arguments ──────────────────┘
+
+MLflow is never imported here, and nobody is asked over the network: this stands between a call and its first line.
+What comes out holds no credentials: it is written to the run's directory, and sent to servers.
+
+Failure cases: no MLflow in the caller's environment (the run is not tracked, unless its server has an MLflow); a URI
+that only MLflow itself can speak to (said; ranks use it as they find it); an MLflow of another version, or half
+imported (what it cannot tell is not known).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+from urllib.parse import quote, unquote, urlsplit
+
+import msgspec
+
+from serverless_gpu.client.caller.calling_program import calling_program, commit_of, submitted_program, user_name
+from serverless_gpu.client.display.run_display import TerminalDisplay
+from serverless_gpu.model.arguments import argument_texts
+from serverless_gpu.model.spec import Command, RunSpec
+from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.serialized import from_builtins
+
+SWITCH = "SERVERLESS_GPU_TRACKING"
+URI = "MLFLOW_TRACKING_URI"
+EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
+EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
+RUN_ID = "MLFLOW_RUN_ID"
+ARGUMENT = "call."
+"""In front of the names of arguments, so that none is in the way of a parameter that user code logs itself."""
+
+_IN_A_RANK = "SGPU_RUN_ID"
+_FLUENT = "mlflow.tracking.fluent"
+_SERVICE = "mlflow.tracking._tracking_service.utils"
+_RUN = re.compile(r"[a-zA-Z0-9][\w-]{0,255}")
+_EXPERIMENT = re.compile(r"[a-zA-Z0-9][\w-]{0,63}")
+_EXPERIMENT_CHARACTERS_MAX = 250
+_URI_CHARACTERS_MAX = 2_000
+_ITS_OWN = frozenset({"databricks", "databricks-uc", "uc"})  # also with nothing behind them
+_MEMORY = ("", ":memory:")
+_LOCAL_HOSTS = frozenset({"", "localhost"})
+_NOWHERE = (
+    f"runs of this server are not tracked: {URI} names no MLflow, and the server has none of its own "
+    "(`sgpu up --mlflow`)"
+)
+_said: set[str] = set()
+
+
+class Place(NamedTuple):
+    """Where runs are kept: a server's URI, or a store without one; or why neither, as a sentence."""
+
+    uri: str = ""
+    store: str = ""
+    problem: str = ""
+
+
+class Far(NamedTuple):
+    """Where a run goes that is started through a server.
+
+    Attributes:
+        is_elsewhere: whether ranks may run on another machine, which has no store of this one.
+        is_beside: whether the server is on this machine; its nodes need not be.
+        mlflow: returns the URI of the MLflow that belongs to the server, "" where it has none.
+    """
+
+    is_elsewhere: bool
+    is_beside: bool
+    mlflow: Callable[[], str]
+
+
+class Resolved(NamedTuple):
+    """Where a call is tracked, None for nowhere; and what the caller is to be told once."""
+
+    tracking: Tracking | None
+    sentence: str = ""
+
+
+class _Driver(NamedTuple):
+    """What the caller's own MLflow says.
+
+    Attributes:
+        uri: where it keeps runs.
+        is_set: whether anybody has said so, or it is MLflow's default.
+        experiment_id: what `set_experiment` chose, or "".
+        run_id: of the active run, or "".
+        run_experiment_id: the experiment of that.
+    """
+
+    uri: str = ""
+    is_set: bool = False
+    experiment_id: str = ""
+    run_id: str = ""
+    run_experiment_id: str = ""
+
+
+def resolve(
+    spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], far: Far | None = None
+) -> Resolved:
+    """Return where a call is tracked; whatever goes wrong, it is tracked less, and not refused.
+
+    Args:
+        spec: what was asked for.
+        arguments: of the call, by name.
+        environ: the caller's variables.
+        far: where the run goes; None for this machine, without a server.
+    """
+    if not spec.tracking or environ.get(SWITCH) == "0" or _IN_A_RANK in environ:
+        return Resolved(None)
+    is_installed = _is_installed()
+    driver = _driver() if is_installed else _Driver()
+    place = _place(driver, environ) if is_installed else Place()
+    sentence = place.problem
+    if place.problem:
+        return Resolved(None, place.problem)
+    elsewhere = far is not None and far.is_elsewhere
+    if place.store and elsewhere:
+        sentence = (
+            f"{place.store} is on this machine, so runs elsewhere are not tracked there; {URI} names a server that is "
+            "reached from both"
+        )
+        place, driver = Place(), _Driver()
+        environ = {name: value for name, value in environ.items() if name not in (RUN_ID, EXPERIMENT_ID)}
+    if not place.uri and not place.store and far is not None:
+        place = _offered(far.mlflow())
+    if not is_installed and not place.uri:
+        return Resolved(None)
+    if far is not None and elsewhere and not far.is_beside and not place.uri:
+        return Resolved(None, sentence or _NOWHERE)
+    if elsewhere and place.uri and _is_loopback(place.uri):
+        sentence = f"{place.uri} is this machine to itself; from a node on another one it is not reached"
+    return Resolved(_tracking(spec, arguments, environ, place, driver), sentence)
+
+
+def tracked(spec: RunSpec, arguments: Mapping[str, object] | None = None, far: Far | None = None) -> RunSpec:
+    """Return what was asked for with where it is tracked; what the caller should know of that is said once.
+
+    Args:
+        spec: what was asked for.
+        arguments: of the call, by name; None of a program, which has none.
+        far: as `resolve` has it.
+    """
+    found = resolve(spec, arguments or {}, os.environ, far)
+    if found.sentence and found.sentence not in _said and not spec.quiet:
+        _said.add(found.sentence)
+        TerminalDisplay(quiet=False).say(found.sentence)
+    return msgspec.structs.replace(spec, tracker=found.tracking)
+
+
+def place_of(uri: str, directory: str) -> Place:
+    """Return what a tracking URI means.
+
+    Args:
+        uri: as MLflow takes it.
+        directory: to which relative paths belong.
+    """
+    text = uri.strip()
+    if not text or len(text) > _URI_CHARACTERS_MAX or not text.isprintable():
+        return Place(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
+    scheme, colon, rest = text.partition(":")
+    scheme = scheme.lower()
+    if scheme not in _ITS_OWN and (not colon or "/" in scheme):
+        return Place(store=_path(directory, text))
+    if scheme in ("http", "https"):
+        return _server(text)
+    if scheme == "file":
+        return _directory(rest, directory)
+    if scheme.partition("+")[0] == "sqlite":
+        return _database(scheme, rest, directory)
+    return Place(
+        problem=f"MLflow at {scheme}:… is spoken to by MLflow's own client only: ranks use it as they find it, and "
+        "serverless-gpu tracks nothing there"
+    )
+
+
+def _server(text: str) -> Place:
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if not host or not text.isascii():
+        return Place(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
+    # Without user and password, and without what might be one in a query.
+    return Place(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
+
+
+def _offered(uri: str) -> Place:
+    """Return the MLflow server that a server of ours says is beside it; nothing where that is no address of one."""
+    place = place_of(uri, "/") if uri else Place()
+    return Place(uri=place.uri)
+
+
+def _directory(rest: str, directory: str) -> Place:
+    path = rest
+    if rest.startswith("//"):
+        host, slash, path = rest[2:].partition("/")
+        if host not in _LOCAL_HOSTS:
+            return Place(problem=f"MLflow's directory file:{rest} is on another machine; runs are not tracked")
+        path = slash + path
+    return Place(store=_path(directory, unquote(path)))
+
+
+def _database(scheme: str, rest: str, directory: str) -> Place:
+    path, question, query = rest.removeprefix("//").removeprefix("/").partition("?")
+    if path in _MEMORY or not rest.startswith("//"):
+        return Place(problem="MLflow's SQLite database is in the memory of this process; runs are not tracked")
+    if not path.startswith("/"):
+        path = quote(os.path.join(directory, "")) + path
+    return Place(store=f"{scheme}:///{os.path.normpath(path)}{question}{query}")
+
+
+def _path(directory: str, path: str) -> str:
+    """Return one name for all spellings of a path: it says which server keeps what is there."""
+    return os.path.normpath(os.path.join(directory, path))
+
+
+def _is_loopback(uri: str) -> bool:
+    host = urlsplit(uri).hostname or ""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _is_installed() -> bool:
+    """Return whether ranks could import MLflow; a directory that merely has its name is none."""
+    loaded = sys.modules.get("mlflow")
+    if loaded is not None:
+        return True
+    try:
+        found = importlib.util.find_spec("mlflow")
+    except (ImportError, ValueError, AttributeError):  # a finder of the user's that fails
+        return False
+    return found is not None and found.origin is not None
+
+
+# --- the caller's own MLflow ------------------------------------------------------------------------------------------
+
+
+class _Info(Protocol):
+    run_id: object
+    experiment_id: object
+
+
+class _ActiveRun(Protocol):
+    info: _Info
+
+
+class _Fluent(Protocol):
+    """What we use of MLflow's fluent interface; `_active_experiment_id` is no promise of its, and may be absent."""
+
+    def active_run(self) -> _ActiveRun | None: ...
+
+
+class _Service(Protocol):
+    def get_tracking_uri(self) -> object: ...
+    def is_tracking_uri_set(self) -> object: ...
+
+
+def _driver() -> _Driver:
+    """Return what an MLflow that is imported already says; it is asked nothing that it would have to look up."""
+    fluent, service = sys.modules.get(_FLUENT), sys.modules.get(_SERVICE)
+    if fluent is None or service is None:
+        return _Driver()
+    try:
+        run = cast("_Fluent", fluent).active_run()
+        return _Driver(
+            uri=str(cast("_Service", service).get_tracking_uri()),
+            is_set=bool(cast("_Service", service).is_tracking_uri_set()),
+            experiment_id=_valid(_EXPERIMENT, getattr(fluent, "_active_experiment_id", None)),
+            run_id=_valid(_RUN, run.info.run_id) if run is not None else "",
+            run_experiment_id=_valid(_EXPERIMENT, run.info.experiment_id) if run is not None else "",
+        )
+    except Exception:  # noqa: BLE001 - another version of it, or another thread is importing it this moment
+        return _Driver()
+
+
+def _place(driver: _Driver, environ: Mapping[str, str]) -> Place:
+    """Return where the caller's runs are kept; nothing where nobody has said so."""
+    uri = environ.get(URI, "")
+    # The number of a run or an experiment is of the store that the caller's MLflow has, its default among them.
+    is_numbered = bool(driver.experiment_id or environ.get(RUN_ID) or environ.get(EXPERIMENT_ID))
+    if driver.run_id or (not uri and (driver.is_set or is_numbered)):
+        uri = driver.uri
+    if not uri:
+        return Place()
+    try:
+        return place_of(uri, os.getcwd())
+    except FileNotFoundError:  # the working directory was removed: the launch says so
+        return Place()
+
+
+def _valid(pattern: re.Pattern[str], value: object) -> str:
+    text = value if isinstance(value, str) else str(value) if isinstance(value, int) else ""
+    return text if pattern.fullmatch(text) else ""
+
+
+# --- what is tracked --------------------------------------------------------------------------------------------------
+
+
+def _tracking(
+    spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], place: Place, driver: _Driver
+) -> Tracking:
+    """Return what is known of the call, every text such that it can be sent."""
+    program = submitted_program(spec.payload) if isinstance(spec.payload, Command) else calling_program(environ)
+    user = user_name()
+    continued = _valid(_RUN, environ.get(RUN_ID))
+    parent = "" if continued else driver.run_id
+    experiment_id = (driver.run_experiment_id if parent else "") or driver.experiment_id
+    experiment = "" if experiment_id else environ.get(EXPERIMENT_NAME, "").strip()
+    if not experiment and not experiment_id:
+        experiment_id = _valid(_EXPERIMENT, environ.get(EXPERIMENT_ID))
+        experiment = "" if experiment_id else f"/Users/{_part(user)}/{_part(program.name)}"
+    tags = {"mlflow.user": user, "mlflow.source.name": program.path or program.name, "mlflow.source.type": program.kind}
+    commit = commit_of(Path(program.path).parent) if os.path.isabs(program.path) else None
+    if commit is not None and commit.commit:
+        tags["mlflow.source.git.commit"] = commit.commit
+    if commit is not None and commit.branch:
+        tags["mlflow.source.git.branch"] = commit.branch
+    made = Tracking(
+        uri=place.uri,
+        store=place.store,
+        experiment=experiment[:_EXPERIMENT_CHARACTERS_MAX],
+        experiment_id=experiment_id,
+        run_id=continued,
+        parent_id=parent,
+        tags=tags,
+        params=_params(arguments),
+    )
+    return from_builtins(_sendable(msgspec.to_builtins(made)), Tracking)
+
+
+def _params(arguments: Mapping[str, object]) -> dict[str, str]:
+    try:
+        return {f"{ARGUMENT}{name}": text for name, text in argument_texts(arguments).items()}
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - classes of the user's may raise anything, and the run does not need this
+        return {}
+
+
+def _part(name: str) -> str:
+    """Return a name as one part of an experiment's."""
+    return "".join(char if char.isprintable() and char not in "/\\" else "_" for char in name) or "_"
+
+
+def _sendable(value: object) -> object:
+    """Return a value whose texts are UTF-8; paths and variables may hold bytes that are not."""
+    if isinstance(value, dict):
+        return {_sendable(key): _sendable(inner) for key, inner in value.items()}
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

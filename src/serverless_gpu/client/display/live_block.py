@@ -1,0 +1,104 @@
+"""The rows at the bottom of a terminal that are redrawn in place, and writing to a stream that may not take it.
+
+    printed lines, final
+    [rank 0]  45%|████▌     |        ◀─ the block: erased before anything is printed, drawn again after it
+    [rank 3] loading …
+
+Failure cases: no stream (a program without a console), a closed one, a pipe nobody reads: nothing is shown, the run
+matters more. A full disk: as well, and the caller is told why. A stream that cannot encode a character gets it escaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import TextIO
+
+from serverless_gpu.client.display.terminal import fit
+
+LIVE_ROWS_MAX = 8
+_COLUMNS = 80  # where the terminal does not say
+
+
+class Block:
+    """The rows that are on the terminal now."""
+
+    def __init__(self) -> None:
+        self._target: TextIO | None = None
+        self._rows = 0
+
+    @property
+    def there(self) -> bool:
+        """Return whether there is a row."""
+        return self._rows > 0
+
+    def draw(self, target: TextIO, lines: Sequence[str]) -> None:
+        """Show these rows in place of those that are there.
+
+        Args:
+            target: the terminal.
+            lines: `safe` text, cut to the terminal's size here.
+        """
+        columns, height = _size(target)
+        lines = lines[: max(1, height - 1)]
+        if not lines:
+            self.erase()
+            return
+        text = self._to_top() + "\r\n".join(fit(line, columns - 1) + "\x1b[K" for line in lines)
+        write(target, text + ("\x1b[J" if len(lines) < self._rows else ""))
+        self._target, self._rows = target, len(lines)
+
+    def erase(self) -> None:
+        """Take the rows away, so that something can be printed."""
+        if self._rows:
+            write(self._target, self._to_top() + "\x1b[J")
+            self._rows = 0
+
+    def _to_top(self) -> str:
+        return "\r" + (f"\x1b[{self._rows - 1}A" if self._rows > 1 else "")
+
+
+def is_terminal(target: TextIO | None) -> bool:
+    """Return whether a person's terminal is at the other end."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return target is not None and target.isatty()
+    return False
+
+
+def live_target(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
+    """Return the terminal to redraw rows on, or None where there is none that can."""
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return None
+    return next((target for target in (stderr, stdout) if is_terminal(target)), None)
+
+
+def columns_of(target: TextIO) -> int:
+    """Return how many columns a terminal has."""
+    return _size(target)[0]
+
+
+def write(target: TextIO | None, text: str) -> str:
+    """Write and flush, whatever the stream can take; return why it took nothing if somebody would miss it, or ""."""
+    if target is None:
+        return ""
+    try:
+        try:
+            target.write(text)
+        except UnicodeEncodeError:
+            encoding = target.encoding or "ascii"
+            target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        target.flush()
+    except (BrokenPipeError, ValueError):  # whoever read has gone, or closed it
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _size(target: TextIO) -> tuple[int, int]:
+    try:
+        columns, height = os.get_terminal_size(target.fileno())
+    except (OSError, ValueError):
+        return _COLUMNS, LIVE_ROWS_MAX + 1
+    return columns or _COLUMNS, height or LIVE_ROWS_MAX + 1

@@ -1,0 +1,347 @@
+"""What a person sees while a run goes on: rank lines, why it waits, the receipt.
+
+    Run.follow ──▶ Display ──┬─ TerminalDisplay   a terminal, a file, a pipe
+                             └─ NotebookDisplay   an IPython kernel (`notebook_display.py`)
+
+What ranks write goes to the stream they wrote it to, each line tagged with its rank; what we say goes to stderr, and
+where output is missing, too: stdout is the user's data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO, cast
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.client.display.live_block import LIVE_ROWS_MAX, Block, columns_of, is_terminal, live_target, write
+from serverless_gpu.client.display.screen import HELD_S, Screens
+from serverless_gpu.client.display.terminal import safe
+from serverless_gpu.client.display.waiting_line import WaitingLine
+from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.units import format_bytes
+
+_NOTEBOOK = "serverless_gpu.client.notebook.notebook_display"
+_REDRAW_S = 0.05
+_GLIMPSE_TICK_S = 1.0
+_LIVE_CHARACTERS_MAX = 2_000
+_WAIT_TICK_S = 1.0
+_STARTED = ("STARTING", "RUNNING")
+_PASSING_S = 10.0  # between two such sentences where a line cannot be replaced
+
+
+class Display:
+    """What `Run.follow` talks to; one run, one thread.
+
+    Attributes:
+        tick_s: how often `tick` wants to be called while nothing comes, or None; it may change with every call.
+    """
+
+    tick_s: float | None = None
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        """Take what a rank wrote, in pieces of any size.
+
+        Args:
+            rank: global rank.
+            stream: ``"stdout"`` or ``"stderr"``.
+            text: what it wrote, decoded.
+        """
+
+    def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
+        """Take that output is missing here.
+
+        Args:
+            rank: global rank.
+            stream: ``"stdout"`` or ``"stderr"``.
+            bytes_: how much.
+            lost: whether it is missing in the rank's file, too.
+        """
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence of ours."""
+
+    def passing(self, sentence: str) -> None:
+        """Show how far something is: a sentence that the next one replaces."""
+
+    def state(self, state: str, sentence: str) -> None:
+        """Take that the run's state, or what it waits for, is another one now."""
+
+    def waits(self, sentence: str, queued_ns: int | None) -> None:
+        """Show what the run waits for in the queue: a sentence that the next one replaces, until the state is another.
+
+        Args:
+            sentence: what for, and who has it.
+            queued_ns: since when, nanoseconds since 1970; None for from now on.
+        """
+
+    def tick(self) -> None:
+        """Do what is due; called about every `tick_s` while the run is waited for."""
+
+    def failure(self, tails: Mapping[int, str]) -> None:
+        """Show the last output of ranks that were not shown live, after the run failed.
+
+        Args:
+            tails: last lines by rank, the rank that failed first in front.
+        """
+
+    def tracked(self, url: str) -> None:
+        """Show the link to the run's page in MLflow; the same one again shows nothing."""
+
+    def receipt(self, receipt: Receipt) -> None:
+        """Show the receipt."""
+
+    def finish(self) -> None:
+        """Show what never got its newline; called once output is over."""
+
+
+class LineDisplay(Display):
+    """What all displays have in common that print the lines of ranks.
+
+    Args:
+        quiet: print nothing of our own (rank output is still shown, and what is missing of it).
+        logs: where the whole output of the ranks is: a directory, or the command that shows it.
+        clock: where time comes from.
+    """
+
+    def __init__(self, *, quiet: bool, logs: Path | str, clock: Clock | None) -> None:
+        self._quiet = quiet
+        self._logs = logs
+        self._clock = clock or SystemClock()
+        self._screens = Screens()
+        self._wait = WaitingLine()
+        self._since_ns = 0
+
+    def failure(self, tails: Mapping[int, str]) -> None:
+        """Print last lines, tagged like any others."""
+        for rank, tail in tails.items():
+            self.say(f"last output of rank {rank}, all of it in {self._logs_of(rank)}:")
+            self._print(rank, "stderr", tail.split("\n"))
+
+    def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
+        """Print final lines of a rank."""
+        raise NotImplementedError
+
+    def _begin_to_wait(self, sentence: str, queued_ns: int | None) -> None:
+        now_ns = self._clock.boottime_ns()
+        ago_ns = 0 if queued_ns is None else max(0, self._clock.wall_ns() - queued_ns)
+        # By the sentence before where that began: two clocks of two machines are not compared again and again.
+        if not self._wait.sentence:
+            self._since_ns = now_ns - ago_ns
+        self._wait.tell(sentence, since_ns=self._since_ns)
+
+    def _logs_of(self, rank: int) -> str:
+        """Return where all output of a rank is: the directory, or the command that shows it."""
+        return str(self._logs) if isinstance(self._logs, Path) else f"`{self._logs} --rank {rank}`"
+
+    def _log_of(self, rank: int, stream: str) -> str:
+        return str(self._logs / f"{rank}.{stream}") if isinstance(self._logs, Path) else self._logs_of(rank)
+
+    def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
+        """Return the line that says how much is missing and where it is."""
+        where = "dropped" if lost else f"not shown (too fast for a screen), in {self._log_of(rank, stream)}"
+        return f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n"
+
+
+class TerminalDisplay(LineDisplay):
+    """Prints one run.
+
+    On a terminal, lines that are not finished, progress bars among them, are redrawn in place below all others. Into a
+    file or a pipe a line goes once, in its final state; a bar that takes long, every ten seconds.
+
+    Args:
+        quiet: print nothing of our own (rank output is still shown, and what is missing of it).
+        logs: where the whole output of the ranks is: a directory, or the command that shows it.
+        clock: where time comes from.
+        tagged: put the rank in front of each line.
+        write: how to write to a stream; returns why that was not possible, or "".
+    """
+
+    def __init__(
+        self,
+        *,
+        quiet: bool,
+        logs: Path | str = Path("logs"),
+        clock: Clock | None = None,
+        tagged: bool = True,
+        write: Callable[[TextIO | None, str], str] = write,
+    ) -> None:
+        super().__init__(quiet=quiet, logs=logs, clock=clock)
+        self._tagged = tagged
+        self._write_to = write
+        self._block = Block()
+        self._drawn_ns = 0
+        self._changed = False  # since it was drawn
+        self._told = False  # that a stream takes nothing
+        self._passing = ""
+        self._passed_ns = self._clock.boottime_ns()
+        self._tracked = ""
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        """Print the lines of what a rank wrote that are final."""
+        self._changed = True
+        self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
+        self._refresh()
+
+    def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
+        """Print how much is missing and where it is."""
+        self._print(rank, stream, self._screens.end(rank, stream, broken=True))
+        self._write("stderr", self._missing(rank, stream, bytes_, lost))
+        self._refresh()
+
+    def passing(self, sentence: str) -> None:
+        """Show how far something is: below all lines on a terminal, elsewhere as a line now and then."""
+        if self._quiet:
+            return
+        now_ns = self._clock.boottime_ns()
+        if live_target(standard_stream("stdout"), standard_stream("stderr")) is not None:
+            self._passing, self._changed = f"serverless-gpu: {sentence}", True
+            self._refresh()
+        elif now_ns - self._passed_ns >= _PASSING_S * 1e9:
+            self._passed_ns = now_ns
+            self.say(sentence)
+
+    def state(self, state: str, sentence: str) -> None:
+        """Take that whatever was going on has come to its end."""
+        self._passing = ""
+        waited = self._wait.over(self._clock.boottime_ns())
+        if waited and state in _STARTED:
+            self.say(f"it starts, after {waited} in the queue")
+        elif self._block.there:
+            self._refresh()
+
+    def waits(self, sentence: str, queued_ns: int | None) -> None:
+        """Show what is waited for: below all lines on a terminal, elsewhere as a line now and then."""
+        if self._quiet:
+            return
+        self._passing = ""
+        self._begin_to_wait(sentence, queued_ns)
+        self._say_wait()
+        self._changed = True
+        self._refresh()
+
+    def _say_wait(self) -> None:
+        """Print what is waited for where rows cannot be redrawn, if it is due."""
+        if live_target(standard_stream("stdout"), standard_stream("stderr")) is None:
+            line = self._wait.line(self._clock.boottime_ns())
+            if line:
+                self.say(line)
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence of ours."""
+        self._passing = ""
+        if not self._quiet:
+            tty = is_terminal(standard_stream("stderr"))
+            text = "\n".join(safe(line, tty=tty) for line in sentence.split("\n"))  # it may quote what others wrote
+            self._write("stderr", f"serverless-gpu: {text}\n")
+            self._refresh()
+
+    def tick(self) -> None:
+        """Print lines that have become final with time, and draw what is due."""
+        now_ns = self._clock.boottime_ns()
+        for rank, stream, lines in self._screens.settle(now_ns):
+            self._print(rank, stream, lines)
+        self._say_wait()
+        for (rank, stream), screen in self._screens.by_stream.items():
+            if not is_terminal(standard_stream(stream)):
+                self._print(rank, stream, screen.glimpse(now_ns))
+        self._refresh()
+
+    def finish(self) -> None:
+        """Print lines that never got their newline."""
+        self._passing = ""
+        self._wait.over(self._clock.boottime_ns())
+        for rank, stream, lines in self._screens.end_all():
+            self._print(rank, stream, lines)
+        self._block.erase()
+        self.tick_s = None
+
+    def tracked(self, url: str) -> None:
+        """Print the link, once."""
+        if url and url != self._tracked:
+            self._tracked = url
+            self.say(f"MLflow: {safe(url, tty=True)}")
+
+    def receipt(self, receipt: Receipt) -> None:
+        """Print the receipt in brief; `sgpu show` has the whole one."""
+        for line in receipt.brief():
+            self.say(line)
+
+    def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
+        if lines:
+            tty = is_terminal(standard_stream(stream))
+            self._write(stream, "".join(f"{self._tag(rank)}{safe(line, tty=tty)}\n" for line in lines))
+
+    def _tag(self, rank: int) -> str:
+        return f"[rank {rank}] " if self._tagged else ""
+
+    def _write(self, stream: str, text: str) -> None:
+        self._block.erase()
+        problem = self._write_to(standard_stream(stream), text)
+        if problem and not self._told:
+            self._told = True
+            write(sys.stderr, f"serverless-gpu: cannot write to {stream}: {problem}; all output is in {self._logs}\n")
+
+    def _refresh(self) -> None:
+        """Draw unfinished lines where that is possible, not too often, and say when to be called again."""
+        now_ns = self._clock.boottime_ns()
+        target = live_target(standard_stream("stdout"), standard_stream("stderr"))
+        if target is not None and (not self._block.there or now_ns - self._drawn_ns >= _REDRAW_S * 1e9):
+            self._block.draw(target, self._live_lines(columns_of(target)))
+            self._drawn_ns, self._changed = now_ns, False
+        due_s = [_REDRAW_S] if target is not None and self._changed else []
+        waits_s = self._wait.due_s(now_ns) if target is None else _WAIT_TICK_S if self._wait.sentence else None
+        due_s += [] if waits_s is None else [waits_s]
+        for (_, stream), screen in self._screens.by_stream.items():
+            due_s += [HELD_S] if screen.held else []
+            due_s += [_GLIMPSE_TICK_S] if screen.moving and not is_terminal(standard_stream(stream)) else []
+        self.tick_s = min(due_s, default=None)
+
+    def _live_lines(self, columns: int) -> list[str]:
+        """Return what is waited for, and the unfinished lines of whoever wrote last, in order of rank."""
+        shown = {key: screen for key, screen in self._screens.by_stream.items() if is_terminal(standard_stream(key[1]))}
+        latest = sorted(shown, key=lambda key: shown[key].touched_ns, reverse=True)
+        keys: list[tuple[int, str]] = []
+        for key in latest:
+            if sum(len(shown[taken].open_rows) for taken in keys) < LIVE_ROWS_MAX:
+                keys.append(key)
+        rows = [
+            f"{self._tag(rank)}{safe(row[:_LIVE_CHARACTERS_MAX], tty=True)}"
+            for rank, stream in sorted(keys)
+            for row in shown[rank, stream].open_rows
+        ]
+        own = self._wait.rows(self._clock.boottime_ns(), columns) or ([self._passing] if self._passing else [])
+        return [*(safe(line, tty=True) for line in own), *rows][:LIVE_ROWS_MAX]
+
+
+def make_display(*, quiet: bool, logs: Path | str) -> Display:
+    """Return the display that suits this process: a notebook's in an IPython kernel, else a terminal's.
+
+    Args:
+        quiet: show nothing of our own.
+        logs: where the whole output of the ranks is: a directory, or the command that shows it.
+    """
+    if _in_kernel():
+        # By name: it imports from here.
+        module = importlib.import_module(_NOTEBOOK)
+        return cast("Display", module.NotebookDisplay(quiet=quiet, logs=logs))
+    return TerminalDisplay(quiet=quiet, logs=logs)
+
+
+def again() -> str:
+    """Return what to do to interrupt once more."""
+    return "press the stop button again" if _in_kernel() else "press Ctrl-C again"
+
+
+def _in_kernel() -> bool:
+    """Return whether this process is an IPython kernel; a plain IPython in a terminal is a terminal."""
+    package = sys.modules.get("IPython")
+    get_ipython = getattr(package, "get_ipython", None)
+    return get_ipython is not None and hasattr(get_ipython(), "kernel")
+
+
+def standard_stream(stream: str) -> TextIO | None:
+    """Return this process's stream of a name, as it is now."""
+    return sys.stdout if stream == "stdout" else sys.stderr

@@ -1,0 +1,439 @@
+"""From a function and its arguments to a launched run: everything that can be refused is refused here, before
+anything starts.
+
+    check function ─ bind arguments ─ agent (inventory) ─ choose candidates ─ run directory ─ payload ─ Launch
+                     └ with env="snapshot": which one? ─────────────────────────────────────────┘  └ Confirm
+
+A session is launched the same way, without a function.
+
+Failure cases: whatever goes wrong, the run directory is removed again; nothing else exists yet. If the environment
+turns out to have changed, the launch is withdrawn before user code starts, and made again with what is there now. If
+what is stored of it turns out to be damaged, it is captured again and the run launched anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar, cast
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock, new_run_id
+from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.caller.mlflow_context import resolve, tracked
+from serverless_gpu.client.launch import snapshot_environment
+from serverless_gpu.client.launch.local_secrets import with_secrets
+from serverless_gpu.client.launch.preflight import bind_arguments, check_function, pack
+from serverless_gpu.client.launch.process_state import refusal
+from serverless_gpu.client.launch.ray_preflight import check_ray
+from serverless_gpu.client.runs.run import Run
+from serverless_gpu.client.runs.run_source import Supervised
+from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
+from serverless_gpu.model.billing.pricing import UNPRICED
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.placement import Candidates, candidates, restrict
+from serverless_gpu.model.spec import HANG_WARNING, Command, Function, RunSpec, check_command, hang_warning_s, no_nccl
+from serverless_gpu.node import protocol, secret_files
+from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inventory import offered
+from serverless_gpu.node.reaching import connect
+from serverless_gpu.node.submission import ranks_of, write_submission
+from serverless_gpu.threads import start_thread
+
+R = TypeVar("R")
+Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of whatever its ranks return
+
+_REMOTE = "serverless_gpu.client.remote.submission"
+_OWN = ("serverless_gpu.", "_sgpu_inside")
+_FENCE = 1
+_WITHDRAWN_S = 10.0
+_notes_said: set[str] = set()
+
+
+class Lender(NamedTuple):
+    """The session a run belongs to, and the devices that session holds."""
+
+    session: str
+    devices: tuple[Device, ...]
+
+
+class Order(NamedTuple):
+    """What is to be launched: a run, or a session (which has an idle limit)."""
+
+    spec: RunSpec
+    called_ns: int
+    lender: Lender | None = None
+    idle_timeout_s: float | None = None
+
+
+def launch(
+    function: Callable[..., R],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    spec: RunSpec,
+    lender: Lender | None = None,
+    *,
+    watch: bool = False,
+) -> Run[R]:
+    """Start a run, on this machine or through a server, and return its handle.
+
+    Args:
+        function: what every rank calls.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        spec: what was asked for.
+        lender: the session whose devices it uses, or None.
+        watch: whether the caller is going to wait for it at once.
+
+    Raises:
+        ServerlessGpuError: nothing was started; the message says why and what to do.
+    """
+    called_ns = SystemClock().boottime_ns()
+    arguments = check_call(function, args, kwargs, spec)
+    if spec.hang_warning_s:  # 0 for actors: their ranks wait for calls
+        spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
+    if spec.remote:
+        if lender is not None:
+            raise UsageError(
+                f"{spec.name} has remote=True, and session {lender.session} holds devices of this machine",
+                hint="call it outside of the session, or leave remote out",
+            )
+        # By name: HTTP is loaded only for those who use a server.
+        remote = importlib.import_module(_REMOTE)
+        return cast("Run[R]", remote.launch(remote.Call(function, args, kwargs, arguments), spec, watch=watch))
+    order = Order(tracked(spec, arguments), called_ns, lender)
+
+    def write_call(directory: Path) -> None:
+        packed = pack(str(directory / "call.pkl"), function, args, kwargs, refusal(spec))
+        if packed.warning and not spec.quiet:
+            print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
+
+    return _place(Run, order, write_call)
+
+
+def check_call(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
+) -> dict[str, object]:
+    """Return the arguments by name, for whoever looks at the run; refuse a call that no rank could make.
+
+    Raises:
+        UsageError: the function cannot run on ranks, the arguments do not fit, or Ray is not what it has to be.
+    """
+    check_function(function)
+    arguments = bind_arguments(function, args, kwargs)
+    if spec.ray is not None:
+        check_ray(spec.ray)
+    is_cell = str(getattr(function, "__module__", "")).startswith(_OWN)  # it has its code as arguments
+    return {} if is_cell else arguments
+
+
+def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
+    """Start a program, `spec.payload`, on this machine or through a server, and return the handle of its run.
+
+    Args:
+        spec: what was asked for.
+        watch: whether the caller is going to wait for it at once.
+
+    Raises:
+        ServerlessGpuError: nothing was started; the message says why and what to do.
+    """
+    called_ns = SystemClock().boottime_ns()
+    if isinstance(spec.payload, Command):
+        check_command(spec.payload)
+    spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
+    if spec.remote:
+        remote = importlib.import_module("serverless_gpu.client.remote.submission")
+        return cast("Run[None]", remote.launch(None, spec, watch=watch))
+    return _place(Run, Order(tracked(spec), called_ns), lambda directory: None)
+
+
+def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
+    """Ask for devices to be held for a session and return its handle; it may still be waiting for them.
+
+    Args:
+        handle: the class of the handle.
+        spec: what was asked for.
+        idle_timeout_s: seconds without a run after which the session ends.
+
+    Raises:
+        ServerlessGpuError: nothing was started; the message says why and what to do.
+    """
+    order = Order(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
+    return _place(handle, order, lambda directory: None)
+
+
+def _place(handle: Callable[..., Handle], order: Order, fill: Callable[[Path], None]) -> Handle:
+    """Choose devices, write the run directory, send it to the agent."""
+    home = noted_home()
+    recognition = snapshot_environment.recognise(home) if order.spec.environment == "snapshot" else None
+    try:
+        while True:  # twice at most: what was captured just now needs no second look
+            placed = _try_place(handle, order, fill, home, recognition)
+            if placed is not None:
+                return placed
+    finally:
+        if recognition is not None:
+            recognition.close()
+
+
+def _try_place(
+    handle: Callable[..., Handle],
+    order: Order,
+    fill: Callable[[Path], None],
+    home: Home,
+    recognition: snapshot_environment.Recognition | None,
+) -> Handle | None:
+    """Launch; return None where the environment had changed, and the launch was withdrawn."""
+    channel, greeting = connect(home)
+    try:
+        message = make_message(order, home, greeting)
+        directory = Path(message.directory)
+        try:
+            home.make_attempt(message.run_id, message.fence)
+            write_submission(message, greeting.version)
+            fill(directory)
+            message = with_secrets(home, message)
+            if recognition is not None:
+                message = _in_environment(message, recognition)
+            channel = _send(home, channel, message)
+            if not message.confirmed and recognition is not None and not _confirmed(channel, recognition):
+                withdraw(channel)
+                secret_files.remove(directory)
+                home.remove_run(message.run_id)
+                return None
+        except BaseException:
+            # Ctrl-C may have come just after the launch was sent: then a supervisor reads this.
+            with contextlib.suppress(OSError):
+                protocol.send(channel, protocol.Cancel())
+            secret_files.remove(directory)
+            home.remove_run(message.run_id)
+            raise
+    except BaseException:
+        channel.close()
+        raise
+    again = msgspec.structs.replace(message, confirmed=True)
+
+    def launch_again() -> Channel:  # what had them was buried, and its secrets with it
+        return _send(home, None, with_secrets(home, again))
+
+    source = Supervised(message.run_id, directory, ranks_of(message), channel, launch_again)
+    made = handle(source, order.spec)
+    if recognition is not None and order.idle_timeout_s is None:
+        made._relaunch_with(lambda: _relaunch(order, home, again))
+    return made
+
+
+def _relaunch(order: Order, home: Home, message: protocol.Launch) -> Supervised | None:
+    """Capture the environment of a run that found it damaged in the store, and launch the run anew.
+
+    Returns:
+        The new run; None where capturing does not help: nothing was missing, or the environment is another one by now.
+    """
+    recognition = snapshot_environment.Recognition(home)
+    try:
+        wanted = recognition.wanted()
+        if not recognition.verified or wanted is None or wanted != message.environment:
+            return None
+    finally:
+        recognition.close()
+    channel, greeting = connect(home)
+    try:
+        fresh = msgspec.structs.replace(make_message(order, home, greeting), environment=wanted, confirmed=True)
+        directory = Path(fresh.directory)
+        try:
+            home.make_attempt(fresh.run_id, fresh.fence)
+            write_submission(fresh, greeting.version)
+            if isinstance(order.spec.payload, Function):
+                shutil.copyfile(Path(message.directory) / "call.pkl", directory / "call.pkl")
+            fresh = with_secrets(home, fresh)
+            channel = _send(home, channel, fresh)
+        except BaseException:
+            secret_files.remove(directory)
+            home.remove_run(fresh.run_id)
+            raise
+    except BaseException:
+        channel.close()
+        raise
+    again = fresh
+    return Supervised(
+        fresh.run_id,
+        directory,
+        ranks_of(fresh),
+        channel,
+        lambda: _send(home, None, with_secrets(home, again)),
+    )
+
+
+def _in_environment(message: protocol.Launch, recognition: snapshot_environment.Recognition) -> protocol.Launch:
+    """Return the launch with its environment, which is captured first if it must be."""
+    display = snapshot_environment.capturing(quiet=message.spec.quiet, logs=Path(message.directory) / "logs")
+    try:
+        wanted = recognition.wanted(display)
+    finally:
+        display.finish()
+    confirmed = recognition.verified or message.idle_timeout_s is not None  # a session runs nothing
+    return msgspec.structs.replace(message, environment=wanted, confirmed=confirmed)
+
+
+def _confirmed(channel: Channel, recognition: snapshot_environment.Recognition) -> bool:
+    """Let user code start once every file is known to be as the snapshot says; the capture says what changed."""
+    if recognition.changes():
+        return False
+    with contextlib.suppress(OSError):  # its supervisor is gone: the handle finds out, and what to do
+        protocol.send(channel, protocol.Confirm())
+    return True
+
+
+def withdraw(channel: Channel) -> None:
+    """End a launch that user code has not seen, and wait until its devices are free again."""
+    channel.sock.settimeout(_WITHDRAWN_S)
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        protocol.send(channel, protocol.Cancel())
+        while (received := protocol.receive(channel)) is not None:
+            if isinstance(received[0], protocol.Finished | protocol.Refused):
+                break
+    channel.close()
+
+
+def prewarm(spec: RunSpec) -> None:
+    """Have a warm interpreter ready for such runs, in the background; the first run says what goes wrong."""
+    sysconfig.get_config_vars()  # here: up to Python 3.12, the caller might see it half filled by a thread
+
+    def ask() -> None:
+        try:
+            home, environment = find_home(os.environ), None
+            if spec.remote and not importlib.import_module(_REMOTE).is_of_this_machine(home, spec):
+                return
+            if spec.environment == "snapshot":
+                recognition = snapshot_environment.Recognition(home, capture=False)
+                environment = recognition.wanted()
+                recognition.close()
+                if environment is None:
+                    return  # not captured yet: the first call does that, and shows it
+            channel, _ = connect(home)
+            ranks = spec.processes(spec.resources.gpus or 1)
+            tracker = resolve(spec, {}, os.environ).tracking if not spec.remote else None
+            asked = protocol.Prewarm(context=caller_context(), ranks=ranks, environment=environment, tracker=tracker)
+            protocol.send(channel, asked)
+            channel.close()
+        except Exception:  # noqa: BLE001 - a help for later, in a thread nobody watches
+            pass
+
+    with contextlib.suppress(HardwareError):  # no thread: the run starts cold
+        start_thread(ask, "serverless-gpu-prewarm")
+
+
+def should_prewarm(module: str) -> bool:
+    """Return whether decorating a function of this module prewarms: scripts and notebooks yes; ranks and tests no."""
+    setting = os.environ.get("SERVERLESS_GPU_PREWARM")
+    if setting is not None:
+        return setting not in ("0", "")
+    return module == "__main__" and "SGPU_RUN_ID" not in os.environ and "pytest" not in sys.modules
+
+
+def noted_home() -> Home:
+    """Return this process's home; what is to be said about it is said once."""
+    home = find_home(os.environ)
+    if home.note and home.note not in _notes_said:
+        _notes_said.add(home.note)
+        warnings.warn(home.note, stacklevel=5)
+    return home
+
+
+def make_message(order: Order, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
+    """Return the launch for an order; its attempt's directory does not exist yet."""
+    context = caller_context()
+    devices = offered(greeting, context.environ)
+    chosen = _choose(greeting, order, devices, context.environ)
+    if order.idle_timeout_s is not None and chosen.count > protocol.SESSION_DEVICES_MAX:
+        raise InvalidValue(
+            f"a session holds at most {protocol.SESSION_DEVICES_MAX} devices, not {chosen.count}",
+            hint="say how many with gpus=, or open several sessions",
+        )
+    check_shown(order.spec, chosen.count)
+    check_nccl(order.spec, chosen.devices)
+    run_id = new_run_id()
+    return protocol.Launch(
+        run_id=run_id,
+        fence=_FENCE,
+        directory=str(home.attempt(run_id, _FENCE)),
+        spec=order.spec,
+        candidates=chosen.devices,
+        world_size=chosen.count,
+        of_type=sum(device.type == chosen.devices[0].type for device in devices),
+        context=context,
+        called_ns=order.called_ns,
+        tariff=greeting.prices.get(chosen.devices[0].type, UNPRICED),
+        session=order.lender.session if order.lender else "",
+        idle_timeout_s=order.idle_timeout_s,
+    )
+
+
+def check_shown(spec: RunSpec, devices: int) -> None:
+    """Refuse to show ranks of which the run has none.
+
+    Raises:
+        InvalidValue: it has none of them.
+    """
+    shown, ranks = spec.ranks_log, spec.processes(devices)
+    if shown and min(shown) >= ranks:
+        raise InvalidValue(
+            f"ranks_log names rank {', '.join(map(str, shown))}, and this run has "
+            + (f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0 only"),
+            hint='or ranks_log="all"',
+        )
+
+
+def check_nccl(spec: RunSpec, devices: Sequence[Device]) -> None:
+    """Refuse `init="nccl"` where no device has CUDA.
+
+    Raises:
+        InvalidValue: the devices are declared GPUs or CPU slots.
+    """
+    if spec.init != "nccl" or any(device.kind is DeviceKind.GPU for device in devices):
+        return
+    declared = devices[0].kind is DeviceKind.FAKE
+    raise no_nccl("GPUs that SERVERLESS_GPU_FAKE declares" if declared else "CPU slots")
+
+
+def _choose(
+    greeting: protocol.Greeting, order: Order, offered: Sequence[Device], environ: Mapping[str, str]
+) -> Candidates:
+    wanted = order.spec.resources
+    if order.lender is None:
+        devices = restrict(offered, environ.get("CUDA_VISIBLE_DEVICES"))
+        return candidates(gpus=wanted.gpus, gpu_type=wanted.gpu_type, devices=devices, own=greeting.own_types)
+    held = order.lender.devices
+    kind = wanted.gpu_type or held[0].type
+    try:
+        return candidates(gpus=wanted.gpus, gpu_type=kind, devices=held, own=greeting.own_types)
+    except HardwareError:
+        raise InvalidValue(
+            f"{order.spec.name} asks for {wanted.gpus or 'all'} {kind}; session {order.lender.session} holds "
+            f"{len(held)} {held[0].type}",
+            hint="open a session with what it needs, or call it outside of the session",
+        ) from None
+
+
+def _send(home: Home, channel: Channel | None, message: protocol.Launch) -> Channel:
+    """Send a launch, to a new agent if the one we know has just ended."""
+    for channel_or_none in (channel, None):
+        live = channel_or_none or connect(home)[0]
+        try:
+            protocol.send(live, message)
+        except OSError:
+            live.close()
+            continue
+        return live
+    raise AgentUnavailable(
+        "the agent of this node ended twice while a run was sent to it", hint=f"see {home.agent_log}"
+    )

@@ -1,0 +1,487 @@
+"""`env="snapshot"` in the caller's process: what environment this is, captured if need be, and whether it still is.
+
+    launch ─ ask ─────▶ service (a process of its own, `environment/service.py`)
+           ◀─ wanted ── known: at once · else captured first, and that is shown
+           ─ launched, beside it every file is looked at ─
+           ◀─ changes ─ none: Confirm, user code starts · else: said, captured, launched anew
+
+The caller only describes itself (`interpreter.describe`). One service per process and home; it is started when it is
+needed first, or by a decorator. A forked child has none of its parent's: it starts its own.
+
+Failure cases: the service is killed (started again, once for each question); what it refuses is raised here, as the
+same class; it says nothing any more (said after 10 s; an error after 15 minutes); Ctrl-C (the question is abandoned, a
+capture that nobody else wants ends).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.caller.interrupts import interruptible
+from serverless_gpu.client.display.run_display import Display, make_display
+from serverless_gpu.environment import questions
+from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.questions import Where
+from serverless_gpu.environment.scan.interpreter import describe
+from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.protocol import Wanted
+from serverless_gpu.node.spawning import clean_process, open_log
+from serverless_gpu.node.statuses import Mode
+from serverless_gpu.units import format_bytes, format_duration_ms
+
+RESTORE = "SERVERLESS_GPU_RESTORE"
+_TRIES_MAX = 2
+SILENT_S = 10.0
+"""After so long without a word of the service that is said."""
+SILENT_S_MAX = 900.0
+"""After so long nothing is waited for any more. A store that is away is given up after a third of it, with words."""
+_clock = SystemClock()
+_MODES: tuple[Mode, ...] = ("overlay", "links")
+
+
+class _Gone(Exception):
+    """The service has ended."""
+
+
+class _Service:
+    """The service of this process for one home.
+
+    Args:
+        home: whose.
+
+    Raises:
+        EnvironmentProblem: it cannot be started.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._turn = threading.Condition()
+        self._reading = False
+        self._inbox: dict[int, deque[questions.Answer]] = defaultdict(deque)
+        self._number = 0
+        self.alive = True
+        self._channel, theirs = pair()
+        log = -1
+        try:
+            log = open_log(home.agent_log)
+            index = str(home.environments / "index")
+            process = clean_process(
+                "serverless_gpu.client.launch.environment_process",
+                (theirs.fileno(), os.getpid(), index),
+                fds=(theirs.fileno(),),
+                log=log,
+                environ=os.environ,
+            )
+            process.wait()  # it detaches at once
+        except OSError as error:
+            self._channel.close()
+            raise EnvironmentProblem(f"the process that captures environments cannot be started: {error}") from None
+        finally:
+            theirs.close()
+            if log >= 0:
+                os.close(log)
+
+    def ask(self, description: dict[str, object], store: Where, *, capture: bool) -> int:
+        """Put a question and return its number.
+
+        Raises:
+            _Gone: nobody is there to answer.
+        """
+        with self._turn:
+            self._number += 1
+            number = self._number
+            self._inbox[number] = deque()
+        question = questions.Ask(
+            number=number,
+            description=description,
+            store=store.url,
+            environ=questions.store_variables(os.environ),
+            token=store.token,
+            ca=store.ca,
+            capture=capture,
+        )
+        self._send(question)
+        return number
+
+    def answer(self, number: int, *, within_s: float) -> questions.Answer | None:
+        """Return the next answer to a question, or None after a time; one of the threads that wait reads for all.
+
+        Raises:
+            _Gone: there will be none.
+        """
+        until_ns = _clock.boottime_ns() + round(within_s * 1e9)
+        with self._turn:
+            while not self._inbox[number]:
+                if not self.alive:
+                    raise _Gone
+                left_s = (until_ns - _clock.boottime_ns()) / 1e9
+                if left_s <= 0:
+                    return None
+                if self._reading:
+                    self._turn.wait(left_s)
+                    continue
+                self._reading = True
+                try:
+                    self._read(left_s)
+                finally:
+                    self._reading = False
+                    self._turn.notify_all()
+            return self._inbox[number].popleft()
+
+    def forget(self, number: int, *, abandon: bool) -> None:
+        """Take no more answers to a question.
+
+        Args:
+            number: which.
+            abandon: whether there may be more.
+        """
+        with self._turn:
+            self._inbox.pop(number, None)
+        if abandon:
+            with contextlib.suppress(_Gone):
+                self._send(questions.Abandon(number=number))
+
+    def close(self) -> None:
+        """Let it end: it reads end of file."""
+        self.alive = False
+        self._channel.close()
+
+    def _read(self, within_s: float) -> None:
+        """Take one message, if there is one in time, while others may put questions, or find theirs answered."""
+        self._turn.release()
+        received = None
+        try:
+            if not _is_readable(self._channel, within_s):
+                return
+            received = self._channel.receive()
+        except OSError:
+            pass
+        finally:
+            self._turn.acquire()
+        if received is None:
+            self.alive = False
+            return
+        answer = questions.decode_answer(received[0])
+        if answer.number in self._inbox:
+            self._inbox[answer.number].append(answer)
+
+    def _send(self, question: questions.Question) -> None:
+        try:
+            self._channel.send(questions.encode(question))
+        except OSError:
+            self.alive = False
+            raise _Gone from None
+
+
+_services: dict[Path, _Service] = {}
+_starting = threading.Lock()
+_shared = threading.local()
+
+
+def _forget_all() -> None:
+    """Leave the parent's services to the parent."""
+    global _starting
+    for each in _services.values():
+        with contextlib.suppress(OSError):
+            each._channel.close()
+    _services.clear()
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _service_of(home: Home) -> _Service:
+    with _starting:
+        known = _services.get(home.root)
+        if known is None or not known.alive:
+            known = _services[home.root] = _Service(home)
+        return known
+
+
+class Recognition:
+    """One question: what environment is this, and does it stay so?
+
+    Args:
+        home: whose store and questions.
+        capture: whether to capture what is not known.
+        store: the store; None for the home's own.
+
+    Raises:
+        EnvironmentProblem: nobody can be asked.
+        InvalidValue: `SERVERLESS_GPU_RESTORE` says something else than a way to restore.
+    """
+
+    def __init__(self, home: Home, *, capture: bool = True, store: Where | None = None) -> None:
+        self._home = home
+        self._mode = asked_mode(os.environ.get(RESTORE))
+        self._capture = capture
+        self._store = store or _own(home)
+        self._display: Display | None = None
+        self._description = describe()
+        self._tries = 0
+        self._over = False
+        self._snapshot = ""
+        self.verified = False
+        """Whether every file is known to be as the snapshot says."""
+        self._put()
+
+    def wanted(self, display: Display | None = None) -> Wanted | None:
+        """Return the snapshot of this environment, which is in the store then; None where it is not to be captured.
+
+        Args:
+            display: where a capture is shown; None for nowhere.
+
+        Raises:
+            EnvironmentProblem: it cannot be captured.
+            StorageError: the disk is full.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        if not self.verified:
+            self._display = display
+            self._snapshot = self._until_known(display)
+        return Wanted(snapshot=self._snapshot, store=self._store.url, mode=self._mode) if self._snapshot else None
+
+    def changes(self) -> tuple[str, ...]:
+        """Wait until every file was looked at and return what is not as the snapshot says, in words.
+
+        After changes `wanted` returns another snapshot, which is captured by then, and says what they are.
+
+        Raises:
+            EnvironmentProblem: that cannot be known.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        while not self.verified:
+            answer = self._next()
+            if isinstance(answer, questions.Checked):
+                if answer.changes:
+                    return answer.changes
+                self.verified = True
+                self.close()
+            elif isinstance(answer, questions.Unknown):  # it was asked again, because the service had died
+                return ("what is installed, or the project's code",)
+        return ()
+
+    def is_about(self, home: Home, store: Where | None) -> bool:
+        """Return whether this asks what `recognise` of such a home and store would ask."""
+        return self._home.root == home.root and self._store == (store or _own(home))
+
+    def close(self) -> None:
+        """Be done with it; a second call does nothing."""
+        if not self._over:
+            self._service.forget(self._number, abandon=not self.verified)
+        self._over = True
+
+    def _put(self) -> None:
+        self._tries += 1
+        while True:
+            self._service = _service_of(self._home)
+            try:
+                self._number = self._service.ask(self._description, self._store, capture=self._capture)
+                return
+            except _Gone:
+                self._count_try()
+
+    def _count_try(self) -> None:
+        self._tries += 1
+        if self._tries > _TRIES_MAX:
+            raise EnvironmentProblem(
+                "the process that captures environments ended, and so did the next one",
+                hint=f"see {self._home.agent_log}",
+            )
+
+    def _next(self) -> questions.Answer:
+        try:
+            answer = self._heard()
+        except _Gone:
+            self._put()
+            return self._next()
+        if isinstance(answer, questions.Failed):
+            self._over = True
+            self._service.forget(self._number, abandon=False)
+            raise error_class(answer.code)(answer.message, hint=answer.hint)
+        return answer
+
+    def _heard(self) -> questions.Answer:
+        """Return the next answer; silence is said, and has an end.
+
+        Raises:
+            EnvironmentProblem: nothing was heard for too long.
+        """
+        waited_s = 0.0
+        while True:
+            with interruptible():
+                answer = self._service.answer(self._number, within_s=SILENT_S)
+            if answer is not None:
+                return answer
+            waited_s += SILENT_S
+            where = f"the store {self._store.url} may not answer" if self._store.token else "a disk may not answer"
+            if waited_s >= SILENT_S_MAX:
+                self.close()
+                raise EnvironmentProblem(
+                    f"the process that looks at the environment has said nothing for {waited_s:.0f} s: {where}",
+                    hint=f"`sgpu doctor` looks at the server; see {self._home.agent_log}",
+                )
+            if self._display is not None and waited_s == SILENT_S:
+                self._display.say(
+                    f"looking at the environment has not gone on for {waited_s:.0f} s: {where}; "
+                    f"waiting up to {SILENT_S_MAX:.0f} s (`sgpu doctor` looks)"
+                )
+
+    def _until_known(self, display: Display | None) -> str:
+        said = _Said(display)
+        while True:
+            answer = self._next()
+            match answer:
+                case questions.Known(snapshot=snapshot):
+                    return snapshot
+                case questions.Unknown() if not self._capture:
+                    return ""
+                case questions.Taken():
+                    self.verified = True
+                    self.close()
+                    said.take(answer)
+                    return answer.snapshot
+                case _:
+                    said.take(answer)
+
+
+class _Said:
+    """What is shown of a capture: what changed, once; how far it is; what was stored.
+
+    Args:
+        display: where; None for nowhere.
+    """
+
+    def __init__(self, display: Display | None) -> None:
+        self._display = display
+        self._shown = False
+        self._found: questions.Found | None = None  # of a service that has died meanwhile, too: it is said once
+
+    def take(self, answer: questions.Answer) -> None:
+        """Show an answer."""
+        display = self._display
+        if display is None:
+            return
+        if not self._shown:
+            self._shown = True
+            display.state("CAPTURING", "looking at the environment")
+        match answer:
+            case questions.Found() if self._found is None:
+                self._found = answer
+                for sentence in found_text(answer):
+                    display.say(sentence)
+            case questions.Taking(progress=progress):
+                display.passing(progress_text(progress))
+            case questions.Taken():
+                display.state("CAPTURED", f"environment {answer.snapshot[:12]}")
+                if sentence := taken_text(answer, self._found):
+                    display.say(sentence)
+            case _:
+                pass
+
+
+def _is_readable(channel: Channel, within_s: float) -> bool:
+    """Return whether a message, or its end, comes over a channel in time."""
+    poller = select.poll()  # not `select`: a caller may have thousands of descriptors
+    poller.register(channel, select.POLLIN)
+    return bool(poller.poll(within_s * 1000))
+
+
+def _own(home: Home) -> Where:
+    return Where(str(home.environments / "store"))
+
+
+def recognise(home: Home, store: Where | None = None) -> Recognition:
+    """Ask what environment this process has; inside of `shared` only the first call asks.
+
+    Args:
+        home: whose questions.
+        store: the store; None for the home's own.
+
+    Raises:
+        EnvironmentProblem: nobody can be asked.
+    """
+    kept: list[Recognition] | None = getattr(_shared, "kept", None)
+    if kept is None:
+        return Recognition(home, store=store)
+    if not kept or not kept[0].verified or not kept[0].is_about(home, store):
+        kept[:] = [Recognition(home, store=store)]
+    return kept[0]
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """Have all launches of this block, in this thread, take the environment for the same: that of the first."""
+    _shared.kept = []
+    try:
+        yield
+    finally:
+        _shared.kept = None
+
+
+def capturing(*, quiet: bool, logs: Path) -> Display:
+    """Return where a capture is shown."""
+    return make_display(quiet=quiet, logs=logs)
+
+
+def asked_mode(text: str | None) -> Mode:
+    """Return how environments must be restored, as `SERVERLESS_GPU_RESTORE` says it.
+
+    Raises:
+        InvalidValue: there is no such way.
+    """
+    for mode in _MODES:
+        if text == mode:
+            return mode
+    if text:
+        raise InvalidValue(
+            f"{RESTORE}={text!r} is no way to restore an environment", hint="overlay or links; unset, the node decides"
+        )
+    return ""
+
+
+def progress_text(progress: Progress) -> str:
+    """Return how far a capture is, for a person."""
+    doing = "looking at the environment" if progress.phase == "scan" else "capturing the environment"
+    done = format_bytes(progress.bytes_done)
+    of = f" of {format_bytes(progress.bytes_total)}" if progress.bytes_total else ""
+    files = f", {progress.files_done} files" if progress.files_done else ""
+    return f"{doing}: {done}{of}{files}{f', {progress.name}' if progress.name else ''}"
+
+
+def found_text(found: questions.Found) -> list[str]:
+    """Return what is said before a capture."""
+    said = []
+    if found.first:
+        said.append("capturing the environment (done once; later calls only look whether it has changed)")
+    if found.changes:
+        said.append(f"environment changed: {'; '.join(found.changes)}")
+    return [*said, *found.remarks]
+
+
+def taken_text(taken: questions.Taken, found: questions.Found | None) -> str:
+    """Return what is said after a capture: all of it the first time, then what was new; "" where nothing was."""
+    address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
+    stored = format_bytes(taken.sent_bytes)
+    if found is not None and not found.first:
+        if not found.changes and not taken.sent_units:
+            return ""
+        new = f"{taken.sent_units} of {_units(taken.units)} new, {stored} stored" if taken.sent_units else "nothing new"
+        return f"environment {address}: {new}, in {took}"
+    code = f", {format_bytes(taken.code_bytes)} of it the project's code" if taken.code_bytes else ""
+    sent = f"{taken.sent_units} new, {stored} stored" if taken.sent_units else "nothing new"
+    size = f"{format_bytes(taken.size)} in {taken.files} files and {_units(taken.units)}"
+    return f"environment {address}: {size}{code}; {sent}, in {took}"
+
+
+def _units(count: int) -> str:
+    return f"{count} unit{'' if count == 1 else 's'}"

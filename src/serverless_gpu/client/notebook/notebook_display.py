@@ -1,0 +1,261 @@
+"""What a person sees of a run in a notebook: the ranks' lines as the cell's output, and one status that is updated.
+
+    ● RUNNING for 12 s                       one display, updated in place at most four times a second:
+      rank 0   40%|████      | 4/10            state, progress bars
+    [rank 0] loss 0.31                       ordinary stream output of the cell
+    ● 2 × H100 · 41 s · verified free …      the receipt: a second display, which comes last
+
+Lines are plain stream text, so that every front end shows them and `nbconvert` keeps them. A progress bar becomes a
+line when it is finished; until then it is in the status. What we say before the run starts (what it waits for) is in
+the status, too; what we say later (a warning, a cancellation) is text on stderr and stays.
+
+Failure cases: the front end is gone, or showing something raises: the run goes on and the status is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.client.display.run_display import LineDisplay
+from serverless_gpu.client.display.terminal import safe
+from serverless_gpu.model import markup
+from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.units import format_duration_ms
+
+_TICK_S = 0.25
+_RANKS_MAX = 16
+_PROGRESS_CHARACTERS_MAX = 200
+_BEFORE = ("QUEUED", "STARTING", "CAPTURING", "CAPTURED")
+_COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "TIMED_OUT", "BUDGET_STOPPED", "LOST")
+
+
+class StatusOutput(Protocol):
+    """One output of a cell."""
+
+    def show(self, bundle: dict[str, str]) -> None:
+        """Show this, in place of what was shown before; may raise anything."""
+
+
+class KernelOutput:
+    """One output of the cell that runs, by way of IPython."""
+
+    def __init__(self) -> None:
+        self._handle: _Handle | None = None
+
+    def show(self, bundle: dict[str, str]) -> None:
+        """Show this in all front ends of the kernel."""
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]  # IPython's
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+class _Handle(Protocol):
+    """What we use of `IPython.display.DisplayHandle`."""
+
+    def update(self, obj: Mapping[str, str], *, raw: bool) -> None: ...
+
+
+class Status:
+    """What an output shows, changed a few times a second at most.
+
+    Args:
+        output: where it is shown.
+        clock: where time comes from.
+    """
+
+    def __init__(self, output: StatusOutput, clock: Clock) -> None:
+        self._output = output
+        self._clock = clock
+        self._shown: dict[str, str] = {}
+        self._shown_ns = 0
+        self.broken = False
+
+    @property
+    def due(self) -> bool:
+        """Return whether enough time has passed since the last change."""
+        return not self._shown or self._clock.boottime_ns() - self._shown_ns >= _TICK_S * 1e9
+
+    def show(self, plain: str, page: str, *, now: bool) -> None:
+        """Show something else, unless that was done a moment ago.
+
+        Args:
+            plain: for readers that show no HTML.
+            page: HTML.
+            now: do it in any case.
+        """
+        bundle = {"text/plain": plain, "text/html": page}
+        if self.broken or self._shown == bundle or not (now or self.due):
+            return
+        self._shown, self._shown_ns = bundle, self._clock.boottime_ns()
+        try:
+            self._output.show(bundle)
+        except Exception:  # noqa: BLE001 - the front end may be gone, and user code may replace any part of it
+            self.broken = True
+
+
+class NotebookDisplay(LineDisplay):
+    """Shows one run in the cell that waits for it.
+
+    Args:
+        quiet: show nothing of our own (rank output is still shown).
+        logs: where the whole output of the ranks is: a directory, or the command that shows it.
+        clock: where time comes from.
+        status: where the status is shown.
+        account: where the receipt is shown.
+    """
+
+    tick_s: float | None = _TICK_S
+
+    def __init__(
+        self,
+        *,
+        quiet: bool,
+        logs: Path | str = Path("logs"),
+        clock: Clock | None = None,
+        status: StatusOutput | None = None,
+        account: StatusOutput | None = None,
+    ) -> None:
+        super().__init__(quiet=quiet, logs=logs, clock=clock)
+        self._status = Status(status or KernelOutput(), self._clock)
+        self._account = Status(account or KernelOutput(), self._clock)
+        self._state, self._sentence = "QUEUED", ""
+        self._running_ns: int | None = None
+        self._ran_ms: int | None = None
+        self._finished = False
+        self._accounted = False  # the receipt stands, and nothing comes after it
+        self._tracked = ""
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        """Print the whole lines of what a rank wrote; show the line it redraws in the status."""
+        self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
+        self._show()
+
+    def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
+        """Print how much is missing and where it is."""
+        screen = self._screens.by_stream.get((rank, stream))
+        if screen is not None and not screen.moving:  # what comes next is not the rest of that line
+            self._print(rank, stream, self._screens.end(rank, stream, broken=True))
+        _write("stderr", self._missing(rank, stream, bytes_, lost))
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence of ours: in the status while nothing runs yet, as text later."""
+        if self._state in _BEFORE and not self._finished:
+            self._sentence = sentence
+            self._show()
+        elif not self._quiet:
+            _write("stderr", f"serverless-gpu: {sentence}\n")
+
+    def passing(self, sentence: str) -> None:
+        """Show how far something is, in the status."""
+        self._sentence = sentence
+        self._show()
+
+    def state(self, state: str, sentence: str) -> None:
+        """Show the run's state."""
+        if state not in _BEFORE and self._running_ns is None:
+            self._running_ns = self._clock.boottime_ns()
+        if state in _ENDED and self._ran_ms is None:
+            self._ran_ms = self._elapsed_ms()
+        began = state != self._state
+        self._wait.over(self._clock.boottime_ns())
+        self._state, self._sentence = state, sentence
+        if began or sentence:  # the first state, without a word, is not worth a flicker
+            self._show()
+
+    def waits(self, sentence: str, queued_ns: int | None) -> None:
+        """Show what is waited for, and for how long by now."""
+        self._begin_to_wait(sentence, queued_ns)
+        self._state, self._sentence = "QUEUED", sentence
+        self._show()
+
+    def tick(self) -> None:
+        """Print lines that have waited for long enough, and let time pass in the status."""
+        now_ns = self._clock.boottime_ns()
+        for rank, stream, lines in self._screens.settle(now_ns):
+            self._print(rank, stream, lines)
+        self._show()
+
+    def tracked(self, url: str) -> None:
+        """Show the link in the status, from now on."""
+        self._tracked = url
+        self._show()
+
+    def receipt(self, receipt: Receipt) -> None:
+        """Show the receipt below the output of the ranks, in brief; the whole one unfolds."""
+        if self._quiet:
+            return
+        self._accounted = True
+        self._account.show("\n".join(receipt.brief()), receipt.brief_html(), now=True)
+        if self._account.broken:
+            _write("stderr", "".join(f"serverless-gpu: {line}\n" for line in receipt.brief()))
+
+    def finish(self) -> None:
+        """Print lines that never got their newline, and show the last state; a second call does nothing."""
+        for rank, stream, lines in self._screens.end_all():
+            self._print(rank, stream, lines)
+        self._finished = True
+        self._show()
+
+    def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
+        if lines:
+            # A kernel's front end may be a terminal: `jupyter console`.
+            _write(stream, "".join(f"[rank {rank}] {safe(line, tty=True)}\n" for line in lines))
+
+    def _show(self) -> None:
+        if self._quiet or self._accounted or not (self._finished or self._status.due):
+            return  # asked for with every piece of output
+        state, sentence, lines = self._state, self._told(), self._progress()
+        tracked = [f"MLflow: {self._tracked}"] if self._tracked else []
+        plain = "\n".join([f"{state} {sentence}".strip(), *tracked, *lines])
+        self._status.show(plain, markup.status(state, sentence, lines, self._tracked), now=self._finished)
+
+    def _told(self) -> str:
+        """Return what there is to say about the state."""
+        if self._state in _BEFORE:
+            is_waiting = self._wait.sentence == self._sentence != ""
+            return f"for {self._wait.waited(self._clock.boottime_ns())}: " * is_waiting + self._sentence
+        if self._ran_ms is not None:
+            return f"after {format_duration_ms(self._ran_ms)}"
+        elapsed_ms = self._elapsed_ms()
+        # Nothing that would change more often than once a second.
+        elapsed = f"for {elapsed_ms // 1000} s" if elapsed_ms < 60_000 else f"for {format_duration_ms(elapsed_ms)}"
+        return f"{elapsed}; {self._sentence}" if self._sentence else elapsed
+
+    def _progress(self) -> list[str]:
+        """Return the lines that ranks redraw, one for each rank."""
+        bars: dict[int, list[str]] = {}
+        for (rank, _), screen in sorted(self._screens.by_stream.items()):
+            if screen.moving:
+                bars.setdefault(rank, []).extend(_printable(row) for row in screen.open_rows)
+        shown = [
+            f"rank {rank}  {'  '.join(told)}"[:_PROGRESS_CHARACTERS_MAX]
+            for rank, told in list(bars.items())[:_RANKS_MAX]
+        ]
+        return shown if len(bars) <= _RANKS_MAX else [*shown, f"… and {len(bars) - _RANKS_MAX} more ranks"]
+
+    def _elapsed_ms(self) -> int:
+        started_ns = self._running_ns if self._running_ns is not None else self._clock.boottime_ns()
+        return (self._clock.boottime_ns() - started_ns) // 1_000_000
+
+
+def _printable(line: str) -> str:
+    """Return a progress line without colours and control characters."""
+    return "".join(char for char in _COLOUR_CODE.sub("", line) if char.isprintable()).strip()
+
+
+def _write(stream: str, text: str) -> None:
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    # Not flushed: the kernel does that five times a second, and each flush waits for one of its threads.
+    with contextlib.suppress(Exception):  # closed, or replaced by the user: the run matters more
+        if target is not None:
+            target.write(text)

@@ -1,0 +1,222 @@
+"""What a picture of a run shows: curves of its devices and marks in time, from its metrics. Pure.
+
+    metrics: "system/node_0/gpu_3_…" → times, values ─▶ Lane per device ─┬─ line: with breaks, at most 1,500 points
+    attempts: began, ended, why ──────────────────────▶ Mark             └─ cells: at most 600 columns of a heat map
+
+`run_figure.py` draws it. Where there is no GPU, a lane is a rank: its share of a core and its host memory. Where
+nothing was sampled for long (a node was away, between two attempts) there is a hole and no line across it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+Curve = tuple[Sequence[float], Sequence[float]]
+"""Times in seconds since 1970, and values."""
+
+POINTS_MAX = 1_500
+COLUMNS_MAX = 600
+_GIB = 1 << 30
+_FIRST_S = 1.0  # as receipts have it
+_HOLE = 4.0  # so many times the interval before: intervals grow with a run's age, but never more than twofold at once
+_GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
+_RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
+_EMPTY: Curve = ((), ())
+
+
+class Lane(NamedTuple):
+    """One device, or a rank where there are none, over time.
+
+    Attributes:
+        node: number of its node.
+        label: as ``"GPU 3"``, ``"rank 0"``.
+        busy: percent.
+        memory: of a GPU in GiB, as nvidia-smi has it; of a rank in GB.
+        memory_total: of a GPU in GiB, or None where that is not known.
+    """
+
+    node: int
+    label: str
+    busy: Curve
+    memory: Curve
+    memory_total: float | None
+
+
+class Mark(NamedTuple):
+    """A moment worth seeing: `at` seconds since 1970."""
+
+    at: float
+    kind: Literal["failure", "stop", "attempt"]
+    sentence: str
+
+
+def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | None = None) -> list[Lane]:
+    """Return the curves of every GPU by node and number; of every rank where there is no GPU.
+
+    Args:
+        metrics: series by name.
+        totals: bytes of memory of GPUs, by node and number, as far as that is known.
+    """
+    gpus = _found(metrics, _GPU)
+    if gpus:
+        known = totals or {}
+        return [_gpu(place, curves, known.get(place)) for place, curves in sorted(gpus.items())]
+    ranks = _found(metrics, _RANK)
+    return [_rank(node, number, curves) for (node, number), curves in sorted(ranks.items())]
+
+
+def span(lanes: Sequence[Lane]) -> tuple[float, float] | None:
+    """Return the first and the last moment of any curve, or None where there is none."""
+    ends = [
+        moment for lane in lanes for times, _ in (lane.busy, lane.memory) if times for moment in (times[0], times[-1])
+    ]
+    return (min(ends), max(ends)) if ends else None
+
+
+def samples(lanes: Sequence[Lane]) -> int:
+    """Return how many samples the longest curve has."""
+    return max((len(times) for lane in lanes for times, _ in (lane.busy, lane.memory)), default=0)
+
+
+def line(curve: Curve) -> tuple[list[float], list[float]]:
+    """Return a curve to be drawn as a line: NaN where it has a hole, and not more points than a picture has pixels."""
+    times, values = curve
+    if len(times) > POINTS_MAX:
+        times, values = _thinned(times, values)
+    drawn_times: list[float] = list(times[:1])
+    drawn: list[float] = list(values[:1])
+    for is_hole, moment, value in zip(_holes(times), times[1:], values[1:], strict=True):
+        if is_hole:
+            drawn_times.append(math.nan)
+            drawn.append(math.nan)
+        drawn_times.append(moment)
+        drawn.append(value)
+    return drawn_times, drawn
+
+
+def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
+    """Return a curve as one row of a heat map: the mean of each column, NaN where nothing was sampled.
+
+    Args:
+        curve: what was sampled.
+        begin: where the first column begins.
+        end: where the last one ends.
+        columns: how many there are.
+    """
+    times, values = curve
+    width = max(end - begin, 1e-9) / columns
+    sums, counts = [0.0] * columns, [0] * columns
+    for moment, value in zip(times, values, strict=True):
+        column = min(columns - 1, max(0, int((moment - begin) / width)))
+        sums[column] += value
+        counts[column] += 1
+    row = [total / count if count else math.nan for total, count in zip(sums, counts, strict=True)]
+    # Late samples are far apart: what was seen holds until the next one, unless there is a hole between them.
+    for is_hole, (moment, following), value in zip(_holes(times), pairwise(times), values, strict=False):
+        if not is_hole:
+            first, last = (min(columns - 1, max(0, int((at - begin) / width))) for at in (moment, following))
+            for column in range(first + 1, last):
+                row[column] = value if math.isnan(row[column]) else row[column]
+    return row
+
+
+def mean(curve: Curve) -> float | None:
+    """Return the mean over time of a curve: each value counts for as long as it held, the first for a second."""
+    times, values = curve
+    if not values:
+        return None
+    spans = [_FIRST_S]
+    spans += [
+        0.0 if is_hole else after - before
+        for is_hole, (before, after) in zip(_holes(times), pairwise(times), strict=True)
+    ]
+    return sum(width * value for width, value in zip(spans, values, strict=True)) / sum(spans)
+
+
+def peak(curve: Curve) -> float | None:
+    """Return the largest value of a curve."""
+    return max(curve[1], default=None)
+
+
+def unit_of(seconds: float) -> tuple[float, str]:
+    """Return the unit in which a time axis of this length is written: its seconds, and its name."""
+    for limit, size, name in ((180, 1.0, "seconds"), (3 * 3600, 60.0, "minutes"), (72 * 3600, 3600.0, "hours")):
+        if seconds < limit:
+            return size, name
+    return 86_400.0, "days"
+
+
+def spread(places: Sequence[float], gap: float, end: float) -> list[float]:
+    """Return places at least a gap apart: each group that had to move around its middle, none behind the end.
+
+    Args:
+        places: in order.
+        gap: how far apart neighbours are to be.
+        end: the last place there is room at.
+    """
+    groups: list[tuple[float, int]] = []  # middle, members
+    for place in places:
+        middle, members = place, 1
+        while groups and groups[-1][0] + gap * (groups[-1][1] + members) / 2 > middle:
+            before, count = groups.pop()
+            middle = (before * count + middle * members) / (count + members)
+            members += count
+        groups.append((middle, members))
+    moved = [middle + gap * (at - (members - 1) / 2) for middle, members in groups for at in range(members)]
+    for at in reversed(range(len(moved))):
+        moved[at] = min(moved[at], end)
+        end = moved[at] - gap
+    return moved
+
+
+def _found(metrics: Mapping[str, Curve], pattern: re.Pattern[str]) -> dict[tuple[int, int], dict[str, Curve]]:
+    found: dict[tuple[int, int], dict[str, Curve]] = {}
+    for name, curve in metrics.items():
+        match = pattern.fullmatch(name)
+        if match is not None and curve[0]:
+            found.setdefault((int(match[1]), int(match[2])), {})[match[3]] = curve
+    return found
+
+
+def _gpu(place: tuple[int, int], curves: Mapping[str, Curve], total: int | None) -> Lane:
+    memory = _scaled(curves.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
+    busy = curves.get("utilization_percentage", _EMPTY)
+    return Lane(place[0], f"GPU {place[1]}", busy, memory, None if total is None else total / _GIB)
+
+
+def _rank(node: int, number: int, curves: Mapping[str, Curve]) -> Lane:
+    memory = _scaled(curves.get("memory_usage_megabytes", _EMPTY), 1e-3)
+    return Lane(node, f"rank {number}", curves.get("cpu_utilization_percentage", _EMPTY), memory, None)
+
+
+def _scaled(curve: Curve, factor: float) -> Curve:
+    return curve[0], [value * factor for value in curve[1]]
+
+
+def _holes(times: Sequence[float]) -> list[bool]:
+    """Return for each step between two samples whether it is too long for the two before it (one may be a hole)."""
+    steps = [after - before for before, after in pairwise(times)]
+    if len(steps) < 2:
+        return [False] * len(steps)
+    before = [steps[1], steps[1], *steps]
+    return [step > _HOLE * max(1.0, min(before[place : place + 2])) for place, step in enumerate(steps)]
+
+
+def _thinned(times: Sequence[float], values: Sequence[float]) -> Curve:
+    """Return means of neighbours, so many that a picture can show them; none across a hole."""
+    at_once = math.ceil(len(times) / POINTS_MAX)
+    holes = _holes(times)
+    thin_times: list[float] = []
+    thin: list[float] = []
+    start = 0
+    for place in range(len(times)):
+        if place + 1 == len(times) or holes[place] or place + 1 - start == at_once:
+            count = place + 1 - start
+            thin_times.append(times[start])
+            thin.append(sum(values[start : place + 1]) / count)
+            start = place + 1
+    return thin_times, thin

@@ -1,0 +1,55 @@
+"""When would a run of a server start? One question; the run is not asked for, and its environment is not captured.
+
+Failure cases: a server that does not answer is not waited for, and one that knows no such question has none to give:
+both are answers ("unknown", and why). What the server would refuse is raised.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import msgspec
+
+from serverless_gpu.client.estimating import Estimate, made, unknown
+from serverless_gpu.client.remote.pool_choice import choose
+from serverless_gpu.client.remote.profile import remote_home
+from serverless_gpu.client.remote.server import Server, server_of
+from serverless_gpu.client.remote.submission import environment_of, target
+from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
+from serverless_gpu.model.spec import Command, Function, RunSpec
+from serverless_gpu.wire.estimates import EstimateRequest, estimate_of
+
+
+def estimate(spec: RunSpec) -> Estimate:
+    """Return when a run of the server would start.
+
+    Args:
+        spec: what would be asked for.
+
+    Raises:
+        ServerlessGpuError: it would be refused; the message says why and what to do.
+    """
+    home = remote_home(os.environ)
+    server = server_of(home.root, os.environ)
+    try:
+        return _asked(server, spec)
+    except ServerUnavailable as error:
+        return unknown(f"the server at {server.profile.url} does not answer: {error.message}")
+    except NotFound:
+        return unknown(f"the server at {server.profile.url} is of an earlier version, which cannot say")
+
+
+def _asked(server: Server, spec: RunSpec) -> Estimate:
+    server.version(patiently=False)  # remembered: whether it is on this machine follows from it
+    environment = environment_of(spec, server)
+    travels = environment == "snapshot"
+    payload = spec.payload if isinstance(spec.payload, Command) else Function()
+    choice = choose(spec, os.environ, functools.partial(server.pools, patiently=False))
+    spec = msgspec.structs.replace(choice.applied(spec), environment=environment, payload=payload, tracker=None)
+    try:
+        answer = server.estimate(EstimateRequest(spec=spec, target=target(travels=travels), snapshot=travels))
+    except InvalidValue as error:
+        raise choice.told(error) from error.__cause__
+    found = made(estimate_of(answer), answer.now_ns, answer.cost)
+    return msgspec.structs.replace(found, policy=answer.policy, budgets=answer.budgets)

@@ -1,0 +1,357 @@
+"""A run that goes on somewhere else: what a server says of it, in the words of a supervisor on this machine.
+
+    EventStream ──StateMessage, LogMessage, Ended …──▶ Watched ──Snapshot, Output, Stopped …──▶ Run
+                                                         └─ the run's files, copied when they are asked for
+
+A run may have several attempts, one after the other; the files are those of the last. Of a run on several nodes the end
+may be told twice: what is known of it at first, and all of it.
+
+Failure cases: those of the stream and of copies; a run whose node never came back (its ending is the server's word);
+output in the middle of a character (kept until the rest comes).
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import functools
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock, format_soon
+from serverless_gpu.client.plots.attempt_marks import Try
+from serverless_gpu.client.remote.event_stream import Away, EventStream, Heard
+from serverless_gpu.client.remote.run_copies import Copies, write_whole
+from serverless_gpu.client.remote.server import Server
+from serverless_gpu.client.runs.outcome import Origin
+from serverless_gpu.client.runs.run_source import Note, Source
+from serverless_gpu.errors import AlreadyFinished, NotFound, ServerProblem
+from serverless_gpu.model.cost import Cost
+from serverless_gpu.model.lifecycle.attempt import TERMINAL, Failure, Reason, State, StopReason
+from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.model.scheduling import wait_messages
+from serverless_gpu.node import protocol
+from serverless_gpu.serialized import from_json
+from serverless_gpu.wire.attempts import NOT_SENT
+from serverless_gpu.wire.base import Json
+from serverless_gpu.wire.runs import (
+    AcceptedMessage,
+    EndedMessage,
+    GapMessage,
+    LogMessage,
+    RunView,
+    SettledMessage,
+    StateMessage,
+)
+from serverless_gpu.wire.waiting import wait_of
+
+_FIRST_S = 5.0
+_DISPLACED = (Reason.DRAINED, Reason.PREEMPTED, Reason.BUDGET)
+_SAID_IN = (State.QUEUED, State.RUNNING, State.UNREACHABLE)
+_RESULT = "results/"
+_TELEMETRY = "telemetry"
+
+
+class Watched(Source):
+    """A run of a server.
+
+    Args:
+        server: where it is.
+        view: the run as the server described it last.
+        root: where its attempts' files come to.
+        untrusted: whose it is, where what it returned must not be loaded here.
+        stream: what tells of it, where that has been opened already.
+    """
+
+    def __init__(
+        self, server: Server, view: RunView, root: Path, *, untrusted: str = "", stream: EventStream | None = None
+    ) -> None:
+        self.run_id = view.id
+        self._server = server
+        self._root = root
+        self._untrusted = untrusted
+        self._stream = stream
+        self._over = False
+        self._is_over_there = view.state in TERMINAL
+        self._pending: deque[protocol.AnyMessage | Note] = deque()
+        self._decoders: dict[tuple[int, int, str], codecs.IncrementalDecoder] = {}
+        self.spec = view.spec
+        self._shown = view.spec.ranks_log
+        self._copies: Copies | None = None
+        self._stopped: protocol.Stopped | None = None
+        self._receipt: Receipt | None = None
+        self._fence = 0
+        self._queued_ns = view.created_ns
+        self.world_size = view.processes
+        self._told = (State.QUEUED, "")
+        self._turn_to(view.fence, view.node)
+        self._tracked = ""
+        self._tell_tracked(view.tracked)
+        if view.state not in TERMINAL:
+            self._tell(view.state, _sentence(view, self.run_id))
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether anything more may be heard."""
+        return not self._over
+
+    @property
+    def logs(self) -> str:
+        """Return the command that shows what ranks wrote."""
+        return f"sgpu logs {self.run_id}"
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is news, or -1."""
+        return -1 if self._over else self._opened().fileno()
+
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | Note | None:
+        """Return the next message, or None after the last."""
+        deadline_ns = None if timeout_s is None else SystemClock().boottime_ns() + round(timeout_s * 1e9)
+        try:
+            while not self._pending:
+                if self._over:
+                    return None
+                if self._stream is None and timeout_s == 0:
+                    self._is_over_there = self._is_over_there or self._look()
+                    if not self._is_over_there:
+                        break
+                # Its first words are not to be missed by whoever only looks, nor the ending of a run that has one.
+                fresh = self._stream is None or (self._is_over_there and self._stopped is None)
+                left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
+                heard = self._opened().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
+                if heard is None:
+                    self._over = True
+                else:
+                    self._take(heard)
+        except NotFound:
+            return self._forgotten()
+        if not self._pending:
+            raise TimeoutError
+        return self._pending.popleft()
+
+    def _forgotten(self) -> protocol.Refused:
+        """Return what ends a run that the server had accepted and does not know any more."""
+        self.close()
+        return protocol.Refused(
+            code=NotFound.code,
+            message=f"the server at {self._server.profile.url} had accepted run {self.run_id} and does not know it any "
+            "more: its database was restored or rolled back, or you may not see the run now",
+            hint="nobody knows whether it ran: look for what it wrote, and submit it again if it did not",
+        )
+
+    def _look(self) -> bool:
+        """Ask how the run is, without listening from now on; return whether it has ended, which its stream tells."""
+        view = self._server.run(self.run_id)
+        if view.state in TERMINAL:
+            return True
+        self.world_size = view.processes or self.world_size
+        self._tell_tracked(view.tracked)
+        self._tell(view.state, _sentence(view, self.run_id))
+        return False
+
+    def stop(self, why: StopReason, *, patiently: bool = True) -> None:
+        """Ask the server to stop the run; one that has ended is fine."""
+        with contextlib.suppress(AlreadyFinished):
+            self._server.stop(self.run_id, why, patiently=patiently)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._over = True
+        if self._stream is not None:
+            self._stream.close()
+
+    def ending(self) -> protocol.Stopped:
+        """Return how the run ended."""
+        if self._stopped is None:
+            raise ServerProblem(
+                f"the server ended the stream of run {self.run_id} before the run had ended",
+                hint=f"serverless_gpu.attach({self.run_id!r}) asks again",
+            )
+        return self._stopped
+
+    def receipt(self) -> Receipt | None:
+        """Return the account of the run."""
+        return self._receipt
+
+    def receipts(self) -> dict[str, Receipt]:
+        """Fetch the account of each node of several."""
+        found: dict[str, Receipt] = {}
+        if self._receipt is None or not self._receipt.nodes:
+            return super().receipts()
+        for number, node in enumerate(self._receipt.nodes):
+            with contextlib.suppress(NotFound):  # a node that is gone has sent none
+                found[node] = self._server.receipt_of(self.run_id, self._fence, number)
+        return found
+
+    def bring_result(self, rank: int) -> None:
+        """Fetch what a rank returned, unless it must not be loaded here."""
+        copies = self._copies
+        if copies is not None and not self._untrusted:
+            self._server.kept(lambda: copies.bring(f"{_RESULT}{rank}.pkl"))
+
+    def read_log(self, rank: int, stream: str) -> bytes:
+        """Fetch what a rank has written so far."""
+        fence = self._fence or self._server.run(self.run_id).fence
+        return self._server.read_log(self.run_id, fence, rank, stream) if fence else b""
+
+    def read_telemetry(self) -> list[bytes]:
+        """Fetch what was sampled so far of each attempt, from node after node."""
+        files: list[bytes] = []
+        for attempt in self._server.attempts(self.run_id):
+            for node in range(max(1, len(attempt.crews))):
+                data = self._server.read_log(self.run_id, attempt.fence, node, _TELEMETRY)
+                files += [data] if data else []
+        return files
+
+    def cost(self) -> Cost:
+        """Return what the server says."""
+        try:
+            return self._server.cost(self.run_id)
+        except NotFound:
+            self._server.run(self.run_id)  # the run is there, so it is the question that is not known
+            url = self._server.profile.url
+            raise ServerProblem(
+                f"the server at {url} is of an earlier version, which cannot say what runs cost"
+            ) from None
+
+    def tries(self) -> list[Try]:
+        """Return what the server says of each attempt."""
+        return [
+            Try(
+                fence=attempt.fence,
+                state=attempt.state if attempt.state in TERMINAL else None,
+                reason=attempt.reason,
+                began_ns=attempt.started_ns,
+                ended_ns=attempt.ended_ns,
+            )
+            for attempt in self._server.attempts(self.run_id)
+        ]
+
+    # --- taking in -----------------------------------------------------------------------------------------------
+
+    def _opened(self) -> EventStream:
+        if self._stream is None:
+            self._stream = EventStream(self._server, self.run_id)
+        return self._stream
+
+    def _take(self, heard: Heard) -> None:
+        match heard:
+            case Away(sentence=sentence):
+                self._pending.append(Note(sentence))
+            case AcceptedMessage(run=view):  # how it is now; what happened before comes next, in order
+                self.world_size = view.processes or self.world_size
+                self._tell_tracked(view.tracked)
+            case StateMessage():
+                self._take_state(heard)
+            case LogMessage():
+                self._take_output(heard)
+            case GapMessage(rank=rank, stream=stream, size=size):
+                if self._shows(rank):
+                    self._pending.append(protocol.Skipped(rank=rank, stream=stream, bytes=size, lost=False))
+            case EndedMessage():
+                self._take_end(heard)
+            case SettledMessage(receipt=receipt):
+                self._take_receipt(receipt)
+
+    def _take_state(self, message: StateMessage) -> None:
+        if message.fence > self._fence > 0:
+            self._pending.append(protocol.Waiting(sentence=f"attempt {message.fence} of run {self.run_id}"))
+        self._turn_to(message.fence, message.node)
+        self._tell_tracked(message.tracked)
+        if message.state is State.QUEUED and message.at_ns:
+            self._queued_ns = message.at_ns
+        if message.state not in TERMINAL:
+            self._tell(message.state, _sentence(message, self.run_id))
+
+    def _tell_tracked(self, url: str) -> None:
+        """Say where the run is tracked, once; the identifier is in the link."""
+        if url and url != self._tracked:
+            self._tracked = url
+            self._pending.append(protocol.Tracked(run_id="", url=url))
+
+    def _tell(self, state: State, sentence: str) -> None:
+        """Say the state, and the sentence about it: one that a person waits for once, one that passes in passing."""
+        if (state, sentence) == self._told:  # again after a look, or a reconnect
+            return
+        if state is not self._told[0] or not sentence:
+            waiting = sentence if state is not State.QUEUED else ""  # that is said next, and since when
+            self._pending.append(
+                protocol.Snapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
+            )
+        if sentence:
+            queued_ns = self._queued_ns if state is State.QUEUED else None
+            passing = not _is_said(state, sentence)
+            self._pending.append(protocol.Waiting(sentence=sentence, passing=passing, queued_ns=queued_ns))
+        self._told = (state, sentence)
+
+    def _take_output(self, message: LogMessage) -> None:
+        if not self._shows(message.rank):
+            return
+        key = (message.fence, message.rank, message.stream)
+        decoder = self._decoders.setdefault(key, codecs.getincrementaldecoder("utf-8")("replace"))
+        text = decoder.decode(message.data)
+        if text:
+            self._pending.append(protocol.Output(rank=message.rank, stream=message.stream, text=text))
+
+    def _take_end(self, message: EndedMessage) -> None:
+        self._turn_to(message.fence, "")
+        self._copies = copies = Copies(self._server, self.run_id, self._fence, self.directory, message.files)
+        names = copies.names()
+        for name in names:
+            if not name.startswith(_RESULT) and not (self._untrusted and name.endswith(".pkl")):
+                self._server.kept(functools.partial(copies.bring, name))
+        if self.world_size is None or self.spec.per_node:  # of nodes the next attempt may have others
+            results = [name for name in names if name.startswith(_RESULT)]
+            self.world_size = len(results) or self._server.kept(lambda: self._server.run(self.run_id)).processes
+        self._stopped = _stopped(message)
+        write_whole(self.directory / "stopped.json", msgspec.json.encode(self._stopped))
+        self._pending.append(self._stopped)
+
+    def _take_receipt(self, receipt: Json) -> None:
+        if receipt is msgspec.UNSET:
+            self._over = True
+            return
+        write_whole(self.directory / "receipt.json", bytes(receipt))
+        self._receipt = from_json(receipt, Receipt)
+        self._pending.append(protocol.Finished(receipt=self._receipt))
+
+    def _turn_to(self, fence: int, node: str) -> None:
+        """Take in which attempt the talk is of, and where it is."""
+        self._fence = fence
+        self.directory = self._root / str(max(1, fence))
+        if node or not self.origin.node:
+            self.origin = Origin(node or "unknown", self._untrusted)
+
+    def _shows(self, rank: int) -> bool:
+        return self._shown is None or rank in self._shown
+
+
+def _sentence(said: RunView | StateMessage, run_id: str) -> str:
+    """Return what is said about a run; of a wait it is made here, so that its times are those of this place."""
+    wait = None if said.waiting is None else wait_of(said.waiting, run_id)
+    return said.sentence if wait is None else wait_messages.sentence(wait, format_soon)
+
+
+def _is_said(state: State, sentence: str) -> bool:
+    """Return whether somebody waits for what a sentence is about, so that it is said and not only shown."""
+    return state in _SAID_IN or sentence.startswith(NOT_SENT)
+
+
+def _with_why(said: protocol.Stopped, message: EndedMessage) -> protocol.Stopped:
+    """Return what the supervisor says with what only the server knows: who it left for, which budget is used up."""
+    cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
+    return msgspec.structs.replace(said, cause=cause)
+
+
+def _stopped(message: EndedMessage) -> protocol.Stopped:
+    """Return the supervisor's word, or the server's where there is none."""
+    if message.ending is not msgspec.UNSET:
+        said = from_json(message.ending, protocol.Stopped)
+        if said.state is message.state and said.reason is message.reason:
+            return _with_why(said, message) if message.reason in _DISPLACED else said
+    cause = None
+    if message.sentence and message.reason is not Reason.COMPLETED:
+        cause = Failure(rank=None, reason=message.reason, at_ns=0, detail=message.sentence)
+    return protocol.Stopped(state=message.state, reason=message.reason, cause=cause, consequences=())

@@ -1,0 +1,288 @@
+"""From a function and its arguments to a run of a server: one request when everything is as it was the last time.
+
+    profile ─ environment: live, or which snapshot? ─ id and call on disk ─ large? parts first ─ POST /runs
+                                                                               its answer is the stream ┘
+
+Lives here: what `launch.py` is for this machine. The identifier is on the caller's disk before the request leaves, and
+the request says the same when it is sent again: an answer that got lost costs nothing.
+
+Failure cases: whatever is refused leaves nothing behind here; a request that nobody answered may have become a run, so
+its identifier stays here and is said; Ctrl-C while the request is on its way cancels what may have come of it; an
+environment that changes while it is looked at is looked at again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock, machine, new_run_id
+from serverless_gpu.client.caller.caller_context import caller_context
+from serverless_gpu.client.caller.interrupts import interruptible
+from serverless_gpu.client.caller.mlflow_context import Far, tracked
+from serverless_gpu.client.display.run_display import TerminalDisplay
+from serverless_gpu.client.launch import snapshot_environment
+from serverless_gpu.client.launch.preflight import pack
+from serverless_gpu.client.launch.process_state import refusal
+from serverless_gpu.client.launch.remedies import explain
+from serverless_gpu.client.remote import environment_variables
+from serverless_gpu.client.remote.event_stream import Away, EventStream
+from serverless_gpu.client.remote.payload_upload import upload
+from serverless_gpu.client.remote.pool_choice import choose
+from serverless_gpu.client.remote.profile import remote_home
+from serverless_gpu.client.remote.run_copies import clean_now_and_then, write_whole
+from serverless_gpu.client.remote.run_watch import Watched
+from serverless_gpu.client.remote.server import Server, server_of
+from serverless_gpu.client.runs.run import Run
+from serverless_gpu.errors import (
+    AlreadyFinished,
+    InvalidValue,
+    NoSuitableNode,
+    NotFound,
+    ServerlessGpuError,
+    ServerProblem,
+    ServerUnavailable,
+)
+from serverless_gpu.model.lifecycle.attempt import StopReason
+from serverless_gpu.model.spec import Environment, Function, RunSpec
+from serverless_gpu.node.home import Home
+from serverless_gpu.node.submission import Submission
+from serverless_gpu.systems import require_linux
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.base import INLINE_BYTES_MAX
+from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Target
+
+R = TypeVar("R")
+_ON_ITS_WAY_S = 2.0
+"""How long a request that was interrupted is given to arrive, so that what comes of it can be stopped."""
+_AGAIN_S = 0.1
+_UNKNOWN = "whether run {} was started is not known"
+
+
+class Call(NamedTuple):
+    """What every rank is to call.
+
+    Attributes:
+        named: the arguments by name, for whoever looks at the run.
+    """
+
+    function: Callable[..., object]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    named: Mapping[str, object] = {}
+
+
+def launch(call: Call | None, spec: RunSpec, *, watch: bool) -> Run[object]:
+    """Start a run on a server and return its handle.
+
+    Args:
+        call: what every rank calls; its arguments fit. None where `spec.payload` is all there is to run.
+        spec: what was asked for.
+        watch: whether somebody is going to wait for it at once: then the request's answer is its stream.
+
+    Raises:
+        ServerUnavailable: the server did not answer; whether it has the run is not known, and the hint says what finds
+            that out.
+        ServerlessGpuError: nothing was started; the message says why and what to do.
+    """
+    require_linux("calls through a server", "their ranks import the packages that are captured here")
+    home = remote_home(os.environ)
+    server = server_of(home.root, os.environ)
+    choice = choose(spec, os.environ, server.pools)
+    spec = msgspec.structs.replace(choice.applied(spec), environment=environment_of(spec, server))
+    far = Far(spec.environment != "live", _is_beside(server), lambda: server.version().mlflow)
+    spec = tracked(spec, call.named if call is not None else None, far)
+    run_id = new_run_id()
+    root = home.remote / run_id
+    try:
+        _write_down(root, run_id, spec)
+        if call is not None:
+            _pack(root, call, spec)
+        snapshot = _snapshot(home, server, spec, root) if spec.environment == "snapshot" else ""
+        request = _request(server, root, run_id, spec, snapshot)
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+    try:
+        source = _submit(server, request, root, watch=watch)
+    except InvalidValue as error:
+        raise choice.told(error) from error.__cause__
+    except NoSuitableNode as error:
+        explain(error, "python")
+        raise
+    with contextlib.suppress(OSError):
+        (root / "call.pkl").unlink()
+    clean_now_and_then(home)
+    return Run(source, _accepted_as(source.spec, spec))
+
+
+def _accepted_as(accepted: RunSpec, asked: RunSpec) -> RunSpec:
+    """Return a run with the limits that its policy and its server have for it."""
+    limits = {name: getattr(accepted, name) for name in ("policy", "team", "timeout_s", "max_run_s", "idle_timeout_s")}
+    return msgspec.structs.replace(asked, **limits)
+
+
+def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
+    """Return whether ranks start from the agent of this home, which can have an interpreter ready; asks once, promptly.
+
+    Args:
+        home: the home directory.
+        spec: what would be run.
+
+    Raises:
+        ServerlessGpuError: there is no server, or it does not answer.
+    """
+    server = server_of(home.root, os.environ)
+    server.version(patiently=False)
+    return server.profile.embedded and environment_of(spec, server) == "live"
+
+
+def environment_of(spec: RunSpec, server: Server) -> Environment:
+    """Return what ranks import: the caller's files where they lie, if the server is `sgpu up` of this machine alone.
+
+    Where others can join it, files that stay here would keep the run here, away from most of the pool.
+    """
+    if spec.environment != "auto":
+        return spec.environment
+    return "live" if _is_beside(server) and not server.version().joinable else "snapshot"
+
+
+def _is_beside(server: Server) -> bool:
+    return server.profile.embedded and server.version().machine == machine()
+
+
+def _write_down(root: Path, run_id: str, spec: RunSpec) -> None:
+    submission = Submission(run_id=run_id, fence=1, world_size=spec.resources.gpus or 0, spec=spec, version=__version__)
+    write_whole(root / "1" / "spec.json", msgspec.json.encode(submission))
+
+
+def _pack(root: Path, call: Call, spec: RunSpec) -> None:
+    packed = pack(str(root / "call.pkl"), call.function, call.args, call.kwargs, refusal(spec))
+    if packed.warning and not spec.quiet:
+        print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
+
+
+def _snapshot(home: Home, server: Server, spec: RunSpec, root: Path) -> str:
+    """Return the address of this environment, which is in the server's store then and is what lies here now."""
+    recognition = snapshot_environment.recognise(home, server.store())
+    display = snapshot_environment.capturing(quiet=spec.quiet, logs=root)
+    try:
+        while True:  # twice at most: what was captured just now needs no second look
+            wanted = recognition.wanted(display)
+            if not recognition.changes():
+                return wanted.snapshot if wanted is not None else ""
+    finally:
+        display.finish()
+        recognition.close()
+
+
+def _request(server: Server, root: Path, run_id: str, spec: RunSpec, snapshot: str) -> RunRequest:
+    context = caller_context()
+    travelling = (
+        environment_variables.elsewhere(context.environ) if snapshot else environment_variables.here(context.environ)
+    )
+    context = msgspec.structs.replace(context, environ=travelling)
+    path, call = root / "call.pkl", None
+    if not isinstance(spec.payload, Function):
+        pass  # a program travels as its arguments
+    elif path.stat().st_size <= INLINE_BYTES_MAX:
+        call = path.read_bytes()
+    else:
+        spec = msgspec.structs.replace(spec, payload=Function(call=upload(server, path)))
+    return RunRequest(
+        id=run_id,
+        spec=spec,
+        target=target(travels=bool(snapshot)),
+        context=msgspec.Raw(msgspec.json.encode(context)),
+        call=call,
+        snapshot=snapshot,
+        version=__version__,
+    )
+
+
+def target(*, travels: bool) -> Target:
+    """Return what the node has to be like.
+
+    Args:
+        travels: whether ranks import a captured environment, so that any machine will do.
+    """
+    return Target(
+        machine="" if travels else machine(),
+        caller=machine(),
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        platform=f"{sys.platform}-{platform.machine()}",
+    )
+
+
+def _submit(server: Server, request: RunRequest, root: Path, *, watch: bool) -> Watched:
+    """Send the request; what did not come of it leaves nothing behind, and Ctrl-C stops what may have."""
+    try:
+        with interruptible():
+            return _asked(server, request, root, watch=watch)
+    except KeyboardInterrupt:
+        if _stopped(server, request.id):
+            shutil.rmtree(root, ignore_errors=True)
+        else:
+            TerminalDisplay(quiet=False).say(f"{_UNKNOWN.format(request.id)}; `sgpu cancel {request.id}` ends it")
+        raise
+    except ServerlessGpuError as error:
+        if not isinstance(error, ServerUnavailable) and type(error) is not ServerProblem:
+            shutil.rmtree(root, ignore_errors=True)
+            raise
+        raise ServerUnavailable(
+            f"{error.message}; {_UNKNOWN.format(request.id)}",
+            hint=f"`sgpu show {request.id}` says so when the server is back; another call would be another run",
+        ) from error
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise
+
+
+def _asked(server: Server, request: RunRequest, root: Path, *, watch: bool) -> Watched:
+    if not watch:
+        return Watched(server, server.submit(request), root)
+    stream = EventStream(server, request.id, request)
+    try:
+        return Watched(server, _accepted(stream, quiet=request.spec.quiet), root, stream=stream)
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _stopped(server: Server, run_id: str) -> bool:
+    """Stop what may come of a request that was on its way; return whether nothing of it goes on, as far as is known."""
+    clock = SystemClock()
+    until_ns = clock.boottime_ns() + round(_ON_ITS_WAY_S * 1e9)
+    pause = threading.Event()
+    while True:
+        try:
+            server.stop(run_id, StopReason.CANCEL, patiently=False)
+        except AlreadyFinished:
+            return True
+        except NotFound:  # not there, or not yet
+            if clock.boottime_ns() > until_ns:
+                return True
+            pause.wait(_AGAIN_S)
+        except ServerlessGpuError:
+            return False
+        else:
+            return True
+
+
+def _accepted(stream: EventStream, *, quiet: bool) -> RunView:
+    while True:
+        heard = stream.read(None)
+        if isinstance(heard, AcceptedMessage):
+            return heard.run
+        if not isinstance(heard, Away):
+            raise ServerProblem(f"the server began the stream of a new run with {type(heard).__name__}")
+        TerminalDisplay(quiet=quiet).say(heard.sentence)

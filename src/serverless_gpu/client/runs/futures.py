@@ -1,0 +1,111 @@
+"""Futures of runs, for `concurrent.futures.wait`, executors and `await`.
+
+    run.future() ──▶ Waiter ──poll──▶ descriptors of all runs that have a future
+                       │ one daemon thread of the process, which ends when no run is left
+                       └──▶ Future.set_result(run.results()) or set_exception(...)
+
+Failure cases: no thread can be started (HardwareError); the process forks (the child has the futures and no thread: it
+asks the handles themselves); another thread waits for a run and reads its news (the waiter looks again every second).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import threading
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from serverless_gpu.client.runs.run import Run
+from serverless_gpu.threads import start_thread
+
+R = TypeVar("R")
+
+_LOOK_S = 1.0
+
+
+class Waiter:
+    """The thread that resolves futures of runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[Run[Any], Future[Any]] = {}
+        self._wake = -1
+
+    def add(self, run: Run[R]) -> Future[list[R]]:
+        """Return the future of a run, which is resolved when the run has ended."""
+        future: Future[list[R]] = Future()
+        # A future that runs cannot be cancelled, as of an executor: `Run.cancel` stops the run.
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            is_first = not self._pending
+            self._pending[run] = future
+            if is_first:
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                try:
+                    start_thread(self._wait, "serverless-gpu-futures")
+                except BaseException:
+                    del self._pending[run]
+                    os.close(self._wake)
+                    raise
+            else:
+                os.eventfd_write(self._wake, 1)
+        return future
+
+    def _wait(self) -> None:
+        while True:
+            with self._lock:
+                pending = list(self._pending)
+            ended = [run for run in pending if run.done()]
+            for run in ended:
+                _resolve(run, self._pending[run])
+            with self._lock:
+                for run in ended:
+                    del self._pending[run]
+                if not self._pending:
+                    os.close(self._wake)
+                    return
+            if not ended:
+                self._wait_for_news(pending)
+
+    def _wait_for_news(self, pending: list[Run[Any]]) -> None:
+        poll = select.poll()
+        for fd in (self._wake, *(run.fileno() for run in pending)):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(_LOOK_S * 1000):
+            if fd == self._wake:
+                os.eventfd_read(fd)
+
+
+_waiter = Waiter()
+
+
+def future_of(run: Run[R]) -> Future[list[R]]:
+    """Return a future of what every rank of a run returns."""
+    return _waiter.add(run)
+
+
+async def results_of(run: Run[R]) -> list[R]:
+    """Return what every rank returned, without blocking the event loop; a task that is cancelled leaves the run."""
+    try:
+        return await asyncio.wrap_future(run.future())
+    except asyncio.CancelledError:
+        run._say_that_it_goes_on()
+        raise
+
+
+def _resolve(run: Run[R], future: Future[list[R]]) -> None:
+    try:
+        future.set_result(run.results())
+    except BaseException as error:  # noqa: BLE001 - whatever ended the run is the caller's, SystemExit of a result too
+        future.set_exception(error)
+
+
+def _forget_after_fork() -> None:
+    global _waiter
+    _waiter = Waiter()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,111 @@
+"""What a run of this machine cost, or has by now: read from the directories of its attempts.
+
+    runs/<run>/<fence>/   spec.json (what it pays) · facts.jsonl · stopped.json · lock held ─▶ lines ─▶ `Cost`
+                          receipt.json: where facts or the price are not there (an earlier version, a full disk)
+
+Read only. What goes on counts up to now: its supervisor lives, and would have written down that its devices are free.
+
+Failure cases: a file that cannot be read is as if it were not there; a supervisor that was killed has used what its
+last fact says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, created_wall_ns
+from serverless_gpu.client.plots.attempt_marks import attempts_here
+from serverless_gpu.model.billing.ledger import Line, priced
+from serverless_gpu.model.billing.pricing import UNPRICED
+from serverless_gpu.model.cost import AttemptUse, Cost, together
+from serverless_gpu.model.lifecycle.attempt import MEANINGS
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.receipt import Bill, Receipt
+from serverless_gpu.node.history import first_facts, is_live, meter_of, read_ending, read_price, read_receipt
+
+_MS_NS = 1_000_000
+
+
+def cost_here(run: Path, clock: Clock) -> Cost:
+    """Return what a run used so far, and what that costs.
+
+    Args:
+        run: the run's directory.
+        clock: says what time it is.
+    """
+    directories = attempts_here(run)
+    used = [attempt_used(directory, clock) for directory in directories]
+    is_over = bool(used) and used[-1].is_final
+    begun = bool(used) and bool(used[-1].lines)
+    waits_ns = 0 if begun or is_over else clock.wall_ns() - (created_wall_ns(run.name) or clock.wall_ns())
+    return together(used, waits_ms=max(0, waits_ns) // _MS_NS, is_final=is_over)
+
+
+def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
+    """Return what one attempt used, by its directory.
+
+    Args:
+        directory: of the attempt.
+        clock: says what time it is.
+    """
+    receipt, live = read_receipt(directory), is_live(directory)
+    gpu_type, tariff = read_price(directory)
+    facts = first_facts(directory)
+    if receipt is not None and (tariff is None or not facts):
+        return _by_receipt(receipt)
+    stopped = read_ending(directory)
+    meter, _ = meter_of(directory)
+    if live and facts and receipt is None:
+        meter.add(_alive(facts[0], clock))
+    return AttemptUse(
+        lines=priced(meter.used(), tariff or UNPRICED, is_billed=stopped is None or MEANINGS[stopped.reason].is_billed),
+        currency=(tariff or UNPRICED).currency,
+        gpu_type=gpu_type,
+        queued_ms=_waited_ms(directory, facts, receipt),
+        is_final=receipt is not None or not live,  # it is the last word: whoever wrote it is about to end
+    )
+
+
+def _alive(first: Fact, clock: Clock) -> Fact:
+    """Return the sign of life that a living supervisor would give now."""
+    now_ns = clock.boottime_ns() if first.boot_id == clock.boot_id() else first.boottime_ns
+    return msgspec.structs.replace(first, kind=FactKind.ALIVE, boottime_ns=max(first.boottime_ns, now_ns))
+
+
+def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> int:
+    """Return for how long the attempt waited for its devices."""
+    if receipt is not None and receipt.segments.queued_ms is not None:
+        return receipt.segments.queued_ms
+    created_ns = created_wall_ns(directory.parent.name)
+    if not facts or created_ns is None:
+        return 0
+    return max(0, facts[0].wall_ns - created_ns) // _MS_NS
+
+
+def _by_receipt(receipt: Receipt) -> AttemptUse:
+    """Return what an attempt used, by its account: where facts are not there, or what it pays is not."""
+    bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
+    whole = Line(day=0, start_ns=0, end_ns=0, gpus=len(receipt.gpus), gpu_ms=receipt.gpu_ms, billed_ms=bill.billed_ms)
+    parts = receipt.segments
+    return AttemptUse(
+        lines=(
+            msgspec.structs.replace(
+                whole,
+                environment_ms=(parts.environment_ms or 0) * whole.gpus,
+                start_ms=(parts.start_ms or 0) * whole.gpus,
+                run_ms=(parts.run_ms or 0) * whole.gpus,
+                stop_ms=(parts.stop_ms or 0) * whole.gpus,
+                gate_ms=(parts.gate_ms or 0) * whole.gpus,
+                idle_ms=receipt.gpu_ms if receipt.runs is not None else 0,
+                core_ms=bill.core_ms,
+                memory_mib_ms=bill.memory_mib_ms,
+                micros=receipt.micros,
+                dbu_micros=bill.dbu_micros,
+            ),
+        ),
+        currency=receipt.currency,
+        gpu_type=receipt.gpu_type,
+        queued_ms=parts.queued_ms or 0,
+    )

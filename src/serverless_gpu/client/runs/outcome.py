@@ -1,0 +1,488 @@
+"""What a caller gets for how a run ended: its results, or one exception that tells the truth.
+
+Reads a run directory; the only process that unpickles what lies there is the one that made the call, or one of the same
+user that attached.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import socket
+from pathlib import Path
+from typing import NamedTuple, SupportsIndex
+
+from serverless_gpu.client.display.terminal import safe
+from serverless_gpu.client.runs.rank_failures import add_note, rebuild, text_of
+from serverless_gpu.errors import (
+    BudgetExhausted,
+    CollectiveHang,
+    CommandFailed,
+    EngineHeadLost,
+    InvalidOption,
+    InvalidValue,
+    NodeLost,
+    OutOfMemory,
+    RankCrashed,
+    ResultNotSerializable,
+    ResultTooLarge,
+    ResultUnavailableHere,
+    RunCancelled,
+    RunError,
+    RunTimedOut,
+    RuntimeLost,
+    UntrustedResult,
+)
+from serverless_gpu.model.hangs.stacks import readable
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Failure, Hang, Reason, State
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.telemetry import idleness
+from serverless_gpu.node.entrypoint import INSIDE
+from serverless_gpu.node.inside import payload
+from serverless_gpu.node.inside.raycluster.words import files_of
+from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.units import format_bytes
+
+_RAISED = frozenset(
+    {Reason.RANK_RAISED, Reason.GPU_OOM, Reason.SYSTEM_EXIT, Reason.RANK_INTERRUPTED, Reason.RANK_CANCELLED}
+)
+_CLASSES: dict[Reason, type[RunError]] = {
+    Reason.RANK_SIGNAL: RankCrashed,
+    Reason.NO_RESULT: RankCrashed,
+    Reason.HOST_OOM: OutOfMemory,
+    Reason.RESULT_UNSERIALISABLE: ResultNotSerializable,
+    Reason.RESULT_TOO_LARGE: ResultTooLarge,
+    Reason.COLLECTIVE_HANG: CollectiveHang,
+    Reason.CANCELLED: RunCancelled,
+    Reason.SESSION_ENDED: RunCancelled,
+    Reason.TIMEOUT: RunTimedOut,
+    Reason.IDLE: RunTimedOut,
+    Reason.BUDGET: BudgetExhausted,
+    Reason.SUPERVISOR_LOST: NodeLost,
+    Reason.SUPERVISOR_KILLED: NodeLost,
+    Reason.NODE_LOST: NodeLost,
+    Reason.RUNTIME_LOST: RuntimeLost,
+    Reason.NODE_PARTITIONED: NodeLost,
+    Reason.NODE_REBOOTED: NodeLost,
+    Reason.NODE_GONE: NodeLost,
+    Reason.PREEMPTED: RunCancelled,
+    Reason.DRAINED: RunCancelled,
+    Reason.COMMAND_FAILED: CommandFailed,
+    Reason.ENGINE_HEAD_LOST: EngineHeadLost,
+}
+_KEEPS = "work of a device, output or `attach` keeps a run; a larger idle_timeout= lets it stand longer"
+_SAVES = "save to runtime.checkpoint_dir() and begin with runtime.resume_dir(), or ask for a longer limit"
+_KILLED = "it is a process of the run's own user, who can have ended it; retries=1 makes another attempt"
+_OF_A_CLUSTER = (Reason.ENGINE_HEAD_LOST.value, Reason.START_FAILED.value)  # what a failure's record calls itself
+_CONSEQUENCES_MAX = 8
+_CONSEQUENCE_CHARACTERS_MAX = 300
+
+
+class Origin(NamedTuple):
+    """Where the files of a run come from.
+
+    Attributes:
+        node: name of the node it ran on, through a server; "" for this machine.
+        untrusted: whose run it is, where that is somebody whose code must not be run here by loading what it returned.
+    """
+
+    node: str = ""
+    untrusted: str = ""
+
+
+HERE = Origin()
+
+
+def checked_rank(rank: object, count: int | None, run_id: str) -> int:
+    """Return the number of a rank that somebody named.
+
+    Args:
+        rank: what they wrote.
+        count: how many the run has, or None while that is not known.
+        run_id: the run.
+
+    Raises:
+        InvalidOption: it is not a number.
+        InvalidValue: there is no such rank.
+    """
+    if not isinstance(rank, SupportsIndex):
+        raise InvalidOption(f"rank must be a number, not {rank!r}")
+    number = operator.index(rank)
+    if number < 0 or (count is not None and number >= count):
+        has = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}" if count else "ranks from 0 on"
+        raise InvalidValue(f"run {run_id} has {has}, not {number}")
+    return number
+
+
+def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) -> object:
+    """Return what a rank returned.
+
+    Raises:
+        UntrustedResult: it is another's.
+        ResultUnavailableHere: the value needs something this process does not have, or its file is gone.
+    """
+    path = directory / "results" / f"{rank}.pkl"
+    if origin.untrusted:
+        raise UntrustedResult(
+            f"run {run_id} is {origin.untrusted}'s, and loading what it returned would run their code here",
+            hint=f"if you trust them: serverless_gpu.attach({run_id!r}, allow_pickle_from={origin.untrusted!r})",
+            run_id=run_id,
+            rank=rank,
+            reason=Reason.COMPLETED.value,
+        )
+    try:
+        return payload.load(str(path))
+    except FileNotFoundError as error:
+        if path.exists():  # then it is the user's code that misses a file
+            raise _not_loadable(error, path, rank, run_id) from error
+        raise _gone(directory, path, rank, run_id) from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # loading runs the user's code, which may raise SystemExit
+        raise _not_loadable(error, path, rank, run_id) from error
+
+
+def make_exception(
+    stopped: Stopped,
+    directory: Path,
+    run_id: str,
+    spec: RunSpec | None,
+    origin: Origin = HERE,
+    *,
+    with_tail: bool = True,
+) -> BaseException:
+    """Return the exception that tells how a run ended.
+
+    Args:
+        stopped: the supervisor's word.
+        directory: the attempt's directory.
+        run_id: the run.
+        spec: of the run, which has the limit it may have reached; None where nobody knows it.
+        origin: where the directory's files come from.
+        with_tail: whether a note has the last output of the rank that failed.
+    """
+    rank, origin = _raised_by(stopped), _where(stopped, origin)
+    error: BaseException
+    if rank is None:
+        error = _ended(stopped, directory, run_id, spec, origin, with_tail=with_tail)
+    else:
+        error = _raised(rank, _detail(stopped), directory, run_id, origin)
+    for text in (stopped.hint, *_consequences(stopped)):
+        if text:
+            add_note(error, text)
+    return error
+
+
+def failed_rank(stopped: Stopped) -> int | None:
+    """Return the first rank that failed; None where no rank did."""
+    if stopped.state is not State.FAILED:
+        return None
+    failures = (stopped.cause, *stopped.consequences)
+    return next((each.rank for each in failures if each is not None and each.rank is not None), None)
+
+
+def carries_tail(stopped: Stopped) -> bool:
+    """Return whether the exception for an ending has the last output of its rank in a note."""
+    cause = stopped.cause
+    return cause is not None and cause.rank is not None and _raised_by(stopped) is None and bool(stopped.log_tail)
+
+
+def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
+    """Return the last output of ranks, without that of the rank whose exception brings it along.
+
+    Args:
+        stopped: how the run ended.
+        with_tail: whether the exception's notes are shown.
+    """
+    told = stopped.cause.rank if with_tail and stopped.cause is not None and carries_tail(stopped) else None
+    return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
+
+
+def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin = HERE) -> str:
+    """Return how a run ended, for reading: as `make_exception`, but nothing of the user's is loaded or run.
+
+    Args:
+        stopped: the supervisor's word.
+        directory: the attempt's directory.
+        run_id: the run.
+        spec: of the run, which has the limit it may have reached; None where nobody knows it.
+        origin: where the directory's files come from.
+    """
+    rank, origin = _raised_by(stopped), _where(stopped, origin)
+    if rank is None:
+        error = _ended(stopped, directory, run_id, spec, origin)
+        parts = [error.message, *getattr(error, "__notes__", [])]
+    else:
+        traceback = str(_record(directory, rank).get("traceback") or "").rstrip()
+        parts = [f"{_who(stopped, rank)}: {_detail(stopped) or MEANINGS[stopped.reason].sentence}", traceback]
+    return "\n".join(part for part in (*parts, stopped.hint, *_consequences(stopped)) if part)
+
+
+def _where(stopped: Stopped, origin: Origin) -> Origin:
+    """Return where the files come from: of a run on several nodes, what is said is about the one that failed."""
+    node = _node(stopped)
+    return origin._replace(node=node) if node else origin
+
+
+def _node(stopped: Stopped) -> str:
+    """Return the one of several nodes on which the run failed, or ""."""
+    return stopped.cause.node if stopped.cause is not None else ""
+
+
+def _who(stopped: Stopped, rank: int) -> str:
+    """Return a rank as people are told of it: with its node, of a run on several."""
+    node = _node(stopped)
+    return f"rank {rank} on {node}" if node else f"rank {rank}"
+
+
+def _raised_by(stopped: Stopped) -> int | None:
+    """Return the rank whose exception ended the run; None when something else did."""
+    return stopped.cause.rank if stopped.cause is not None and stopped.reason in _RAISED else None
+
+
+def _detail(stopped: Stopped) -> str:
+    return stopped.cause.detail if stopped.cause is not None else ""
+
+
+def _consequences(stopped: Stopped) -> list[str]:
+    if stopped.state is not State.FAILED:
+        return []
+    shown = [f"consequence: {_failure_text(failure)}" for failure in stopped.consequences[:_CONSEQUENCES_MAX]]
+    more = len(stopped.consequences) - _CONSEQUENCES_MAX
+    return shown + ([f"consequence: {more} more ranks failed"] if more > 0 else [])
+
+
+def _not_loadable(error: BaseException, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
+    return ResultUnavailableHere(
+        f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {text_of(error)}",
+        hint=f"import what it needs and call results() again; the bytes are in {path}",
+        run_id=run_id,
+        rank=rank,
+        reason=Reason.COMPLETED.value,
+    )
+
+
+def _gone(directory: Path, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
+    cleaned = not directory.exists()
+    message = f"the files of run {run_id} were deleted" if cleaned else f"the file {path} is missing"
+    return ResultUnavailableHere(
+        f"rank {rank} returned a value, but {message}",
+        hint="take results out within the time that `[retention]` in config.toml gives them; `sgpu clean` deletes, too",
+        run_id=run_id,
+        rank=rank,
+        reason=Reason.COMPLETED.value,
+    )
+
+
+def _raised(rank: int, detail: str, directory: Path, run_id: str, origin: Origin) -> BaseException:
+    record = _record(directory, rank)
+    if not record:  # its disk was full: what the event carried is all there is
+        record = {"kind": "exception", "type": detail, "message": "", "traceback": ""}
+    if origin.untrusted:
+        record["untrusted"] = origin.untrusted
+    pickled = directory / "failures" / f"{rank}.pkl"
+    return rebuild(
+        record,
+        str(pickled) if record.get("pickled") else None,
+        rank=rank,
+        host=origin.node or socket.gethostname(),
+        run_id=run_id,
+        log_path=f"`sgpu logs {run_id} --rank {rank}`" if origin.node else str(_log(directory, rank)),
+    )
+
+
+def _ended(
+    stopped: Stopped,
+    directory: Path,
+    run_id: str,
+    spec: RunSpec | None,
+    origin: Origin,
+    *,
+    with_tail: bool = True,
+) -> RunError:
+    cause = stopped.cause
+    rank = cause.rank if cause is not None and stopped.state is State.FAILED else None
+    error = _CLASSES.get(stopped.reason, RunError)(
+        _message(stopped, rank, directory, spec),
+        hint=_hint_elsewhere(stopped.reason, run_id, origin, rank)
+        if origin.node
+        else _hint(stopped.reason, directory, _logs_text(run_id, rank, directory)),
+        run_id=run_id,
+        rank=rank,
+        reason=stopped.reason.value,
+        log_tail=stopped.log_tail,
+    )
+    if isinstance(error, CommandFailed) and cause is not None:
+        error.exit_code = cause.exit_code or error.exit_code
+    if isinstance(error, CollectiveHang) and stopped.hang is not None:
+        _explain_hang(error, stopped.hang, directory)
+    if isinstance(error, (EngineHeadLost, OutOfMemory)) and rank is not None:
+        _explain_loss(error, _record(directory, rank))
+    if rank is not None:
+        stack = readable(_read(directory / "failures" / f"{rank}.stack"), f"{INSIDE}/")
+        if stack:
+            error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
+        if stopped.log_tail and with_tail:
+            # Python prints notes as they are, on a terminal too.
+            lines = "\n".join(safe(line, tty=True) for line in stopped.log_tail.split("\n"))
+            error.add_note(f"last output of rank {rank}:\n{lines}")
+    return error
+
+
+def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
+    error.ranks_waiting, error.ranks_elsewhere = list(hang.waiting), list(hang.elsewhere)
+    error.hint = f"Python stacks of all ranks: {directory / hang.file}"
+    for rank, stack in hang.stacks.items():
+        does = "waits here" if rank in hang.waiting else "is here"
+        error.add_note(f"rank {rank} {does} (most recent call first):\n{stack}")
+
+
+def _explain_loss(error: RunError, record: dict[str, object]) -> None:
+    """Add what was lost of a Ray cluster, and what the function raised because of it, with where that was."""
+    notes = record.get("notes")
+    lost = [] if isinstance(error, EngineHeadLost) else [record.get("message")]
+    for text in (*lost, *(notes if isinstance(notes, list) else []), record.get("traceback")):
+        if text:
+            error.add_note("\n".join(safe(line, tty=True) for line in str(text).rstrip().split("\n")))
+
+
+def _logs_text(run_id: str, rank: int | None, directory: Path | None = None) -> str:
+    """Return where the output of a rank is: the command that shows it, and its files where they lie here."""
+    option = "" if rank is None else f" --rank {rank}"
+    files = "" if directory is None else f" (files: {directory / 'logs'})"
+    return f"logs: `sgpu logs {run_id}{option}`{files}"
+
+
+def _hint(reason: Reason, directory: Path, logs: str) -> str:
+    if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, *SUPERVISOR_GONE):
+        killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
+        files = f"the run's files: {directory}; what our own processes wrote: {directory.parents[2] / 'agent.log'}"
+        return f"{killed}{files}"
+    if reason is Reason.NODE_DISK:
+        return "free some space (`sgpu env gc` helps), or set SERVERLESS_GPU_HOME to a directory on another disk"
+    if reason is Reason.ENV_CORRUPT:
+        return (
+            "call it again: what is missing in the store is captured first; if it comes back, the disk may be failing"
+        )
+    if reason is Reason.ENV_UNAVAILABLE:
+        return f"what our own processes wrote: {directory.parents[2] / 'agent.log'}"
+    if reason is Reason.IDLE:
+        return f"{_KEEPS}; {logs}"
+    if reason is Reason.NO_PROGRESS:
+        return f"{_SAVES}; {logs}"
+    if reason is Reason.RESULT_STORAGE:
+        return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
+    if reason is Reason.ENGINE_HEAD_LOST:
+        return f"what Ray wrote: {files_of(str(directory))}; {logs}"
+    return logs
+
+
+def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | None) -> str:
+    logs = _logs_text(run_id, rank)
+    if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.ENV_UNAVAILABLE, *SUPERVISOR_GONE):
+        killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
+        return f"{killed}what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
+    if reason is Reason.ENGINE_HEAD_LOST:
+        return f"what Ray wrote is on node {origin.node}: ray/ in the run's directory there; {logs}"
+    if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):
+        return f"node {origin.node} needs space: `sgpu env gc` there helps"
+    advice = {Reason.IDLE: _KEEPS, Reason.NO_PROGRESS: _SAVES}.get(reason)
+    return f"{advice}; {logs}" if advice else logs
+
+
+def _limit(reason: Reason, spec: RunSpec) -> str:
+    """Return which limit a run has reached, and whose it is where its user did not set it; "" where it is no limit."""
+    by = spec.limited_by
+    idle_s = idleness.limit_s(spec)
+    if reason is Reason.IDLE and idle_s:
+        whose = f", which {by} may have set" if spec.policy else ""
+        return f": no device worked, and nothing was printed, for {idle_s:g} s{whose}"
+    if reason is not Reason.TIMEOUT or not spec.limit_s:
+        return ""
+    if spec.is_capped:
+        return (
+            f" of {spec.limit_s:g} s: {by} lets an attempt run no longer; with resume=True the run goes on as another"
+        )
+    return f" of {spec.limit_s:g} s (ranks are asked to end one grace before it)"
+
+
+def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec | None) -> str:
+    detail = _detail(stopped)
+    meaning = MEANINGS[stopped.reason].sentence
+    limit = "" if spec is None else _limit(stopped.reason, spec)
+    node = _node(stopped)
+    if limit:
+        return f"{meaning}{limit}"
+    if stopped.state not in (State.FAILED, State.LOST):
+        # What ranks said after the stop is not why the run stopped; what a server says is.
+        is_why = stopped.cause is not None and stopped.cause.rank is None and detail.startswith(meaning)
+        return detail if is_why else meaning
+    if stopped.reason is Reason.COLLECTIVE_HANG and detail:
+        return detail
+    if rank is None and stopped.reason is Reason.HOST_OOM:
+        ranks = f"the ranks on {node}" if node else "the ranks"
+        return f"{ranks} were {detail}" if "memory" in detail else f"{ranks} were ended because host memory ran out"
+    if stopped.reason is Reason.ENGINE_HEAD_LOST and detail:
+        return detail
+    if rank is None:
+        is_whole = detail.startswith(meaning)  # the server says both
+        what = detail if is_whole else f"{meaning}: {detail}" if detail and detail not in meaning else meaning
+        return f"node {node}: {what}" if node else what
+    who = _who(stopped, rank)
+    match stopped.reason:
+        case Reason.RESULT_UNSERIALISABLE | Reason.RESULT_TOO_LARGE | Reason.RESULT_STORAGE:
+            return _result_message(stopped.reason, who, detail, _record(directory, rank))
+        case Reason.NO_RESULT:
+            return f"{who} {detail} before it returned a result"
+        case Reason.COMMAND_FAILED:
+            return f"{who}: the command {detail}"
+        case Reason.START_FAILED if detail:
+            return f"{who}: {detail}" if node else detail
+        case Reason.HOST_OOM if _record(directory, rank).get("kind") in _OF_A_CLUSTER:
+            return f"a process of the run's Ray cluster{f' on {node}' if node else ''} was {detail}"
+        case Reason.HOST_OOM if "memory" not in detail:
+            return f"{who} was ended because host memory ran out ({detail})"
+        case _:
+            return f"{who} was {detail}" if detail else f"{who}: {meaning}"
+
+
+def _result_message(reason: Reason, who: str, detail: str, record: dict[str, object]) -> str:
+    """Return the sentence for a value that did not get out of its rank; a full disk may have kept the record, too."""
+    finished = f"{who} finished, but its result"
+    if reason is Reason.RESULT_STORAGE:
+        return f"{finished} could not be written: {detail}"
+    if reason is Reason.RESULT_TOO_LARGE:
+        size, limit = record.get("size"), record.get("limit")
+        of, over = (f" of {format_bytes(count)}" if isinstance(count, int) else "" for count in (size, limit))
+        return f"{finished}{of} is over the limit{over}; write it to a file in the function and return the path"
+    if "value_type" not in record:
+        return f"{finished} cannot be pickled: {detail}"
+    why = f"({record.get('type')}: {record.get('message')})"
+    return f"{finished} of type {record['value_type']} cannot be pickled {why}: {record.get('value_repr')}"
+
+
+def _failure_text(failure: Failure) -> str:
+    who = "the attempt" if failure.rank is None else f"rank {failure.rank}"
+    who = f"{who} on {failure.node}" if failure.node else who
+    return f"{who}: {failure.detail or MEANINGS[failure.reason].sentence}"[:_CONSEQUENCE_CHARACTERS_MAX]
+
+
+def _log(directory: Path, rank: int) -> Path:
+    """Return the file with a rank's last words: of the streams it wrote to, stderr first; the directory without any."""
+    logs = directory / "logs"
+    return next((path for path in (logs / f"{rank}.stderr", logs / f"{rank}.stdout") if path.exists()), logs)
+
+
+def _record(directory: Path, rank: int) -> dict[str, object]:
+    try:
+        record = json.loads((directory / "failures" / f"{rank}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

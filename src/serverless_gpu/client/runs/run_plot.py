@@ -1,0 +1,104 @@
+"""`Run.plot()`: what a picture of a run needs, put together; drawn by `run_figure.py`, which needs Matplotlib."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serverless_gpu.client.metrics import read_metrics
+from serverless_gpu.client.plots.attempt_marks import marks
+from serverless_gpu.client.plots.curves import lanes, span
+from serverless_gpu.client.runs.result_files import refuse_other
+from serverless_gpu.client.runs.run_source import Source
+from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
+from serverless_gpu.loading import load
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.telemetry.samples import Header, Sample, Sampled, decode
+from serverless_gpu.units import format_duration_ms
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot(source: Source, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:
+    """Return the picture of a run.
+
+    Args:
+        source: the run.
+        name: what it is called, or "".
+        state: how it is.
+        path: a file to write it to, or None.
+
+    Raises:
+        ServerlessGpuError: there is no Matplotlib here.
+        InvalidValue: Matplotlib cannot write such a file, or what is there is no file.
+        StorageError: the file cannot be written.
+    """
+    try:
+        figures = load("serverless_gpu.client.plots.run_figure")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        message = "Run.plot() draws with Matplotlib, which this Python does not have"
+        raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[plot]'") from None
+    files = source.read_telemetry()
+    tries = source.tries()
+    shown = lanes(read_metrics(files), _totals(files))
+    ends = span(shown)
+    about = (
+        _devices_text(files),
+        "" if ends is None else format_duration_ms(round(1000 * (ends[1] - ends[0]))),
+        state,
+        tries[-1].reason.value if tries and tries[-1].reason is not None and state != State.SUCCEEDED else "",
+    )
+    titles = figures.Titles(" · ".join(filter(None, (name, f"run {source.run_id}"))), " · ".join(filter(None, about)))
+    target = None if path is None else Path(path)
+    if target is not None:
+        refuse_other(target)
+    try:
+        figure: Figure = figures.draw(shown, marks(tries), titles, target)
+    except OSError as error:
+        message = f"the picture cannot be written to {target}: {error.strerror or error}"
+        raise StorageError(message, hint="give the path of a file in a directory you can write to") from None
+    except ValueError as error:
+        raise InvalidValue(f"{path} cannot be written: {error}") from None
+    return figure
+
+
+def _devices_text(files: list[bytes]) -> str:
+    """Return what devices the last attempt had, and on how many nodes: ``16 H100 on 2 nodes``."""
+    headers = [header for header in map(_last_header, files) if header is not None]
+    newest = max((header.fence for header in headers), default=0)
+    nodes = {header.node_rank: header.devices for header in headers if header.fence == newest}
+    devices = [device for devices in nodes.values() for device in devices]
+    names = [_type_name(device) for device in devices]
+    counted = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+    return f"{counted} on {len(nodes)} nodes" if len(nodes) > 1 else counted
+
+
+def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
+    """Return how much memory each GPU has, by node and number, as the last sample of each file says."""
+    totals: dict[tuple[int, int], int] = {}
+    for data in files:
+        header = _last_header(data)
+        start = data.rfind(b"\n[", 0, data.rfind(b"\n")) + 1
+        for line in decode(data[start : data.find(b"\n", start) + 1])[0] if start else ():
+            if header is not None and isinstance(line, Sample):
+                known = ((place, gpu.memory_total_bytes) for place, gpu in enumerate(line.gpus))
+                totals |= {(header.node_rank, place): total for place, total in known if total}
+    return totals
+
+
+def _type_name(device: Sampled) -> str:
+    if device.kind is DeviceKind.CPU:
+        return "CPU slots"
+    return f"{device.type} (fake)" if device.kind is DeviceKind.FAKE else device.type
+
+
+def _last_header(data: bytes) -> Header | None:
+    """Return the last header of a file of samples: it has the devices."""
+    start = data.rfind(b"\n{") + 1
+    found = decode(data[start : data.find(b"\n", start) + 1])[0]
+    return found[0] if found and isinstance(found[0], Header) else None

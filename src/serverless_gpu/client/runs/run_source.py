@@ -1,0 +1,273 @@
+"""Where a handle has its run from: what is said about it, and its files.
+
+    Run ──▶ Source ──┬─ Supervised   the run's supervisor on this machine: a socket and the run directory
+                     └─ Watched      a server: its event stream, and copies of the run's files (`remote/watching.py`)
+
+A source speaks the words of `node.protocol`, whoever it hears them from: there is one handle, with one behaviour.
+
+Failure cases of `Supervised`: the connection ends before a supervisor had accepted the run (the agent died with the run
+in its queue), then the launch is sent again to a new agent, which is safe because nothing has run; it ends without the
+last word, then the run directory has it, or the supervisor was killed.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.client.runs.outcome import Origin
+from serverless_gpu.loading import load
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, StopReason
+from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.node import protocol
+from serverless_gpu.node.history import read_ending, read_receipt
+from serverless_gpu.node.home import remove_at_once
+from serverless_gpu.node.inside.channel import Channel
+
+if TYPE_CHECKING:
+    from serverless_gpu.client.plots.attempt_marks import Try
+    from serverless_gpu.model.cost import Cost
+
+_LAUNCH_TRIES = 3
+_TRIES = "serverless_gpu.client.plots.attempt_marks"  # loaded when it is asked for: a call has no use for it
+_COSTS = "serverless_gpu.client.runs.local_costs"
+_LOSS = "serverless_gpu.node.supervisor_loss"
+
+Reconnect = Callable[[], Channel]
+
+
+class Note(NamedTuple):
+    """Something to say about the way to the run, not about the run."""
+
+    sentence: str
+
+
+class Source(abc.ABC):
+    """Where a handle has its run from.
+
+    Attributes:
+        run_id: the run.
+        directory: where the files of its last attempt are, or come to.
+        world_size: ranks of the run; 0 for a session, which has none; None while that is not known.
+        origin: which machine the files come from, and whether loading them is safe.
+    """
+
+    run_id: str
+    directory: Path
+    world_size: int | None
+    origin: Origin = Origin()
+
+    @property
+    @abc.abstractmethod
+    def is_open(self) -> bool:
+        """Return whether anything more may be heard."""
+
+    @property
+    @abc.abstractmethod
+    def logs(self) -> Path | str:
+        """Return where all output of the ranks is: a directory, or the command that shows it."""
+
+    @abc.abstractmethod
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is news, or -1."""
+
+    @abc.abstractmethod
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | Note | None:
+        """Return the next message, or None where there will be no more.
+
+        Raises:
+            TimeoutError: none came in time.
+            BlockingIOError: none is there, and it was not to be waited for.
+            ServerlessGpuError: it cannot be known how the run goes on.
+        """
+
+    @abc.abstractmethod
+    def stop(self, why: StopReason, *, patiently: bool = True) -> None:
+        """Ask for the run to be stopped; does nothing when it has ended.
+
+        Args:
+            why: what its ranks are told.
+            patiently: whether to wait for somebody who is away and would have to be told.
+
+        Raises:
+            ServerlessGpuError: that could not be said to anybody.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Listen no more; the run goes on."""
+
+    @abc.abstractmethod
+    def ending(self) -> protocol.Stopped:
+        """Return how the run ended, after nothing more is to be heard."""
+
+    @abc.abstractmethod
+    def receipt(self) -> Receipt | None:
+        """Return the account of the run, after nothing more is to be heard."""
+
+    def receipts(self) -> dict[str, Receipt]:
+        """Return the account of each of its nodes, by its name, after nothing more is to be heard."""
+        receipt = self.receipt()
+        return {} if receipt is None else {self.origin.node or socket.gethostname(): receipt}
+
+    @abc.abstractmethod
+    def bring_result(self, rank: int) -> None:
+        """Have the result of a rank in `directory`, where it is kept at all.
+
+        Raises:
+            ServerlessGpuError: that cannot be.
+        """
+
+    @abc.abstractmethod
+    def read_log(self, rank: int, stream: str) -> bytes:
+        """Return what a rank has written so far, all that is kept of it."""
+
+    @abc.abstractmethod
+    def read_telemetry(self) -> list[bytes]:
+        """Return what was sampled so far: a file for each node of each attempt."""
+
+    @abc.abstractmethod
+    def cost(self) -> Cost:
+        """Return what the run used so far, over all of its attempts, and what that costs."""
+
+    @abc.abstractmethod
+    def tries(self) -> list[Try]:
+        """Return what became of each attempt so far, in order."""
+
+
+class Supervised(Source):
+    """A run of this machine.
+
+    Args:
+        run_id: the run.
+        directory: the attempt's directory.
+        world_size: ranks; 0 for a session.
+        channel: to its supervisor, or to the agent that looks for one; None when it has ended.
+        again: launches once more, or None where it was accepted before.
+    """
+
+    def __init__(
+        self, run_id: str, directory: Path, world_size: int, channel: Channel | None, again: Reconnect | None = None
+    ) -> None:
+        self.run_id = run_id
+        self.directory = directory
+        self.world_size = world_size
+        self.channel = channel
+        self._again = again
+        self._tries = 1
+        self._accepted = again is None
+        self._lost_ns: int | None = None  # boottime at which the supervisor's end was heard
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether anything more may be heard."""
+        return self.channel is not None
+
+    @property
+    def logs(self) -> Path:
+        """Return the directory of the ranks' output."""
+        return self.directory / "logs"
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, or -1."""
+        return -1 if self.channel is None else self.channel.fileno()
+
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | None:
+        """Return the supervisor's next message, or None after its last; a lost launch is sent again meanwhile."""
+        while self.channel is not None:
+            self.channel.sock.settimeout(timeout_s)
+            try:
+                received = protocol.receive(self.channel)
+            except (TimeoutError, BlockingIOError):
+                raise
+            except (OSError, msgspec.MsgspecError):
+                received = None
+            if received is not None:
+                self._note(received[0])
+                return received[0]
+            self._lost_ns = SystemClock().boottime_ns()
+            self.close()
+            if not self._accepted and self._again is not None and self._tries < _LAUNCH_TRIES:
+                self._tries += 1
+                self.channel = self._again()
+        return None
+
+    def stop(self, why: StopReason, *, patiently: bool = True) -> None:
+        """Tell the supervisor; one that is gone has ended its ranks."""
+        channel = self.channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                protocol.send(channel, protocol.Cancel(reason=why))
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+    def ending(self) -> protocol.Stopped:
+        """Return how the run directory says it ended; write that where the supervisor died."""
+        stopped = read_ending(self.directory)
+        if stopped is None and self._settle():
+            stopped = read_ending(self.directory)
+        return stopped or supervisor_lost()
+
+    def receipt(self) -> Receipt | None:
+        """Return the receipt that the run directory has; write it where the supervisor died."""
+        receipt = read_receipt(self.directory)
+        if receipt is None and self._settle():
+            receipt = read_receipt(self.directory)
+        return receipt
+
+    def bring_result(self, rank: int) -> None:
+        """Do nothing: it is there."""
+
+    def read_log(self, rank: int, stream: str) -> bytes:
+        """Return what the rank's file has."""
+        try:
+            return (self.directory / "logs" / f"{rank}.{stream}").read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def read_telemetry(self) -> list[bytes]:
+        """Return the files of samples below the run's directory."""
+        directories = load(_TRIES).attempts_here(self.directory.parent)
+        paths = [path for directory in directories for path in sorted((directory / "logs").glob("*.telemetry"))]
+        return [path.read_bytes() for path in paths]
+
+    def cost(self) -> Cost:
+        """Return what the attempts' directories say."""
+        found: Cost = load(_COSTS).cost_here(self.directory.parent, SystemClock())
+        return found
+
+    def tries(self) -> list[Try]:
+        """Return what the attempts' directories say."""
+        room = load(_TRIES)
+        return [room.read_try(directory) for directory in room.attempts_here(self.directory.parent)]
+
+    def _settle(self) -> bool:
+        """Write how a run ended whose supervisor died; return False where no supervisor had it, or one still has it."""
+        settled: bool = load(_LOSS).settle_here(self.directory, SystemClock(), seen_ns=self._lost_ns)
+        return settled
+
+    def _note(self, message: protocol.AnyMessage) -> None:
+        match message:
+            case protocol.Accepted() | protocol.Stopped():
+                self._accepted = True
+            case protocol.Refused() if not self._accepted:  # nothing was started
+                remove_at_once(self.directory.parent)
+            case _:
+                pass
+
+
+def supervisor_lost() -> protocol.Stopped:
+    """Return the ending of a run whose supervisor died without a word, and without evidence of why."""
+    reason = Reason.SUPERVISOR_KILLED
+    return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())

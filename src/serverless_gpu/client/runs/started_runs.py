@@ -1,0 +1,83 @@
+"""Runs that this process started and has not seen end: a line on stderr names them when the process ends.
+
+A script that drops the handles of `.map()` and returns leaves runs behind that hold devices. `submit` and `map` note
+each run here; its handle notes the end. What is left at the exit of the interpreter is looked up once more.
+
+Failure cases: the server does not answer within a second (the line says that these runs may go on); a forked child ends
+(it has the list, and started nothing); the process is killed (no line).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from pathlib import Path
+
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.loading import load
+from serverless_gpu.node.history import read_ending
+
+_NAMED_MAX = 5
+_ASKED_MAX = 20  # runs of a server that are asked about, one request each
+_PRUNED_AT = 256
+
+
+class StartedRun:
+    """One run: where it is, and whether its end was seen."""
+
+    __slots__ = ("directory", "is_over", "is_remote", "run_id")
+
+    def __init__(self, run_id: str, directory: Path, *, is_remote: bool) -> None:
+        self.run_id = run_id
+        self.directory = directory
+        self.is_remote = is_remote
+        self.is_over = False
+
+
+_started: list[StartedRun] = []
+_owner = 0
+
+
+def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun:
+    """Remember a run until its end is seen."""
+    global _owner, _started
+    if _owner != os.getpid():
+        _owner, _started = os.getpid(), []
+        atexit.register(_name_unfinished)
+    if len(_started) % _PRUNED_AT == 0:
+        _started = [one for one in _started if not one.is_over]
+    started = StartedRun(run_id, directory, is_remote=is_remote)
+    _started.append(started)
+    return started
+
+
+def unfinished_text(run_ids: list[str], unknown: list[str]) -> str:
+    """Return the line for runs that go on, and for those of which that is not known; "" for none."""
+    if not run_ids and not unknown:
+        return ""
+    ids = run_ids + unknown
+    named = ", ".join(ids[:_NAMED_MAX]) + (f" and {len(ids) - _NAMED_MAX} more" if len(ids) > _NAMED_MAX else "")
+    verb = "may go on" if unknown else "goes on" if len(ids) == 1 else "go on"
+    runs = "1 run" if len(ids) == 1 else f"{len(ids)} runs"
+    return f"{runs} of this program {verb}: {named}; sgpu attach RUN shows one, sgpu cancel RUN stops it"
+
+
+def _name_unfinished() -> None:
+    if os.getpid() != _owner:
+        return
+    left = [one for one in _started if not one.is_over]
+    here = [one.run_id for one in left if not one.is_remote and read_ending(one.directory) is None]
+    far = [one.run_id for one in left if one.is_remote]
+    going, unknown = _of_the_server(far) if far else ([], [])
+    text = unfinished_text(here + going, unknown)
+    if text:
+        print(f"serverless-gpu: {text}", file=sys.stderr)
+
+
+def _of_the_server(run_ids: list[str]) -> tuple[list[str], list[str]]:
+    """Return which runs go on, and of which that is not known."""
+    try:
+        return load("serverless_gpu.client.remote.attachment").unfinished(run_ids[:_ASKED_MAX]), run_ids[_ASKED_MAX:]
+    except (ServerlessGpuError, OSError):
+        return [], run_ids

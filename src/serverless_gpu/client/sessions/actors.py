@@ -1,0 +1,269 @@
+"""Objects that live in the ranks of a session from call to call: one process per rank, one object in each.
+
+    with serverless_gpu.session(gpus=2) as session, session.actors(Model, "weights.pt") as model:
+        model.predict.distributed(batch)      the object is made once; each call reaches all ranks
+
+One run of the session serves all calls. Its ranks connect to a Unix socket in a private directory of this process;
+agent, supervisor and server see neither calls nor answers. The ranks return when this process closes the channel or
+ends, so the run ends, and its devices are verified and handed back, as those of any run.
+
+Failure cases: a method raises (that exception here; the ranks live on); ranks that do not answer within the grace after
+another one raised, say in a collective (the run is cancelled, a note says so); a rank dies (the error of the run, which
+names it); Ctrl-C during a call (the run is cancelled); no call for the session's idle limit (the channel closes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from serverless_gpu.client.runs.rank_failures import add_note, rebuild
+from serverless_gpu.client.runs.run import Run
+from serverless_gpu.errors import NotPicklable, ServerlessGpuError, SessionEnded
+from serverless_gpu.node.inside import payload
+from serverless_gpu.node.inside.actor import receive_frame, send_frame
+
+_TICK_S = 0.2  # between two looks at whether the run has ended
+_PATH_BYTES_MAX = 100  # the kernel takes 107 bytes for the address of a Unix socket
+_HINT = "make new ones with session.actors(...)"
+
+Start = Callable[[str], Run[None]]
+
+
+class ActorMethod:
+    """A method of actors."""
+
+    def __init__(self, actors: Actors, name: str) -> None:
+        self._actors = actors
+        self._name = name
+
+    def distributed(self, *args: object, **kwargs: object) -> list[Any]:
+        """Call the method on the object of every rank and return what each returned, by global rank.
+
+        Raises:
+            SessionEnded: the actors were closed, or ended; the message says why.
+            NotPicklable: an argument cannot be pickled.
+            RunError: a rank died; the message names it.
+            Exception: what the method raised in the rank that failed first, as its own type.
+        """
+        return self._actors._call(self._name, args, kwargs)
+
+
+class Actors:
+    """One object in each rank, made once and called many times; `session.actors(...)` makes it.
+
+    Attributes:
+        run: the run whose ranks hold the objects.
+    """
+
+    def __init__(self, cls: type, start: Start, *, grace_s: float, idle_timeout_s: float) -> None:
+        self._cls = cls
+        self._grace_s = grace_s
+        self._idle_timeout_s = idle_timeout_s
+        self._ended_by = ""
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None
+        self._directory = _private_directory()
+        self._socks: dict[int, socket.socket] = {}
+        self._listener = socket.socket(socket.AF_UNIX)
+        weakref.finalize(self, _clean, os.getpid(), self._directory, self._socks, self._listener)
+        self._listener.bind(f"{self._directory}/calls")
+        self._listener.listen(1024)
+        self.run = start(f"{self._directory}/calls")
+        try:
+            self._connect()
+            self._answers()
+        except BaseException:
+            self._abort("its ranks could not be set up")
+            raise
+        self._restart_timer()
+
+    def __repr__(self) -> str:
+        return f"<Actors {self._cls.__qualname__} of run {self.run.id}{' (ended)' if self._ended_by else ''}>"
+
+    def __getattr__(self, name: str) -> ActorMethod:
+        if name.startswith("_") or not callable(getattr(self._cls, name, None)):
+            raise AttributeError(f"{self._cls.__qualname__} has no method {name!r}")
+        return ActorMethod(self, name)
+
+    def __enter__(self) -> Actors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the ranks return and wait until their devices are handed back; a second call does nothing."""
+        self._end("they were closed")
+        with contextlib.suppress(ServerlessGpuError):  # no receipt: its supervisor was killed
+            self.run.receipt()
+
+    def _call(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
+        with self._lock:
+            if self._ended_by:
+                raise SessionEnded(
+                    f"the actors of {self._cls.__qualname__} (run {self.run.id}) cannot be used: {self._ended_by}",
+                    hint=_HINT,
+                )
+            request = self._request(name, args, kwargs)
+            self._stop_timer()
+            try:
+                for sock in self._socks.values():
+                    with contextlib.suppress(OSError):  # the rank is gone: reading says so
+                        send_frame(sock, request)
+                return self._outcome(self._answers())
+            except KeyboardInterrupt:
+                self._abort("a call was interrupted")
+                raise KeyboardInterrupt from None
+            finally:
+                if not self._ended_by:
+                    self._restart_timer()
+
+    def _request(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
+        try:
+            return payload.dumps((name, tuple(args), dict(kwargs)))
+        except Exception as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
+            cause = error
+        raise NotPicklable(
+            f"the arguments of {self._cls.__qualname__}.{name} cannot be pickled: {cause}",
+            hint="pass plain data, arrays or CPU tensors, and open files and connections in the method",
+        ) from cause
+
+    def _outcome(self, answers: Mapping[int, object]) -> list[object]:
+        """Return the values, by rank; raise what the rank raised that answered first."""
+        loaded = {rank: cast("tuple[bool, object]", answer) for rank, answer in answers.items()}
+        for rank, (is_value, failure) in loaded.items():
+            if not is_value:
+                raise self._with_note(self._error(rank, failure), len(loaded))
+        return [loaded[rank][1] for rank in sorted(loaded)]
+
+    def _with_note(self, error: BaseException, answered: int) -> BaseException:
+        if answered < len(self._socks):
+            add_note(
+                error,
+                f"{len(self._socks) - answered} other rank(s) did not return within grace={self._grace_s:g} s, for "
+                f"example because they wait in a collective. All ranks of the actors were ended: {_HINT}",
+            )
+        return error
+
+    def _error(self, rank: int, failure: object) -> BaseException:
+        description, pickled = cast("tuple[dict[str, object], bytes | None]", failure)
+        path = Path(self._directory, "failure.pkl")
+        if pickled is not None:
+            path.write_bytes(pickled)
+        log = self.run.directory / "logs" / f"rank-{rank}.stderr"
+        return rebuild(
+            description,
+            None if pickled is None else str(path),
+            rank=rank,
+            host=socket.gethostname(),
+            run_id=self.run.id,
+            log_path=str(log),
+        )
+
+    def _answers(self) -> dict[int, object]:
+        """Return one answer per rank in the order in which they came; fewer after a failure and the grace."""
+        answers: dict[int, object] = {}
+        deadline: float | None = None
+        while waiting := {sock: rank for rank, sock in self._socks.items() if rank not in answers}:
+            for sock in select.select(list(waiting), [], [], _TICK_S)[0]:
+                data = receive_frame(sock)
+                if data is None:
+                    raise self._death()
+                answer = answers[waiting[sock]] = payload.loads(data)
+                if deadline is None and isinstance(answer, tuple) and not answer[0]:
+                    deadline = time.monotonic() + self._grace_s
+            if deadline is not None and time.monotonic() > deadline and len(answers) < len(self._socks):
+                self._abort("a call failed in one rank, and others did not return")
+                break
+            if self.run.wait(0) and len(answers) < len(self._socks):
+                raise self._death()
+        return answers
+
+    def _death(self) -> BaseException:
+        """Return why a rank has left: the error of the run."""
+        self._end("a rank has ended")
+        error = self.run._error(None)
+        if error is None:
+            return SessionEnded(f"the ranks of run {self.run.id} have returned", hint=_HINT)
+        if isinstance(error, ServerlessGpuError) and not error.hint:
+            error.hint = f"the actors have ended; {_HINT}"
+        else:
+            add_note(error, f"the actors have ended; {_HINT}")
+        return error
+
+    def _connect(self) -> None:
+        """Accept every rank."""
+        world_size = 1
+        while len(self._socks) < world_size:
+            if select.select([self._listener], [], [], _TICK_S)[0]:
+                sock, _ = self._listener.accept()
+                hello = receive_frame(sock)
+                if hello is not None:
+                    rank, world_size = cast("tuple[int, int]", payload.loads(hello))
+                    self._socks[rank] = sock
+            elif self.run.wait(0):
+                raise self._death()
+
+    def _restart_timer(self) -> None:
+        self._stop_timer()
+        self._timer = threading.Timer(self._idle_timeout_s, _end_idle, (weakref.ref(self), self._idle_timeout_s))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _abort(self, why: str) -> None:
+        self._end(why)
+        self.run.cancel()
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            self._ended_by = self._ended_by or why
+            self._stop_timer()
+            _clean(os.getpid(), "", self._socks, self._listener)
+
+
+def _end_idle(reference: weakref.ref[Actors], limit_s: float) -> None:
+    """End actors that nobody has called for the idle limit."""
+    actors = reference()
+    if actors is not None and actors._lock.acquire(blocking=False):  # else a call has just begun
+        try:
+            actors._end(f"no call came for {limit_s:g} s (idle_timeout)")
+        finally:
+            actors._lock.release()
+
+
+def _private_directory() -> str:
+    made = tempfile.mkdtemp(prefix="sgpu-actors-")
+    if len(os.fsencode(made)) <= _PATH_BYTES_MAX - len("/calls"):
+        return made
+    os.rmdir(made)
+    return tempfile.mkdtemp(prefix="sgpu-actors-", dir="/tmp")
+
+
+def _clean(owner: int, directory: str, socks: Mapping[int, socket.socket], listener: socket.socket) -> None:
+    """Close the channel; in a forked child, only its own copies of the descriptors."""
+    for sock in (*socks.values(), listener):
+        if os.getpid() == owner:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
+    if directory and os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
