@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import ranks
 from benchmarks.databases import held
 from benchmarks.ranks import now_ns, stamp, stamps
-from serverless_gpu.engines import ray_machine
+from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.node.inside.linux import descendants
 
 RANKS = 4

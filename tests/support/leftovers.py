@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from serverless_gpu.engines import ray_machine
+from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.node.raycluster import is_left
 from tests.support.local.observe import wait_for
 

@@ -12,7 +12,7 @@ from serverless_gpu.cli.output import print_json, say, say_lines
 from serverless_gpu.cli.server.state import server_status
 from serverless_gpu.client.agent_control import stop_agent
 from serverless_gpu.client.agent_status import agent_status
-from serverless_gpu.engines.ray_keeping import stop_ray
+from serverless_gpu.engines.ray.head_keeper import stop_ray
 from serverless_gpu.model.hardware.gpu_types import DeviceKind, parse_fake
 from serverless_gpu.node.gpu_faults import suspects
 from serverless_gpu.node.home import find_home

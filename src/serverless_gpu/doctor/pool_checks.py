@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serverless_gpu.doctor.facts import Facts, PoolFacts
 from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
-from serverless_gpu.engines.ray_start import OLDEST
+from serverless_gpu.engines.ray.start_arguments import OLDEST
 from serverless_gpu.node.inside.raycluster.installed import release
 
 

@@ -22,11 +22,11 @@ import sqlalchemy as sa
 from prometheus_client import ProcessCollector
 
 from serverless_gpu.ambient import Clock, machine
-from serverless_gpu.engines import ray_start
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.engines.local import LocalEngine
-from serverless_gpu.engines.ray import RayEngine
-from serverless_gpu.engines.ray_link import RayAccess
+from serverless_gpu.engines.ray import start_arguments
+from serverless_gpu.engines.ray.driver_link import RayAccess
+from serverless_gpu.engines.ray.ray_engine import RayEngine
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.home import Home
@@ -262,7 +262,7 @@ def _several_machines(services: Services, beside: RayBeside) -> Engine:
             address=beside.cluster.address,
             node_address=beside.cluster.node_address,
             pool=beside.key,
-            variables=ray_start.variables(beside.cluster.token_file),
+            variables=start_arguments.variables(beside.cluster.token_file),
         ),
         python=sys.executable,
         news=lambda: services.hub.touch(SCHEDULER),

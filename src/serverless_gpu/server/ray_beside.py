@@ -1,7 +1,7 @@
 """`sgpu up --engine ray`: the Ray of this machine, kept running, and the file with which other machines join.
 
     refuse        before anything is started: no Ray, a wrong address, a token that others can read
-    RayBeside     files, keeper (`engines/ray_keeping.py`), looked after in a loop; it outlives the server
+    RayBeside     files, keeper (`engines/ray/head_keeper.py`), looked after in a loop; it outlives the server
     join file     server/join.json: where this server is, and a token with which one machine joins, within a day
 
     server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
@@ -24,10 +24,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.engines import ray_keeping, ray_machine, ray_start
-from serverless_gpu.engines.ray_join_file import NAME, JoinFile, write_join_file
-from serverless_gpu.engines.ray_keeper import Plan, unreachable
-from serverless_gpu.engines.ray_start import Cluster
+from serverless_gpu.engines.ray import head_keeper, ray_machine, start_arguments
+from serverless_gpu.engines.ray.join_file import NAME, JoinFile, write_join_file
+from serverless_gpu.engines.ray.ray_keeper import Plan, unreachable
+from serverless_gpu.engines.ray.start_arguments import Cluster
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.private_files import readers
@@ -63,11 +63,11 @@ def refuse(settings: Settings) -> None:
                 f"no Ray answers at {settings.ray.address}: {why}",
                 hint="the address of the cluster's head: --ray-address",
             )
-    if ray_keeping.running(_directory(settings)) is None:
+    if head_keeper.running(_directory(settings)) is None:
         taken = ray_machine.taken_port(settings.ray.port, address)
         if taken is not None:
             raise ServerProblem(
-                f"port {taken} is taken, and Ray needs {ray_start.port_range(settings.ray.port)}",
+                f"port {taken} is taken, and Ray needs {start_arguments.port_range(settings.ray.port)}",
                 hint="another range of a hundred: --ray-port 8100",
             )
 
@@ -83,7 +83,7 @@ def node_address(settings: Settings, ray: RaySettings) -> str:
     if ray.address:
         return ray_machine.own_address(ray.address.rpartition(":")[0].strip("[]"))
     try:
-        return ray_start.check_node_address(settings.host)
+        return start_arguments.check_node_address(settings.host)
     except InvalidValue:
         return ray_machine.own_address()
 
@@ -115,13 +115,13 @@ class RayBeside:
         self._version = ray_machine.check_ray()
         self._plan = self._prepared(url, node_token)
         self._problem = ""
-        self.was_there = ray_keeping.running(self.directory) is not None
+        self.was_there = head_keeper.running(self.directory) is not None
         self._ensure()
 
     @property
     def cluster(self) -> Cluster:
         """Return the cluster, as this machine reaches it."""
-        head = self._ray.address or ray_start.joined(self._address, self._ray.port)
+        head = self._ray.address or start_arguments.joined(self._address, self._ray.port)
         token_file = str(self.directory / ray_machine.TOKEN)
         return Cluster(address=head, token_file=token_file, node_address=self._address)
 
@@ -167,7 +167,7 @@ class RayBeside:
     def _ensure(self) -> None:
         try:
             owner = self._settings.directory / "lock"
-            if ray_keeping.ensure(self.directory, self._plan, owner, os.environ):
+            if head_keeper.ensure(self.directory, self._plan, owner, os.environ):
                 _log.info("Ray is started: %s", self.cluster.address)
         except ServerlessGpuError as error:
             if error.message != self._problem:
@@ -194,8 +194,8 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
     ca = Path(settings.tls_ca).read_text(encoding="ascii") if settings.tls_ca else _self_signed(settings)
     path = settings.directory / NAME
     write_join_file(path, JoinFile(server=server, token=token, ca=ca))
-    ports = ray_start.port_range(settings.ray.port)
-    lines = [f"Ray at {settings.ray.address or ray_start.joined(address, settings.ray.port)}, ports {ports}"]
+    ports = start_arguments.port_range(settings.ray.port)
+    lines = [f"Ray at {settings.ray.address or start_arguments.joined(address, settings.ray.port)}, ports {ports}"]
     head = settings.ray.address.rpartition(":")[0] or address
     if urlsplit(server).scheme == "http":
         why = "this server listens on loopback. Give it --host, --tls-cert and --tls-key"
@@ -256,13 +256,13 @@ def _given_token(ray: RaySettings) -> str:
         ) from None
     if others:
         raise InvalidValue(f"{path} lets in whoever has it, and {others}", hint=f"chmod 600 {path}")
-    return ray_start.check_token(text)
+    return start_arguments.check_token(text)
 
 
 def _own_token(directory: Path) -> str:
     path = directory / ray_machine.TOKEN
     try:
-        return ray_start.check_token(path.read_text(encoding="ascii"))
+        return start_arguments.check_token(path.read_text(encoding="ascii"))
     except (OSError, UnicodeDecodeError, InvalidValue):
         return os.urandom(_TOKEN_BYTES).hex()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from serverless_gpu.engines.ray_start import check_node_address, ports
+from serverless_gpu.engines.ray.start_arguments import check_node_address, ports
 from serverless_gpu.errors import InvalidValue
 
 

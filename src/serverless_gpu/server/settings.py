@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from serverless_gpu.engines.ray_start import PORT as RAY_PORT
+from serverless_gpu.engines.ray.start_arguments import PORT as RAY_PORT
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.access.usage_policy import MAX_RUN_S
 from serverless_gpu.model.scheduling.values import QueuePolicy

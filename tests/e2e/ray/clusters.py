@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from serverless_gpu.engines import ray_start
-from serverless_gpu.engines.ray_link import RayAccess
-from serverless_gpu.engines.ray_node_file import NodeFile, write_node_file
+from serverless_gpu.engines.ray import start_arguments
+from serverless_gpu.engines.ray.driver_link import RayAccess
+from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.spawning import clean_variables, search_path
 from serverless_gpu.node.uplink import control
@@ -32,7 +32,7 @@ from tests.support.local.observe import wait_for
 TRY_S = 70.0
 _END_S = 60.0
 _TRIES_MAX = 3
-_blocks = iter(range(12_000 + os.getpid() % 150 * 100, 32_000, ray_start.PORTS))
+_blocks = iter(range(12_000 + os.getpid() % 150 * 100, 32_000, start_arguments.PORTS))
 
 
 class Machine:
@@ -59,7 +59,7 @@ class Machine:
             environ=variables,
         )
         write_node_file(self._file, file)
-        self.node = ray_start.Node(
+        self.node = start_arguments.Node(
             name=name,
             address=address,
             port=_free_block(),
@@ -79,9 +79,9 @@ class Machine:
     def start(self, head: str = "") -> None:
         """Start Ray here: as a head, or as a node of one."""
         argv = (
-            ray_start.join_command(str(PYTHON), self.node, head)
+            start_arguments.join_command(str(PYTHON), self.node, head)
             if head
-            else ray_start.head_command(str(PYTHON), self.node)
+            else start_arguments.head_command(str(PYTHON), self.node)
         )
         name, _, value = self.footprint.mark.partition("=")
         with open(self._log, "wb") as log:
@@ -90,7 +90,7 @@ class Machine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**ray_start.environment(self.node, clean_variables(os.environ)), name: value},
+                env={**start_arguments.environment(self.node, clean_variables(os.environ)), name: value},
                 start_new_session=True,
             )
 
@@ -198,7 +198,7 @@ class Cluster:
 
     def access(self, pool: str) -> RayAccess:
         """Return how a server on the head's machine reaches it."""
-        variables = ray_start.variables(self.head.node.token_file)
+        variables = start_arguments.variables(self.head.node.token_file)
         return RayAccess(address=self.address, node_address="127.0.0.10", pool=pool, variables=variables)
 
     def start(self) -> None:

@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from serverless_gpu.engines import ray_keeping, ray_machine, ray_start
-from serverless_gpu.engines.ray_keeper import end_processes, marked_pids
+from serverless_gpu.engines.ray import head_keeper, ray_machine, start_arguments
+from serverless_gpu.engines.ray.ray_keeper import end_processes, marked_pids
 from serverless_gpu.node.inside.linux import descendants
 from tests.e2e.ray.plain_ray import PYTHON
 from tests.support.local.observe import wait_for
 from tests.support.ports import own_port
 
 START_S = 180.0
-_blocks = iter(range(12_000 + os.getpid() % 100 * 200, 32_000, ray_start.PORTS))
+_blocks = iter(range(12_000 + os.getpid() % 100 * 200, 32_000, start_arguments.PORTS))
 
 
 class Machine:
@@ -183,7 +183,7 @@ class Pool:
     def head_held_down(self) -> Iterator[None]:
         """Have no head of Ray's for a while: it is killed, and what would start it again is held."""
         directory = self.first.home / "server" / "ray"
-        kept = ray_keeping.running(directory)
+        kept = head_keeper.running(directory)
         assert kept is not None
         os.kill(kept.pid, signal.SIGSTOP)
         try:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.engines import ray_agents
 from serverless_gpu.engines.base import Gang, Placed, Share, Waiting
-from serverless_gpu.engines.ray import RayEngine
+from serverless_gpu.engines.ray import ray_agents
+from serverless_gpu.engines.ray.ray_engine import RayEngine
 from serverless_gpu.node.inside import linux
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
 from tests.e2e.ray.clusters import Cluster, Machine, cluster

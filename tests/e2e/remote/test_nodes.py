@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.engines.ray_join_file import read_join_file
+from serverless_gpu.engines.ray.join_file import read_join_file
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.server.liveness import PRESENT_S

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.engines import ray_driver, ray_node
-from serverless_gpu.engines.ray_driver import NodeActor
-from serverless_gpu.engines.ray_node_file import NodeFile, write_node_file
-from serverless_gpu.engines.ray_start import NODE_FILE
+from serverless_gpu.engines.ray import driver_process, node_launcher
+from serverless_gpu.engines.ray.driver_process import NodeActor
+from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
+from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.spawning import clean_variables, search_path
@@ -46,7 +46,7 @@ def file(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def actor() -> NodeActor:
     """Return what Ray would run."""
-    return NodeActor(NODE_FILE, ray_node.LAUNCHER, ray_node.MODULE)
+    return NodeActor(NODE_FILE, node_launcher.LAUNCHER, node_launcher.MODULE)
 
 
 def changed(path: Path, **fields: object) -> None:
@@ -102,7 +102,7 @@ def test_a_file_that_is_none_is_a_problem(file: Path) -> None:
 def test_a_driver_that_is_not_connected_starts_no_ray_of_its_own_and_ends_with_its_input() -> None:
     requests = [{"id": 1, "op": "look"}, {"id": 2, "op": "reserve", "name": "x", "bundles": [], "patience_s": 0}]
     with subprocess.Popen(
-        [sys.executable, "-I", ray_driver.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-I", driver_process.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as driver:
         assert driver.stdin is not None and driver.stdout is not None
         driver.stdin.write("".join(json.dumps(request) + "\n" for request in requests).encode())

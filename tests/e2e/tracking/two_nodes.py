@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated_agents import SimulatedAgent, Work
-from serverless_gpu.engines.simulated_telemetry import Telemetry
+from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, Work
+from serverless_gpu.engines.simulated.simulated_telemetry import Telemetry
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.model.tracking_context import Tracking

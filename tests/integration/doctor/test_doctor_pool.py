@@ -8,8 +8,8 @@ from pathlib import Path
 
 from serverless_gpu.doctor.facts import PoolFacts
 from serverless_gpu.doctor.gathering import pool
-from serverless_gpu.engines import ray_machine
-from serverless_gpu.engines.ray_keeper import MARK
+from serverless_gpu.engines.ray import ray_machine
+from serverless_gpu.engines.ray.ray_keeper import MARK
 from serverless_gpu.node.flocks import hold
 from tests.support.local.observe import wait_for
 

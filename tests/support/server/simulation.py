@@ -18,8 +18,8 @@ import msgspec
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.engines.base import Engine, EngineNode
-from serverless_gpu.engines.simulated import Reservations, SimulatedEngine
-from serverless_gpu.engines.simulated_agents import Execution, Gang, SimulatedAgent, Work
+from serverless_gpu.engines.simulated.simulated_agents import Execution, Gang, SimulatedAgent, Work
+from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.hardware.gpu_types import parse_fake
 from serverless_gpu.model.lifecycle.attempt import StopReason

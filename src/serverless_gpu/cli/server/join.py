@@ -51,11 +51,11 @@ def join(host: str, token_file: Path, **options: Any) -> None:
     if options["unit"]:
         say_lines(_unit(home).rstrip("\n"))
         return
-    file = load("serverless_gpu.engines.ray_join_file").read_join_file(token_file)
+    file = load("serverless_gpu.engines.ray.join_file").read_join_file(token_file)
     if options["server"]:
         file = msgspec.structs.replace(file, server=options["server"])
     check_address(file.server)
-    joining = load("serverless_gpu.engines.ray_joining")
+    joining = load("serverless_gpu.engines.ray.pool_join")
     wish = joining.Wish(
         host=host,
         file=file,
@@ -71,7 +71,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
             say(f"{wish.name} gives {ready.offer} to the pool of {file.server}; Ray here has ports {ready.ports}")
 
         say(f"Ray is being started here, with its head at {ready.plan.head}")
-        keeper = load("serverless_gpu.engines.ray_keeper").Keeper(ready.plan, say=_say, started=started)
+        keeper = load("serverless_gpu.engines.ray.ray_keeper").Keeper(ready.plan, say=_say, started=started)
         try:
             keeper.keep(stop)
         finally:

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 from serverless_gpu.doctor.facts import Listener, PoolFacts
-from serverless_gpu.engines import ray_machine, ray_start
-from serverless_gpu.engines.ray_keeper import marked_pids
+from serverless_gpu.engines.ray import ray_machine, start_arguments
+from serverless_gpu.engines.ray.ray_keeper import marked_pids
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.inside import fence
 from serverless_gpu.node.inside.linux import descendants
@@ -59,7 +59,7 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
 
 
 def _asks_for_token(pid: int) -> bool:
-    wanted = ray_start.variables("")["RAY_AUTH_MODE"]
+    wanted = start_arguments.variables("")["RAY_AUTH_MODE"]
     return f"RAY_AUTH_MODE={wanted}".encode() in _bytes(pid, "environ").split(b"\0")
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.engines import ray as module
-from serverless_gpu.engines import ray_agents
 from serverless_gpu.engines.base import Gang, Impossible, NodeLost, NodeUp, Placed, Share, Waiting
-from serverless_gpu.engines.ray import RayEngine
-from serverless_gpu.engines.ray_link import RayAccess
+from serverless_gpu.engines.ray import ray_agents
+from serverless_gpu.engines.ray import ray_engine as module
+from serverless_gpu.engines.ray.driver_link import RayAccess
+from serverless_gpu.engines.ray.ray_engine import RayEngine
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
 from tests.support.engines.fake_ray_cluster import FakeRay
 from tests.support.golden import golden

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from serverless_gpu.engines import ray_joining, ray_machine
+from serverless_gpu.engines.ray import pool_join, ray_machine
 from serverless_gpu.errors import ServerProblem
 from tests.support.golden import golden
 
@@ -34,18 +34,18 @@ def test_a_port_that_somebody_has_is_named() -> None:
 def test_a_head_that_is_being_started_is_waited_for_and_one_that_is_closed_is_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
-        ray_joining.refuse_closed(f"127.0.0.1:{port}", patience_s=0.0, ports="7900-7999")
+        pool_join.refuse_closed(f"127.0.0.1:{port}", patience_s=0.0, ports="7900-7999")
     head = f"127.0.0.1:{port}"
     with pytest.raises(ServerProblem) as closed:
-        ray_joining.refuse_closed(head, patience_s=0.0, ports="7900-7999")
+        pool_join.refuse_closed(head, patience_s=0.0, ports="7900-7999")
     assert closed.value.message == golden("engines.ray_joining.server-answers-ray", head=head)
     assert closed.value.hint == golden("engines.ray_joining.between-machines-pool")
     with pytest.raises(ServerProblem) as gone:
-        ray_joining.refuse_closed(head, patience_s=0.1, ports="7900-7999")
+        pool_join.refuse_closed(head, patience_s=0.1, ports="7900-7999")
     assert gone.value.message == golden("engines.ray_joining.ray-head-answers", head=head)
     late = threading.Timer(0.3, lambda: served.append(socket.create_server(("127.0.0.1", port))))
     served: list[socket.socket] = []
     late.start()
-    ray_joining.refuse_closed(head, patience_s=30.0, ports="7900-7999")
+    pool_join.refuse_closed(head, patience_s=30.0, ports="7900-7999")
     late.join()
     served[0].close()

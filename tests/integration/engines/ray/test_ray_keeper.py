@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.engines import ray_keeper
-from serverless_gpu.engines.ray_keeper import MARK, Keeper, Plan
+from serverless_gpu.engines.ray import ray_keeper
+from serverless_gpu.engines.ray.ray_keeper import MARK, Keeper, Plan
 from serverless_gpu.errors import StorageError
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

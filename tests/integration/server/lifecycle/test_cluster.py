@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated import SimulatedEngine
-from serverless_gpu.engines.simulated_agents import SimulatedAgent, Work
+from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, Work
+from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State, StopReason
 from serverless_gpu.server import events, operating
 from serverless_gpu.server.callers import Caller

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.engines import ray_machine
-from serverless_gpu.engines.ray_join_file import read_join_file
+from serverless_gpu.engines.ray import ray_machine
+from serverless_gpu.engines.ray.join_file import read_join_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.server import ray_beside
 from serverless_gpu.server.ray_settings import RaySettings

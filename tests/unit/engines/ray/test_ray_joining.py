@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.engines import ray_joining, ray_machine
-from serverless_gpu.engines.ray_join_file import JoinFile, read_join_file, write_join_file
+from serverless_gpu.engines.ray import pool_join, ray_machine
+from serverless_gpu.engines.ray.join_file import JoinFile, read_join_file, write_join_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.raycluster import installed
@@ -61,7 +61,7 @@ def test_a_join_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_hosts(text: str, found: tuple[str, int | None]) -> None:
-    assert ray_joining.parse_host(text) == found or text.startswith("localhost")
+    assert pool_join.parse_host(text) == found or text.startswith("localhost")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_hosts(text: str, found: tuple[str, int | None]) -> None:
 )
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(InvalidValue):
-        ray_joining.parse_host(text)
+        pool_join.parse_host(text)
 
 
 def test_a_server_on_loopback_cannot_be_joined_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +79,9 @@ def test_a_server_on_loopback_cannot_be_joined_from_elsewhere(tmp_path: Path, mo
     monkeypatch.setattr(ray_machine, "check_ray", lambda: "2.60.0")
     monkeypatch.setattr(ray_machine, "check_own", not_own)
     file = JoinFile(server="http://127.0.0.1:7878", token="sgpu_x")
-    wish = ray_joining.Wish(host="192.0.2.7", file=file, path=tmp_path / "join.json", name="n")
+    wish = pool_join.Wish(host="192.0.2.7", file=file, path=tmp_path / "join.json", name="n")
     with pytest.raises(InvalidValue) as refused:
-        ray_joining.prepare(wish, Home(tmp_path), {})
+        pool_join.prepare(wish, Home(tmp_path), {})
     assert refused.value.message == golden("engines.ray_joining.says-server-http", value=tmp_path / "join.json")
     assert refused.value.hint == golden("engines.ray_joining.start-host-tls")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.engines import ray_rows
 from serverless_gpu.engines.base import EngineNode, Gang, Impossible, NodeLost, NodeUp, Share, Waiting
-from serverless_gpu.engines.ray_rows import MISSING_NS, Group, GroupState, Known, Row, Scheduling
+from serverless_gpu.engines.ray import ray_tables
+from serverless_gpu.engines.ray.ray_tables import MISSING_NS, Group, GroupState, Known, Row, Scheduling
 
 FOUR = {"CPU": 2.0, "GPU": 4.0, "sgpu_gpus:H100": 4.0, "sgpu_node:n1": 1.0, "memory": 1e9}
 
@@ -55,7 +55,7 @@ def gang(*shares: tuple[str, str, int]) -> Gang:
     ],
 )
 def test_a_node_says_what_it_offers(resources: dict[str, float], counts: dict[str, int], declares: bool) -> None:
-    row = ray_rows.row(raw(resources=resources))
+    row = ray_tables.row(raw(resources=resources))
     assert row is not None
     assert (row.name, row.counts, row.declares, row.alive) == ("n1", counts, declares, True)
 
@@ -71,57 +71,57 @@ def test_a_node_says_what_it_offers(resources: dict[str, float], counts: dict[st
     ],
 )
 def test_what_is_no_node_of_ours_is_none(one: dict[str, Any]) -> None:
-    assert ray_rows.row(one) is None
+    assert ray_tables.row(one) is None
 
 
 def test_only_true_is_alive() -> None:
     for said in ("yes", 1, None, "true"):
-        row = ray_rows.row(raw(Alive=said))
+        row = ray_tables.row(raw(Alive=said))
         assert row is not None and not row.alive
 
 
 def test_a_node_comes_is_lost_when_ray_says_so_and_comes_again_as_another_row() -> None:
-    there = ray_rows.looked({}, [raw()], 0)
-    assert ray_rows.changes({}, there) == [NodeUp(node=EngineNode(name="n1"))]
+    there = ray_tables.looked({}, [raw()], 0)
+    assert ray_tables.changes({}, there) == [NodeUp(node=EngineNode(name="n1"))]
     dead = raw(resources={}, Alive=False, DeathReasonMessage="missing too many\n  heartbeats \x07")
-    lost = ray_rows.looked(there, [dead], 1)
+    lost = ray_tables.looked(there, [dead], 1)
     sentence = "is lost: Ray says that it is dead (missing too many heartbeats ?)"
-    assert ray_rows.changes({"n1": ""}, lost) == [NodeLost(node="n1", sentence=sentence)]
-    assert ray_rows.changes({"n1": sentence}, ray_rows.looked(lost, [dead], 2)) == []
-    back = ray_rows.looked(lost, [dead, raw("b")], 3)
-    assert ray_rows.changes({"n1": sentence}, back) == [NodeUp(node=EngineNode(name="n1"))]
+    assert ray_tables.changes({"n1": ""}, lost) == [NodeLost(node="n1", sentence=sentence)]
+    assert ray_tables.changes({"n1": sentence}, ray_tables.looked(lost, [dead], 2)) == []
+    back = ray_tables.looked(lost, [dead, raw("b")], 3)
+    assert ray_tables.changes({"n1": sentence}, back) == [NodeUp(node=EngineNode(name="n1"))]
     assert back["n1"].row.id == "b"
 
 
 def test_ray_started_again_before_it_missed_the_old_one_is_no_loss() -> None:
-    there = ray_rows.looked({}, [raw("a")], 0)
+    there = ray_tables.looked({}, [raw("a")], 0)
     for table in ([raw("a"), raw("b")], [raw("b"), raw("a")]):
-        both = ray_rows.looked(there, table, 1)
+        both = ray_tables.looked(there, table, 1)
         assert both["n1"].row.id == "b"
         dead = raw("a", resources={}, Alive=False)
-        after = ray_rows.looked(both, [dead, raw("b")], 2)
-        assert ray_rows.changes({"n1": ""}, after) == []
+        after = ray_tables.looked(both, [dead, raw("b")], 2)
+        assert ray_tables.changes({"n1": ""}, after) == []
 
 
 def test_a_node_that_is_missing_from_the_table_is_lost_after_a_while_only() -> None:
-    there = ray_rows.looked({}, [raw()], 0)
-    missing = ray_rows.looked(there, [], 5)
-    assert ray_rows.changes({"n1": ""}, missing) == []
-    assert ray_rows.refusal(gang(("n1", "H100", 1)), missing) == Waiting(
+    there = ray_tables.looked({}, [raw()], 0)
+    missing = ray_tables.looked(there, [], 5)
+    assert ray_tables.changes({"n1": ""}, missing) == []
+    assert ray_tables.refusal(gang(("n1", "H100", 1)), missing) == Waiting(
         sentence="n1 has not joined the Ray head again"
     )
-    still = ray_rows.looked(missing, [], 4 + MISSING_NS)
-    assert ray_rows.changes({"n1": ""}, still) == []
-    lost = ray_rows.looked(still, [], 5 + MISSING_NS)
-    assert ray_rows.changes({"n1": ""}, lost) == [
+    still = ray_tables.looked(missing, [], 4 + MISSING_NS)
+    assert ray_tables.changes({"n1": ""}, still) == []
+    lost = ray_tables.looked(still, [], 5 + MISSING_NS)
+    assert ray_tables.changes({"n1": ""}, lost) == [
         NodeLost(node="n1", sentence="is lost: the Ray head has not known it for 120 s")
     ]
-    assert ray_rows.looked(missing, [raw("b")], 6)["n1"] == Known(row=ray_rows.rows([raw("b")])[0])
+    assert ray_tables.looked(missing, [raw("b")], 6)["n1"] == Known(row=ray_tables.rows([raw("b")])[0])
 
 
 def test_a_node_that_never_was_up_is_not_lost() -> None:
-    assert ray_rows.changes({}, known(n1="has no agent")) == []
-    assert ray_rows.changes({"n1": "has no agent"}, known(n1="")) == [NodeUp(node=EngineNode(name="n1"))]
+    assert ray_tables.changes({}, known(n1="has no agent")) == []
+    assert ray_tables.changes({"n1": "has no agent"}, known(n1="")) == [NodeUp(node=EngineNode(name="n1"))]
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_a_node_that_never_was_up_is_not_lost() -> None:
 def test_a_share_is_a_bundle_that_can_be_on_its_node_only(
     shares: list[tuple[str, str, int]], offered: dict[str, float], bundles: list[dict[str, float]]
 ) -> None:
-    assert ray_rows.bundles(gang(*shares), ray_rows.looked({}, [raw(resources=offered)], 0)) == bundles
+    assert ray_tables.bundles(gang(*shares), ray_tables.looked({}, [raw(resources=offered)], 0)) == bundles
 
 
 def test_bundles_are_in_the_order_of_shares() -> None:
     table = [raw(name, {**FOUR, f"sgpu_node:{name}": 1.0}) for name in ("n2", "n3")]
     for one in table:
         del one["Resources"]["sgpu_node:n1"]
-    made = ray_rows.bundles(gang(("n3", "H100", 1), ("n2", "H100", 4)), ray_rows.looked({}, table, 0))
+    made = ray_tables.bundles(gang(("n3", "H100", 1), ("n2", "H100", 4)), ray_tables.looked({}, table, 0))
     assert [("sgpu_node:n3" in bundle, bundle["GPU"]) for bundle in made] == [(True, 1.0), (False, 4.0)]
 
 
@@ -171,14 +171,14 @@ def test_bundles_are_in_the_order_of_shares() -> None:
     ],
 )
 def test_ray_need_not_be_asked(shares: list[tuple[str, str, int]], answer: Waiting | Impossible | None) -> None:
-    assert ray_rows.refusal(gang(*shares), known(n1="", n2="", n3="is lost")) == answer
+    assert ray_tables.refusal(gang(*shares), known(n1="", n2="", n3="is lost")) == answer
 
 
 def refusal_by_ray(scheduling: str, state: str = "PENDING", **free: float) -> Waiting | Impossible:
     """Return what follows when Ray did not reserve three H100 on n1, of which so many are free."""
-    said = ray_rows.group("r:1", {"state": state, "stats": {"scheduling_state": scheduling}})
+    said = ray_tables.group("r:1", {"state": state, "stats": {"scheduling_state": scheduling}})
     there = {"id-n1": {"GPU": 4.0, "sgpu_gpus:H100": free.get("h100", 4.0), "sgpu_node:n1": 1.0}}
-    return ray_rows.refused(gang(("n1", "H100", 3)), said, known(n1=""), there)
+    return ray_tables.refused(gang(("n1", "H100", 3)), said, known(n1=""), there)
 
 
 def test_what_ray_refuses_is_a_sentence() -> None:
@@ -194,7 +194,7 @@ def test_what_ray_refuses_is_a_sentence() -> None:
 
 def test_what_is_infeasible_because_a_node_was_lost_meanwhile_waits() -> None:
     said = Group(gang="r:1", state=GroupState.PENDING, scheduling=Scheduling.INFEASIBLE)
-    answer = ray_rows.refused(gang(("n1", "H100", 3)), said, known(n1="is lost: Ray says so"), {})
+    answer = ray_tables.refused(gang(("n1", "H100", 3)), said, known(n1="is lost: Ray says so"), {})
     assert answer == Waiting(sentence="n1 is lost: Ray says so")
 
 
@@ -209,7 +209,7 @@ def test_groups_are_ours_by_their_name_and_not_removed() -> None:
         {"name": "", "state": "CREATED"},
         {"state": "CREATED"},
     ]
-    found = ray_rows.groups("p", table)
+    found = ray_tables.groups("p", table)
     assert {name: (one.state, one.is_reserved(), one.is_under_way()) for name, one in found.items()} == {
         "r:1": (GroupState.CREATED, True, False),
         "r:3": (GroupState.RESCHEDULING, True, False),
@@ -219,6 +219,6 @@ def test_groups_are_ours_by_their_name_and_not_removed() -> None:
 
 
 def test_text_of_rays_is_one_short_line() -> None:
-    assert ray_rows.plain(None) == ""
-    assert ray_rows.plain(" a\n\tb\x1b[31m ") == "a b?[31m"
-    assert len(ray_rows.plain("x" * 10_000)) < 220
+    assert ray_tables.plain(None) == ""
+    assert ray_tables.plain(" a\n\tb\x1b[31m ") == "a b?[31m"
+    assert len(ray_tables.plain("x" * 10_000)) < 220

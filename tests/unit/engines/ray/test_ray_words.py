@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.engines.ray_words import CHARACTERS_MAX, why_ended
+from serverless_gpu.engines.ray.exit_messages import CHARACTERS_MAX, why_ended
 
 _AUTH = b"""2026-11-23 00:13:42,987\tERR scripts.py:1307 -- Some Ray subprocesses exited unexpectedly:
 2026-11-23 00:13:42,987\tERR scripts.py:87 -- raylet [exit code=1]

@@ -2,7 +2,7 @@
 
     scheduler, reconciler ─▶ methods: answers from memory          this process never imports Ray
                                  │
-    a thread, every second ──────┼─▶ child (`ray_driver.py`) ─▶ nodes, placement groups    `ray_rows.py` says what
+    a thread, every second ──────┼─▶ child (`driver_process.py`) ─▶ nodes, placement groups    `ray_tables.py` says what
     a few more, when asked ──────┘        reserve, release, have agents running            that means
 
 Ray does membership, reservation, remote start and death notices, and nothing else: user code never runs in it, and what
@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.engines import ray_rows
 from serverless_gpu.engines.base import (
     Engine,
     EngineNode,
@@ -42,11 +41,12 @@ from serverless_gpu.engines.base import (
     Request,
     Waiting,
 )
-from serverless_gpu.engines.ray_agents import Agents
-from serverless_gpu.engines.ray_child import RayProblem, Unanswered
-from serverless_gpu.engines.ray_link import Link, RayAccess
-from serverless_gpu.engines.ray_memory import Memory
-from serverless_gpu.engines.ray_rows import Group, GroupState, Known
+from serverless_gpu.engines.ray import ray_tables
+from serverless_gpu.engines.ray.driver_client import RayProblem, Unanswered
+from serverless_gpu.engines.ray.driver_link import Link, RayAccess
+from serverless_gpu.engines.ray.ray_agents import Agents
+from serverless_gpu.engines.ray.ray_tables import Group, GroupState, Known
+from serverless_gpu.engines.ray.reservation_files import Memory
 
 SOON_S = 0.5
 """How long `submit` waits for Ray, which usually takes milliseconds."""
@@ -129,7 +129,7 @@ class RayEngine(Engine):
     def nodes(self) -> Sequence[EngineNode]:
         """Return the nodes that can be counted on."""
         with self._lock:
-            return [ray_rows.engine_node(name) for name, one in self._now().items() if not one.lost]
+            return [ray_tables.engine_node(name) for name, one in self._now().items() if not one.lost]
 
     def has(self, node: str) -> bool:
         """Return whether Ray has had a node of this name; what it has forgotten, this engine has not."""
@@ -138,7 +138,7 @@ class RayEngine(Engine):
 
     def plan(self, gang: Gang) -> Request:
         """Return what would be reserved."""
-        return Request(gang=gang, text=ray_rows.in_words(gang))
+        return Request(gang=gang, text=ray_tables.in_words(gang))
 
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
         """Reserve a gang, if Ray does so soon; else it waits, and is reserved meanwhile or not."""
@@ -178,7 +178,7 @@ class RayEngine(Engine):
         """Return which nodes came and went since the last call."""
         with self._lock:
             now = self._now()
-            events = ray_rows.changes(self._told, now)
+            events = ray_tables.changes(self._told, now)
             self._told = {name: one.lost for name, one in now.items()}
             return events
 
@@ -206,7 +206,7 @@ class RayEngine(Engine):
         if gang.id in self._groups and self._groups[gang.id].is_reserved():
             self._place(gang)
             return Placed(gang=gang)
-        refused = ray_rows.refusal(gang, self._now())
+        refused = ray_tables.refusal(gang, self._now())
         if self._link.trouble and (refused is None or not self._looked.is_set()):
             return Waiting(sentence=self._link.trouble)
         if refused is not None:
@@ -243,15 +243,15 @@ class RayEngine(Engine):
         said = self._link.ask(
             "reserve",
             RESERVE_S,
-            name=ray_rows.gang_name(self._access.pool, gang.id),
-            bundles=ray_rows.bundles(gang, known),
+            name=ray_tables.gang_name(self._access.pool, gang.id),
+            bundles=ray_tables.bundles(gang, known),
             patience_s=_PATIENCE_S,
         )
-        group = ray_rows.group(gang.id, ray_rows.mapping(said.get("group")))
+        group = ray_tables.group(gang.id, ray_tables.mapping(said.get("group")))
         if group.state is GroupState.CREATED:
             return Placed(gang=gang)
-        now = ray_rows.looked(known, ray_rows.mappings(said.get("nodes")), self._clock.boottime_ns())
-        return ray_rows.refused(gang, group, now, ray_rows.free(said.get("free")))
+        now = ray_tables.looked(known, ray_tables.mappings(said.get("nodes")), self._clock.boottime_ns())
+        return ray_tables.refused(gang, group, now, ray_tables.free(said.get("free")))
 
     def _place(self, gang: Gang) -> None:
         self._placed[gang.id] = gang
@@ -270,7 +270,7 @@ class RayEngine(Engine):
     def _release(self, gang: str) -> None:
         """Have Ray remove a placement group; what does not come about is tried again after the next look."""
         try:
-            self._link.ask("release", RESERVE_S, name=ray_rows.gang_name(self._access.pool, gang))
+            self._link.ask("release", RESERVE_S, name=ray_tables.gang_name(self._access.pool, gang))
         except (Unanswered, RayProblem):
             self._wake.set()
             return
@@ -318,9 +318,9 @@ class RayEngine(Engine):
 
     def _take(self, said: Mapping[str, object]) -> None:
         """Believe what a look has brought, but for what was done while it was under way."""
-        self._known = ray_rows.looked(self._known, ray_rows.mappings(said.get("nodes")), self._clock.boottime_ns())
+        self._known = ray_tables.looked(self._known, ray_tables.mappings(said.get("nodes")), self._clock.boottime_ns())
         self._released_at = {gang: look for gang, look in self._released_at.items() if look >= self._looks}
-        found = ray_rows.groups(self._access.pool, ray_rows.mappings(said.get("groups")))
+        found = ray_tables.groups(self._access.pool, ray_tables.mappings(said.get("groups")))
         self._groups = {name: group for name, group in found.items() if name not in self._released_at}
         for name, group in self._groups.items():
             is_orphan = group.is_under_way() and name not in self._placed and name not in self._reserving
@@ -338,7 +338,7 @@ class RayEngine(Engine):
                 if name not in self._groups and self._kept_at.get(name, 0) < self._looks
             ]
         for gang in missing:
-            if ray_rows.refusal(gang, known) is None:
+            if ray_tables.refusal(gang, known) is None:
                 self._start(f"again {gang.id}", partial(self._reserve_again, gang))
 
     def _reserve_again(self, gang: Gang) -> None:
@@ -352,12 +352,12 @@ class RayEngine(Engine):
             if gang.id not in self._placed:  # given back meanwhile
                 self._releasing.add(gang.id)
 
-    def _have_agent(self, row: ray_rows.Row) -> None:
+    def _have_agent(self, row: ray_tables.Row) -> None:
         if self._agents.have(row):
             self._wake.set()  # what an actor's end means, the node table says
 
     def _now(self) -> dict[str, Known]:
-        return ray_rows.with_problems(self._known, self._agents.problems())
+        return ray_tables.with_problems(self._known, self._agents.problems())
 
     def _age_s(self, reservation: _Reservation) -> float:
         return (self._clock.boottime_ns() - reservation.began_ns) / 1e9

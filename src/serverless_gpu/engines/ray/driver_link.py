@@ -20,11 +20,11 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines import ray_driver, ray_node
-from serverless_gpu.engines.ray_child import Child, RayProblem, Unanswered
-from serverless_gpu.engines.ray_rows import namespace
+from serverless_gpu.engines.ray import driver_process, node_launcher
+from serverless_gpu.engines.ray.driver_client import Child, RayProblem, Unanswered
+from serverless_gpu.engines.ray.ray_tables import namespace
 
-PROGRAM = hashlib.sha256(Path(ray_driver.__file__).read_bytes() + ray_node.LAUNCHER.encode()).hexdigest()[:8]
+PROGRAM = hashlib.sha256(Path(driver_process.__file__).read_bytes() + node_launcher.LAUNCHER.encode()).hexdigest()[:8]
 """What names of actors end with: those that an older server left run another program, and are ended."""
 _PORT_S = 2.0
 _CONNECT_S = 60.0

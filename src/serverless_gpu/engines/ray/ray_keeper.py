@@ -1,6 +1,6 @@
 """Keeping Ray on one machine: started, looked after, started anew when it ends, ended in order.
 
-    sgpu up   ─▶ a process of its own (`ray_keeping.py`), which outlives the server
+    sgpu up   ─▶ a process of its own (`head_keeper.py`), which outlives the server
     sgpu join ─▶ in the foreground
 
     head there? ─▶ what an earlier one left is ended ─▶ a fresh directory ─▶ ray start --block ─▶ started
@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines import ray_words
+from serverless_gpu.engines.ray import exit_messages
 from serverless_gpu.errors import StorageError
 from serverless_gpu.node.spawning import open_log
 from serverless_gpu.units import format_duration_ms
@@ -157,7 +157,7 @@ class Keeper:
         end_processes(self._plan.directory)
         if lived_s > _STEADY_S:
             self._pause_s = PAUSE_S
-        why = ray_words.why_ended(_written(self._plan.log, begin))
+        why = exit_messages.why_ended(_written(self._plan.log, begin))
         self._say(f"Ray ended after {format_duration_ms(round(lived_s * 1000))}: {why}; it is started again")
         return False
 

@@ -1,4 +1,4 @@
-"""The engine's side of `ray_driver.py`: a child that is asked, and killed when an answer is late.
+"""The engine's side of `driver_process.py`: a child that is asked, and killed when an answer is late.
 
     ask(operation, …) ── line ─▶ child          every request has its own deadline
                       ◀── line ── reader thread: answers come in any order
@@ -19,10 +19,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from serverless_gpu.engines.ray_rows import plain
+from serverless_gpu.engines.ray.ray_tables import plain
 from serverless_gpu.node.spawning import clean_variables, open_log
 
-_PROGRAM = Path(__file__).with_name("ray_driver.py")
+_PROGRAM = Path(__file__).with_name("driver_process.py")
 _END_S = 10.0
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment
-from serverless_gpu.engines.ray_keeper import Keeper, Plan
+from serverless_gpu.engines.ray.ray_keeper import Keeper, Plan
 from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerlessGpuError
 from serverless_gpu.node.flocks import held_note, hold
 from serverless_gpu.node.inside import linux

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Mapping
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines import ray_node
-from serverless_gpu.engines.ray_child import RayProblem, Unanswered
-from serverless_gpu.engines.ray_link import PROGRAM, Link
-from serverless_gpu.engines.ray_rows import Known, Row, plain
-from serverless_gpu.engines.ray_start import NODE_FILE
+from serverless_gpu.engines.ray import node_launcher
+from serverless_gpu.engines.ray.driver_client import RayProblem, Unanswered
+from serverless_gpu.engines.ray.driver_link import PROGRAM, Link
+from serverless_gpu.engines.ray.ray_tables import Known, Row, plain
+from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 
 LOOK_EVERY_S = 5.0
 _ANSWER_S = 60.0
@@ -68,7 +68,7 @@ class Agents:
                 _ANSWER_S,
                 node=row.id,
                 actor=f"agent:{row.id}:{PROGRAM}",
-                program=(NODE_FILE, ray_node.LAUNCHER, ray_node.MODULE),
+                program=(NODE_FILE, node_launcher.LAUNCHER, node_launcher.MODULE),
             )
             problem = plain(said.get("problem"))
         except (Unanswered, RayProblem) as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.engines.base import Gang
-from serverless_gpu.engines.ray_rows import Known
+from serverless_gpu.engines.ray.ray_tables import Known
 from serverless_gpu.serialized import from_json
 
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.engines import ray_start
-from serverless_gpu.engines.ray_keeper import Plan, clean, log_path
-from serverless_gpu.engines.ray_node_file import NodeFile, write_node_file
+from serverless_gpu.engines.ray import start_arguments
+from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
+from serverless_gpu.engines.ray.ray_keeper import Plan, clean, log_path
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.node.home import Home
@@ -77,8 +77,8 @@ def check_ray() -> str:
             f"Ray is not installed for {sys.executable}",
             hint="pip install 'ray>=2.55', the same version on every machine",
         )
-    if installed.release(found) < ray_start.OLDEST:
-        oldest = ".".join(map(str, ray_start.OLDEST))
+    if installed.release(found) < start_arguments.OLDEST:
+        oldest = ".".join(map(str, start_arguments.OLDEST))
         raise ServerProblem(f"Ray {found} is too old for several machines", hint=f"pip install 'ray>={oldest}'")
     return found
 
@@ -122,7 +122,7 @@ def own_address(towards: str = "") -> str:
             f"no way leads to {towards} ({error.strerror})" if towards else "it cannot be told which address others see"
         )
         raise InvalidValue(what, hint="say which of this machine's addresses it is: --node-address 10.0.0.6") from None
-    return ray_start.check_node_address(found)
+    return start_arguments.check_node_address(found)
 
 
 def check_own(address: str) -> None:
@@ -149,7 +149,7 @@ def taken_port(base: int, address: str) -> int | None:
         address: of this machine; Ray listens there, and on loopback.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for port in ray_start.ports(base):
+    for port in start_arguments.ports(base):
         for kind, host in ((family, address), (socket.AF_INET, "127.0.0.1")):
             with socket.socket(kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -184,7 +184,7 @@ def offer_text(devices: Sequence[Device]) -> str:
     return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "no devices"
 
 
-def node_of(name: str, address: str, port: int, files: Files, devices: Sequence[Device]) -> ray_start.Node:
+def node_of(name: str, address: str, port: int, files: Files, devices: Sequence[Device]) -> start_arguments.Node:
     """Return what a machine gives to the cluster.
 
     Args:
@@ -195,7 +195,7 @@ def node_of(name: str, address: str, port: int, files: Files, devices: Sequence[
         devices: what it offers; none where it is no node.
     """
     ordered = sorted(devices, key=lambda device: device.kind is DeviceKind.CPU)
-    return ray_start.Node(
+    return start_arguments.Node(
         name=name,
         address=address,
         port=port,
@@ -208,7 +208,9 @@ def node_of(name: str, address: str, port: int, files: Files, devices: Sequence[
     )
 
 
-def prepared(node: ray_start.Node, files: Files, token: str, environ: Mapping[str, str], *, head: str = "") -> Plan:
+def prepared(
+    node: start_arguments.Node, files: Files, token: str, environ: Mapping[str, str], *, head: str = ""
+) -> Plan:
     """Write the files of a machine; return what is to be kept there.
 
     Args:
@@ -233,11 +235,13 @@ def prepared(node: ray_start.Node, files: Files, token: str, environ: Mapping[st
         )
         write_node_file(files.node, file)
     command = (
-        ray_start.join_command(sys.executable, node, head) if head else ray_start.head_command(sys.executable, node)
+        start_arguments.join_command(sys.executable, node, head)
+        if head
+        else start_arguments.head_command(sys.executable, node)
     )
     return Plan(
         command=tuple(command),
-        environ=ray_start.environment(node, clean(clean_variables(environ))),
+        environ=start_arguments.environment(node, clean(clean_variables(environ))),
         directory=node.directory,
         log=str(log_path(files.directory)),
         head=head,

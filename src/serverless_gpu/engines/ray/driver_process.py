@@ -13,9 +13,9 @@ Ray whose head is gone can block for minutes. It ends with its input. It runs as
 that has Ray, and imports nothing of ours: the actor goes to workers by value, so nodes need nothing of ours for it
 either.
 
-The actor does one thing. It has the node's own interpreter run `ray_node.py`, in an environment made from nothing, as a
-process that is no descendant of Ray's any more: neither `ray.kill`, nor the end of raylet or worker, nor a full memory
-(Ray has the kernel kill its workers first) ends what it starts.
+The actor does one thing. It has the node's own interpreter run `node_launcher.py`, in an environment made from nothing,
+as a process that is no descendant of Ray's any more: neither `ray.kill`, nor the end of raylet or worker, nor a full
+memory (Ray has the kernel kill its workers first) ends what it starts.
 """
 
 from __future__ import annotations
