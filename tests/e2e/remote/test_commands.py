@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import attach, distributed
-from serverless_gpu.cli import locating
+from serverless_gpu.cli.runs import run_location
 from serverless_gpu.errors import AlreadyFinished, InvalidValue
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -177,7 +177,7 @@ def test_a_run_that_is_not_among_the_latest_is_found_by_its_whole_identifier(
     run = start("true")
     run.receipt(60)
     start("true").receipt(60)
-    monkeypatch.setattr(locating, "PAGE", 1)
+    monkeypatch.setattr(run_location, "PAGE", 1)
     assert f"run {run.id} · " in sgpu("show", run.id).stdout
     with pytest.raises(InvalidValue, match=re.escape(golden("local.results.run"))):
         sgpu("show", run.id[-8:])

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from serverless_gpu.cli import advice_sources
-from serverless_gpu.cli.advice_sources import Book, Kind, Past, Wanted, chosen, of_rows, of_server
+from serverless_gpu.cli.planning import advice_sources
+from serverless_gpu.cli.planning.advice_sources import Book, Kind, Past, Wanted, chosen, of_rows, of_server
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.advice import Rates, Use, advise, curve_of
 from serverless_gpu.model.billing.advice_formulas import formulas

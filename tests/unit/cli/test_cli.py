@@ -14,10 +14,10 @@ import pytest
 
 from serverless_gpu import Run
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.cli.cancellation import describe_gate
-from serverless_gpu.cli.choosing import choose
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.outputs import tail_start
+from serverless_gpu.cli.runs.cancel import describe_gate
+from serverless_gpu.cli.runs.outputs import tail_start
+from serverless_gpu.cli.runs.run_choice import choose
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from serverless_gpu.units import parse_duration_s

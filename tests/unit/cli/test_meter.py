@@ -8,7 +8,7 @@ import os
 import pty
 import threading
 
-from serverless_gpu.cli.environments.meter import Meter, Meters
+from serverless_gpu.cli.environments.progress_meter import Meter, Meters
 from serverless_gpu.environment.progress import Phase, Progress
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden

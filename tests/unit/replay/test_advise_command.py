@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.cli import advice_tables
+from serverless_gpu.cli.planning import advice_tables
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.model.hardware.gpu_types import GIB, DeviceKind

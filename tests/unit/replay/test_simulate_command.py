@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from serverless_gpu.cli import pictures
-from serverless_gpu.cli import simulate as room
+from serverless_gpu.cli.planning import pictures
+from serverless_gpu.cli.planning import simulate as room
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.replay import generate
@@ -156,7 +156,7 @@ def test_runs_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "connect", lambda _: SimpleNamespace(ask=ask, close=lambda: closed.append(True)))
     modules = {
         "serverless_gpu.wire.runs": SimpleNamespace(RunPage=object),
-        "serverless_gpu.cli.server.runs": SimpleNamespace(as_json=as_json),
+        "serverless_gpu.cli.runs.server_runs": SimpleNamespace(as_json=as_json),
     }
     monkeypatch.setattr(room, "load", modules.__getitem__)
     lines = ran("--history", "--cluster", "1x2", "--policy", "fifo").output.splitlines()

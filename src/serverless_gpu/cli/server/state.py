@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.cli.server.reaching import connect
-from serverless_gpu.cli.server.runs import sentence_of
+from serverless_gpu.cli.runs.server_runs import sentence_of
+from serverless_gpu.cli.server_connection import connect
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.loading import load

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.cli.server import audit as cli_audit
+from serverless_gpu.cli.access import audit as cli_audit
 from serverless_gpu.errors import AuditBroken
 from serverless_gpu.model.access.audit_chain import Head, Link, follow
 from serverless_gpu.server import audit, chaining, tables

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.cli import program
-from serverless_gpu.cli.server import dividing
+from serverless_gpu.cli.nodes import pools
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.scheduling.values import Wait, WaitReason
 from serverless_gpu.model.spec import Priority
@@ -107,7 +107,7 @@ def test_a_place_in_the_queue_stands_beside_a_run_and_nobody_is_told_that_it_is_
         reserved_ns=NOW,
         waiting=wait_view(wait),
     )
-    place, *_, reserved, why = dividing.queue_row(entry, NOW)
+    place, *_, reserved, why = pools.queue_row(entry, NOW)
     assert (place, reserved) == ("2", f"about {format_soon(NOW)}")
     assert why == golden("server.dividing_commands.needs-h100-one", format_soon=format_soon(NOW))
 

@@ -8,8 +8,8 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.cli import locating
-from serverless_gpu.cli.locating import locate
+from serverless_gpu.cli.runs import run_location
+from serverless_gpu.cli.runs.run_location import locate
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.errors import InvalidValue
@@ -29,7 +29,7 @@ def logged_in(server: Served) -> Home:
 def test_a_run_is_found_by_its_identifier_or_its_beginning_however_many_came_later(
     server: Served, logged_in: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locating, "PAGE", 2)
+    monkeypatch.setattr(run_location, "PAGE", 2)
     connection = server.connection()
     made = [submit(connection).id for _ in range(5)]
     assert [locate(logged_in, run_id).run_id for run_id in made] == made

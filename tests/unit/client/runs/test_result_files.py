@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.cli.pictures import drawing_room
-from serverless_gpu.cli.results import Result, write_result
-from serverless_gpu.cli.server import audit_file, usage_files
+from serverless_gpu.cli.access import audit_file
+from serverless_gpu.cli.money import usage_files
+from serverless_gpu.cli.planning.pictures import drawing_room
+from serverless_gpu.cli.runs.results import Result, write_result
 from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
 from tests.support.client.plot import handle

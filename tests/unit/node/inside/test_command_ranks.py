@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from serverless_gpu.cli.server import submitting
+from serverless_gpu.cli.submit import submit
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.node.account import Account
 from serverless_gpu.node.gang import Gang
@@ -69,8 +69,8 @@ def test_two_dashes_before_the_arguments_are_for_sgpu(
         seen.append(spec)
         return Launched()
 
-    monkeypatch.setattr(submitting, "launch_command", record)
-    done = CliRunner().invoke(submitting.submit, ["--detach", *words])
+    monkeypatch.setattr(submit, "launch_command", record)
+    done = CliRunner().invoke(submit.submit, ["--detach", *words])
     assert (done.exit_code, done.output) == (0, "r\n")
     assert isinstance(seen[0].payload, Command) and seen[0].payload.argv == argv
 
@@ -85,6 +85,6 @@ def test_22D7_submit_takes_an_idle_timeout(monkeypatch: pytest.MonkeyPatch) -> N
         seen.append(spec)
         return Launched()
 
-    monkeypatch.setattr(submitting, "launch_command", record)
-    done = CliRunner().invoke(submitting.submit, ["--detach", "--idle-timeout", "600", "true"])
+    monkeypatch.setattr(submit, "launch_command", record)
+    done = CliRunner().invoke(submit.submit, ["--detach", "--idle-timeout", "600", "true"])
     assert (done.exit_code, seen[0].idle_timeout_s) == (0, 600.0)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
-from serverless_gpu.cli.server.logbook import FollowedFile
+from serverless_gpu.cli.server.server_log import FollowedFile
 from serverless_gpu.server import log_context, logfile
 from serverless_gpu.server.logfile import ACCESS, LogFile, Redacted
 from tests.support.golden import golden

@@ -1,0 +1,165 @@
+"""`sgpu audit`: who did what on a server, a copy of that elsewhere, and whether both are what was written down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from serverless_gpu.ambient import format_moment
+from serverless_gpu.cli.access import audit_file
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.server_connection import server
+from serverless_gpu.errors import AuditBroken
+from serverless_gpu.model.access.audit_chain import Head, Link, follow
+from serverless_gpu.wire.audit import AuditPage
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.connection import Connection
+
+PENDING_S = 60.0
+"""Entries are chained within a second or two; longer than this, something keeps them from it."""
+_PAGE = 1000
+
+
+@click.group()
+def audit() -> None:
+    """See who did what on the server, keep a copy, and check that nobody has changed it."""
+
+
+@audit.command("list")
+@click.option("--who", default="", metavar="NAME", help="Only what this user or service did.")
+@click.option("--action", default="", help="Only this action, for example token.create.")
+@click.option("--subject", default="", help="Only what was done to this: an identifier or a name.")
+@click.option("--limit", type=click.IntRange(1, _PAGE), default=50, show_default=True, help="How many, the latest.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_entries(who: str, action: str, subject: str, limit: int, as_json: bool) -> None:
+    """List the latest entries."""
+    asked = {"principal": who, "action": action, "subject": subject, "limit": str(limit), "newest": "true"}
+    with server() as connection:
+        found = connection.ask("GET", "/audit", answer=AuditPage, query=asked).entries
+    if as_json:
+        print_json(found)
+        return
+    for line in columns([["WHEN", "WHO", "DID", "TO", ""], *(_row(each) for each in found)]):
+        say(line)
+
+
+@audit.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def export(file: Path) -> None:
+    """Copy the audit into FILE as JSON lines; what is there already is checked and not copied again.
+
+    Run it from time to time, on another machine: whoever changes the server's database cannot change the copy.
+    """
+    with server() as connection, audit_file.opened(file) as (copy, head):
+        before = head
+        _refuse_another(connection, head, file)
+        for page in _pages(connection, after=head.number):
+            head = _followed(page.entries, after=head)
+            audit_file.add(copy, page.entries)
+    say(f"{head.number - before.number} new entries; {file} ends with {_named(head)}")
+
+
+@audit.command()
+@click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--offline", is_flag=True, help="Look at FILE alone, without asking the server.")
+def verify(file: Path | None, offline: bool) -> None:
+    """Check that the audit is what was written down: the chain of the server, and that FILE is a part of it.
+
+    Exits with 1 when an entry was changed, removed or inserted, and names the first one.
+    """
+    if offline:
+        if file is None:
+            raise click.UsageError("--offline needs a FILE to look at")
+        head = audit_file.whole(file)
+        say(f"{file} is whole: {_named(head)}")
+        return
+    with server() as connection:
+        pages = _pages(connection, after=0)
+        first = next(pages)
+        links = chain.from_iterable(page.entries for page in chain([first], pages))
+        head = _followed(links if file is None else compare_links(links, audit_file.read(file), file), after=Head())
+    _refuse_stuck(first)
+    say(f"the audit is whole: {_named(head)}")
+
+
+def _pages(connection: Connection, *, after: int) -> Iterator[AuditPage]:
+    while True:
+        asked = {"after": str(after), "limit": str(_PAGE)}
+        page = connection.ask("GET", "/audit", answer=AuditPage, query=asked)
+        yield page
+        if len(page.entries) < _PAGE:
+            return
+        after = page.entries[-1].number
+
+
+def _followed(links: Iterable[Link], *, after: Head) -> Head:
+    head, problem = follow(links, after=after)
+    if problem:
+        raise AuditBroken(
+            f"the server's audit: {problem}",
+            hint="somebody has changed the server's database; a copy made by `sgpu audit export` says what was there",
+        )
+    return head
+
+
+def compare_links(links: Iterable[Link], copied: Iterator[Link], file: Path) -> Iterator[Link]:
+    """Yield the server's entries, as long as they are those of the copy, and the copy has no more than those."""
+    known: Link | None = None
+    for link in links:
+        known = next(copied, None)
+        if known is not None and known != link:
+            fields = " and ".join(
+                name for name in Link.__struct_fields__ if getattr(known, name) != getattr(link, name)
+            )
+            both = f"entry {known.number} of {file} is {_told(known)}; the server's is {_told(link)}"
+            raise AuditBroken(
+                f"{both}: they differ in {fields}",
+                hint="one of them was changed since it was written down; a copy that only you could write to was not",
+            )
+        yield link
+    known = next(copied, None)
+    if known is not None:
+        raise AuditBroken(f"{file} goes on with entry {known.number}, {_told(known)}, which the server does not have")
+
+
+def _refuse_another(connection: Connection, head: Head, file: Path) -> None:
+    """Refuse to add to a copy of something else than the server has now."""
+    if not head.number:
+        return
+    asked = {"after": str(head.number - 1), "limit": "1"}
+    found = connection.ask("GET", "/audit", answer=AuditPage, query=asked).entries
+    if not found or (found[0].number, found[0].sha256) != (head.number, head.sha256):
+        raise AuditBroken(
+            f"{file} ends with {_named(head)}, which is not what the server has there",
+            hint="the server was restored from a backup, is another one, or its audit was changed; "
+            "`sgpu audit verify` says more. Export into a new file and keep this one",
+        )
+
+
+def _refuse_stuck(page: AuditPage) -> None:
+    since_ns = page.pending_since_ns
+    if since_ns is not None and page.now_ns - since_ns > PENDING_S * 1e9:
+        raise AuditBroken(
+            f"{page.pending} entries are not in the chain, the oldest since {format_moment(since_ns)}",
+            hint="the server's log says what keeps it from chaining them",
+        )
+
+
+def _row(link: Link) -> list[str]:
+    detail = msgspec.json.encode(link.detail).decode() if link.detail else ""
+    return [format_moment(link.at_ns), link.principal, link.action, link.subject, detail]
+
+
+def _told(link: Link) -> str:
+    return f"{link.action or 'gone'} of {link.principal or 'nobody'} on {link.subject or 'nothing'}"
+
+
+def _named(head: Head) -> str:
+    return f"entry {head.number}, {head.sha256[:16]}…" if head.number else "no entry"

@@ -1,0 +1,254 @@
+"""`sgpu policy`: usage policies, and whom they are attached to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+import click
+import msgspec
+
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.server_connection import server
+from serverless_gpu.errors import NotFound
+from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, UsagePolicy, describe
+from serverless_gpu.model.spec import Priority
+from serverless_gpu.wire.policies import PolicyList, PolicyView, policy_of, request_of
+
+ANY = "any"
+"""What an option says that takes a limit away."""
+
+
+_COUNTS = {
+    "gpus_per_run": "gpus_per_run",
+    "gpus_at_once": "gpus_at_once",
+    "attempts": "attempts_max",
+    "unsaved_attempts": "unsaved_max",
+}
+"""Options of `set` that take a number, and the field of a policy that each is."""
+
+
+@click.group()
+def policy() -> None:
+    """List, make and attach usage policies: what runs have to have, and may ask for."""
+
+
+@policy.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_policies(as_json: bool) -> None:
+    """List usage policies and whom they are attached to."""
+    _say_policies(_asked(mine=False), as_json=as_json)
+
+
+@policy.command("mine")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def my_policies(as_json: bool) -> None:
+    """List the usage policies that your own runs can be under."""
+    found = _asked(mine=True)
+    _say_policies(found, as_json=as_json)
+    if as_json:
+        return
+    mandatory = [each.name for each in found if each.holders and each.mandatory]
+    if mandatory:
+        say(f"{', '.join(mandatory)} {'applies' if len(mandatory) == 1 else 'apply'} to every run, beside the others")
+    attached = [each.name for each in found if each.holders and not each.mandatory]
+    if not attached:
+        other = "other " if mandatory else ""
+        say(f"no {other}policy is attached to you: runs are under none, or one of these that they name with policy=")
+    elif len(attached) == 1:
+        say(f"{attached[0]} applies by itself")
+    else:
+        say("policy=, or SGPU_POLICY, says which; a run for a team is under yours and that team's")
+
+
+@policy.command("show")
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show_policy(name: str, as_json: bool) -> None:
+    """Show what a usage policy says, and whom it is attached to."""
+    with server() as connection:
+        view = connection.ask("GET", _path(name), answer=PolicyView)
+    if as_json:
+        print_json(view)
+        return
+    say(f"policy {view.name}")
+    for phrase in describe(policy_of(view)):
+        say(f"  {phrase}")
+    say(f"  attached to: {_holders(view)}")
+
+
+@policy.command("set")
+@click.argument("name")
+@click.option("--pool", metavar="NAME", help="Where runs go that name no pool.")
+@click.option("--pools", metavar="A,B", help="Pools that runs may name.")
+@click.option("--require-tag", "required", multiple=True, metavar="KEY[=A,B]", help="A tag that runs have. Repeatable.")
+@click.option("--default-tag", "default", multiple=True, metavar="KEY=VALUE", help="A tag that is added. Repeatable.")
+@click.option("--gpu-types", metavar="A,B", help="GPU types that runs may ask for; the first one there is by itself.")
+@click.option("--gpus-per-run", metavar="N", help="The most GPUs of one run.")
+@click.option("--gpus-at-once", metavar="N", help="The most GPUs that the runs of one user have at the same time.")
+@click.option("--max-run", metavar="DURATION", help="The longest an attempt runs; with resume=True another follows.")
+@click.option("--attempts", metavar="N", help="The most attempts of a run whose code begins.")
+@click.option("--total-run", metavar="DURATION", help="For how long a run's code runs in all attempts together.")
+@click.option("--unsaved-attempts", metavar="N", help="Attempts in a row without a checkpoint that end resume=True; 3.")
+@click.option("--mandatory/--optional", default=None, help="Apply beside any other policy; or only where it is chosen.")
+@click.option("--idle", metavar="DURATION", help="Idle devices stop a run after this; users may say less.")
+@click.option("--timeout", metavar="DURATION", help="The time limit of a run that names none.")
+@click.option("--team", metavar="NAME", help="The team of a run that names none, if its owner is in it.")
+@click.option(
+    "--require-team/--no-require-team", "team_required", default=None, help="Whether runs have to be for a team."
+)
+@click.option("--priorities", metavar="A,B", help="Classes that runs may ask for; grants CRITICAL.")
+@click.option("--environment", "environments", multiple=True, metavar="ADDRESS", help="Packages that may be installed.")
+def set_policy(name: str, **said: Any) -> None:
+    """Make a usage policy, or change one: what is not said stays as it is, and `any` takes a limit away.
+
+    Options that can be repeated replace what was there. Runs that were submitted keep what they got.
+    """
+    changes = _changes(said)
+    with server() as connection:
+        try:
+            before = policy_of(connection.ask("GET", _path(name), answer=PolicyView))
+        except NotFound:
+            before = UsagePolicy()
+        after = msgspec.structs.replace(before, **changes)
+        view = connection.ask("PUT", _path(name), request_of(after), answer=PolicyView)
+    say(f"policy {view.name}: {'; '.join(describe(policy_of(view)))}")
+
+
+@policy.command("attach")
+@click.argument("name")
+@click.option("--user", multiple=True, metavar="NAME", help="A user. Repeatable.")
+@click.option("--service", multiple=True, metavar="NAME", help="A service. Repeatable.")
+@click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.")
+def attach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
+    """Attach a usage policy: runs that are asked for from now on are under it."""
+    _each(name, "PUT", {"user": user, "service": service, "team": team})
+
+
+@policy.command("detach")
+@click.argument("name")
+@click.option("--user", multiple=True, metavar="NAME", help="A user. Repeatable.")
+@click.option("--service", multiple=True, metavar="NAME", help="A service. Repeatable.")
+@click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.")
+def detach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
+    """Detach a usage policy from somebody; their runs that were submitted keep what they got."""
+    _each(name, "DELETE", {"user": user, "service": service, "team": team})
+
+
+@policy.command("delete")
+@click.argument("name")
+def delete_policy(name: str) -> None:
+    """Delete a usage policy that is attached to nobody: runs that name it are refused from now on."""
+    with server() as connection:
+        view = connection.ask("DELETE", _path(name), answer=PolicyView)
+    say(f"policy {view.name} is gone")
+
+
+def _asked(*, mine: bool) -> tuple[PolicyView, ...]:
+    with server() as connection:
+        query = {"mine": f"{mine}".lower()}
+        return connection.ask("GET", "/policies", answer=PolicyList, query=query).policies
+
+
+def _say_policies(found: tuple[PolicyView, ...], *, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    rows = [[each.name, _holders(each), "; ".join(describe(policy_of(each)))] for each in found]
+    for line in columns([["POLICY", "ATTACHED TO", "SAYS"], *rows]):
+        say(line)
+
+
+def _holders(view: PolicyView) -> str:
+    return ", ".join(f"{holder.kind} {holder.name}" for holder in view.holders) or "-"
+
+
+def _each(name: str, method: str, said: Mapping[str, tuple[str, ...]]) -> None:
+    whom = [(kind, holder) for kind in HOLDER_KINDS for holder in said[kind]]
+    if not whom:
+        raise click.UsageError("say whom: --user, --service or --team")
+    with server() as connection:
+        for kind, holder in whom:
+            path = f"{_path(name)}/holders/{kind}/{quote(holder, safe='')}"
+            view = connection.ask(method, path, answer=PolicyView)
+    say(f"policy {view.name} is attached to: {_holders(view)}")
+
+
+def _path(name: str) -> str:
+    return f"/policies/{quote(name, safe='')}"
+
+
+def _changes(said: Mapping[str, Any]) -> dict[str, object]:
+    """Return what was said on the command line, by field of a policy."""
+    changes: dict[str, object] = {}
+    if said["pool"] is not None:
+        changes["pool"] = "" if said["pool"] == ANY else said["pool"]
+    if said["team"] is not None:
+        changes["team"] = "" if said["team"] == ANY else said["team"]
+    if said["team_required"] is not None:
+        changes["team_required"] = said["team_required"]
+    for option in ("pools", "gpu_types", "priorities"):
+        if said[option] is not None:
+            changes[option] = _names(said[option])
+    if "priorities" in changes:
+        changes["priorities"] = tuple(_priority(name) for name in _names(said["priorities"]))
+    for option, field in _COUNTS.items():
+        if said[option] is not None:
+            changes[field] = _count(option, said[option])
+    if said["mandatory"] is not None:
+        changes["mandatory"] = said["mandatory"]
+    times = (("max_run", "max_run_s"), ("total_run", "total_run_s"), ("idle", "idle_s"), ("timeout", "timeout_s"))
+    for option, field in times:
+        if said[option] is not None:
+            changes[field] = None if said[option] == ANY else duration_s(_option(option), said[option])
+    if said["required"]:
+        changes["required_tags"] = dict(_required(text) for text in _texts(said["required"]))
+    if said["default"]:
+        changes["default_tags"] = dict(_default(text) for text in _texts(said["default"]))
+    if said["environments"]:
+        changes["environments"] = tuple(_texts(said["environments"]))
+    return changes
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return () if text == ANY else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _texts(texts: Iterable[str]) -> list[str]:
+    return [text for text in texts if text != ANY]
+
+
+def _count(option: str, text: str) -> int | None:
+    if text == ANY:
+        return None
+    what = "GPUs" if option.startswith("gpus") else "attempts"
+    return int(text) if text.isascii() and text.isdecimal() else _bad(option, f"{text!r} is no number of {what}")
+
+
+def _priority(name: str) -> Priority:
+    named = {each.value: each for each in Priority}
+    return named.get(name.upper()) or _bad("priorities", f"{name!r} is none of {', '.join(named)}")
+
+
+def _required(text: str) -> tuple[str, tuple[str, ...]]:
+    key, sign, values = text.partition("=")
+    accepted = tuple(value for value in values.split(",") if value)
+    if sign and not accepted:
+        _bad("require_tag", f"{text!r} accepts no value; {key!r} alone accepts any")
+    return key, accepted
+
+
+def _default(text: str) -> tuple[str, str]:
+    key, sign, value = text.partition("=")
+    return (key, value) if sign else _bad("default_tag", f"{text!r} is not like team=search")
+
+
+def _bad(option: str, why: str) -> NoReturn:
+    raise click.BadParameter(why, param_hint=_option(option))
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,223 @@
+"""`sgpu login`, `sgpu whoami`, `sgpu user`, `sgpu team`: who one is on a server, and who else is there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import get_args
+
+import click
+import msgspec
+
+from serverless_gpu.ambient import machine
+from serverless_gpu.cli.access.tokens import say_secret
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.runs.run_choice import durable_home
+from serverless_gpu.cli.server_connection import connect, server
+from serverless_gpu.client.remote.profile import Profile, check_address, write_profile
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.access.roles import Reach, Role, reach
+from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
+from serverless_gpu.wire.agents import PoolList
+from serverless_gpu.wire.principals import (
+    OnDisabled,
+    PrincipalChange,
+    PrincipalList,
+    PrincipalRequest,
+    PrincipalView,
+    TeamChange,
+    TeamList,
+    TeamRequest,
+    TeamView,
+    TokenMade,
+)
+from serverless_gpu.wire.state import Version
+
+_ROLES = click.Choice(get_args(Role))
+_TOKEN_BYTES_MAX = 1_000
+
+
+@click.command()
+@click.argument("url")
+@click.option(
+    "--token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Read the token from a file; without it, from a prompt or from stdin.",
+)
+@click.option(
+    "--ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File with the certificates to trust."
+)
+def login(url: str, token_file: Path | None, ca: Path | None) -> None:
+    """Use a server for remote calls from now on: its address and a token that it knows.
+
+    The token is checked, and kept in this home in a file that only you can read. It is never an argument: those can be
+    seen by everybody on the machine.
+    """
+    check_address(url)
+    token = _read_token(token_file)
+    profile = Profile(url=url.rstrip("/"), token=token, ca=str(ca.absolute()) if ca is not None else "")
+    connection = connect(profile)
+    try:
+        version = connection.ask("GET", "/version", answer=Version)
+        me = connection.ask("GET", "/whoami", answer=PrincipalView)
+    finally:
+        connection.close()
+    write_profile(
+        durable_home("the token is kept there").root,
+        msgspec.structs.replace(profile, principal=me.name, machine=version.machine),
+    )
+    here = ", on this machine" if version.machine == machine() else ""
+    say(f"you are {me.name} ({me.role}) at {profile.url}{here}, serverless-gpu {version.version}")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def whoami(as_json: bool) -> None:
+    """Say who you are on the server, and what your role is."""
+    with server() as connection:
+        me = connection.ask("GET", "/whoami", answer=PrincipalView)
+    if as_json:
+        print_json(me)
+    else:
+        say(f"{me.name} ({me.role}) at {connection.url}" + (f", in {', '.join(me.teams)}" if me.teams else ""))
+
+
+@click.group()
+def user() -> None:
+    """List, add and change users and services of a server."""
+
+
+@user.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_users(as_json: bool) -> None:
+    """List who is there."""
+    with server() as connection:
+        found = connection.ask("GET", "/users", answer=PrincipalList).principals
+    if as_json:
+        print_json(found)
+        return
+    rows = [[each.name, each.kind, each.role, " ".join(each.teams) or "-", _state(each)] for each in found]
+    for line in columns([["NAME", "KIND", "ROLE", "TEAMS", "STATE"], *rows]):
+        say(line)
+
+
+@user.command("add")
+@click.argument("name")
+@click.option("--role", type=_ROLES, default="member", show_default=True, help="What they may do.")
+@click.option("--service", is_flag=True, help="It is a program, not a person.")
+@click.option("--team", "teams", multiple=True, metavar="TEAM", help="A team they are in. Repeatable.")
+def add_user(name: str, role: Role, service: bool, teams: tuple[str, ...]) -> None:
+    """Add a user or service; prints their first token once, for `sgpu login`."""
+    body = PrincipalRequest(name=name, kind="service" if service else "user", role=role, teams=teams)
+    with server() as connection:
+        made = connection.ask("POST", "/users", body, answer=TokenMade)
+        pools = connection.ask("GET", "/pools", answer=PoolList).pools
+    say_secret(made)
+    if reach(role, "runs", write=True) is Reach.NONE:
+        return
+    closed = [pool.name for pool in pools if pool.isolation != "none"]
+    shared = [pool.name for pool in pools if pool.isolation == "none"]
+    for warning in sharing_warnings(principals=[name], closed=closed, shared=shared):
+        say(f"warning: {warning}", err=True)
+
+
+@user.command("change")
+@click.argument("name")
+@click.option("--role", type=_ROLES, default=None, help="What they may do from now on.")
+@click.option(
+    "--disable/--enable", "disabled", default=None, help="Disabling revokes every token; enabling brings none back."
+)
+@click.option(
+    "--runs",
+    type=click.Choice(get_args(OnDisabled)),
+    default=None,
+    help="Whether the runs of somebody who may start none any more finish, or are stopped; the server's setting.",
+)
+def change_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabled | None) -> None:
+    """Change what somebody may do, or shut them out."""
+    if role is None and disabled is None and runs is None:
+        raise click.UsageError("say what to change: --role, --disable, --enable or --runs")
+    change = PrincipalChange(role=role, disabled=disabled, runs=runs)
+    with server() as connection:
+        changed = connection.ask("PATCH", f"/users/{name}", change, answer=PrincipalView)
+    say(f"{changed.name} is {changed.role}, {_state(changed)}")
+    if disabled is False:
+        say(f"tokens that were revoked stay so; a new one: sgpu token create --for {changed.name}")
+
+
+@click.group()
+def team() -> None:
+    """List, make and fill teams; a member may read the runs of a team."""
+
+
+@team.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_teams(as_json: bool) -> None:
+    """List teams and who is in them."""
+    with server() as connection:
+        teams = connection.ask("GET", "/teams", answer=TeamList).teams
+    if as_json:
+        print_json(teams)
+        return
+    for line in columns([["TEAM", "MEMBERS"], *([each.name, " ".join(each.members) or "-"] for each in teams)]):
+        say(line)
+
+
+@team.command("add")
+@click.argument("name")
+def add_team(name: str) -> None:
+    """Make a team."""
+    with server() as connection:
+        say(f"team {connection.ask('POST', '/teams', TeamRequest(name=name), answer=TeamView).name} is there")
+
+
+@team.command("set")
+@click.argument("name")
+@click.option(
+    "--time-zone", metavar="ZONE", required=True, help="Of the periods of its budgets, as Europe/Berlin or UTC."
+)
+def set_team(name: str, time_zone: str) -> None:
+    """Set the time zone of a team: days, weeks and months of its budgets that have none of their own."""
+    with server() as connection:
+        changed = connection.ask("PATCH", f"/teams/{name}", TeamChange(time_zone=time_zone), answer=TeamView)
+    say(f"team {changed.name}: budgets have periods of {changed.time_zone}")
+
+
+@team.command("join")
+@click.argument("name")
+@click.argument("member")
+def join(name: str, member: str) -> None:
+    """Put somebody into a team."""
+    _change_member("PUT", name, member)
+
+
+@team.command("leave")
+@click.argument("name")
+@click.argument("member")
+def leave(name: str, member: str) -> None:
+    """Take somebody out of a team."""
+    _change_member("DELETE", name, member)
+
+
+def _change_member(method: str, name: str, member: str) -> None:
+    with server() as connection:
+        changed = connection.ask(method, f"/teams/{name}/members/{member}", answer=TeamView)
+    say(f"{changed.name}: {', '.join(changed.members) or 'nobody'}")
+
+
+def _state(view: PrincipalView) -> str:
+    return "disabled" if view.disabled else "active"
+
+
+def _read_token(path: Path | None) -> str:
+    if path is not None:
+        text = path.read_text(encoding="ascii", errors="replace")[:_TOKEN_BYTES_MAX]
+    elif sys.stdin.isatty():
+        text = click.prompt("Token", hide_input=True)
+    else:
+        text = sys.stdin.readline(_TOKEN_BYTES_MAX)
+    token = text.strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise InvalidValue("that is no token", hint="`sgpu token create`, or whoever runs the server, makes one")
+    return token

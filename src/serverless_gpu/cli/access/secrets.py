@@ -1,0 +1,114 @@
+"""`sgpu secret`: passwords and keys that runs get, of a server, or of this home for runs of this machine.
+
+A value is typed, piped or read from a file, and never an argument: those can be seen by everybody on the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+import click
+
+from serverless_gpu.ambient import format_moment
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json, say, say_lines
+from serverless_gpu.cli.runs.run_choice import durable_home, this_home
+from serverless_gpu.cli.server_connection import server
+from serverless_gpu.client.launch import local_secrets
+from serverless_gpu.model.secrets import VALUE_BYTES_MAX, check_name, check_value
+from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
+
+_LOCAL = click.option("--local", is_flag=True, help="Of this home, for runs of this machine.")
+_TEAM = click.option("--team", default="", metavar="NAME", help="A team's, for runs with team=; yours without it.")
+
+
+@click.group()
+def secret() -> None:
+    """Set, list and delete secrets that runs get: secrets=["HF_TOKEN"]."""
+
+
+@secret.command("set")
+@click.argument("name")
+@click.option(
+    "--file", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read the value from a file."
+)
+@_TEAM
+@_LOCAL
+def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
+    """Set a secret: typed, piped, or from a file. Attempts that start from now on get it.
+
+    A line's end at the end of what is typed or piped is left out; a file is taken as it is.
+    """
+    _refuse_both(team, local)
+    value = check_value(check_name(name), _read(name, path))
+    if local:
+        local_secrets.write(durable_home("secrets are kept there"), name, value)
+        say(f"{name} is set for runs of this machine")
+        return
+    with server() as connection:
+        request = SecretRequest(value=value, team=team)
+        view = connection.ask("PUT", f"/secrets/{quote(name, safe='')}", request, answer=SecretView)
+    say(f"{view.name}@{view.version}{_of(view)} is set")
+
+
+@secret.command("list")
+@_LOCAL
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_secrets(local: bool, as_json: bool) -> None:
+    """List secrets, without their values: yours and your teams'."""
+    if local:
+        names = local_secrets.names(this_home())
+        if as_json:
+            print_json(names)
+        else:
+            say_lines("\n".join(names) or "this home has no secrets")
+        return
+    with server() as connection:
+        found = connection.ask("GET", "/secrets", answer=SecretList).secrets
+    if as_json:
+        print_json(found)
+        return
+    rows = [[view.name, f"{view.version}", _whose(view), view.by, format_moment(view.created_ns)] for view in found]
+    for line in columns([["NAME", "VERSION", "OF", "SET BY", "AT"], *rows]):
+        say(line)
+
+
+@secret.command("delete")
+@click.argument("name")
+@_TEAM
+@_LOCAL
+def delete_secret(name: str, team: str, local: bool) -> None:
+    """Delete a secret with all of its versions; an attempt that has its copy goes on."""
+    _refuse_both(team, local)
+    if local:
+        local_secrets.delete(durable_home("secrets are kept there"), name)
+        say(f"{name} is gone")
+        return
+    with server() as connection:
+        query = {"team": team} if team else {}
+        view = connection.ask("DELETE", f"/secrets/{quote(name, safe='')}", answer=SecretView, query=query)
+    say(f"{view.name}{_of(view)} is gone")
+
+
+def _read(name: str, path: Path | None) -> bytes:
+    if path is not None:
+        with path.open("rb") as file:
+            return file.read(VALUE_BYTES_MAX + 1)
+    if sys.stdin.isatty():
+        return str(click.prompt(name, hide_input=True)).encode()
+    return sys.stdin.buffer.read(VALUE_BYTES_MAX + 3).removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _refuse_both(team: str, local: bool) -> None:
+    if team and local:
+        raise click.UsageError("--team is a server's, --local is this home's: say one of them")
+
+
+def _whose(view: SecretView) -> str:
+    return f"team {view.team}" if view.team else view.owner
+
+
+def _of(view: SecretView) -> str:
+    return f" of team {view.team}" if view.team else ""

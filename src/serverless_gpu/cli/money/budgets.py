@@ -1,0 +1,203 @@
+"""`sgpu budget`: how much somebody may use in a day, week or month, and how much of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import quote
+
+import click
+import msgspec
+
+from serverless_gpu.ambient import format_soon
+from serverless_gpu.cli.amounts import micros
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.server_connection import server
+from serverless_gpu.errors import NotFound
+from serverless_gpu.model.billing.budget import Period, ScopeKind
+from serverless_gpu.units import MS_PER_HOUR, format_gpu_ms, format_micros
+from serverless_gpu.wire.budgets import BudgetList, BudgetRequest, BudgetView
+
+_SCOPES: tuple[ScopeKind, ...] = ("user", "team", "pool", "policy", "tag")
+_FOR = ", ".join(f"--{kind}" for kind in _SCOPES) + " or --everything"
+_MUCH = "--money or --gpu-hours"
+
+
+@click.group()
+def budget() -> None:
+    """List, make and delete budgets: money or GPU-hours per day, week or month."""
+
+
+@budget.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_budgets(as_json: bool) -> None:
+    """List budgets: what is used, what runs hold, where the period ends at this rate; and alarms of the last 7 days.
+
+    HELD is what runs that go on will have used in a minute. FORECAST is used + use per day over the last seven days ×
+    days left.
+    """
+    with server() as connection:
+        found = connection.ask("GET", "/budgets", answer=BudgetList)
+    if as_json:
+        print_json(found)
+        return
+    if not found.budgets:
+        say("there is no budget that you may see; sgpu budget set makes one")
+    rows = [_row(each) for each in found.budgets]
+    if rows:
+        for line in columns([["BUDGET", "FOR", "PER", "USED", "OF", "", "HELD", "FORECAST", "AT 100 %"], *rows]):
+            say(line)
+    for each in found.budgets:
+        if ";" in each.sentence:
+            say(f"{each.name}: {each.sentence.partition('; ')[2]}")
+    for alarm in found.alarms:
+        say(f"alarm {format_soon(alarm.at_ns)}: {alarm.sentence}")
+
+
+@budget.command("show")
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show_budget(name: str, as_json: bool) -> None:
+    """Show a budget: how it stands, and what the forecast rests on."""
+    with server() as connection:
+        found = connection.ask("GET", _path(name), answer=BudgetView)
+    if as_json:
+        print_json(found)
+        return
+    reached = "not in this period" if found.reached_ns is None else format_soon(found.reached_ns)
+    rows = [
+        ["budget", f"{found.name}, for {_whose(found)}, per {found.period.value}"],
+        ["used", f"{found.sentence} ({found.percent:.1f} %)"],
+        ["held", f"{_amount(found, found.held)}, for {found.going_on} that go on"],
+        ["at 100 %", _at_the_end(found)],
+        ["forecast", f"{_amount(found, found.forecast)} at the end of the period: {found.basis}"],
+        ["rate", f"{_amount(found, found.per_day)} per day"],
+        ["used up", reached],
+        ["period", f"{format_soon(found.start_ns)} to {format_soon(found.end_ns)}, of {found.time_zone}"],
+    ]
+    for line in columns(rows):
+        say(line)
+
+
+@budget.command("set")
+@click.argument("name")
+@click.option("--user", metavar="NAME", help="What a user or service uses.")
+@click.option("--team", metavar="NAME", help="What runs of a team use.")
+@click.option("--pool", metavar="NAME", help="What is used in a pool.")
+@click.option("--policy", metavar="NAME", help="What runs under a usage policy use.")
+@click.option("--tag", metavar="KEY=VALUE", help="What runs with a tag use; KEY alone: with any value of it.")
+@click.option("--everything", is_flag=True, help="What everybody uses.")
+@click.option("--money", metavar="AMOUNT", help="How much, in the server's currency.")
+@click.option("--gpu-hours", metavar="HOURS", help="How much GPU time; that of CPU slots does not count.")
+@click.option("--per", type=click.Choice([each.value for each in Period]), help="The usual is month.")
+@click.option("--time-zone", metavar="ZONE", help="Of its days, weeks and months, as Europe/Berlin; the usual is UTC.")
+@click.option("--hard/--soft", default=None, help="Whether runs are stopped at 100 %; else nothing new starts.")
+def set_budget(
+    name: str, per: str | None, time_zone: str | None, hard: bool | None, everything: bool, **said: str | None
+) -> None:
+    """Make a budget, or change one: what is not said stays as it is.
+
+    What was used in the period counts from its beginning. Runs that a hard budget stops get SIGTERM and their
+    grace for a checkpoint; raising it takes back no stop that was asked.
+    """
+    changes = _scope(everything, said) | _limit(said)
+    changes |= {} if per is None else {"period": Period(per)}
+    changes |= {} if hard is None else {"hard": hard}
+    changes |= {} if time_zone is None else {"time_zone": time_zone}
+    with server() as connection:
+        try:
+            before = _request_of(connection.ask("GET", _path(name), answer=BudgetView))
+        except NotFound:
+            _check_is_whole(changes)
+            before = BudgetRequest(kind="everything", period=Period.MONTH)
+        asked = msgspec.structs.replace(before, **changes)
+        found = connection.ask("PUT", _path(name), asked, answer=BudgetView)
+    say(f"budget {found.name} for {_whose(found)}: {found.sentence}; at 100 % {_at_the_end(found)}")
+
+
+@budget.command("reopen")
+@click.argument("name")
+def reopen_budget(name: str) -> None:
+    """Open a hard budget again that has stopped runs: new ones start while what is left pays for them.
+
+    A budget that is used up has to be raised instead (sgpu budget set). Runs that were stopped stay stopped.
+    """
+    with server() as connection:
+        found = connection.ask("POST", f"{_path(name)}/reopen", answer=BudgetView)
+    say(f"budget {found.name} is open again: {found.sentence}")
+
+
+@budget.command("delete")
+@click.argument("name")
+def delete_budget(name: str) -> None:
+    """Delete a budget: nothing is stopped or held back for it any more."""
+    with server() as connection:
+        found = connection.ask("DELETE", _path(name), answer=BudgetView)
+    say(f"budget {found.name} is gone; {_amount(found, found.used)} were used of it")
+
+
+def _request_of(view: BudgetView) -> BudgetRequest:
+    return BudgetRequest(
+        kind=view.kind,
+        scope=view.scope,
+        period=view.period,
+        limit_micros=view.limit_micros,
+        limit_gpu_ms=view.limit_gpu_ms,
+        hard=view.hard,
+        time_zone=view.time_zone,
+    )
+
+
+def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object]:
+    """Return for whom it is, as far as that was said."""
+    given: list[tuple[str, str]] = [(kind, scope) for kind in _SCOPES if (scope := said[kind]) is not None]
+    given += [("everything", "")] if everything else []
+    if len(given) > 1:
+        raise click.UsageError(f"say for whom it is, once: {_FOR}")
+    return {"kind": given[0][0], "scope": given[0][1]} if given else {}
+
+
+def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
+    """Return how much it is, as far as that was said."""
+    money, hours = said["money"], said["gpu_hours"]
+    if money is not None and hours is not None:
+        raise click.UsageError(f"say how much it is, once: {_MUCH}")
+    if money is not None:
+        return {"limit_micros": micros("--money", money), "limit_gpu_ms": None}
+    if hours is not None:
+        return {"limit_gpu_ms": micros("--gpu-hours", hours, unit=MS_PER_HOUR), "limit_micros": None}
+    return {}
+
+
+def _check_is_whole(changes: Mapping[str, object]) -> None:
+    """Refuse a new budget of which it was not said for whom it is, and how much."""
+    if "kind" not in changes:
+        raise click.UsageError(f"there is no such budget yet: say for whom it is: {_FOR}")
+    if "limit_micros" not in changes:
+        raise click.UsageError(f"there is no such budget yet: say how much it is: {_MUCH}")
+
+
+def _row(each: BudgetView) -> list[str]:
+    limit = each.limit_micros if each.limit_micros is not None else each.limit_gpu_ms or 0
+    amounts = [_amount(each, amount) for amount in (each.used, limit)]
+    forecast = _amount(each, each.forecast)
+    return [
+        *(each.name, _whose(each), each.period.value, *amounts, f"{each.percent:.1f} %"),
+        *(_amount(each, each.held), forecast, _at_the_end(each)),
+    ]
+
+
+def _whose(each: BudgetView) -> str:
+    return f"{each.kind} {each.scope}".strip()
+
+
+def _amount(each: BudgetView, amount: int) -> str:
+    return format_micros(amount, each.currency) if each.limit_micros is not None else format_gpu_ms(amount)
+
+
+def _at_the_end(each: BudgetView) -> str:
+    return "runs are stopped" if each.hard else "nothing new starts"
+
+
+def _path(name: str) -> str:
+    return f"/budgets/{quote(name, safe='')}"

@@ -1,0 +1,157 @@
+"""`sgpu price`: what a device, a core or a GiB costs for one hour, since when, and in which pool."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import click
+
+from serverless_gpu.ambient import SystemClock, format_utc
+from serverless_gpu.cli.amounts import micros, moment_ns
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.money import usage_files
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.server_connection import server
+from serverless_gpu.model.billing.pricing import MICROS_MAX
+from serverless_gpu.units import MICROS_PER_UNIT
+from serverless_gpu.wire.prices import PriceList, PriceRequest, PriceSet, PriceView
+from serverless_gpu.wire.usage import ListPrices
+
+_UNITS = {"core": "core", "memory": "GiB"}
+
+
+@click.group()
+def price() -> None:
+    """List, set and end prices. Without one, time is counted and unpriced: nothing has a default price."""
+
+
+@price.command("list")
+@click.option("--all", "past", is_flag=True, help="Those that have ended, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--records", is_flag=True, help="All, as CSV with the columns of Databricks' system.billing.list_prices.")
+def list_prices(past: bool, as_json: bool, records: bool) -> None:
+    """List the price book: what is in force, and what is planned. Times are of UTC."""
+    if records:
+        with server() as connection:
+            usage_files.put_prices(connection.ask("GET", "/usage/prices", answer=ListPrices), as_json=as_json)
+        return
+    with server() as connection:
+        found = connection.ask("GET", "/prices", answer=PriceList, query={"all": f"{past}".lower()})
+    if as_json:
+        print_json(found)
+        return
+    if not found.prices:
+        say("nothing has a price: what is used is counted, and unpriced; sgpu price set H100 2.99")
+        return
+    rows = [_row(each, found.currency) for each in found.prices]
+    for line in columns([["WHAT", "POOL", "PRICE", "DBU", "FROM", "UNTIL", ""], *rows]):
+        say(line)
+
+
+@price.command("set")
+@click.argument("resource")
+@click.argument("amount", required=False)
+@click.option("--pool", default="", metavar="NAME", help="Only in this pool; it goes before that of every pool.")
+@click.option("--from", "since", metavar="TIME", help="From then on: 2026-12-01, 2026-12-01T08:00 (UTC); now.")
+@click.option("--dbu-per-gpu-hour", metavar="NUMBER", help="DBUs that one device takes in an hour.")
+@click.option("--usd-per-dbu", metavar="AMOUNT", help="What one DBU costs, in the server's currency.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def set_price(
+    resource: str,
+    amount: str | None,
+    pool: str,
+    since: str | None,
+    as_json: bool,
+    **dbu: str | None,
+) -> None:
+    """Set what one device (H100), core (core) or GiB of memory (memory) costs for one hour.
+
+    It holds for attempts that are placed from then on; those before keep the price they began with. What was in force
+    ends there. A price of a family (H100) holds for its members that have none of their own.
+    """
+    dbu_per_gpu_hour, usd_per_dbu = dbu["dbu_per_gpu_hour"], dbu["usd_per_dbu"]
+    made = (dbu_per_gpu_hour, usd_per_dbu)
+    if amount is not None and made != (None, None):
+        raise click.UsageError("two prices: say an AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu")
+    if amount is None and None in made:
+        raise click.UsageError("how much? an AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu")
+    asked = PriceRequest(
+        micros_per_hour=_micros("AMOUNT", amount),
+        dbu_micros_per_hour=_micros("--dbu-per-gpu-hour", dbu_per_gpu_hour),
+        micros_per_dbu=_micros("--usd-per-dbu", usd_per_dbu),
+        pool=pool,
+        from_ns=None if since is None else moment_ns("--from", since),
+    )
+    with server() as connection:
+        done = connection.ask("PUT", f"/prices/{quote(resource, safe='')}", asked, answer=PriceSet)
+    _say(done, as_json=as_json)
+
+
+@price.command("end")
+@click.argument("resource")
+@click.option("--pool", default="", metavar="NAME", help="The price of this pool.")
+@click.option("--at", "until", metavar="TIME", help="When: 2026-12-01, 2026-12-01T08:00 (UTC); now.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def end_price(resource: str, pool: str, until: str | None, as_json: bool) -> None:
+    """End a price; what is placed from then on has that of every pool, or none. Prices planned for later go, too."""
+    query = {"pool": pool} if pool else {}
+    until_ns = None if until is None else moment_ns("--at", until)
+    if until_ns is not None:
+        query["at_ns"] = str(until_ns)
+    with server() as connection:
+        done = connection.ask("DELETE", f"/prices/{quote(resource, safe='')}", answer=PriceSet, query=query)
+    _say(done, as_json=as_json, until_ns=until_ns)
+
+
+def _micros(option: str, text: str | None) -> int | None:
+    return None if text is None else micros(option, text, most=MICROS_MAX // MICROS_PER_UNIT)
+
+
+def _say(done: PriceSet, *, as_json: bool, until_ns: int | None = None) -> None:
+    if as_json:
+        print_json(done)
+        return
+    if done.price is not None:
+        since = "" if done.price.in_force else f" from {format_utc(done.price.from_ns)}"
+        say(f"{_text(done.price, done.currency)}{since}")
+        if not done.is_known:
+            say(f"note: neither the catalogue nor a node has a GPU named {done.price.resource}")
+    for each in done.ended:
+        verb = "before it" if done.price is not None else "ended"
+        if until_ns is not None:
+            verb = (
+                f"ends {format_utc(until_ns)}"
+                if until_ns > SystemClock().wall_ns()
+                else f"ended {format_utc(until_ns)}"
+            )
+        say(f"{verb}: {_text(each, done.currency)}, since {format_utc(each.from_ns)}")
+    for each in done.withdrawn:
+        say(f"withdrawn: {_text(each, done.currency)}, which was planned from {format_utc(each.from_ns)}")
+
+
+def _row(view: PriceView, currency: str) -> list[str]:
+    until = "" if view.until_ns is None else format_utc(view.until_ns)
+    dbu = _decimal(view.dbu_micros_per_hour) if view.dbu_micros_per_hour else "-"
+    amount = f"{_decimal(view.micros_per_hour)} {currency}/h"
+    return [view.resource, view.pool or "every", amount, dbu, format_utc(view.from_ns), until or "-", _state(view)]
+
+
+def _state(view: PriceView) -> str:
+    if view.in_force:
+        return "in force"
+    return "planned" if view.from_ns > SystemClock().wall_ns() else "ended"
+
+
+def _text(view: PriceView, currency: str) -> str:
+    """Return a price in words: ``H100 in pool lab: 2.99 USD for one device for one hour``."""
+    where = f" in pool {view.pool}" if view.pool else ""
+    made = f", {_decimal(view.dbu_micros_per_hour)} DBU" if view.dbu_micros_per_hour else ""
+    unit = _UNITS.get(view.resource, "device")
+    return f"{view.resource}{where}: {_decimal(view.micros_per_hour)} {currency} for one {unit} for one hour{made}"
+
+
+def _decimal(micros_: int) -> str:
+    """Return millionths with as many digits as they have, and at least two."""
+    whole, rest = divmod(micros_, MICROS_PER_UNIT)
+    digits = f"{rest:06d}".rstrip("0")
+    return f"{whole:,}.{digits.ljust(2, '0')}"

@@ -1,0 +1,293 @@
+"""`sgpu usage`: what was used and what it cost, by user, team, tag, month …; who pays what; rows for billing tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.money import usage_files
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.server_connection import server
+from serverless_gpu.model import utc_days
+from serverless_gpu.model.billing import usage_report as model
+from serverless_gpu.model.billing.usage_report import Amounts, Group, Unit, Window
+from serverless_gpu.model.hardware.gpu_types import time_unit
+from serverless_gpu.units import format_gpu_ms, format_micros, is_any_below_cent
+from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RecordPage, UsageView
+
+if TYPE_CHECKING:
+    from serverless_gpu.model.billing.billing_rows import Record
+    from serverless_gpu.wire.connection import Connection
+
+FORMULAS = (
+    "BUSY = device time with work / device time that telemetry saw",
+    "IDLE = (device time seen without work + held by sessions for no run) / (device time seen + held for no run)",
+)
+_DAYS = 30
+_SEGMENTS = (
+    ("QUEUED", "queued_ms"),
+    ("ENV", "environment_ms"),
+    ("START", "start_ms"),
+    ("RUN", "run_ms"),
+    ("STOP", "stop_ms"),
+    ("GATE", "gate_ms"),
+    ("HELD", "idle_ms"),
+    ("USED", "gpu_ms"),
+    ("BILLED", "billed_ms"),
+)
+
+
+_OF_SHARES = ("gpu_ms", "billed_ms", "unpriced_ms")
+
+
+@click.command("usage")
+@click.option("--by", metavar="FIELDS", help="user (without it), team, pool, … or tag:KEY, with commas.")
+@click.option("--from", "first", metavar="DAY", help="The first day: 2026-11-01. Days are of UTC.")
+@click.option("--to", "last", metavar="DAY", help="The last day, which is among them; today without it.")
+@click.option("--last", "lately", metavar="DURATION", help="So many days until today: 30d, which is the default.")
+@click.option("--month", "in_month", metavar="MONTH", help="A month: 2026-11.")
+@click.option("--where", multiple=True, metavar="FIELD=VALUE", help="Only what is so: team=search, tag:stage=eval.")
+@click.option("--limit", type=click.IntRange(1, GROUPS_MAX), default=GROUPS_DEFAULT, show_default=True, help="Lines.")
+@click.option("--chargeback", metavar="MONTH", help="Who pays what of a month: teams, and users without one.")
+@click.option("--records", is_flag=True, help="Rows with the columns of Databricks' system.billing.usage.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; --records: one object on each line.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
+@click.option("--parquet", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write Parquet.")
+def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> None:
+    """Show what was used and what it cost, of yourself and your teams; an operator sees everybody's.
+
+    FIELDS: user, team, pool, policy, gpu_type, name, workload, environment, run, day, week, month, tag:KEY.
+    """
+    if sum((as_json, as_csv, parquet is not None)) > 1:
+        raise click.UsageError("one of --json, --csv, --parquet")
+    if asked["chargeback"] and (asked["records"] or asked["in_month"]):
+        raise click.UsageError("--chargeback is a report of its own: it names its month, and has no --records")
+    if asked["by"] is not None and (asked["chargeback"] or asked["records"]):
+        raise click.UsageError(
+            "--by goes with neither --chargeback, which is by team and user, nor --records, all rows"
+        )
+    window = _window(asked)
+    where = _where(asked["where"])
+    if asked["records"]:
+        if where:
+            raise click.UsageError("--where does not go with --records, which are all rows; --from and --to do")
+        with server() as connection:
+            _put_records(_records(connection, window), as_json=as_json, parquet=parquet)
+        return
+    by = ("team", "user") if asked["chargeback"] else model.parse_by("user" if asked["by"] is None else asked["by"])
+    query = {
+        "by": model.write_by(by),
+        "from_day": str(window.from_day),
+        "until_day": str(window.until_day),
+        "where": msgspec.json.encode(where).decode() if where else "",
+        "limit": str(GROUPS_MAX if asked["chargeback"] else asked["limit"]),
+    }
+    with server() as connection:
+        found = connection.ask("GET", "/usage", answer=UsageView, query=query)
+    table = _chargeback_table(found) if asked["chargeback"] else usage_files.report(found)
+    if as_json:
+        print_json({"report": table.rows(), **_told(found)})
+    elif as_csv or parquet is not None:
+        usage_files.put(table, parquet)
+        for line in _remarks(found):
+            say(f"sgpu: {line}", err=True)
+    else:
+        for line in _chargeback_lines(found) if asked["chargeback"] else _lines(found):
+            say(line)
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def _window(asked: dict[str, Any]) -> Window:
+    """Return the days that are asked for; those of the month so far would surprise on its first day, so 30 of them."""
+    ways = [name for name in ("lately", "in_month", "chargeback") if asked[name]]
+    ways += ["first"] if asked["first"] or asked["last"] else []
+    if len(ways) > 1:
+        raise click.UsageError("which days? one of --last, --month, or --from and --to")
+    if asked["in_month"] or asked["chargeback"]:
+        return model.month(asked["in_month"] or asked["chargeback"])
+    today = SystemClock().wall_ns() // utc_days.DAY_NS
+    until = model.day_of(asked["last"]) + 1 if asked["last"] else today + 1
+    if asked["first"]:
+        return model.checked(Window(model.day_of(asked["first"]), until))
+    length = _DAYS
+    if asked["lately"]:
+        seconds = duration_s("--last", asked["lately"])
+        if seconds < 86_400 or seconds % 86_400:
+            raise click.BadParameter("the ledger is by whole days: 1d, 30d, 4w", param_hint="--last")
+        length = round(seconds / 86_400)
+    return model.checked(Window(max(0, until - length), until))
+
+
+def _where(texts: Sequence[str]) -> dict[str, str]:
+    where: dict[str, str] = {}
+    for text in texts:
+        # A tag's key may have anything in it but this: what is before the first = is the field.
+        field, equals, value = text.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{text!r} has no field and value: team=search", param_hint="--where")
+        if field in where:
+            raise click.BadParameter(f"{field} is there twice", param_hint="--where")
+        model.refuse_unknown(field)
+        where[field] = value
+    return where
+
+
+def _records(connection: Connection, window: Window) -> Iterator[Record]:
+    """Return the rows of the ledger, page by page; the first was asked for, so that a refusal comes before a head."""
+
+    def page(after: int) -> RecordPage:
+        query = {"after": str(after), "from_day": str(window.from_day), "until_day": str(window.until_day)}
+        return connection.ask("GET", "/usage/records", answer=RecordPage, query=query)
+
+    def rows(found: RecordPage) -> Iterator[Record]:
+        yield from found.records
+        while found.after is not None:
+            found = page(found.after)
+            yield from found.records
+
+    return rows(page(0))
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def _put_records(records: Iterator[Record], *, as_json: bool, parquet: Path | None) -> None:
+    if as_json:
+        for record in records:
+            say(msgspec.json.encode(record).decode())
+        return
+    usage_files.put_records(records, parquet)
+
+
+def _lines(view: UsageView) -> list[str]:
+    """Return a report for a terminal; columns in which there is nothing are left out."""
+    shown = [*(view.groups if view.by else ()), *(_named(total, len(view.by)) for total in view.totals)]
+    if not view.totals:
+        return ["nothing was used in these days, as far as you may see"]
+    has = {name: any(getattr(each.amounts, name) for each in shown) for name in Amounts.__struct_fields__}
+    segments = [(title, name) for title, name in _SEGMENTS if has[name] or name in ("run_ms", "gpu_ms", "billed_ms")]
+    head = [*(field.upper() for field in view.by or ("",)), "RUNS", *(title for title, _ in segments)]
+    head += [*(["UNPRICED"] if has["unpriced_ms"] else []), "COST", *(["DBU"] if has["dbu_micros"] else [])]
+    rows = [[*head, "BUSY", "IDLE"]]
+    unit = _unit(view, ["unpriced_ms", *(name for _, name in segments)])
+    exact = is_any_below_cent(group.amounts.micros for group in shown)
+    for group in shown:
+        amounts = group.amounts
+        row = [*(_cell(part) for part in group.key or ("all",)), f"{amounts.runs:,}"]
+        row += [model.time_in(unit, getattr(amounts, name)) for _, name in segments]
+        row += [model.time_in(unit, amounts.unpriced_ms)] if has["unpriced_ms"] else []
+        row += [_cost(group, exact=exact), *([model.decimal(amounts.dbu_micros)] if has["dbu_micros"] else [])]
+        rows.append([*row, _percent(amounts.busy), _percent(amounts.idle)])
+    dates = f"{utc_days.format_day(view.from_day)} to {utc_days.format_day(view.until_day - 1)}, UTC"
+    waiting = f"QUEUED: {unit.name} of waiting, else " if has["queued_ms"] else ""
+    note = f"{dates}; {waiting}{_word(view)}-{unit.name}"
+    return [*columns(rows), note, *_remarks(view), *(FORMULAS if has["observed_ms"] or has["idle_ms"] else ())]
+
+
+def _chargeback_lines(view: UsageView) -> list[str]:
+    shares = model.chargeback(view.groups)
+    if not shares:
+        return ["nothing was used in this month, as far as you may see"]
+    unit = _unit(view, _OF_SHARES)
+    rows = [["WHO", "", "RUNS", "USED", "BILLED", "UNPRICED", "COST", "PART"]]
+    exact = is_any_below_cent(group.amounts.micros for group in (*(share.group for share in shares), *view.totals))
+    for share in shares:
+        amounts = share.group.amounts
+        used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
+        who = "team" if share.is_team else "user"
+        cost = _cost(share.group, exact=exact)
+        rows.append([_cell(share.name), who, f"{amounts.runs:,}", *used, cost, _part(share.part)])
+    for total in view.totals:
+        amounts = total.amounts
+        used = [model.time_in(unit, getattr(amounts, name)) for name in _OF_SHARES]
+        cost = _cost(total, exact=exact)
+        rows.append(["all", "", f"{amounts.runs:,}", *used, cost, "100.00 %" if amounts.micros else "-"])
+    first, last = utc_days.format_day(view.from_day), utc_days.format_day(view.until_day - 1)
+    dates = f"{first} to {last}, UTC; {_word(view)}-{unit.name}"
+    return [*columns(rows), dates, *_remarks(view)]
+
+
+def _chargeback_table(view: UsageView) -> usage_files.Table:
+    return usage_files.chargeback(view, model.chargeback(view.groups))
+
+
+def _remarks(view: UsageView) -> list[str]:
+    """Return what must not be overlooked: what is cut, has no price, may change, or is not in the ledger yet."""
+    found = []
+    word = _word(view)
+    shown = {total.currency: total.amounts for total in model.totals(view.groups)}
+    for total in view.totals if view.is_cut else ():
+        part = shown.get(total.currency, Amounts())
+        rest_ms = total.amounts.gpu_ms - part.gpu_ms
+        money = (total.amounts.micros or 0) - (part.micros or 0)
+        used = f"{format_gpu_ms(rest_ms, unit=word)} for {format_micros(money, total.currency)}"
+        found.append(f"cut: others used {used}; --limit shows more")
+    for total in view.totals:
+        amounts = total.amounts
+        if amounts.unpriced_ms:
+            used = format_gpu_ms(amounts.unpriced_ms, unit=word)
+            found.append(f"{used} have no price and are in no cost: `sgpu price set` gives what comes one")
+        if amounts.provisional_ms:
+            used = format_gpu_ms(amounts.provisional_ms, unit=word)
+            found.append(f"{used} may still change: their nodes fell silent before they said how it ended")
+        if amounts.going_ms:
+            used = format_gpu_ms(amounts.going_ms, unit=word)
+            found.append(f"{used} are not in the ledger yet: what goes on, up to the last sign of life")
+    if view.is_going_cut:
+        found.append(f"more than {view.going} attempts go on; what the others use is not in this")
+    return found
+
+
+def _word(view: UsageView) -> str:
+    """Return whose time the report adds up: of GPUs, of CPU slots, or of both where it does not tell them apart."""
+    if "gpu_type" not in view.by or view.is_cut:
+        return time_unit()
+    return time_unit(group.key[view.by.index("gpu_type")] for group in view.groups)
+
+
+def _told(view: UsageView) -> dict[str, object]:
+    return {
+        "from": utc_days.format_day(view.from_day),
+        "to": utc_days.format_day(view.until_day - 1),
+        "totals": [usage_files.amounts_of(total) for total in view.totals],
+        "is_cut": view.is_cut,
+        "remarks": _remarks(view),
+        "formulas": FORMULAS,
+    }
+
+
+def _unit(view: UsageView, names: Sequence[str]) -> Unit:
+    return model.unit_for(max((getattr(total.amounts, name) for total in view.totals for name in names), default=0))
+
+
+def _named(total: Group, parts: int) -> Group:
+    return Group(key=("all", *[""] * (parts - 1)), currency=total.currency, amounts=total.amounts)
+
+
+def _cost(group: Group, *, exact: bool) -> str:
+    if group.amounts.micros is None:
+        return "unpriced" if group.amounts.billed_ms else "-"
+    return format_micros(group.amounts.micros, group.currency, exact=exact)
+
+
+def _cell(text: str) -> str:
+    """Return what somebody named as a cell: tags may have lines and anything else in them."""
+    clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return clean or "-"
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:.1f} %"
+
+
+def _part(part: int | None) -> str:
+    return "-" if part is None else f"{part // 100}.{part % 100:02d} %"

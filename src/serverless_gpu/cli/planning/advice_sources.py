@@ -1,0 +1,368 @@
+"""Where `sgpu advise` gets its uses from: a server's ledger, this machine's run directories, a trace, or a seed.
+
+    ledger    GET /usage/demand, page by page      a row for each attempt and day; telemetry of the whole attempt
+    history   receipts of this home                runs that have ended, and have one
+    trace     what `sgpu simulate` reads           only when jobs came, how long they took, how many GPUs they had
+
+A run counts from the moment it was asked for, and for as long as it had its GPUs: as if it had not waited. A session
+counts for as long as no run had its devices: those runs count themselves.
+
+Failure cases: more rows than are looked at are left out, the oldest first to stay, and that is said; so is what a
+receipt does not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from serverless_gpu.cli.runs.run_location import own_runs
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.loading import load
+from serverless_gpu.model.billing.advice import Use
+from serverless_gpu.model.billing.oversized_runs import Ran
+from serverless_gpu.model.billing.pricing import Price, tariff
+from serverless_gpu.model.hardware.gpu_types import FAMILIES, canonical, matches
+from serverless_gpu.model.receipt import Receipt, observed
+from serverless_gpu.node.configuration import Configuration
+from serverless_gpu.node.history import Record, read_run
+from serverless_gpu.node.home import Home
+from serverless_gpu.replay import Trace
+from serverless_gpu.units import format_gpu_ms
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.connection import Connection
+    from serverless_gpu.wire.demand import DemandRow
+    from serverless_gpu.wire.prices import PriceList
+
+ROWS_MAX = 200_000
+_PAGE = 1000
+_RUNS_MAX = 20_000
+_MS_NS = 1_000_000
+_SECOND_NS = 1_000_000_000
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """Which uses are looked at; "" for all.
+
+    Attributes:
+        start_ns: since when; `end_ns` until when.
+    """
+
+    start_ns: int
+    end_ns: int
+    team: str = ""
+    pool: str = ""
+    gpu_type: str = ""
+
+
+class Kind(msgspec.Struct, kw_only=True):
+    """All uses of one GPU type.
+
+    Attributes:
+        uses: as if nobody had waited.
+        waited_ns: GPU-nanoseconds for which runs did wait.
+        gpu_ms: GPU-milliseconds that count as use; `unpriced_ms` those without a price.
+        lent_ms: GPU-milliseconds for which devices were lent; `billed_ms` those of them that cost something, or would.
+        micros: what the ledger has charged.
+    """
+
+    uses: list[Use] = []
+    waited_ns: int = 0
+    gpu_ms: int = 0
+    unpriced_ms: int = 0
+    lent_ms: int = 0
+    billed_ms: int = 0
+    micros: int = 0
+
+    @property
+    def billed(self) -> Fraction:
+        """The part of the time had that is billed; all of it where nothing was had for long enough to say."""
+        return Fraction(self.billed_ms, self.lent_ms) if self.lent_ms else Fraction(1)
+
+
+class Past(msgspec.Struct, kw_only=True):
+    """What was used.
+
+    Attributes:
+        source: where that is known from, in words.
+        start_ns: since when; `end_ns` until when.
+        kinds: by GPU type.
+        ran: what telemetry saw.
+        attempts: how many uses there are.
+        remarks: what was left out.
+    """
+
+    source: str
+    start_ns: int
+    end_ns: int
+    kinds: dict[str, Kind] = {}
+    ran: list[Ran] = []
+    attempts: int = 0
+    remarks: list[str] = []
+
+    def kind(self, gpu_type: str) -> Kind:
+        """Return the uses of a type, to which some may be added."""
+        return self.kinds.setdefault(gpu_type or "GPU", Kind())
+
+
+class Book(msgspec.Struct, frozen=True, kw_only=True):
+    """Prices of today."""
+
+    rows: tuple[Price, ...] = ()
+    currency: str = "USD"
+
+    def price(self, gpu_type: str, pool: str = "") -> int | None:
+        """Return what one device costs for one hour in a pool that has a price of its own, or in all that have none."""
+        own = [row for row in self.rows if row.pool == pool]
+        paid = tariff(own, gpu_type=canonical(gpu_type), pool=pool, at_ns=0, currency=self.currency)
+        return paid.gpu_micros_per_hour
+
+    def any_pool(self) -> dict[str, int]:
+        """Return the prices that hold wherever a pool has none of its own, by type."""
+        names = {row.resource for row in self.rows}.union(*FAMILIES.values())
+        prices = {name: self.price(name) for name in sorted(names)}
+        return {name: micros for name, micros in prices.items() if micros is not None}
+
+
+# --- a server's ledger ------------------------------------------------------------------------------------------------
+
+
+def of_server(connection: Connection, wanted: Wanted) -> Past:
+    """Return what a server's ledger has, as far as one may see it.
+
+    Raises:
+        ServerProblem: it cannot be asked.
+    """
+    rows, is_cut = _rows(connection, wanted)
+    past = of_rows(rows, wanted)
+    if is_cut:
+        past.remarks.append(f"more than {ROWS_MAX:,} rows; what came later is left out: look at less time with --last")
+    return past
+
+
+def of_rows(rows: Iterable[DemandRow], wanted: Wanted) -> Past:
+    """Return what rows of a ledger say; those of one attempt belong together."""
+    attempts: dict[tuple[str, int], list[DemandRow]] = {}
+    for row in rows:
+        attempts.setdefault((row.run_id, row.fence), []).append(row)
+    past = Past(source="the server's ledger", start_ns=wanted.start_ns, end_ns=wanted.end_ns, attempts=len(attempts))
+    for days in attempts.values():
+        first = days[0]
+        kind = past.kind(first.gpu_type)
+        waited_ns = sum(row.queued_ms for row in days) * _MS_NS
+        kind.waited_ns += waited_ns * first.gpus
+        for row in days:
+            kind.uses.append(_use(row.start_ns, row.end_ns, row.gpus, row.lent_ms, waited_ns))
+            kind.gpu_ms += row.gpu_ms
+            kind.lent_ms += row.lent_ms
+            kind.billed_ms += row.billed_ms
+            kind.micros += row.micros or 0
+            kind.unpriced_ms += row.gpu_ms if row.micros is None else 0
+        past.ran.append(
+            Ran(
+                owner=first.owner,
+                name=first.name,
+                gpu_type=first.gpu_type,
+                gpu_ms=first.used_ms,
+                observed_ms=first.observed_ms,
+                busy_ms=first.busy_ms,
+                peak_memory_bytes=first.peak_memory_bytes,
+            )
+        )
+    return _begun(past)
+
+
+def book_of_server(connection: Connection) -> Book:
+    """Return the prices that are in force on a server.
+
+    Raises:
+        ServerProblem: it cannot be asked.
+    """
+    answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.prices").PriceList)
+    rows = (
+        Price(resource=canonical(row.resource), micros_per_hour=row.micros_per_hour, pool=row.pool)
+        for row in answer.prices
+        if row.in_force
+    )
+    return Book(rows=tuple(rows), currency=answer.currency)
+
+
+def _rows(connection: Connection, wanted: Wanted) -> tuple[list[DemandRow], bool]:
+    wire = load("serverless_gpu.wire.demand")
+    query = {"from_ns": str(wanted.start_ns), "to_ns": str(wanted.end_ns), "limit": str(_PAGE)}
+    query |= {name: value for name in ("team", "pool", "gpu_type") if (value := getattr(wanted, name))}
+    rows: list[DemandRow] = []
+    cursor = ""
+    while len(rows) < ROWS_MAX:
+        asked = query | ({"cursor": cursor} if cursor else {})
+        page = connection.ask("GET", "/usage/demand", answer=wire.DemandPage, query=asked)
+        rows += page.rows
+        cursor = page.cursor
+        if not cursor:
+            return rows, False
+    return rows, True
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def of_home(home: Home, wanted: Wanted) -> Past:
+    """Return what the run directories of this home say."""
+    ids = own_runs(home)
+    past = Past(source="the runs of this machine", start_ns=wanted.start_ns, end_ns=wanted.end_ns)
+    untold = 0
+    for run_id in ids[:_RUNS_MAX]:
+        record = read_run(home.runs, run_id)
+        if record.ended_ns is not None and record.ended_ns <= wanted.start_ns:
+            continue
+        if not _is_wanted(record, wanted):
+            continue
+        if not _add(past, record):
+            untold += 1
+    if untold:
+        past.remarks.append(f"{untold:,} of the runs, which go on or have no receipt")
+    if len(ids) > _RUNS_MAX:
+        past.remarks.append(f"{len(ids) - _RUNS_MAX:,} older runs")
+    return _begun(past)
+
+
+def book_of_home(configuration: Configuration) -> Book:
+    """Return the prices that are configured on this machine."""
+    priced = {name: paid.gpu_micros_per_hour for name, paid in configuration.prices.items()}
+    rows = (Price(resource=name, micros_per_hour=micros) for name, micros in priced.items() if micros is not None)
+    return Book(rows=tuple(rows))
+
+
+def _is_wanted(record: Record, wanted: Wanted) -> bool:
+    team, pool = (record.spec.team, record.spec.pool) if record.spec is not None else ("", "")
+    return (not wanted.team or team == wanted.team) and (not wanted.pool or pool == wanted.pool)
+
+
+def _add(past: Past, record: Record) -> bool:
+    """Add a run; return whether its receipt tells enough."""
+    receipt, ended_ns = record.receipt, record.ended_ns
+    if receipt is None or ended_ns is None:
+        return False
+    is_session = receipt.runs is not None
+    waited_ns = (receipt.segments.queued_ms or 0) * _MS_NS
+    began_ns = record.created_ns + waited_ns if is_session else record.began_ns
+    if began_ns is None:
+        return False
+    past.attempts += 1
+    kind, gpus = past.kind(receipt.gpu_type), len(receipt.gpus)
+    kind.waited_ns += waited_ns * gpus
+    lent_ms = receipt.gpu_ms if is_session else (ended_ns - began_ns) // _MS_NS * gpus
+    kind.uses.append(_use(began_ns, ended_ns, gpus, lent_ms, waited_ns))
+    kind.gpu_ms += receipt.gpu_ms
+    kind.lent_ms += lent_ms
+    kind.billed_ms += receipt.gpu_ms if receipt.bill is None else receipt.bill.billed_ms
+    kind.micros += receipt.micros or 0
+    kind.unpriced_ms += receipt.gpu_ms if receipt.micros is None else 0
+    past.ran.append(_ran(record, receipt))
+    return True
+
+
+def _ran(record: Record, receipt: Receipt) -> Ran:
+    seen = observed(receipt.uses)
+    return Ran(
+        owner="",
+        name=record.spec.name if record.spec is not None else "",
+        gpu_type=receipt.gpu_type,
+        gpu_ms=receipt.gpu_ms,
+        observed_ms=seen.observed_ms,
+        busy_ms=seen.busy_ms,
+        peak_memory_bytes=seen.peak_memory_bytes,
+    )
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def of_trace(trace: Trace, wanted: Wanted) -> Past:
+    """Return what a trace says: from its first job until its last one came, as replays count.
+
+    Args:
+        trace: the jobs.
+        wanted: whose; its times are not looked at.
+
+    Raises:
+        InvalidValue: no job is of that team or pool.
+    """
+    jobs = [
+        job
+        for job in trace.jobs
+        if (not wanted.team or job.team == wanted.team) and (not wanted.pool or job.pool == wanted.pool)
+    ]
+    if not jobs:
+        raise InvalidValue(f"{trace.source} has no such jobs", hint="see --team and --pool")
+    start_s, last_s = jobs[0].submit_s, jobs[-1].submit_s
+    end_s = last_s if last_s > start_s else max(job.submit_s + job.duration_s for job in jobs)
+    past = Past(source=trace.source, start_ns=_ns(start_s), end_ns=_ns(end_s), attempts=len(jobs))
+    later_ms = 0
+    for job in jobs:
+        whole_ms = round(1000 * job.duration_s) * job.gpus
+        gpu_ms = min(whole_ms, round(1000 * (end_s - job.submit_s)) * job.gpus)
+        later_ms += whole_ms - gpu_ms
+        if not gpu_ms:
+            continue
+        kind = past.kind(job.gpu_type)
+        kind.uses.append(Use(start_ns=_ns(job.submit_s), end_ns=_ns(job.submit_s + job.duration_s), gpus=job.gpus))
+        kind.gpu_ms += gpu_ms
+        kind.unpriced_ms += gpu_ms
+    past.remarks = [f"{count:,} {why}" for why, count in trace.left_out.items()]
+    if later_ms:
+        past.remarks.append(
+            f"{format_gpu_ms(later_ms)} after the last job came: nobody knows who else had come by then"
+        )
+    return past
+
+
+def chosen(past: Past, wanted: Wanted) -> tuple[str, Kind]:
+    """Return the GPU type that is looked at, and its uses: the one that was asked for, else the one most used.
+
+    Raises:
+        InvalidValue: nothing was used, or nothing of that type.
+    """
+    gpu_type = wanted.gpu_type
+    found = {name: kind for name, kind in past.kinds.items() if not gpu_type or matches(gpu_type, name)}
+    if not found:
+        asked = (("of", gpu_type), ("by team", wanted.team), ("in pool", wanted.pool))
+        said = "".join(f" {of} {name}" for of, name in asked if name)
+        there = f"there is {', '.join(sorted(past.kinds))}" if past.kinds else "look at more time: --last 90d"
+        raise InvalidValue(f"{past.source}: nothing was used{said}", hint=there)
+    if gpu_type:  # a family is all of its members
+        together = Kind()
+        for kind in found.values():
+            together.uses += kind.uses
+            for name in ("waited_ns", "gpu_ms", "unpriced_ms", "lent_ms", "billed_ms", "micros"):
+                setattr(together, name, getattr(together, name) + getattr(kind, name))
+        return canonical(gpu_type), together
+    name = max(found, key=lambda name: (found[name].gpu_ms, name))
+    return name, found[name]
+
+
+def _begun(past: Past) -> Past:
+    """Return what was used, since it began: before the first use there is nothing to learn from."""
+    starts = [use.start_ns for kind in past.kinds.values() for use in kind.uses]
+    past.start_ns = min(past.end_ns - 1, max(past.start_ns, min(starts, default=past.start_ns)))
+    return past
+
+
+def _use(start_ns: int, end_ns: int, gpus: int, lent_ms: int, waited_ns: int) -> Use:
+    """Return a use as if it had not waited, and as long as its devices were lent."""
+    lent_ns = lent_ms * _MS_NS // gpus if gpus else 0
+    start_ns, end_ns = start_ns - waited_ns, min(end_ns, start_ns + lent_ns) - waited_ns
+    return Use(start_ns=start_ns, end_ns=max(start_ns, end_ns), gpus=gpus)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * _SECOND_NS)
+
+
+def remarks(past: Past) -> Iterator[str]:
+    """Yield what was left out, in words."""
+    yield from (f"left out: {remark}" for remark in past.remarks)

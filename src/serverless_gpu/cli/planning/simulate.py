@@ -1,0 +1,267 @@
+"""`sgpu simulate`: what schedulers would have made of a trace, side by side."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.exit_codes import CANCELLED
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.planning.pictures import drawing_room, written
+from serverless_gpu.cli.runs.run_choice import this_home
+from serverless_gpu.cli.server_connection import connect
+from serverless_gpu.client.remote.profile import find_profile
+from serverless_gpu.loading import load
+from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
+from serverless_gpu.replay import (
+    POLICIES,
+    Cluster,
+    Outcome,
+    Settings,
+    Trace,
+    generate,
+    read_cluster,
+    read_trace,
+    simulate,
+)
+from serverless_gpu.replay.figures import Spread
+from serverless_gpu.replay.traces import jobs_of, rows_of_json
+from serverless_gpu.units import format_duration_ms
+
+_PAGE = 500
+_HISTORY_MAX = 100_000
+_TEAMS_MAX = 10
+_DRAWING = "serverless_gpu.replay.drawing"
+
+
+class _Asked(NamedTuple):
+    """Where the jobs come from: one of the three."""
+
+    trace: Path | None
+    history: bool
+    made_up: int | None
+
+
+@click.command("simulate")
+@click.argument("trace", required=False, type=click.Path(path_type=Path))
+@click.option("--history", is_flag=True, help="Replay the server's runs that have ended, as far as you may see them.")
+@click.option("--generate", "made_up", type=click.IntRange(min=1), metavar="JOBS", help="Replay jobs that are made up.")
+@click.option("--load", type=float, default=0.9, show_default=True, help="GPU time of made-up jobs over what there is.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Another one makes up other jobs.")
+@click.option("--only", multiple=True, metavar="COLUMN=VALUE", help="Leave out other rows of the trace.")
+@click.option(
+    "--cluster", default="8x8", show_default=True, metavar="NxG|FILE", help="Nodes and GPUs of each, or a file."
+)
+@click.option(
+    "--placement",
+    type=click.Choice(["nodes", "count"]),
+    default="nodes",
+    show_default=True,
+    help="Count: as if every GPU were beside every other.",
+)
+@click.option("--policy", "policies", multiple=True, type=click.Choice(POLICIES), help="Default: first-fit and ours.")
+@click.option(
+    "--durations",
+    type=click.Choice(["unknown", "learned", "known"]),
+    default="unknown",
+    show_default=True,
+    help="What our scheduler is told of how long jobs take.",
+)
+@click.option("--preemption", is_flag=True, help="Every job may be stopped by our scheduler, and goes on later.")
+@click.option("--half-life", metavar="AGE", help="After so long, use counts half: 7d.")
+@click.option("--guard", metavar="AGE", help="Who has waited so long is next of all: 14d.")
+@click.option("--reservations", type=click.IntRange(min=0), help="Blocked gangs that have devices reserved.")
+@click.option("--share", multiple=True, metavar="TEAM=WEIGHT", help="A team's share; others have 1.")
+@click.option("--png", type=click.Path(path_type=Path), metavar="FILE", help="Write a picture of it: .png, .svg, .pdf.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def simulate_command(**options: Any) -> None:
+    """Replay a trace on a cluster, and show what each scheduler makes of it.
+
+    TRACE is a file: parquet or CSV with the columns submit_time_s, duration_s, num_gpus; Philly's cluster_job_log; or
+    what `sgpu runs --json` printed. Nothing is run: this is arithmetic.
+    """
+    asked = _Asked(options["trace"], options["history"], options["made_up"])
+    if sum(map(bool, asked)) != 1:
+        raise click.UsageError("what is to be replayed? a TRACE, or --history, or --generate JOBS")
+    cluster = read_cluster(options["cluster"])
+    trace = _trace(asked, cluster, options)
+    shown = cluster.as_sum() if options["placement"] == "count" else cluster
+    settings = Settings(
+        durations=options["durations"],
+        preemption=options["preemption"],
+        scheduling=_scheduling(options),
+    )
+    drawing = None if options["png"] is None else drawing_room(options["png"], _DRAWING)
+    outcomes = []
+    try:
+        for policy in dict.fromkeys(options["policies"] or ("first-fit", "ours")):
+            with _Progress(policy) as progress:
+                outcomes.append(simulate(trace, shown, policy, settings=settings, progress=progress.tell))
+    except KeyboardInterrupt:
+        say(f"stopped while {policy} was replayed; nothing was written", err=True)
+        sys.exit(CANCELLED)
+    if options["as_json"]:
+        print_json(_as_json(outcomes, trace))
+    else:
+        for line in _lines(outcomes, trace):
+            say(line)
+    if drawing is not None:
+        _draw(drawing, outcomes, trace, options["png"])
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def _trace(asked: _Asked, cluster: Cluster, options: Mapping[str, Any]) -> Trace:
+    only = _pairs("--only", options["only"])
+    if asked.trace is not None:
+        return read_trace(asked.trace, only)
+    if asked.made_up is not None:
+        if only:
+            raise click.UsageError("--only goes with a TRACE or --history")
+        return generate(asked.made_up, gpus=cluster.gpus, load=options["load"], seed=options["seed"])
+    return jobs_of(rows_of_json(_history()), "the server's runs", only)
+
+
+def _history() -> Iterator[dict[str, Any]]:
+    """Yield the server's runs as `sgpu runs --json` has them, newest first.
+
+    Raises:
+        ServerProblem: the server cannot be asked.
+    """
+    wire, remote = load("serverless_gpu.wire.runs"), load("serverless_gpu.cli.runs.server_runs")
+    connection = connect(find_profile(this_home().root, os.environ))
+    try:
+        cursor, count = "", 0
+        while True:
+            query = {"limit": str(_PAGE)} | ({"cursor": cursor} if cursor else {})
+            page = connection.ask("GET", "/runs", answer=wire.RunPage, query=query)
+            for view in page.runs:
+                yield remote.as_json(view)
+            cursor, count = page.cursor, count + len(page.runs)
+            if not cursor or not page.runs or count >= _HISTORY_MAX:
+                return
+    finally:
+        connection.close()
+
+
+def _scheduling(options: Mapping[str, Any]) -> Scheduling:
+    """Return what the operator decides, as far as it was typed."""
+    told: dict[str, Any] = {}
+    if options["half_life"]:
+        told["half_life_s"] = duration_s("--half-life", options["half_life"])
+    if options["guard"]:
+        told["guard_s"] = duration_s("--guard", options["guard"])
+    if options["reservations"] is not None:
+        told["reservations"] = options["reservations"]
+    shares: dict[str, float] = {}
+    for team, text in _pairs("--share", options["share"]).items():
+        try:
+            shares[team] = float(text)
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not a number", param_hint="--share") from None
+        if not 0 < shares[team] < 1e9:
+            raise click.BadParameter(f"{text} is no weight: it is more than 0", param_hint="--share")
+    return msgspec.structs.replace(Scheduling(), team_weights=shares, **told)
+
+
+def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{text!r} has no name and value: NAME=VALUE", param_hint=option)
+        pairs[name] = value
+    return pairs
+
+
+class _Progress:
+    """A line on stderr that says how far a replay is; on a terminal only."""
+
+    def __init__(self, policy: str) -> None:
+        self._policy, self._shown = policy, sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        if self._shown:
+            click.echo(f"\r{self._policy} …\x1b[K", err=True, nl=False)
+        return self
+
+    def tell(self, done: int, total: int) -> None:
+        """Say how many jobs have ended."""
+        if self._shown:
+            click.echo(f"\r{self._policy}: {done:,} of {total:,} jobs\x1b[K", err=True, nl=False)
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            click.echo("\r\x1b[K", err=True, nl=False)
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
+    first = outcomes[0]
+    gangs = f"gangs (≥ {first.cluster.gang_gpus} GPUs)"
+    rows = [["", *(outcome.policy for outcome in outcomes)]]
+    for name, pick in (("wait", _wait), (f"wait of {gangs}", _gang_wait), ("completion", _completion)):
+        for part in ("mean", "p50", "p95", "p99"):
+            rows.append([f"{name}, {part}", *(_span_text(pick(outcome), part) for outcome in outcomes)])
+    for name, field in (("in use", "utilisation"), ("free while jobs wait", "idle"), ("fragmented", "fragmented")):
+        rows.append([name, *(f"{100 * getattr(outcome.figures, field):.1f} %" for outcome in outcomes)])
+    teams = list(first.figures.teams)
+    for team in teams[:_TEAMS_MAX]:
+        parts = (100 * outcome.figures.teams.get(team, 0.0) for outcome in outcomes)
+        rows.append([f"share of {team or 'no team'}", *(f"{part:.1f} %" for part in parts)])
+    rows.append(["stopped to make room", *(str(outcome.figures.preemptions) for outcome in outcomes)])
+    lines = [f"{len(first.jobs):,} jobs of {trace.source} on {first.cluster.text()}"]
+    lines += [f"left out: {count:,} {why}" for why, count in trace.left_out.items()]
+    lines += [f"left out: {count:,} {why}" for why, count in first.impossible.items()]
+    lines += [f"{each.policy} never placed {each.unserved:,}" for each in outcomes if each.unserved]
+    if len(teams) > _TEAMS_MAX:
+        lines.append(f"shares of {len(teams) - _TEAMS_MAX} more teams: --json")
+    return [*lines, "", *columns(rows)]
+
+
+def _wait(outcome: Outcome) -> Spread | None:
+    return outcome.figures.wait
+
+
+def _gang_wait(outcome: Outcome) -> Spread | None:
+    return outcome.figures.gang_wait
+
+
+def _completion(outcome: Outcome) -> Spread | None:
+    return outcome.figures.completion
+
+
+def _span_text(spread: Spread | None, part: str) -> str:
+    return "-" if spread is None else format_duration_ms(round(1000 * getattr(spread, part)))
+
+
+def _as_json(outcomes: Sequence[Outcome], trace: Trace) -> dict[str, object]:
+    return {
+        "trace": trace.source,
+        "left_out": dict(trace.left_out),
+        "cluster": outcomes[0].cluster.text(),
+        "gpus": outcomes[0].cluster.gpus,
+        "gang_gpus": outcomes[0].cluster.gang_gpus,
+        "impossible": dict(outcomes[0].impossible),
+        "policies": {
+            outcome.policy: msgspec.to_builtins(outcome.figures) | {"unserved": outcome.unserved}
+            for outcome in outcomes
+        },
+    }
+
+
+def _draw(drawing: ModuleType, outcomes: Sequence[Outcome], trace: Trace, path: Path) -> None:
+    title = f"{len(outcomes[0].jobs):,} jobs of {trace.source} on {outcomes[0].cluster.text()}"
+    written(lambda: drawing.draw(outcomes, title, path), path)

@@ -1,0 +1,77 @@
+"""`sgpu cancel`: stopping one run, of this machine or of the server."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import click
+
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import say
+from serverless_gpu.cli.runs import server_runs as remote
+from serverless_gpu.cli.runs.local_runs import row
+from serverless_gpu.cli.runs.run_choice import this_home
+from serverless_gpu.cli.runs.run_location import PAGE, locate, own_runs, server_runs
+from serverless_gpu.client.runs.attachment import attach
+from serverless_gpu.client.runs.run import Run
+from serverless_gpu.errors import ServerlessGpuError, ServerProblem
+from serverless_gpu.model.lifecycle.attempt import TERMINAL
+from serverless_gpu.node.history import FUNCTION, read_run, run_ids
+from serverless_gpu.node.home import Home
+
+
+@click.command()
+@click.argument("run", required=False)
+def cancel(run: str | None) -> None:
+    """Stop a run and wait until its devices were handed back.
+
+    RUN is an identifier, or any beginning or end of one that no other run has; without it, what runs is listed.
+    """
+    home = this_home()
+    if run is None:
+        _refuse_unnamed(home)
+    found = locate(home, run)
+    wanted = found.run_id
+    inside = [] if found.view is not None else [attach(run_id) for run_id in _runs_of(home, wanted)]
+    for handle in inside:
+        handle.cancel()
+    for handle in inside:
+        handle.wait()
+        say(f"run {handle.id} {handle.status()}: {handle.receipt().gate}")
+    handle = attach(wanted)
+    handle.cancel()
+    handle.wait()
+    say(f"{handle.status()}: {describe_gate(handle)}")
+
+
+def _refuse_unnamed(home: Home) -> NoReturn:
+    """Raise after listing what could be meant."""
+    live = [row(record, home)[:4] for run_id in own_runs(home) if (record := read_run(home.runs, run_id)).live]
+    unasked = ""
+    try:
+        served = server_runs(home, limit=PAGE)
+    except ServerProblem as error:
+        served, unasked = (), f" here; runs of the server are not known: {error.message}"
+    live += [remote.row(view)[:4] for view in served if view.state not in TERMINAL]
+    for line in columns(live):
+        say(line, err=True)
+    raise click.UsageError("which run? " + ("These are running" if live else "None is running") + (unasked or "."))
+
+
+def describe_gate(handle: Run[object]) -> str:
+    """Return what is known of the devices; a run that never had any has no receipt."""
+    try:
+        receipt = handle.receipt()
+    except ServerlessGpuError:
+        return "it had no devices"
+    if receipt.state != handle.status():  # it waited again: the last receipt is of what it had before
+        return f"it had no devices any more; attempt {receipt.fence} gave them back, {receipt.gate}"
+    return receipt.gate
+
+
+def _runs_of(home: Home, session: str) -> list[str]:
+    """Return the runs that use a session's devices now; none for a run."""
+    if read_run(home.runs, session).kind == FUNCTION:
+        return []
+    records = (read_run(home.runs, run_id) for run_id in run_ids(home.runs))
+    return [record.run_id for record in records if record.live and record.session == session]

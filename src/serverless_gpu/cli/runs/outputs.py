@@ -1,0 +1,200 @@
+"""What ranks wrote, wherever it lies: the files of a run of this machine. `server/outputs.py` has those of a server.
+
+    Output ──▶ one Source for each rank and stream ──pieces──▶ logs.py
+
+Failure cases: a rank that wrote nothing (no file), files that grow without end (read in pieces), a run that still waits
+or is being launched (it goes on).
+"""
+
+from __future__ import annotations
+
+import abc
+import codecs
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.runs.run_choice import queued_runs
+from serverless_gpu.client.runs.outcome import failed_rank
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.node.history import NOT_STARTED, Record, is_live, read_run, touched_ns
+from serverless_gpu.node.home import Home
+
+PIECE_BYTES = 1 << 16
+_LAUNCH_S = 10.0  # a client may take that long from making the directory to handing the run over
+_LOOK_S = 0.1
+
+
+class Source(abc.ABC):
+    """What one rank wrote on one stream, and how far it was shown."""
+
+    def __init__(self, rank: int, stream: str) -> None:
+        self.rank = rank
+        self.stream = stream
+        self.has_written = False
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def skip_to_tail(self, lines: int) -> None:
+        """Leave out everything but the last lines."""
+        self._offset = tail_start(self.size(), self.read, lines)
+        self.has_written = self.has_written or self._offset > 0
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield what was written since the last time."""
+        while data := self.read(self._offset, PIECE_BYTES):
+            self._offset += len(data)
+            self.has_written = True
+            yield data
+
+    def decode(self, data: bytes) -> str:
+        """Return the next bytes as text."""
+        return self._decoder.decode(data)
+
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Return how much there is now, in bytes."""
+
+    @abc.abstractmethod
+    def read(self, offset: int, size: int) -> bytes:
+        """Return at most so many bytes from there on; none at the end, or where nothing was written."""
+
+
+class Output(abc.ABC):
+    """What the ranks of one run wrote.
+
+    Attributes:
+        run_id: the run.
+        look_s_max: how long to wait at most, in seconds, until it is looked at again; 0.1 where something comes.
+    """
+
+    run_id: str
+    look_s_max = _LOOK_S
+
+    @abc.abstractmethod
+    def ranks(self) -> int:
+        """Return how many ranks there are, as far as that is known."""
+
+    @abc.abstractmethod
+    def written(self) -> list[int]:
+        """Return the ranks that wrote anything."""
+
+    @abc.abstractmethod
+    def failed_rank(self) -> int | None:
+        """Return the first rank that failed; None where no rank did, or the run goes on."""
+
+    @abc.abstractmethod
+    def source(self, rank: int, stream: str) -> Source:
+        """Return one stream of one rank."""
+
+    @abc.abstractmethod
+    def goes_on(self) -> bool:
+        """Return whether anything may still be written."""
+
+
+class OwnOutput(Output):
+    """What a run of this machine wrote.
+
+    Args:
+        home: where it lies.
+        record: the run.
+    """
+
+    def __init__(self, home: Home, record: Record) -> None:
+        self.run_id = record.run_id
+        self._home = home
+        self._record = record
+
+    def ranks(self) -> int:
+        """Return how many ranks there are, as far as that is known."""
+        return max([self._record.world_size, 1, *(rank + 1 for rank in self.written())])
+
+    def written(self) -> list[int]:
+        """Return the ranks that wrote anything."""
+        paths = (self._record.directory / "logs").glob("*.std*")
+        return sorted({int(path.stem) for path in paths if path.stem.isdecimal()})
+
+    def failed_rank(self) -> int | None:
+        """Return the first rank that failed; None where no rank did, or the run goes on."""
+        return None if self._record.stopped is None else failed_rank(self._record.stopped)
+
+    def source(self, rank: int, stream: str) -> Source:
+        """Return one stream of one rank."""
+        return _File(self._record.directory, rank, stream)
+
+    def goes_on(self) -> bool:
+        """Return whether anything may be written; one that no supervisor has yet is launched, or waits its turn."""
+        if is_live(self._record.directory):
+            return True
+        if read_run(self._home.runs, self.run_id).state != NOT_STARTED:
+            return False
+        idle_ns = SystemClock().wall_ns() - touched_ns(self._record.directory)
+        return idle_ns < _LAUNCH_S * 1e9 or self.run_id in queued_runs(self._home)
+
+
+class _File(Source):
+    def __init__(self, directory: Path, rank: int, stream: str) -> None:
+        super().__init__(rank, stream)
+        self._path = directory / "logs" / f"{rank}.{stream}"
+
+    def size(self) -> int:
+        """Return how much there is now, in bytes."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return at most so many bytes from there on."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return b""
+        try:
+            return os.pread(fd, size, offset)
+        finally:
+            os.close(fd)
+
+
+def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
+    """Return if a run had an attempt.
+
+    Args:
+        run_id: the run.
+        attempt: its number, from 1 on.
+        last: the number of the run's last attempt; 0 where nothing was started.
+
+    Raises:
+        InvalidValue: the run had no such attempt.
+    """
+    if 1 <= attempt <= last:
+        return
+    had = "has no attempt yet" if last == 0 else "had one attempt" if last == 1 else f"had attempts 1 to {last}"
+    raise InvalidValue(f"run {run_id} {had}, not {attempt}", hint=f"sgpu show {run_id}")
+
+
+def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
+    """Return where the last lines begin, reading backwards.
+
+    Args:
+        end: how many bytes there are.
+        read: returns bytes from an offset on, at most so many.
+        lines: how many.
+    """
+    if lines == 0:
+        return end
+    position, wanted = end, lines
+    while position > 0:
+        start = max(0, position - PIECE_BYTES)
+        data = read(start, position - start)
+        if position == end and data.endswith(b"\n"):
+            wanted += 1  # the end of the last line begins none
+        count = data.count(b"\n")
+        if count >= wanted:
+            for _ in range(wanted):
+                data = data[: data.rindex(b"\n")]
+            return start + len(data) + 1
+        wanted -= count
+        position = start
+    return 0

@@ -1,0 +1,116 @@
+"""`sgpu result`: copying what ranks returned into a directory; nothing is loaded, which would be running code.
+
+Failure cases: a run that goes on (refused), a rank that returned nothing (said), a file that grows shorter or a server
+that goes away in the middle (nothing half is left), a full disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.runs.run_choice import queued_runs, this_home
+from serverless_gpu.cli.runs.run_location import locate
+from serverless_gpu.cli.runs.server_results import served_results
+from serverless_gpu.client.runs.result_files import whole
+from serverless_gpu.errors import InvalidValue, StorageError
+from serverless_gpu.model.lifecycle.attempt import TERMINAL
+from serverless_gpu.node.history import read_run
+from serverless_gpu.node.home import Home, storage_error
+from serverless_gpu.units import format_bytes
+
+_PIECE_BYTES = 4 << 20
+
+
+class Result(NamedTuple):
+    """What a rank returned: how much it is in bytes, and a way to have it piece by piece."""
+
+    size: int
+    pieces: Iterator[bytes]
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--rank", default="all", show_default=True, metavar="N|all", help="Whose result, or all of them.")
+@click.option(
+    "--output",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where to; a directory with the name of the run without it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def result(run: str | None, rank: str, directory: Path | None, as_json: bool) -> None:
+    """Copy what ranks returned to <rank>.pkl in a directory; prints the paths.
+
+    RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run. Nothing is
+    loaded: that would run code of whoever made it. In Python, `serverless_gpu.attach(RUN).result(rank)` loads it.
+    """
+    home = this_home()
+    found = locate(home, run)
+    target = Path(found.run_id) if directory is None else directory
+    with contextlib.ExitStack() as stack:
+        if found.view is None:
+            state, results = _own(home, found.run_id)
+        else:
+            state, served = found.view.state.value, stack.enter_context(served_results(home, found.view))
+            results = {number: Result(each.size, each.pieces()) for number, each in served.items()}
+        chosen = _chosen(found.run_id, state, results, rank)
+        copied = [
+            (number, write_result(result, target / f"{number}.pkl"), result.size) for number, result in chosen.items()
+        ]
+    if as_json:
+        print_json([{"rank": number, "path": str(path), "size_bytes": size} for number, path, size in copied])
+        return
+    for _, path, _ in copied:
+        say(str(path))
+    total = format_bytes(sum(size for _, _, size in copied))
+    say(f"sgpu: {total}; in Python: serverless_gpu.attach({found.run_id!r}).results()", err=True)
+
+
+def _own(home: Home, run_id: str) -> tuple[str, dict[int, Result]]:
+    record = read_run(home.runs, run_id, queued_runs(home))
+    paths = [path for path in (record.directory / "results").glob("*.pkl") if path.stem.isdecimal()]
+    found = {int(path.stem): Result(path.stat().st_size, _pieces(path)) for path in paths}
+    return record.state, dict(sorted(found.items()))
+
+
+def _chosen(run_id: str, state: str, results: dict[int, Result], rank: str) -> dict[int, Result]:
+    """Return the results that are meant.
+
+    Raises:
+        InvalidValue: the run goes on, or there is none of that rank.
+    """
+    if state not in TERMINAL:
+        raise InvalidValue(f"run {run_id} is {state}: it has returned nothing yet", hint=f"sgpu attach {run_id}")
+    if rank == "all":
+        if not results:
+            raise InvalidValue(f"run {run_id} is {state} and has no results", hint=f"sgpu show {run_id}")
+        return results
+    if not (rank.isascii() and rank.isdigit() and int(rank) in results):
+        there = f"ranks that returned: {', '.join(map(str, results))}" if results else f"sgpu show {run_id}"
+        raise InvalidValue(f"run {run_id} has no result of rank {rank!r}", hint=there)
+    return {int(rank): results[int(rank)]}
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while data := file.read(_PIECE_BYTES):
+            yield data
+
+
+def write_result(result: Result, path: Path) -> Path:
+    """Write a file that is there whole or not at all, readable for its user only."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path, mode=0o600) as beside, beside.open("wb") as file:
+            file.writelines(result.pieces)
+            if file.tell() != result.size:
+                raise StorageError(f"{path} would have {file.tell()} bytes of {result.size}", hint="try again")
+    except OSError as error:
+        raise storage_error(error, path) from None
+    return path

@@ -1,0 +1,143 @@
+"""`sgpu show`: everything about one run, of this machine or of the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from serverless_gpu.ambient import format_moment
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.runs import server_run_details as remote
+from serverless_gpu.cli.runs.device_use import sampled_uses, use_lines
+from serverless_gpu.cli.runs.local_runs import as_json as as_json_of
+from serverless_gpu.cli.runs.local_runs import cost_so_far, name_of, took_ms, took_text
+from serverless_gpu.cli.runs.run_choice import queued_runs, this_home
+from serverless_gpu.cli.runs.run_location import locate
+from serverless_gpu.client.runs.outcome import ending_text
+from serverless_gpu.client.tracked import from_directory
+from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.history import Record, read_run, size_on_disk, walk
+from serverless_gpu.node.home import Home
+from serverless_gpu.units import format_bytes
+
+if TYPE_CHECKING:
+    from serverless_gpu.wire.runs import RunView
+
+_FILES_MAX = 200
+_NOT_ASKED = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or nobody's wish
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(run: str | None, as_json: bool) -> None:
+    """Show everything about one run: what was asked for, how it ended, its receipt, its files.
+
+    RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run.
+    """
+    home = this_home()
+    found = locate(home, run)
+    if found.view is not None:
+        _show_remote(found.view, as_json=as_json)
+        return
+    record = read_run(home.runs, found.run_id, queued_runs(home))
+    if as_json:
+        print_json(as_json_of(home, record, size=True) | _details(record))
+        return
+    for line in _story(home, record).splitlines():
+        say(line)
+
+
+def _show_remote(view: RunView, *, as_json: bool) -> None:
+    if as_json:
+        print_json(remote.details(view))
+        return
+    for line in remote.story(view):
+        say(line)
+
+
+def _story(home: Home, record: Record) -> str:
+    """Return everything about one run, for reading."""
+    reason = record.stopped.reason.value if record.stopped is not None else ""
+    head = " · ".join(part for part in (f"run {record.run_id}", name_of(record), record.state, reason) if part)
+    parts = [head]
+    if record.problem:
+        parts.append(record.problem)
+    asked = _asked_text(record)
+    if asked:
+        parts.append(f"asked for: {asked}")
+    took = f" · took {took_text(record)}" if took_ms(record) is not None else ""
+    parts.append(f"started: {format_moment(record.began_ns or record.created_ns)}{took}")
+    if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
+        parts += ["", ending_text(record.stopped, record.directory, record.run_id, record.spec)]
+    cost = cost_so_far(home, record) if record.receipt is None else None
+    if cost is not None and cost.gpu_ms:
+        parts.append(f"cost: {cost}")
+    if record.receipt is not None:
+        parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
+    link = _link(record)
+    if link and (record.receipt is None or not record.receipt.tracked):  # it came after the receipt was written
+        parts.append(f"tracked: {link}")
+    uses = use_lines(sampled_uses(record.directory) if record.receipt is None else record.receipt.uses)
+    if uses:
+        parts += ["", "devices:" if record.receipt is not None else "devices so far:", *(f"  {line}" for line in uses)]
+    return "\n".join([*parts, "", *_files_text(home, record)])
+
+
+def _link(record: Record) -> str:
+    """Return where the run is in MLflow, as is known now, or ""."""
+    tracked = from_directory(record.directory)
+    if tracked is not None:
+        return tracked.url
+    return record.receipt.tracked if record.receipt is not None else ""
+
+
+def _asked_text(record: Record) -> str:
+    if record.spec is None:
+        return ""
+    spec = msgspec.to_builtins(record.spec)
+    usual = msgspec.to_builtins(RunSpec())
+    asked = {key: value for key, value in spec["resources"].items() if value != usual["resources"][key]}
+    asked |= {key: value for key, value in spec.items() if key not in _NOT_ASKED and value != usual[key]}
+    if "tags" in asked:
+        asked["tags"] = ",".join(f"{name}={value}" for name, value in record.spec.tags.items())
+    ranks = [f"{record.world_size} rank{'' if record.world_size == 1 else 's'}"] if record.world_size else []
+    if record.spec.ray is not None:
+        ranks = [record.spec.ray.text()]
+    return " · ".join([*ranks, *(f"{key}={value}" for key, value in asked.items())])
+
+
+def _files_text(home: Home, record: Record) -> list[str]:
+    total = format_bytes(size_on_disk(home.runs / record.run_id))
+    lines = [f"files: {record.directory} ({total} on disk)"]
+    files = _files(record)
+    lines += [f"  {line}" for line in columns([[format_bytes(size), name] for name, size in files[:_FILES_MAX]])]
+    if len(files) > _FILES_MAX:
+        lines.append(f"  and {len(files) - _FILES_MAX} more")
+    hangs = [name for name, _ in files if name.startswith("hang-")]
+    if hangs:
+        lines.append(f"where ranks stood when nothing moved: {', '.join(hangs)}")
+    return lines
+
+
+def _files(record: Record) -> list[tuple[str, int]]:
+    found = [(path.relative_to(record.directory).as_posix(), status) for path, status in walk(record.directory)]
+    return sorted((name, status.st_size) for name, status in found if status.st_mode & 0o170000 == 0o100000)
+
+
+def _details(record: Record) -> dict[str, object]:
+    failure = ""
+    if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
+        failure = ending_text(record.stopped, record.directory, record.run_id, record.spec)
+    return {
+        "spec": record.spec,
+        "stopped": record.stopped,
+        "tracked": _link(record),
+        "receipt": record.receipt,
+        "failure": failure,
+        "files": [{"name": name, "size_bytes": size} for name, size in _files(record)],
+    }

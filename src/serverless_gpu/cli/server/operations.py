@@ -1,0 +1,238 @@
+"""`sgpu server`: what whoever runs a server does beside starting it; on its machine, in its home."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import sys
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.amounts import duration_s
+from serverless_gpu.cli.columns import columns
+from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.runs.run_choice import durable_home
+from serverless_gpu.cli.server.server_log import server_logs
+from serverless_gpu.cli.server.up import refuse_incomplete
+from serverless_gpu.cli.server_connection import server
+from serverless_gpu.errors import ServerProblem
+from serverless_gpu.loading import load
+from serverless_gpu.units import format_bytes
+from serverless_gpu.wire.state import DrainRequest, DrainView
+
+_LOOK_S = 0.5
+_KEPT = "the server of this home is there"
+
+
+@click.group("server")
+def server_group() -> None:
+    """Look after a server: its settings, its unit, its backups."""
+
+
+server_group.add_command(server_logs)
+
+
+@server_group.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def config(as_json: bool) -> None:
+    """Print every setting as `sgpu up` would take it now, and where it was said.
+
+    An option wins over a variable (SGPU_PORT), that over server.toml in the home. Passwords in addresses are not shown.
+    """
+    refuse_incomplete()
+    home = durable_home(_KEPT)
+    settings = load("serverless_gpu.server.settings")
+    settings.read_settings(home.root, environ=os.environ)
+    said = settings.effective(home.root, environ=os.environ)
+    if as_json:
+        print_json(said)
+        return
+    rows = [[each.name, _shown(each.value), each.origin] for each in said]
+    for line in columns([["SETTING", "VALUE", "SAID BY"], *rows]):
+        say(line)
+
+
+@server_group.command()
+def unit() -> None:
+    """Print a unit with which systemd runs this home's server: restarting it leaves runs alone."""
+    refuse_incomplete()
+    home = durable_home(_KEPT)
+    systemd = load("serverless_gpu.server.systemd")
+    settings = load("serverless_gpu.server.settings").read_settings(home.root, environ=os.environ)
+    there = systemd.Installation(
+        command=(sys.executable, "-m", "serverless_gpu.cli", "up"),
+        user=getpass.getuser(),
+        home=home.root,
+        node=settings.node or settings.ray is not None,  # Ray needs what the sandbox takes away
+        tls=bool(settings.tls_cert),
+        stopping_s=settings.stopping_s,
+    )
+    click.echo(systemd.unit(there), nl=False)
+
+
+@server_group.command()
+@click.option("--note", default="", metavar="TEXT", help="Why, for those who wait.")
+@click.option("--wait", "wait", metavar="DURATION", help="Wait until nothing runs any more, this long at most.")
+def drain(note: str, wait: str | None) -> None:
+    """Start nothing new, until `sgpu server resume`, also after a restart.
+
+    What runs goes on, new runs are taken and wait, and whoever waits is told who drains and why.
+    """
+    limit_s = duration_s("--wait", wait) if wait is not None else 0.0
+    with server(patience_s=limit_s) as connection:
+        view = connection.ask("PUT", "/drain", DrainRequest(on=True, note=note), answer=DrainView)
+        say(f"nothing new is started; {_counted(view)}")
+        clock, said = SystemClock(), view.going
+        deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
+        while view.going and clock.boottime_ns() < deadline_ns:
+            time.sleep(_LOOK_S)
+            view = connection.ask("GET", "/drain", answer=DrainView)
+            if view.going != said:
+                said = view.going
+                say(_counted(view))
+    if wait is not None and view.going:
+        raise ServerProblem(f"{view.going} runs still go on after {wait}", hint="`sgpu runs` lists them")
+
+
+@server_group.command()
+def resume() -> None:
+    """Start again what waits: the end of `sgpu server drain`."""
+    with server() as connection:
+        view = connection.ask("PUT", "/drain", DrainRequest(on=False), answer=DrainView)
+    say(f"what waits is started again; {_counted(view)}")
+
+
+@server_group.command()
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+def backup(directory: Path) -> None:
+    """Make a backup in DIRECTORY of this home's server, also while it runs.
+
+    It has the database, the key, tokens, output of ranks, parts and environments: keep it as safe as the server. What
+    is as it was in the backup before is a link to that. A database of PostgreSQL is not in it: dump it before.
+    """
+    refuse_incomplete()
+    settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    load("serverless_gpu.server.rotation").refuse_unfinished(settings.directory)
+    made = load("serverless_gpu.server.backing_up").back_up(settings, directory.absolute(), clock=SystemClock())
+    files = made.manifest.files
+    size = format_bytes(sum(entry.size for entry in files.values()))
+    say(f"{made.path}: {len(files)} files, {size}; {made.linked} of them as in the backup before")
+    if made.manifest.database != "sqlite":
+        say("without the database, which is to be dumped before: pg_dump --format=custom --file=… DATABASE")
+    if "://" in settings.store:
+        say("without environments and parts, which are in the bucket")
+
+
+@server_group.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(as_json: bool) -> None:
+    """Look at every run in this home's database: is everything true that always is?
+
+    It reads only, also while the server works. Exits with 1 when something is wrong, and says what: also a database
+    that was rolled back, and files of runs that the database does not know.
+    """
+    refuse_incomplete()
+    settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    database_room = load("serverless_gpu.server.database")
+    path = settings.database.partition("sqlite:///")[2]
+    if path and not Path(path).exists():
+        raise ServerProblem(f"there is no server in this home: {path} is not there", hint="`sgpu up` starts one")
+    rollback = load("serverless_gpu.server.rollback")
+    with contextlib.closing(database_room.Database(settings.database, clock=SystemClock())) as database:
+        lost = rollback.evidence(settings, database.read)
+        checked = load("serverless_gpu.server.self_check").check(database.read)
+    if as_json:
+        print_json(msgspec.structs.replace(checked, lost=lost))
+    else:
+        for sentence in lost:
+            click.echo(sentence)
+        for violation in checked.violations:
+            click.echo(f"{violation}")
+        for what in checked.skipped:
+            click.echo(f"too much to be looked at: {what}")
+        click.echo(f"{len(checked.violations)} violations in {checked.runs} runs")
+    if checked.violations or lost:
+        sys.exit(1)
+
+
+@server_group.command()
+@click.argument("backup", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def verify(backup: Path) -> None:
+    """Read all of a backup again, and say whether it is what it was."""
+    refuse_incomplete()
+    manifest = load("serverless_gpu.server.backing_up").verify(backup)
+    say(f"{backup} is whole: {len(manifest.files)} files")
+
+
+@server_group.command()
+@click.argument("backup", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--nothing-ran-since", is_flag=True, help="The server did not run after the backup: what waits is started."
+)
+def restore(backup: Path, nothing_ran_since: bool) -> None:
+    """Make this home's server out of BACKUP; the home must have none. `sgpu up` starts it.
+
+    What waits in the backup may have run since, so it is not started: it is LOST, and its owner submits it again. What
+    ran goes on if its node looks after it still. Tokens that were revoked since are good again, and
+    secrets that were deleted are back: do both again.
+    """
+    refuse_incomplete()
+    home = durable_home(_KEPT)
+    manifest = load("serverless_gpu.server.restoring").restore(home, backup, nothing_ran_since=nothing_ran_since)
+    say(f"{home.root / 'server'}: {len(manifest.files)} files, each as it was")
+    if manifest.database != "sqlite":
+        say("without the database, which is to be there before `sgpu up`: pg_restore --dbname=DATABASE …")
+    if not nothing_ran_since:
+        say("at its start, runs that wait in it become LOST: they may have run since; `sgpu audit list` counts them")
+
+
+@server_group.command()
+@click.option("--yes", "certain", is_flag=True, help="Do not ask.")
+def rotate(certain: bool) -> None:
+    """Replace this home's server key and every token; the server is stopped meanwhile.
+
+    For a server on which code of several principals shared one operating-system user, or whose directory others could
+    read. Secrets and the variables of unended runs are sealed again under the new key. The values of secrets stay:
+    change them where they come from. Every token is revoked; this machine's administrator and node get new ones.
+    Killed in the middle, it goes on when it is started again; `sgpu up` refuses to start until then.
+    """
+    refuse_incomplete()
+    settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    if not certain:
+        click.confirm("Revoke every token of this server, and replace its key?", abort=True, err=True)
+    login = load("serverless_gpu.server.assembly").login()
+    rotated = load("serverless_gpu.server.rotation").rotate(settings, clock=SystemClock(), login=login)
+    sealed = f"{_number(len(rotated.secrets), 'secret')} and variables of unended runs are sealed with it"
+    say(f"the server's key is new; {sealed}")
+    say(f"new tokens of this machine are in {settings.directory}; `sgpu up` gives them to this home and its node")
+    for name, count in rotated.revoked:
+        say(f"{name}: {_number(count, 'token')} revoked; a new one: sgpu token create --for {name}")
+    for node in rotated.nodes:
+        say(f"node {node}: its token is revoked; join again with a new one, within the partition grace of its runs")
+    for secret in rotated.secrets:
+        of = f"team {secret.team}" if secret.team else secret.owner
+        say(f"secret {secret.name} of {of}: change it at its source, then: sgpu secret set {secret.name}")
+    if rotated.is_ray_given:
+        say("Ray's token is that of --ray-token-file: change it where that cluster is started")
+    say("change at their source: passwords and keys in server.toml, SGPU_* variables and the file of --tls-key")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _counted(view: DrainView) -> str:
+    return f"{view.going} runs go on, {view.waiting} wait"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "-" if value in (None, "") else str(value)

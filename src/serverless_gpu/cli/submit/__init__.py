@@ -1,0 +1,4 @@
+"""`sgpu submit`: a script or a program as a run, and its dry run.
+
+Start with `submit.py`; `command_line.py` divides the options from the program.
+"""
