@@ -11,16 +11,16 @@ import msgspec
 from benchmarks import environment_sets as sets
 from benchmarks.environment_neighbours import new_directory
 from benchmarks.environment_sets import now_ns
-from serverless_gpu.environment.capture.taking import Captured, take
+from serverless_gpu.environment.capture.snapshot_capture import Captured, take
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.restoring import Way, restore
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.node.inside import mounts
 
 

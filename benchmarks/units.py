@@ -36,12 +36,12 @@ from serverless_gpu.environment.documents import (
     make_snapshot,
     unit_address,
 )
-from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.pythons import ask
-from serverless_gpu.environment.restore.restoring import Way, restore
+from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.environment.stores.served import ServedStore
+from serverless_gpu.environment.stores.server_store import ServedStore
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.testing.bandwidth import Bandwidth, Bucket, Line
 
 BUCKET_BYTES_S = 200e6

@@ -89,7 +89,9 @@ COMMANDS = {
     ),
     "result": Entry("runs.results:result", "Copy what ranks returned to <rank>.pkl in a directory; prints the paths."),
     "run": Entry("runs.attach:run_group", "Look at one run, or act on it."),
-    "runs": Entry("runs.run_table:runs", "List runs, newest first: those of this home, and those of the server if there is one."),
+    "runs": Entry(
+        "runs.run_table:runs", "List runs, newest first: those of this home, and those of the server if there is one."
+    ),
     "secret": Entry("access.secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'),
     "server": Entry("server.operations:server_group", "Look after a server: its settings, its unit, its backups."),
     "share": Entry("nodes.pools:share", "List and set who gets how much while others want devices, too."),

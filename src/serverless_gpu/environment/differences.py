@@ -14,7 +14,7 @@ from serverless_gpu.environment.documents import Member, Row, Snapshot
 from serverless_gpu.environment.scan.canonical import parse_record
 from serverless_gpu.environment.scan.changes import Change, compare, with_files
 from serverless_gpu.environment.scan.distributions import read_text
-from serverless_gpu.environment.scan.scanning import Source
+from serverless_gpu.environment.scan.scan import Source
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentProblem
 

@@ -5,8 +5,8 @@
                                                               └─ Unknown, or changed ───┐
            ◀── Found, Taking …, Taken, Failed ──── capture in a child ◀─────────────────┘
 
-After a check that found nothing, and after a capture, a process places watches on the libraries (`watching.py`). While
-nothing happens there, they prove what a look at every file would find, and the gate is all that is left to do.
+After a check that found nothing, and after a capture, a process places watches on the libraries (`watch_process.py`).
+While nothing happens there, they prove what a look at every file would find, and the gate is all that is left to do.
 
 All reading, hashing and compressing happens here, never in the user's process. The service itself has one thread and
 opens no store but a directory; whatever takes long is done by a child that is forked for it, so the next question is
@@ -14,7 +14,7 @@ answered at once. Questions about the same environment share a capture; a check 
 answers it, and so all that came while the last one ran.
 
 Lives here: who is answered what, and when. Must not: transports (`client/launch/environment_process.py`), or how things
-are recognised and captured (`scanning.py`, `taking.py`).
+are recognised and captured (`scan.py`, `snapshot_capture.py`).
 
 Failure cases: an environment that cannot travel, a full disk, a store that does not answer (`Failed` with the error's
 code); a child that is killed (`Failed`, said here); the caller is gone (end of file, or its process has ended: children
@@ -40,12 +40,16 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.capture.taking import Captured, capture
+from serverless_gpu.environment.capture.snapshot_capture import Captured, capture
+from serverless_gpu.environment.capture_remarks import remarks
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.differences import differences
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.questions import (
+from serverless_gpu.environment.scan.description import Description, read_description
+from serverless_gpu.environment.scan.index import ENTRIES_MAX
+from serverless_gpu.environment.scan.scan import Recogniser, Scan
+from serverless_gpu.environment.service_messages import (
     Abandon,
     Answer,
     Ask,
@@ -60,14 +64,10 @@ from serverless_gpu.environment.questions import (
     decode_question,
     encode,
 )
-from serverless_gpu.environment.remarks import remarks
-from serverless_gpu.environment.scan.description import Description, read_description
-from serverless_gpu.environment.scan.index import ENTRIES_MAX
-from serverless_gpu.environment.scan.scanning import Recogniser, Scan
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.opening import is_remote, is_served, open_store
-from serverless_gpu.environment.watching import Patience, Watch
+from serverless_gpu.environment.stores.store_urls import is_remote, is_served, open_store
+from serverless_gpu.environment.watch_process import Patience, Watch
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
 from serverless_gpu.inodes import lacks_inodes
 from serverless_gpu.threads import is_thread_limit, thread_limit

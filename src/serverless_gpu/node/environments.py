@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.environment.questions import store_variables
-from serverless_gpu.environment.restore.places import LINKED
-from serverless_gpu.environment.restore.sealing import LOOK_S
+from serverless_gpu.environment.restore.cache.cache_layout import LINKED
+from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
+from serverless_gpu.environment.service_messages import store_variables
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.node.home import Home

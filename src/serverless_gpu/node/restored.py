@@ -18,8 +18,8 @@ import msgspec
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import moved, site_of
-from serverless_gpu.environment.restore.fitting import Loaded, Units, changed_units, fits, row_of
-from serverless_gpu.environment.restore.restoring import Restored
+from serverless_gpu.environment.restore.restore import Restored
+from serverless_gpu.environment.restore.zygote_compatibility import Loaded, Units, changed_units, fits, row_of
 from serverless_gpu.node.protocol import Context, original, portable
 from serverless_gpu.units import format_bytes
 

@@ -27,13 +27,13 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.disks import DiskFull, is_full
-from serverless_gpu.environment.restore.places import read_document
-from serverless_gpu.environment.restore.restoring import Restored, Way, compile_rest, restore
+from serverless_gpu.environment.restore.cache.cache_layout import read_document
+from serverless_gpu.environment.restore.cache.disk import DiskFull, is_full
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Restored, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.mending import read_snapshot
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.repair import read_snapshot
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError, StorageError
 from serverless_gpu.node.filesystems import is_noexec, require_symlinks
 from serverless_gpu.node.home import storage_error

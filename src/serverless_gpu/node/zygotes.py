@@ -12,8 +12,8 @@ get from it is not what the caller's next interpreter would import. A package it
 see the new one.
 
 One in a restored environment goes on in another when nothing differs that it has loaded
-(`environment/restore/fitting.py`): its next stems have that mounted in place of the first. When the directories of an
-environment were deleted and made again, a zygote sees the deleted ones, and ends.
+(`environment/restore/zygote_compatibility.py`): its next stems have that mounted in place of the first. When the
+directories of an environment were deleted and made again, a zygote sees the deleted ones, and ends.
 
 Failure cases: the zygote cannot preload or dies (whoever waits for a stem is told what it wrote); it is not fit to
 be forked (the key is remembered and runs start cold: a zygote without preload, for one run each); it dies while
@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.restore.fitting import Loaded
+from serverless_gpu.environment.restore.zygote_compatibility import Loaded
 from serverless_gpu.node.containment import Containment
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import close_all, pair

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.opening import is_remote, open_store
+from serverless_gpu.environment.stores.store_urls import is_remote, open_store
 from serverless_gpu.server import nearby
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.environments import Environments

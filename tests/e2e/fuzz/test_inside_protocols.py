@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.environment.questions import Where
-from serverless_gpu.environment.restore.fitting import Loaded
+from serverless_gpu.environment.restore.zygote_compatibility import Loaded
+from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, Limits, Placed, RankExecuting
 from serverless_gpu.model.lifecycle.attempt_lifecycle import IllegalTransition, advance

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.restoring import Way, restore
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.served import ServedStore
+from serverless_gpu.environment.stores.server_store import ServedStore
 
 
 def start(url: str, token: str, snapshot: str, home: Path) -> subprocess.Popen[str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.testing.bandwidth import Bucket
 from tests.e2e.remote import restoring_node
 from tests.support.environment.made_environments import Made

@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
 from serverless_gpu.environment.compression import compress
-from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, InvalidValue, ServerlessGpuError
 from serverless_gpu.node.home import Home
 from tests.support.environment.venvs import INSTALLED_S, install, make_venv, site_packages

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment import questions
-from serverless_gpu.environment.questions import Abandon, Ask, Checked, Failed, Found, Known, Taken, Unknown
+from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.interpreter import describe
+from serverless_gpu.environment.service_messages import Abandon, Ask, Checked, Failed, Found, Known, Taken, Unknown
 from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.server.storage import Room, open_storage
 from tests.support.environment.scans import write
@@ -69,17 +69,17 @@ class Caller:
     def ask(self, number: int, *, capture: bool = True, store: str = "", token: str = "") -> None:
         store = store or str(self.store)
         ask = Ask(number=number, description=self.description(), store=store, token=token, capture=capture)
-        self._sock.send(questions.encode(ask))
+        self._sock.send(service_messages.encode(ask))
 
     def abandon(self, number: int) -> None:
-        self._sock.send(questions.encode(Abandon(number=number)))
+        self._sock.send(service_messages.encode(Abandon(number=number)))
 
-    def hear(self, number: int, kind: type[questions.Answer]) -> questions.Answer:
+    def hear(self, number: int, kind: type[service_messages.Answer]) -> service_messages.Answer:
         """Return the next answer of a kind to a question."""
         while True:
             data = self._sock.recv(1 << 20)
             assert data, "the service ended"
-            answer = questions.decode_answer(data)
+            answer = service_messages.decode_answer(data)
             if answer.number == number and isinstance(answer, kind):
                 return answer
 

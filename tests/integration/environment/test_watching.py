@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment import questions
-from serverless_gpu.environment.questions import Answer, Ask, Checked, Known, Taken
+from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.scan import watcher
+from serverless_gpu.environment.service_messages import Answer, Ask, Checked, Known, Taken
 from tests.support.environment.libraries import Library, write_in_place
 from tests.support.golden import golden
 from tests.support.local.observe import Process, wait_for
@@ -73,7 +73,7 @@ class Caller:
         """Ask what the environment is and return the next answer of a kind."""
         self._number += 1
         described = msgspec.structs.asdict(self.library.description())
-        self._sock.send(questions.encode(Ask(number=self._number, description=described, store=str(self.store))))
+        self._sock.send(service_messages.encode(Ask(number=self._number, description=described, store=str(self.store))))
         return self.hear(kind)
 
     def hear(self, kind: type[Answer]) -> Answer:
@@ -81,7 +81,7 @@ class Caller:
         while True:
             data = self._sock.recv(1 << 20)
             assert data, "the service ended"
-            answer = questions.decode_answer(data)
+            answer = service_messages.decode_answer(data)
             if answer.number == self._number and isinstance(answer, kind):
                 return answer
 

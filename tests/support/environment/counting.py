@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.capture.packing import Settings
-from serverless_gpu.environment.scan.scanning import Scan
+from serverless_gpu.environment.capture.packer import Settings
+from serverless_gpu.environment.scan.scan import Scan
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import StoreUnavailable
 from tests.support.environment.scanned import scan_of, source_of

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restore.cache import Cache
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 

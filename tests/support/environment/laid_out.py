@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.scan.scanning import Scan
+from serverless_gpu.environment.scan.scan import Scan
 from tests.support.environment.wheels import BASE, run
 
 

@@ -12,7 +12,7 @@ from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.scan import watcher
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.interpreter import describe
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.scan.watcher import Unwatchable, Watcher
 from tests.support.environment.scans import wait_for_ticks, write
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from serverless_gpu.environment.restore.restoring import Restored
+from serverless_gpu.environment.restore.restore import Restored
 from serverless_gpu.node.inside import mounts
 
 NOBODY = 65534

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Facts, Member, Root, Row, make_snapshot, unit_address
-from serverless_gpu.environment.scan.scanning import Scan, Source
+from serverless_gpu.environment.scan.scan import Scan, Source
 from tests.support.environment.hostile import PYTHON
 
 

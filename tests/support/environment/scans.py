@@ -12,7 +12,7 @@ from serverless_gpu.environment.documents import Row, Snapshot
 from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.rules import check_rows, check_snapshot
 from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
-from serverless_gpu.environment.scan.scanning import Recogniser, Scan
+from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from tests.support.environment.wheels import Venv
 
 

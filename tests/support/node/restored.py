@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Facts, Interpreter, Member, Root, make_snapshot
-from serverless_gpu.environment.restore.restoring import Mount, Restored
+from serverless_gpu.environment.restore.restore import Mount, Restored
 from serverless_gpu.node.protocol import Context
 from serverless_gpu.node.restored import RestoredEnvironment
 

@@ -13,14 +13,14 @@ from serverless_gpu.cli.environments import locations
 from serverless_gpu.cli.environments.progress_meter import Meters
 from serverless_gpu.cli.environments.snapshot_text import SHORT, titles
 from serverless_gpu.cli.output import print_json, say
-from serverless_gpu.environment.capture.taking import Captured, take
+from serverless_gpu.environment.capture.snapshot_capture import Captured, take
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.documents import Member, Snapshot
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.exporting import Exported, Order, export
-from serverless_gpu.environment.stores import mending
-from serverless_gpu.environment.stores.opening import is_remote
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.export import Exported, Order, export
+from serverless_gpu.environment.stores import repair as mending
+from serverless_gpu.environment.stores.store_urls import is_remote
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 

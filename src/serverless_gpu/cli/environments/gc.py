@@ -11,8 +11,8 @@ from serverless_gpu.cli.amounts import age_s, size_bytes
 from serverless_gpu.cli.environments import locations
 from serverless_gpu.cli.environments.progress_meter import Meters
 from serverless_gpu.cli.output import print_json, say
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.evicting import environments
+from serverless_gpu.environment.restore.cache.eviction_run import environments
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.stores.blobs import CAPTURE_S_MAX
 from serverless_gpu.environment.stores.collection import Collected, Tally, collect
 from serverless_gpu.errors import InvalidValue, StorageError

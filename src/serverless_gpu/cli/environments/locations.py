@@ -11,10 +11,10 @@ from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.mending import read_snapshot
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.repair import read_snapshot
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentUnsupported, InvalidValue
 
 _ADDRESS_DIGITS = 64

@@ -15,7 +15,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.differences import differences as differences_of_files
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.scan.changes import Change
-from serverless_gpu.environment.scan.scanning import Source
+from serverless_gpu.environment.scan.scan import Source
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentMissing
 from serverless_gpu.units import format_duration_ms

@@ -22,7 +22,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.client.estimating import Estimate, estimate_run
 from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.environment.questions import Where
+from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import EnvironmentProblem, ServerUnavailable
 from serverless_gpu.loading import load
 from serverless_gpu.model.spec import Command, Priority, RunSpec, check_command

@@ -26,10 +26,10 @@ from pathlib import Path
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.caller.interrupts import interruptible
 from serverless_gpu.client.display.run_display import Display, make_display
-from serverless_gpu.environment import questions
+from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.questions import Where
 from serverless_gpu.environment.scan.interpreter import describe
+from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
@@ -65,7 +65,7 @@ class _Service:
     def __init__(self, home: Home) -> None:
         self._turn = threading.Condition()
         self._reading = False
-        self._inbox: dict[int, deque[questions.Answer]] = defaultdict(deque)
+        self._inbox: dict[int, deque[service_messages.Answer]] = defaultdict(deque)
         self._number = 0
         self.alive = True
         self._channel, theirs = pair()
@@ -99,11 +99,11 @@ class _Service:
             self._number += 1
             number = self._number
             self._inbox[number] = deque()
-        question = questions.Ask(
+        question = service_messages.Ask(
             number=number,
             description=description,
             store=store.url,
-            environ=questions.store_variables(os.environ),
+            environ=service_messages.store_variables(os.environ),
             token=store.token,
             ca=store.ca,
             capture=capture,
@@ -111,7 +111,7 @@ class _Service:
         self._send(question)
         return number
 
-    def answer(self, number: int, *, within_s: float) -> questions.Answer | None:
+    def answer(self, number: int, *, within_s: float) -> service_messages.Answer | None:
         """Return the next answer to a question, or None after a time; one of the threads that wait reads for all.
 
         Raises:
@@ -147,7 +147,7 @@ class _Service:
             self._inbox.pop(number, None)
         if abandon:
             with contextlib.suppress(_Gone):
-                self._send(questions.Abandon(number=number))
+                self._send(service_messages.Abandon(number=number))
 
     def close(self) -> None:
         """Let it end: it reads end of file."""
@@ -169,13 +169,13 @@ class _Service:
         if received is None:
             self.alive = False
             return
-        answer = questions.decode_answer(received[0])
+        answer = service_messages.decode_answer(received[0])
         if answer.number in self._inbox:
             self._inbox[answer.number].append(answer)
 
-    def _send(self, question: questions.Question) -> None:
+    def _send(self, question: service_messages.Question) -> None:
         try:
-            self._channel.send(questions.encode(question))
+            self._channel.send(service_messages.encode(question))
         except OSError:
             self.alive = False
             raise _Gone from None
@@ -261,12 +261,12 @@ class Recognition:
         """
         while not self.verified:
             answer = self._next()
-            if isinstance(answer, questions.Checked):
+            if isinstance(answer, service_messages.Checked):
                 if answer.changes:
                     return answer.changes
                 self.verified = True
                 self.close()
-            elif isinstance(answer, questions.Unknown):  # it was asked again, because the service had died
+            elif isinstance(answer, service_messages.Unknown):  # it was asked again, because the service had died
                 return ("what is installed, or the project's code",)
         return ()
 
@@ -298,19 +298,19 @@ class Recognition:
                 hint=f"see {self._home.agent_log}",
             )
 
-    def _next(self) -> questions.Answer:
+    def _next(self) -> service_messages.Answer:
         try:
             answer = self._heard()
         except _Gone:
             self._put()
             return self._next()
-        if isinstance(answer, questions.Failed):
+        if isinstance(answer, service_messages.Failed):
             self._over = True
             self._service.forget(self._number, abandon=False)
             raise error_class(answer.code)(answer.message, hint=answer.hint)
         return answer
 
-    def _heard(self) -> questions.Answer:
+    def _heard(self) -> service_messages.Answer:
         """Return the next answer; silence is said, and has an end.
 
         Raises:
@@ -341,11 +341,11 @@ class Recognition:
         while True:
             answer = self._next()
             match answer:
-                case questions.Known(snapshot=snapshot):
+                case service_messages.Known(snapshot=snapshot):
                     return snapshot
-                case questions.Unknown() if not self._capture:
+                case service_messages.Unknown() if not self._capture:
                     return ""
-                case questions.Taken():
+                case service_messages.Taken():
                     self.verified = True
                     self.close()
                     said.take(answer)
@@ -364,9 +364,9 @@ class _Said:
     def __init__(self, display: Display | None) -> None:
         self._display = display
         self._shown = False
-        self._found: questions.Found | None = None  # of a service that has died meanwhile, too: it is said once
+        self._found: service_messages.Found | None = None  # of a service that has died meanwhile, too: it is said once
 
-    def take(self, answer: questions.Answer) -> None:
+    def take(self, answer: service_messages.Answer) -> None:
         """Show an answer."""
         display = self._display
         if display is None:
@@ -375,13 +375,13 @@ class _Said:
             self._shown = True
             display.state("CAPTURING", "looking at the environment")
         match answer:
-            case questions.Found() if self._found is None:
+            case service_messages.Found() if self._found is None:
                 self._found = answer
                 for sentence in found_text(answer):
                     display.say(sentence)
-            case questions.Taking(progress=progress):
+            case service_messages.Taking(progress=progress):
                 display.passing(progress_text(progress))
-            case questions.Taken():
+            case service_messages.Taken():
                 display.state("CAPTURED", f"environment {answer.snapshot[:12]}")
                 if sentence := taken_text(answer, self._found):
                     display.say(sentence)
@@ -458,7 +458,7 @@ def progress_text(progress: Progress) -> str:
     return f"{doing}: {done}{of}{files}{f', {progress.name}' if progress.name else ''}"
 
 
-def found_text(found: questions.Found) -> list[str]:
+def found_text(found: service_messages.Found) -> list[str]:
     """Return what is said before a capture."""
     said = []
     if found.first:
@@ -468,7 +468,7 @@ def found_text(found: questions.Found) -> list[str]:
     return [*said, *found.remarks]
 
 
-def taken_text(taken: questions.Taken, found: questions.Found | None) -> str:
+def taken_text(taken: service_messages.Taken, found: service_messages.Found | None) -> str:
     """Return what is said after a capture: all of it the first time, then what was new; "" where nothing was."""
     address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
     stored = format_bytes(taken.sent_bytes)

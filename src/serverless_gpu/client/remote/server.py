@@ -24,7 +24,7 @@ from typing import TypeVar
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display.run_display import TerminalDisplay
 from serverless_gpu.client.remote.profile import TOKEN, Profile, find_profile, patience_s, reread
-from serverless_gpu.environment.questions import Where
+from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.lifecycle.attempt import StopReason

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from serverless_gpu.environment.documents import Interpreter, Member, Snapshot
-from serverless_gpu.environment.restore.outlines import Outline, record_line, record_row
+from serverless_gpu.environment.restore.cache.unit_outline import Outline, record_line, record_row
 from serverless_gpu.environment.restore.scripts import scripts, specific
 
 ROOTS_PTH = "_sgpu_roots.pth"

@@ -5,7 +5,7 @@
 
 It lies in `__pycache__` beside the sources, under names that carry the interpreter's tag, so interpreters share units
 and a mounted environment shows it as it comes. Two processes of the interpreter without any environment
-(`compiling.py`) take the files in turn: no code of a unit is ever executed here, `.pth` files included.
+(`compiler_process.py`) take the files in turn: no code of a unit is ever executed here, `.pth` files included.
 
 Failure cases, all of which leave files without bytecode and nothing else: a file that does not compile, one that takes
 too long or ends its process (it is skipped, and another process goes on), a full disk, an interpreter that does not
@@ -26,14 +26,14 @@ import msgspec
 
 from serverless_gpu.environment.documents import Row
 from serverless_gpu.environment.progress import Progress, Report, nobody
-from serverless_gpu.environment.restore import compiling
+from serverless_gpu.environment.restore import compiler_process
 
 PROCESSES = 2
 FILE_S_MAX = 60.0
 _BATCH = 64
 _DEATHS_MAX = 20  # of compiling processes, before the rest is left as it is
 _MEMORY_BYTES = 4 * 1024**3
-_PROGRAM = str(Path(compiling.__file__))
+_PROGRAM = str(Path(compiler_process.__file__))
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

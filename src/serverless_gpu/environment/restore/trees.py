@@ -21,13 +21,19 @@ import msgspec
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import Part, Place, assemble, site_of
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.exposure import exposed_since, linking
-from serverless_gpu.environment.restore.linking import Source, fill, link_new, write_generated
-from serverless_gpu.environment.restore.places import delete, exchange, make_public, read_document, write_document
+from serverless_gpu.environment.restore.cache.cache_layout import (
+    delete,
+    exchange,
+    make_public,
+    read_document,
+    write_document,
+)
+from serverless_gpu.environment.restore.cache.exposure import exposed_since, linking
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.link_tree import Source, fill, link_new, write_generated
 from serverless_gpu.environment.restore.pythons import Python
-from serverless_gpu.environment.restore.sharing import Sharing, make_layers
-from serverless_gpu.environment.restore.watching import Watched, change, watch
+from serverless_gpu.environment.restore.shared_metadata import Sharing, make_layers
+from serverless_gpu.environment.restore.tree_stamp import Watched, change, watch
 from serverless_gpu.errors import EnvironmentCorrupt
 
 LAYERS_MAX = 480

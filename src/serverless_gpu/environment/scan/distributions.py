@@ -16,7 +16,7 @@ from serverless_gpu.environment.scan.canonical import (
     parse_record,
     parse_scripts,
 )
-from serverless_gpu.environment.scan.listing import File, Listing
+from serverless_gpu.environment.scan.directory_listing import File, Listing
 from serverless_gpu.errors import EnvironmentUnsupported
 
 RECORD_BYTES_MAX = 256 * 1024 * 1024

@@ -31,7 +31,7 @@ from blake3 import blake3
 
 from serverless_gpu.environment.documents import Snapshot, UnitKind
 from serverless_gpu.environment.scan.canonical import flat_path
-from serverless_gpu.environment.scan.listing import Directory, File
+from serverless_gpu.environment.scan.directory_listing import Directory, File
 from serverless_gpu.environment.scan.roots import Spot
 from serverless_gpu.environment.scan.survey import Area, KeptDistribution
 from serverless_gpu.serialized import from_msgpack
@@ -157,7 +157,7 @@ class FilesPart(msgspec.Struct, array_like=True):
 
 
 class KeptPart(msgspec.Struct, array_like=True):
-    """What `again.py` needs besides: nothing of a library that is no virtual environment of its own.
+    """What `stdlib_rescan.py` needs besides: nothing of a library that is no virtual environment of its own.
 
     Attributes:
         generation: that of the other parts.

@@ -30,8 +30,8 @@ import msgspec
 
 from serverless_gpu.environment.rules.limits import ROOTS_MAX
 from serverless_gpu.environment.scan.description import Description
+from serverless_gpu.environment.scan.directory_listing import is_inside
 from serverless_gpu.environment.scan.distributions import read_text
-from serverless_gpu.environment.scan.listing import is_inside
 from serverless_gpu.errors import EnvironmentUnsupported
 
 SpotKind = Literal["own", "library", "archive", "code"]

@@ -17,9 +17,9 @@ import msgspec
 
 from serverless_gpu.environment.documents import Member, Row
 from serverless_gpu.environment.scan.canonical import flat_path, row_path
+from serverless_gpu.environment.scan.code.project import CodePlace, list_code, wanted_files
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.distributions import Distribution, read_distributions
-from serverless_gpu.environment.scan.listing import (
+from serverless_gpu.environment.scan.directory_listing import (
     BYTECODE,
     File,
     Keep,
@@ -31,7 +31,7 @@ from serverless_gpu.environment.scan.listing import (
     show,
     walk,
 )
-from serverless_gpu.environment.scan.project import CodePlace, list_code, wanted_files
+from serverless_gpu.environment.scan.distributions import Distribution, read_distributions
 from serverless_gpu.environment.scan.roots import Spot, Spots, find_spots, temporary_directories
 from serverless_gpu.errors import EnvironmentUnsupported
 

@@ -25,8 +25,8 @@ from serverless_gpu.environment.scan.canonical import (
     row_path,
 )
 from serverless_gpu.environment.scan.digests import may_be_script
+from serverless_gpu.environment.scan.directory_listing import File, read_file, show
 from serverless_gpu.environment.scan.distributions import Distribution
-from serverless_gpu.environment.scan.listing import File, read_file, show
 from serverless_gpu.environment.scan.survey import Part
 
 # Made by venv, virtualenv and uv for the environment itself; `𝜋thon` is Python 3.14's joke.

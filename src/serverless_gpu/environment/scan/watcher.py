@@ -40,9 +40,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from serverless_gpu.environment.scan import inotify
+from serverless_gpu.environment.scan.directory_listing import BYTECODE, is_inside
 from serverless_gpu.environment.scan.index import GatePart, Stats
 from serverless_gpu.environment.scan.inotify import Inotify
-from serverless_gpu.environment.scan.listing import BYTECODE, is_inside
 from serverless_gpu.environment.scan.recognition import differing
 
 COMPARED_MAX = 2_000

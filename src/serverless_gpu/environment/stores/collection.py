@@ -6,8 +6,8 @@
 
 Snapshots are deleted before units, and units before packs: whatever is there is whole at every moment, and whoever is
 killed leaves nothing behind that a later collection does not find. New entries of the list get their date only when
-the list is known to be there, so nobody can have missed them for as long as they say. `condemned.py` tells why captures
-need not stop meanwhile; all of it holds while a capture takes less than the grace.
+the list is known to be there, so nobody can have missed them for as long as they say. `condemned_objects.py` tells why
+captures need not stop meanwhile; all of it holds while a capture takes less than the grace.
 
 Failure cases: a document that is needed and cannot be read (nothing below it is deleted or condemned, and it is
 named); another collection (`busy`); a collection that does not get on with its work (StoreUnavailable; the next one
@@ -27,7 +27,7 @@ from serverless_gpu.environment.progress import Progress, Report, nobody
 from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.codec import ITEMS_MAX
-from serverless_gpu.environment.stores.condemned import (
+from serverless_gpu.environment.stores.condemned_objects import (
     COLLECTOR,
     LEASE_S,
     Condemned,

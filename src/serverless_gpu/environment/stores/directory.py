@@ -4,9 +4,9 @@
     <root>/gc/condemned
     <root>/incoming/…          what is being written, under names nobody asks for
 
-An object is written under `incoming/`, made durable, and then renamed to its name (`writing.py`): it is there whole or
-not at all, also after a power cut, and two writers of one key both succeed, in some order. A writer that is killed
-leaves a file under `incoming/`; a day later `delete`, which only garbage collection calls, removes it.
+An object is written under `incoming/`, made durable, and then renamed to its name (`durable_writes.py`): it is there
+whole or not at all, also after a power cut, and two writers of one key both succeed, in some order. A writer that is
+killed leaves a file under `incoming/`; a day later `delete`, which only garbage collection calls, removes it.
 
 Failure cases: a full disk (StorageError, before the first byte where free space is known to be too small), a
 directory that cannot be read or written, or a link where an object should be (StoreUnavailable).
@@ -31,7 +31,7 @@ from serverless_gpu.environment.stores.base import (
     check_range,
     check_size,
 )
-from serverless_gpu.environment.stores.writing import closed, make_directories, sync_directory, write_together
+from serverless_gpu.environment.stores.durable_writes import closed, make_directories, sync_directory, write_together
 from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
 from serverless_gpu.inodes import lacks_inodes
 from serverless_gpu.units import format_bytes

@@ -29,7 +29,6 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.environment.stores.answers import Answer, judge, pause_s
 from serverless_gpu.environment.stores.base import (
     OBJECT_BYTES_MAX,
     Store,
@@ -40,6 +39,7 @@ from serverless_gpu.environment.stores.base import (
     check_size,
 )
 from serverless_gpu.environment.stores.clouds import CLOUDS, connector, endpoint_of
+from serverless_gpu.environment.stores.object_errors import Answer, judge, pause_s
 from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
 from serverless_gpu.units import format_duration_ms
 

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from serverless_gpu.environment.stores.base import Stored
-from serverless_gpu.environment.stores.condemned import Condemned, Sentence
+from serverless_gpu.environment.stores.condemned_objects import Condemned, Sentence
 
 
 class Plan(NamedTuple):

@@ -28,7 +28,7 @@ import msgspec
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.environment.questions import Where
+from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.node import protocol, secret_files

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
-from serverless_gpu.environment.questions import Where
+from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.placement import candidates, restrict

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.capture.taking import Captured, take
+from serverless_gpu.environment.capture.snapshot_capture import Captured, take
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress, nobody
-from serverless_gpu.environment.restore.unpacking import unpack
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.restore.cache.unpack import unpack
+from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from tests.support.environment.scans import claim

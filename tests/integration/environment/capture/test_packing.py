@@ -8,8 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from serverless_gpu.environment.capture.taking import capture
-from serverless_gpu.environment.restore.unpacking import unpack
+from serverless_gpu.environment.capture.snapshot_capture import capture
+from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from tests.support.environment.counting import WHOLE_PACKS
@@ -45,7 +45,7 @@ _KILLED = """
     from pathlib import Path
     from serverless_gpu.environment.stores.blobs import Blobs
     from serverless_gpu.environment.stores.directory import DirectoryStore
-    from serverless_gpu.environment.capture.taking import capture
+    from serverless_gpu.environment.capture.snapshot_capture import capture
     from tests.support.environment.scanned import scan_of, source_of
     from tests.support.environment.counting import WHOLE_PACKS
 

@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.scan.scanning import Recogniser, Scan
+from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from tests.support.environment.wheels import PIP_OPTIONS, Venv, Wheel, build_wheel, run
 
 ALPHA = Wheel(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.capture.taking import capture
+from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.documents import Row
-from serverless_gpu.environment.scan.scanning import Source
+from serverless_gpu.environment.scan.scan import Source
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentUnsupported
@@ -89,9 +89,9 @@ _MEASURED = """
     from pathlib import Path
     from serverless_gpu.environment.stores.blobs import Blobs
     from serverless_gpu.environment.documents import Row
-    from serverless_gpu.environment.scan.scanning import Source
+    from serverless_gpu.environment.scan.scan import Source
     from serverless_gpu.environment.stores.directory import DirectoryStore
-    from serverless_gpu.environment.capture.taking import capture
+    from serverless_gpu.environment.capture.snapshot_capture import capture
     from tests.support.environment.scanned import scan_of, source_of
 
     before = Path(sys.argv[1])

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Facts, Snapshot
-from serverless_gpu.environment.restore import preparing
+from serverless_gpu.environment.restore import preparation
 from serverless_gpu.environment.restore.bytecode import compile_all, jobs
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.restoring import Restored, Way, compile_rest, restore
-from serverless_gpu.environment.restore.unpacking import MTIME_S
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S
+from serverless_gpu.environment.restore.restore import Restored, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentRejected
 from tests.support.environment.made_environments import Counting, Made, Piece, base_python, interpreter
@@ -68,14 +68,14 @@ def environment(made: Made) -> tuple[Piece, Snapshot]:
 @pytest.fixture(autouse=True)
 def even_short_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile before the first use what is too short to be worth it."""
-    monkeypatch.setattr(preparing, "FEW_BYTES", 0)
+    monkeypatch.setattr(preparation, "FEW_BYTES", 0)
 
 
 def test_a_few_short_files_are_left_to_whoever_imports_them(
     made: Made, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece, snapshot = environment(made)
-    monkeypatch.setattr(preparing, "FEW_BYTES", 10_000)
+    monkeypatch.setattr(preparation, "FEW_BYTES", 10_000)
     restore(snapshot.address, made.blobs, cache)
     assert bytecode_in(cache.unit(piece.unit.address)) == []
     assert compile_rest(snapshot.address, cache) == 6

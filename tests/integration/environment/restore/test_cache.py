@@ -14,10 +14,10 @@ from typing import Literal
 import pytest
 
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.fetching import Fetch
-from serverless_gpu.environment.restore.restoring import Way, restore
-from serverless_gpu.environment.restore.unpacking import MTIME_S
+from serverless_gpu.environment.restore.cache.fetch import Fetch
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S
+from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
@@ -251,7 +251,7 @@ def test_a_unit_that_was_written_to_the_disk_is_only_looked_at_after_a_boot(
     before.ensure([piece.unit.address], made.blobs)
     before.settle([piece.unit.address])
     with monkeypatch.context() as nothing_is_read:
-        nothing_is_read.setattr("serverless_gpu.environment.restore.cache.damage", None)
+        nothing_is_read.setattr("serverless_gpu.environment.restore.cache.unit_cache.damage", None)
         assert Cache(cache.root, clock=Boot("after")).ensure([piece.unit.address], made.blobs).fetched == 0
 
 
@@ -371,7 +371,7 @@ def test_what_was_not_used_for_longest_goes_first_and_never_what_is_held(made: M
 def test_environments_that_nobody_uses_go_and_their_units_stay(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Literal["overlay", "links"]
 ) -> None:
-    monkeypatch.setattr("serverless_gpu.environment.restore.cache.ENVIRONMENTS_MAX", 2)
+    monkeypatch.setattr("serverless_gpu.environment.restore.cache.unit_cache.ENVIRONMENTS_MAX", 2)
     cache = Cache(tmp_path / "environments")
     snapshots = [made.simple("shared", f"mine{number}") for number in range(5)]
     held = cache.hold(snapshots[0].address)

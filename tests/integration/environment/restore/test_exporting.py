@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Facts, Snapshot
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.restoring import Order, export, restore
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Order, export, restore
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentCorrupt, InvalidValue, StorageError
 from tests.support.environment.made_environments import Counting, Made, interpreter

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.exposure import exposed_since, suspects
-from serverless_gpu.environment.restore.mending import mend_units
-from serverless_gpu.environment.restore.restoring import Order, Way, compile_rest, export, restore
+from serverless_gpu.environment.restore.cache.exposure import exposed_since, suspects
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Order, Way, compile_rest, export, restore
+from serverless_gpu.environment.restore.tree_repair import mend_units
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentCorrupt
 from tests.support.environment.made_environments import Counting, Made, interpreter
@@ -123,7 +123,7 @@ def test_22C2_no_tree_is_made_of_a_unit_that_is_written_to_again_and_again(
         spoil(cache.unit(other.addresses()[0]) / "site" / "alpha" / "__init__.py")
         return found
 
-    monkeypatch.setattr("serverless_gpu.environment.restore.restoring.mend_units", mended_and_written_to)
+    monkeypatch.setattr("serverless_gpu.environment.restore.restore.mend_units", mended_and_written_to)
     spoil(written)
     with pytest.raises(EnvironmentCorrupt, match=r"alpha/__init__\.py"):
         restore(other.address, made.blobs, cache, way=LINKS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.restore.linking import Source, fill
+from serverless_gpu.environment.restore.link_tree import Source, fill
 from tests.support.environment.linking import part, write
 from tests.support.environment.restored_process import CANNOT_MOUNT, public_directory
 from tests.support.small_disks import small_disk

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import Facts, Generated, Snapshot, make_snapshot
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.preparing import glibc
-from serverless_gpu.environment.restore.restoring import Restored, Way, restore
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.preparation import glibc
+from serverless_gpu.environment.restore.restore import Restored, Way, restore
 from serverless_gpu.environment.restore.trees import LAYERS_MAX
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
@@ -438,8 +438,8 @@ def test_processes_that_restore_at_the_same_time_all_get_it(cache: Cache, tmp_pa
 import sys
 from pathlib import Path
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.restoring import Way, restore
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.stores.directory import DirectoryStore
 blobs = Blobs(DirectoryStore(Path({str(tmp_path / "store")!r})))
 print(restore({snapshot.address!r}, blobs, Cache(Path({str(cache.root)!r})), way=Way(mode={mode!r})).units_fetched)

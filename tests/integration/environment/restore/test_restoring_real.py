@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from serverless_gpu.environment.capture.taking import take
+from serverless_gpu.environment.capture.snapshot_capture import take
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.restoring import Order, Restored, Way, export, moved, restore
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Order, Restored, Way, export, moved, restore
 from serverless_gpu.environment.scan.description import read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.stores.blobs import Blobs
 from tests.support.environment.made_environments import Counting, base_python
 from tests.support.environment.restored_process import MODES, run

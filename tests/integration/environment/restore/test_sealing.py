@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import Facts, Snapshot
-from serverless_gpu.environment.restore import cache as caching
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.places import read_document, write_document
-from serverless_gpu.environment.restore.restoring import OVERLAY, Restored, Way, compile_rest, restore
-from serverless_gpu.environment.restore.sealing import BYTECODE, LOOK_S, sweep_unit
-from serverless_gpu.environment.restore.unpacking import MTIME_S
+from serverless_gpu.environment.restore.cache import unit_cache as caching
+from serverless_gpu.environment.restore.cache.cache_layout import read_document, write_document
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.cache.unit_seal import BYTECODE, LOOK_S, sweep_unit
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S
+from serverless_gpu.environment.restore.restore import OVERLAY, Restored, Way, compile_rest, restore
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.made_environments import Counting, Made, altered

@@ -13,7 +13,7 @@ import pytest
 
 from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.scanning import Recogniser, Scan
+from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.scans import check, wait_for_ticks
 from tests.support.environment.venvs import INSTALLED_S, install, make_venv, site_packages

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.environment.scan import project
-from serverless_gpu.environment.scan.git_settings import excludes_file
-from serverless_gpu.environment.scan.ignoring import outer_ignoring
-from serverless_gpu.environment.scan.project import CodePlace, list_code, wanted_files
-from serverless_gpu.environment.scan.tracked import tracked_files
+from serverless_gpu.environment.scan.code import project
+from serverless_gpu.environment.scan.code.git_index import tracked_files
+from serverless_gpu.environment.scan.code.git_settings import excludes_file
+from serverless_gpu.environment.scan.code.gitignore import outer_ignoring
+from serverless_gpu.environment.scan.code.project import CodePlace, list_code, wanted_files
 from serverless_gpu.errors import EnvironmentTooLarge
 from tests.support.golden import golden
 

@@ -15,11 +15,12 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.scan import recognition, scanning
+from serverless_gpu.environment.scan import recognition
+from serverless_gpu.environment.scan import scan as scanning
 from serverless_gpu.environment.scan.changes import Change
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.scans import wait_for_ticks
 from tests.support.environment.wheels import Venv, Wheel, build_wheel, run
@@ -406,7 +407,7 @@ import msgspec, sys
 from pathlib import Path
 from serverless_gpu.environment.scan import recognition, scanning
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scan import Recogniser
 assert recognition.is_single_threaded()
 recognition._FORK_FROM_FILES = 1
 recogniser = Recogniser(Path({str(place.index)!r}))

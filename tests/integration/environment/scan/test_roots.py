@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.laid_out import LaidOut
 from tests.support.environment.scans import check, names, rows, scan, write

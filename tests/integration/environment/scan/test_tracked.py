@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.scan import project, recognition
+from serverless_gpu.environment.scan import recognition
+from serverless_gpu.environment.scan.code import project
+from serverless_gpu.environment.scan.code.project import Code, CodePlace, list_code
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.project import Code, CodePlace, list_code
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scan import Recogniser
 from tests.support.environment.wheels import Venv
 from tests.support.golden import golden
 

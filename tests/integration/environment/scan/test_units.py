@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.progress import nobody
-from serverless_gpu.environment.scan.scanning import Recogniser, Scan
+from serverless_gpu.environment.scan.scan import Recogniser, Scan
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.laid_out import LaidOut
 from tests.support.environment.scans import claim, names, rows, scan, write, write_record

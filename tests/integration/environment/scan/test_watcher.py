@@ -15,7 +15,7 @@ import pytest
 from serverless_gpu.environment.scan import watcher
 from serverless_gpu.environment.scan.inotify import Inotify
 from serverless_gpu.environment.scan.watcher import mounts_about
-from serverless_gpu.environment.watching import LOOKS_MAX, Patience
+from serverless_gpu.environment.watch_process import LOOKS_MAX, Patience
 from tests.support.environment.libraries import Library, write_in_place
 from tests.support.golden import golden
 from tests.support.small_disks import small_disk

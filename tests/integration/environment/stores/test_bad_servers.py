@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import StorageError, StoreUnavailable
 from serverless_gpu.testing.stores import pack_key
 from tests.support.environment.servers import SECRET, Reply, Scripted, variables
@@ -219,7 +219,7 @@ def test_google_and_azure_are_asked_where_their_variables_say() -> None:
 def test_after_a_fork_it_is_refused_and_does_not_hang() -> None:
     program = """
 import os, sys
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.store_urls import open_store
 from tests.support.environment.servers import variables
 store = open_store("s3://bucket", variables(sys.argv[1]))
 key = "packs/" + "0" * 64

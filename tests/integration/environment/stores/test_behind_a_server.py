@@ -14,8 +14,8 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs as Documents
-from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.environment.stores.served import ServedStore
+from serverless_gpu.environment.stores.server_store import ServedStore
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.server import storage as rooms

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.capture.taking import capture
+from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.documents import make_snapshot
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.restoring import Way, restore
-from serverless_gpu.environment.scan.scanning import Scan
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Way, restore
+from serverless_gpu.environment.scan.scan import Scan
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore

@@ -11,8 +11,8 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.blobs import Blobs as Documents
 from serverless_gpu.environment.stores.codec import encode
-from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.environment.stores.served import ServedStore
+from serverless_gpu.environment.stores.server_store import ServedStore
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, NotFound, StoreUnavailable
 from serverless_gpu.server import nearby
 from serverless_gpu.server.environments import Environments

@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.testing.stores import StoreConformance, pack_key
 from tests.integration.environment.stores.conftest import BUCKET

@@ -19,8 +19,8 @@ from serverless_gpu.environment.documents import (
     snapshot_address_1,
     unit_address,
 )
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.restoring import Way, restore
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.rules import check_snapshot
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
@@ -28,9 +28,9 @@ from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.content import Unequal, check_content
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
-from serverless_gpu.environment.stores.mending import repair
-from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.environment.stores.served import ServedStore
+from serverless_gpu.environment.stores.repair import repair
+from serverless_gpu.environment.stores.server_store import ServedStore
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentProblem, EnvironmentRejected
 from serverless_gpu.server.content_checks import ContentChecks
 from serverless_gpu.server.storage import open_storage

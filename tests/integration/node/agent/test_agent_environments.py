@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.restore.sealing import LOOK_S
+from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.model.lifecycle.attempt import Reason

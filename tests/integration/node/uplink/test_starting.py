@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.environment.questions import Where
+from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import HardwareError, InvalidValue
 from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.hardware.gpu_types import parse_fake

@@ -17,10 +17,10 @@ from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs as Documents
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.collection import collect
-from serverless_gpu.environment.stores.condemned import COLLECTOR, CONDEMNED, read_condemned
+from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, read_condemned
 from serverless_gpu.environment.stores.directory import DirectoryStore
-from serverless_gpu.environment.stores.opening import is_remote, open_store
-from serverless_gpu.environment.stores.served import ServedStore
+from serverless_gpu.environment.stores.server_store import ServedStore
+from serverless_gpu.environment.stores.store_urls import is_remote, open_store
 from serverless_gpu.errors import (
     EnvironmentMissing,
     EnvironmentRejected,

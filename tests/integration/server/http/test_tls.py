@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.stores.opening import open_store
-from serverless_gpu.environment.stores.served import ServedStore
+from serverless_gpu.environment.stores.server_store import ServedStore
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import InvalidValue, ServerUnavailable, StoreUnavailable
 from serverless_gpu.server.listening import bound
 from serverless_gpu.server.settings import read_settings

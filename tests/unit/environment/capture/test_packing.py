@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.capture.layout import PACKS_MORE_MAX, places_of, plan_blocks, reuse
-from serverless_gpu.environment.capture.taking import capture
+from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.documents import Block, Place, Row, Unit, unit_address
-from serverless_gpu.environment.restore.unpacking import unpack
+from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import StoreUnavailable
 from tests.support.environment.counting import TINY, CountingStore, two_units

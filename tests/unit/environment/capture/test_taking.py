@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.capture.taking import capture
+from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.documents import Row
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restore.unpacking import unpack
-from serverless_gpu.environment.scan.scanning import Source
+from serverless_gpu.environment.restore.cache.unpack import unpack
+from serverless_gpu.environment.scan.scan import Source
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentTooLarge, EnvironmentUnsupported, StorageError

@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.environment.documents import Facts, Generated, Interpreter, Member, Root, Snapshot, make_snapshot
 from serverless_gpu.environment.restore.assembly import Place, assemble, library_name, moved
-from serverless_gpu.environment.restore.outlines import Outline
+from serverless_gpu.environment.restore.cache.unit_outline import Outline
 from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as some
 
-from serverless_gpu.environment.restore.eviction import CachedEnvironment, CachedUnit, Step, plan
+from serverless_gpu.environment.restore.cache.eviction_plan import CachedEnvironment, CachedUnit, Step, plan
 
 
 def unit(name: str, used_ns: int, size: int = 10) -> CachedUnit:

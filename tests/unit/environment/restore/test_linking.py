@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from serverless_gpu.environment.restore.linking import Source, fill
+from serverless_gpu.environment.restore.link_tree import Source, fill
 from serverless_gpu.errors import EnvironmentRejected
 from tests.support.environment.linking import part, write
 from tests.support.environment.restored_process import public_directory

@@ -21,13 +21,13 @@ import pytest
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 
-from serverless_gpu.environment.capture.packing import Settings
-from serverless_gpu.environment.capture.taking import capture
+from serverless_gpu.environment.capture.packer import Settings
+from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import Block, Place, Row, Unit, unit_address
 from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restore.unpacking import MTIME_S, unpack, unpack_each
-from serverless_gpu.environment.restore.writing import Tree, Walk
+from serverless_gpu.environment.restore.cache.file_writer import Tree, Walk
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S, unpack, unpack_each
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentProblem, StorageError

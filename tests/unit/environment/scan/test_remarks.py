@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.client.launch.snapshot_environment import found_text, taken_text
+from serverless_gpu.environment.capture_remarks import remarks
 from serverless_gpu.environment.documents import Facts, Member, Root, Row, make_snapshot, unit_address
-from serverless_gpu.environment.questions import Found, Taken
-from serverless_gpu.environment.remarks import remarks
-from serverless_gpu.environment.scan.scanning import Scan, Source
+from serverless_gpu.environment.scan.scan import Scan, Source
+from serverless_gpu.environment.service_messages import Found, Taken
 from tests.support.environment.hostile import PYTHON
 from tests.support.golden import golden
 

@@ -14,7 +14,7 @@ from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.collection import Collected, Tally, collect
-from serverless_gpu.environment.stores.condemned import COLLECTOR, CONDEMNED, Condemned, read_condemned
+from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, Condemned, read_condemned
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, StoreUnavailable

@@ -12,7 +12,7 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.collection import collect
-from serverless_gpu.environment.stores.condemned import CONDEMNED, Condemned, Sentence
+from serverless_gpu.environment.stores.condemned_objects import CONDEMNED, Condemned, Sentence
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.environment.stores.reachability import make_plan
 from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable

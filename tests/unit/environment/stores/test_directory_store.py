@@ -13,7 +13,7 @@ from serverless_gpu.environment.stores.base import OBJECT_BYTES_MAX, Store
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import INCOMING, DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
-from serverless_gpu.environment.stores.opening import open_store
+from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentRejected, StorageError, StoreUnavailable
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.directory_store import DATA, KEY, files

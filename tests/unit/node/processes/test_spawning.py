@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.environment.documents import Interpreter
 from serverless_gpu.environment.restore.pythons import candidates
 from serverless_gpu.environment.scan import interpreter
-from serverless_gpu.environment.scan.ignoring import outer_ignoring
+from serverless_gpu.environment.scan.code.gitignore import outer_ignoring
 from serverless_gpu.node import spawning
 from serverless_gpu.node.spawning import PRELOAD, clean_variables, preload, separating_variables, startup_variables
 

@@ -2,7 +2,7 @@
 
     this thread       plans units, hands out blocks in order, takes frames back in the same order, fills packs, reports
     reading threads   one block each: read the files, check their digests, compress          (all of it without the GIL)
-    storing threads   put packs, and a unit's document once all of its packs are there                    (`sending.py`)
+    storing threads   put packs, and a unit's document once all of its packs are there                    (`sender.py`)
 
 Frames come back in the order in which blocks were handed out, so a unit packed twice gives the same packs, and after a
 capture that was killed the next one finds the packs that it had stored. In memory are the blocks under way (each once
@@ -27,11 +27,11 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.environment.capture.layout import BlockPlan, Reuse, places_of, plan_blocks, reuse
-from serverless_gpu.environment.capture.reading import TRIES_MAX, Changed, Reader, true_sizes, unsteady
-from serverless_gpu.environment.capture.sending import STORING_THREADS, WAIT_S, Counts, Ending, Sender
+from serverless_gpu.environment.capture.sender import STORING_THREADS, WAIT_S, Counts, Ending, Sender
+from serverless_gpu.environment.capture.unit_reader import TRIES_MAX, Changed, Reader, true_sizes, unsteady
 from serverless_gpu.environment.compression import LEVEL_LOCAL, Compressor
 from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Block, Row, Unit, unit_address
-from serverless_gpu.environment.scan.scanning import Source
+from serverless_gpu.environment.scan.scan import Source
 from serverless_gpu.environment.stores.blobs import Blobs
 
 BLOCKS_MAX = 12

@@ -1,7 +1,7 @@
 """Filling a directory from units: a hard link per file, a copy where a link is refused, and generated files.
 
     1 directories of several units  here, one after another
-    2 all that is below them        has one unit each, or generated files only; two processes (`forking.py`) do it
+    2 all that is below them        has one unit each, or generated files only; two processes (`fork_pool.py`) do it
 
 In each directory generated files and links come first, then the directories in it, then files of units, then their
 links. What is there already is not replaced.
@@ -33,8 +33,8 @@ from typing import NamedTuple
 import msgspec
 
 from serverless_gpu.environment.restore.assembly import Part
-from serverless_gpu.environment.restore.exposure import is_suspect
-from serverless_gpu.environment.restore.forking import divide
+from serverless_gpu.environment.restore.cache.exposure import is_suspect
+from serverless_gpu.environment.restore.cache.fork_pool import divide
 from serverless_gpu.errors import EnvironmentRejected
 
 _REFUSED = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES})

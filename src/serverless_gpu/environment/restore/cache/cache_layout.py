@@ -45,7 +45,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
         boot: the boot of this machine in which it was last looked at.
         settled: whether it was written to the disk since.
         looked_ns: when it was last looked at, since that boot.
-        files: its seal (`sealing.py`), when its bytes were last known to be right; b"" before it had one.
+        files: its seal (`unit_seal.py`), when its bytes were last known to be right; b"" before it had one.
         documents: the same of what describes it.
     """
 

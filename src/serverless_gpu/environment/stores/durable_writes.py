@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from serverless_gpu import faults
-from serverless_gpu.environment.stores.direct import write_direct
+from serverless_gpu.environment.stores.direct_io import write_direct
 
 OPEN_MAX = 64
 """How many files are open at once."""

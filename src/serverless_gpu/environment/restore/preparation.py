@@ -12,12 +12,12 @@ from serverless_gpu.environment.documents import Root, Snapshot, Unit
 from serverless_gpu.environment.progress import Report
 from serverless_gpu.environment.restore import bytecode
 from serverless_gpu.environment.restore.bytecode import Job
-from serverless_gpu.environment.restore.cache import Cache, Ensured
-from serverless_gpu.environment.restore.places import make_public, read_document
+from serverless_gpu.environment.restore.cache.cache_layout import make_public, read_document
+from serverless_gpu.environment.restore.cache.unit_cache import Cache, Ensured
 from serverless_gpu.environment.restore.pythons import Python, find_python, keep, recall, trusted
 from serverless_gpu.environment.rules import check_snapshot
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.mending import mended
+from serverless_gpu.environment.stores.repair import mended
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected
 
 FEW_BYTES = 128 * 1024

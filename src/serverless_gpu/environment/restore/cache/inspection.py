@@ -1,8 +1,8 @@
 """Whether a unit on the disk is what its rows say: by what the file system says of each file, or by reading them all.
 
 An ordinary write changes a file's time, and the time of every file of a unit is the same; a failing disk, or somebody
-who sets the time back, is found by reading. Only bytecode beside the sources, and what `sharing.py` adds, may have come
-since.
+who sets the time back, is found by reading. Only bytecode beside the sources, and what `shared_metadata.py` adds, may
+have come since.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Row
-from serverless_gpu.environment.restore.sharing import is_added
-from serverless_gpu.environment.restore.unpacking import MTIME_S
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S
+from serverless_gpu.environment.restore.shared_metadata import is_added
 
 _THREADS = 2
 _READ_BYTES = 1024 * 1024

@@ -14,11 +14,11 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from serverless_gpu.environment.restore.eviction import CachedEnvironment, CachedUnit, Step, plan
-from serverless_gpu.environment.restore.exposure import expose, exposed_since, linking_lock, suspects
-from serverless_gpu.environment.restore.locking import locked, try_lock
-from serverless_gpu.environment.restore.places import Places, delete, put_aside, read_document
-from serverless_gpu.environment.restore.sharing import sweep_layers
+from serverless_gpu.environment.restore.cache.cache_layout import Places, delete, put_aside, read_document
+from serverless_gpu.environment.restore.cache.cache_locks import locked, try_lock
+from serverless_gpu.environment.restore.cache.eviction_plan import CachedEnvironment, CachedUnit, Step, plan
+from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since, linking_lock, suspects
+from serverless_gpu.environment.restore.shared_metadata import sweep_layers
 
 LOCK_WAIT_S = 60.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}")

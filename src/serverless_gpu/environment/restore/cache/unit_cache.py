@@ -3,13 +3,13 @@
     ensure ─ there, and looked at in this boot of the machine, not long ago? nothing to do
            ├ its lock is free: fetch it   (many processes at once: each takes what nobody fetches yet)
            └ somebody fetches it: wait until it is there, or until they died and it is ours to fetch
-    look   ─ one sweep over its files: has anybody written to them? (`sealing.py`) then every byte is read
+    look   ─ one sweep over its files: has anybody written to them? (`unit_seal.py`) then every byte is read
     verify ─ what is on the disk against its rows; a damaged unit is replaced by a rename, whoever looks at the old one
              keeps seeing it
     evict  ─ what was not used for longest goes; never what somebody uses
 
-Lives here: who does what when. `places.py` says where, `fetching.py` brings, `inspection.py` looks, `evicting.py`
-removes. Must not: know what an environment looks like.
+Lives here: who does what when. `cache_layout.py` says where, `fetch.py` brings, `inspection.py` looks,
+`eviction_run.py` removes. Must not: know what an environment looks like.
 
 Failure cases: disk full (StorageError naming it; nothing half-visible, F27), a unit damaged on the disk (refetched,
 F29), a process killed at any point (the kernel frees its lock, the next one goes on from what is whole), an altered
@@ -30,16 +30,9 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit, unit_address
 from serverless_gpu.environment.progress import Report, nobody
-from serverless_gpu.environment.restore import evicting
 from serverless_gpu.environment.restore.bytecode import Job, compile_all
-from serverless_gpu.environment.restore.disks import full, total_bytes
-from serverless_gpu.environment.restore.evicting import LOCK_WAIT_S, evicting_lock
-from serverless_gpu.environment.restore.exposure import expose, exposed_since
-from serverless_gpu.environment.restore.fetching import WAIT_S, Fetch, moved_bytes, room
-from serverless_gpu.environment.restore.inspection import damage, drop_bytecode
-from serverless_gpu.environment.restore.locking import lock, locked, try_lock
-from serverless_gpu.environment.restore.outlines import Outline
-from serverless_gpu.environment.restore.places import (
+from serverless_gpu.environment.restore.cache import eviction_run
+from serverless_gpu.environment.restore.cache.cache_layout import (
     Looked,
     Note,
     Places,
@@ -50,7 +43,14 @@ from serverless_gpu.environment.restore.places import (
     write_document,
     write_to_disk,
 )
-from serverless_gpu.environment.restore.sealing import LOOK_S, Sweep, known_bytecode, note_bytecode, sweep_unit
+from serverless_gpu.environment.restore.cache.cache_locks import lock, locked, try_lock
+from serverless_gpu.environment.restore.cache.disk import full, total_bytes
+from serverless_gpu.environment.restore.cache.eviction_run import LOCK_WAIT_S, evicting_lock
+from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since
+from serverless_gpu.environment.restore.cache.fetch import WAIT_S, Fetch, moved_bytes, room
+from serverless_gpu.environment.restore.cache.inspection import damage, drop_bytecode
+from serverless_gpu.environment.restore.cache.unit_outline import Outline
+from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S, Sweep, known_bytecode, note_bytecode, sweep_unit
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentCorrupt
 
@@ -194,7 +194,7 @@ class Cache(Places):
                 put_aside(fresh)
             else:
                 fresh.rename(place)
-        evicting.sweep(self)
+        eviction_run.sweep(self)
         return wrong
 
     def evict(self, max_bytes: int | None = None, free_floor_bytes: int | None = None) -> int:
@@ -206,13 +206,13 @@ class Cache(Places):
         Returns:
             The bytes that went.
         """
-        evicting.sweep(self)
-        evicting.forget(self, ENVIRONMENTS_MAX)
-        size = sum(unit.size for unit in evicting.units(self))
+        eviction_run.sweep(self)
+        eviction_run.forget(self, ENVIRONMENTS_MAX)
+        size = sum(unit.size for unit in eviction_run.units(self))
         limit = self._max_bytes if max_bytes is None else max_bytes
         floor = self.floor_bytes if free_floor_bytes is None else free_floor_bytes
         excess = max(size - limit, room(self, 0, floor))
-        return evicting.evict(self, excess) if excess > 0 else 0
+        return eviction_run.evict(self, excess) if excess > 0 else 0
 
     def make_space(self, needed: int, *, keep: Collection[str]) -> None:
         """Make room above the floor of free disk, by removing what was not used for longest.
@@ -225,8 +225,8 @@ class Cache(Places):
             StorageError: there is no room, and nothing more may go.
         """
         if short := room(self, needed, self.floor_bytes):
-            evicting.sweep(self)
-            evicting.evict(self, short, keep)
+            eviction_run.sweep(self)
+            eviction_run.evict(self, short, keep)
             if room(self, needed, self.floor_bytes):
                 raise full(self.units, needed, self.floor_bytes)
 
@@ -241,7 +241,7 @@ class Cache(Places):
 
     def sizes(self) -> tuple[int, int]:
         """Return how many units there are, and the bytes they take."""
-        units = evicting.units(self)
+        units = eviction_run.units(self)
         return len(units), sum(unit.size for unit in units)
 
     @property
@@ -278,7 +278,7 @@ class Cache(Places):
         """Look at the units of an environment, and put those aside that somebody has written to.
 
         Each is looked at once in a boot of this machine, and again after `LOOK_S`; units that links lead to are looked
-        at by `mending.py`, before each use.
+        at by `tree_repair.py`, before each use.
 
         Args:
             snapshot: of which; the caller holds it.
@@ -412,7 +412,7 @@ class Cache(Places):
 
     def forget_made_of(self, address: str) -> None:
         """Have what was made of a damaged unit made again for whoever comes next."""
-        for environment in evicting.environments(self):
+        for environment in eviction_run.environments(self):
             if address in environment.units:
                 place = self.environment(environment.address)
                 (place / "tree.ready").unlink(missing_ok=True)

@@ -23,10 +23,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.locking import try_lock
-from serverless_gpu.environment.restore.outlines import Outline
-from serverless_gpu.environment.restore.places import Places, make_public, read_document, write_document
-from serverless_gpu.environment.restore.unpacking import MTIME_S
+from serverless_gpu.environment.restore.cache.cache_layout import Places, make_public, read_document, write_document
+from serverless_gpu.environment.restore.cache.cache_locks import try_lock
+from serverless_gpu.environment.restore.cache.unit_outline import Outline
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 
 ADDED_NAMES = ("RECORD", "INSTALLER")
 _NAME_LENGTH = 6

@@ -24,14 +24,14 @@ from blake3 import blake3
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress, Report
-from serverless_gpu.environment.scan.again import look_again
 from serverless_gpu.environment.scan.changes import Change, compare
-from serverless_gpu.environment.scan.composing import Composed, Source, compose
+from serverless_gpu.environment.scan.code.git_settings import user_patterns
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.git_settings import user_patterns
 from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
+from serverless_gpu.environment.scan.index_codec import known_of, make_parts, read_memory
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
-from serverless_gpu.environment.scan.remembered import known_of, make_parts, read_memory
+from serverless_gpu.environment.scan.snapshot_composition import Composed, Source, compose
+from serverless_gpu.environment.scan.stdlib_rescan import look_again
 from serverless_gpu.environment.scan.survey import Survey, survey
 from serverless_gpu.environment.scan.watcher import Unwatchable, Watcher
 

@@ -23,16 +23,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from serverless_gpu.environment.capture.packing import Job, Packed, Packer, Settings
-from serverless_gpu.environment.capture.reading import unreadable
-from serverless_gpu.environment.capture.sending import Counts
+from serverless_gpu.environment.capture.packer import Job, Packed, Packer, Settings
+from serverless_gpu.environment.capture.sender import Counts
+from serverless_gpu.environment.capture.unit_reader import unreadable
 from serverless_gpu.environment.compression import LEVEL_LOCAL
 from serverless_gpu.environment.documents import Member, Root, Row, Snapshot, Unit, in_order, make_snapshot
 from serverless_gpu.environment.progress import Progress, Report, nobody
 from serverless_gpu.environment.rules import check_rows
 from serverless_gpu.environment.rules.limits import CONTENT_BYTES_MAX
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.scanning import Recogniser, Scan, Source, garbage_kept
+from serverless_gpu.environment.scan.scan import Recogniser, Scan, Source, garbage_kept
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import (
     EnvironmentProblem,

@@ -23,12 +23,19 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Unit
 from serverless_gpu.environment.progress import Progress, Report, nobody
-from serverless_gpu.environment.restore.disks import free_bytes, full, is_full, occupied_bytes
-from serverless_gpu.environment.restore.locking import try_lock
-from serverless_gpu.environment.restore.outlines import outline
-from serverless_gpu.environment.restore.places import Note, Places, delete, make_public, put_aside, write_document
-from serverless_gpu.environment.restore.sealing import sweep_unit
-from serverless_gpu.environment.restore.unpacking import unpack_each
+from serverless_gpu.environment.restore.cache.cache_layout import (
+    Note,
+    Places,
+    delete,
+    make_public,
+    put_aside,
+    write_document,
+)
+from serverless_gpu.environment.restore.cache.cache_locks import try_lock
+from serverless_gpu.environment.restore.cache.disk import free_bytes, full, is_full, occupied_bytes
+from serverless_gpu.environment.restore.cache.unit_outline import outline
+from serverless_gpu.environment.restore.cache.unit_seal import sweep_unit
+from serverless_gpu.environment.restore.cache.unpack import unpack_each
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import EnvironmentCorrupt, StorageError
 from serverless_gpu.units import format_bytes

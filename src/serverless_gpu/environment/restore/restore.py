@@ -9,7 +9,7 @@
 What is made is kept in `trees/<address>` and found again. It is made beside its place and comes there by a rename, by
 one process at a time; when something replaces it, who uses the old one keeps it.
 
-Lives here: the order of things. `assembly.py` says what goes where, `linking.py` and `cache.py` do it.
+Lives here: the order of things. `assembly.py` says what goes where, `link_tree.py` and `unit_cache.py` do it.
 
 Failure cases: no such interpreter (EnvironmentUnsupported), what the cache raises (disk full, store altered), a killed
 process (its `.new-` directory is removed by the next).
@@ -28,13 +28,13 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Progress, Report, nobody
 from serverless_gpu.environment.restore.assembly import library_name, moved, paths_before
 from serverless_gpu.environment.restore.bytecode import jobs
-from serverless_gpu.environment.restore.cache import Cache, Ensured
-from serverless_gpu.environment.restore.disks import full, is_full, occupied_bytes
-from serverless_gpu.environment.restore.exporting import Exported, Order, export
-from serverless_gpu.environment.restore.locking import locked
-from serverless_gpu.environment.restore.mending import changed_units, mend_units, said
-from serverless_gpu.environment.restore.preparing import Prepared, known_snapshot, loaded_jobs, prepare
+from serverless_gpu.environment.restore.cache.cache_locks import locked
+from serverless_gpu.environment.restore.cache.disk import full, is_full, occupied_bytes
+from serverless_gpu.environment.restore.cache.unit_cache import Cache, Ensured
+from serverless_gpu.environment.restore.export import Exported, Order, export
+from serverless_gpu.environment.restore.preparation import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.pythons import ask, find_python
+from serverless_gpu.environment.restore.tree_repair import changed_units, mend_units, said
 from serverless_gpu.environment.restore.trees import (
     LAYERS_MAX,
     MAKING_S_MAX,
@@ -50,7 +50,7 @@ from serverless_gpu.environment.restore.trees import (
     tree_change,
 )
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.mending import read_snapshot
+from serverless_gpu.environment.stores.repair import read_snapshot
 from serverless_gpu.errors import StorageError
 
 __all__ = [

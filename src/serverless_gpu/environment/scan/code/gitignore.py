@@ -17,7 +17,7 @@ import msgspec
 from pathspec.patterns.gitignore import GitIgnorePatternError
 from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
 
-from serverless_gpu.environment.scan.git_settings import user_patterns
+from serverless_gpu.environment.scan.code.git_settings import user_patterns
 
 GIT = ".gitignore"
 OURS = ".sgpuignore"

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.scanning import Recogniser
+from serverless_gpu.environment.scan.scan import Recogniser
 from serverless_gpu.environment.scan.watcher import Unwatchable, Watcher
 from serverless_gpu.errors import ServerlessGpuError
 

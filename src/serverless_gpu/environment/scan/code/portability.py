@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from serverless_gpu.environment.rules.limits import DEPTH_MAX, PATH_BYTES_MAX
 from serverless_gpu.environment.rules.rows import fold_name
-from serverless_gpu.environment.scan.listing import Listing, is_plain, show
+from serverless_gpu.environment.scan.directory_listing import Listing, is_plain, show
 
 _AREA = "site/"
 

@@ -18,16 +18,16 @@ import msgspec
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Report, nobody
 from serverless_gpu.environment.restore.assembly import Part, Place
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.disks import free_bytes, full, is_full, occupied_bytes
-from serverless_gpu.environment.restore.exposure import linking
-from serverless_gpu.environment.restore.linking import Linked, Source, fill
-from serverless_gpu.environment.restore.locking import locked
-from serverless_gpu.environment.restore.places import delete, make_public
-from serverless_gpu.environment.restore.preparing import Prepared, known_snapshot, loaded_jobs, prepare
+from serverless_gpu.environment.restore.cache.cache_layout import delete, make_public
+from serverless_gpu.environment.restore.cache.cache_locks import locked
+from serverless_gpu.environment.restore.cache.disk import free_bytes, full, is_full, occupied_bytes
+from serverless_gpu.environment.restore.cache.exposure import linking
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.link_tree import Linked, Source, fill
+from serverless_gpu.environment.restore.preparation import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.trees import MAKING_S_MAX, assembled
 from serverless_gpu.environment.stores.blobs import Blobs
-from serverless_gpu.environment.stores.mending import read_snapshot
+from serverless_gpu.environment.stores.repair import read_snapshot
 from serverless_gpu.errors import InvalidValue, StorageError
 
 _ACTIVATE = """\

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from serverless_gpu.environment.scan.listing import show
+from serverless_gpu.environment.scan.directory_listing import show
 
 MARK = " that git ignores ("
 UNASKED = "; which of them it tracks is not known: "

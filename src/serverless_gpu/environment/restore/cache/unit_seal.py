@@ -10,7 +10,7 @@ a file or directory that is moved in from elsewhere has another inode. So a swee
 
 Bytecode comes later and has times of its own: each file is written down when it has been compiled.
 
-Must not: decide what happens to a unit that was changed (`cache.py`).
+Must not: decide what happens to a unit that was changed (`unit_cache.py`).
 
 Failure case: a process of the cache's owner that also rewrites what is noted here is not found; separate users need
 separate uids.
@@ -26,8 +26,8 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from serverless_gpu.environment.restore.places import read_document, write_document
-from serverless_gpu.environment.restore.sharing import is_added
+from serverless_gpu.environment.restore.cache.cache_layout import read_document, write_document
+from serverless_gpu.environment.restore.shared_metadata import is_added
 
 LOOK_S = 600
 """How long a unit that was looked at in this boot of the machine is not looked at again."""

@@ -11,7 +11,7 @@ touched again after ours. What changed after it is read.
 
 Bytecode has times of its own, and comes later: it is suspicious when it was written to after it was linked.
 
-Who makes links looks at each file right before (`linking.py`): the directories are listed once for both.
+Who makes links looks at each file right before (`link_tree.py`): the directories are listed once for both.
 
 Failure cases: a clock that is set back hides a change that also puts the file's time back; a unit that vanishes
 meanwhile (whoever asks for it finds it missing).
@@ -24,10 +24,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from serverless_gpu.environment.restore.locking import locked
-from serverless_gpu.environment.restore.places import Places
-from serverless_gpu.environment.restore.sharing import is_added
-from serverless_gpu.environment.restore.unpacking import MTIME_S
+from serverless_gpu.environment.restore.cache.cache_layout import Places
+from serverless_gpu.environment.restore.cache.cache_locks import locked
+from serverless_gpu.environment.restore.cache.unpack import MTIME_S
+from serverless_gpu.environment.restore.shared_metadata import is_added
 
 _MTIME_NS = MTIME_S * 10**9
 _LINKING_S_MAX = 3600.0

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from serverless_gpu.environment.documents import Generated
 from serverless_gpu.environment.rules.limits import TEXT_BYTES_MAX
+from serverless_gpu.environment.scan.directory_listing import show
 from serverless_gpu.environment.scan.distributions import read_text
-from serverless_gpu.environment.scan.listing import show
 from serverless_gpu.environment.scan.roots import FINDER, Spot
 from serverless_gpu.environment.scan.units import Draft
 from serverless_gpu.errors import EnvironmentUnsupported

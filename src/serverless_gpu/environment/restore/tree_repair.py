@@ -4,7 +4,7 @@
     units that are mounted      ─ the same, once in a boot and then every ten minutes (`cache.look`)
     a tree of links             ─ every directory's time, every generated file ─ changed? the tree is made again
 
-Lives here: the order, and the words for what was found. `exposure.py` and `watching.py` look.
+Lives here: the order, and the words for what was found. `exposure.py` and `tree_stamp.py` look.
 
 Failure cases: the store does not have a changed unit any more, or cannot be reached (what it raises; the unit is not
 used then).
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Report
-from serverless_gpu.environment.restore.cache import Cache
-from serverless_gpu.environment.restore.exposure import expose, exposed_since, linking, suspects
-from serverless_gpu.environment.restore.forking import divide
+from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since, linking, suspects
+from serverless_gpu.environment.restore.cache.fork_pool import divide
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.stores.blobs import Blobs
 
 _NAMED_MAX = 3

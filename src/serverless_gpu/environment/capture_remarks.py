@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serverless_gpu.environment.documents import Member, Root, Snapshot
-from serverless_gpu.environment.scan.scanning import Scan, Source
-from serverless_gpu.environment.scan.staying import same_matter
+from serverless_gpu.environment.scan.code.ignored_files import same_matter
+from serverless_gpu.environment.scan.scan import Scan, Source
 from serverless_gpu.units import format_bytes
 
 CODE_STEP_BYTES = 100_000_000

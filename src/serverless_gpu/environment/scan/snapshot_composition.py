@@ -25,12 +25,12 @@ from serverless_gpu.environment.documents import (
     unit_address,
 )
 from serverless_gpu.environment.progress import Progress, Report
-from serverless_gpu.environment.scan.again import own_row_path
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
-from serverless_gpu.environment.scan.generated import Directories, archive_line, take_generated
-from serverless_gpu.environment.scan.listing import File, is_plain
-from serverless_gpu.environment.scan.remembered import Known, Made
+from serverless_gpu.environment.scan.directory_listing import File, is_plain
+from serverless_gpu.environment.scan.index_codec import Known, Made
+from serverless_gpu.environment.scan.path_files import Directories, archive_line, take_generated
+from serverless_gpu.environment.scan.stdlib_rescan import own_row_path
 from serverless_gpu.environment.scan.survey import Part, Reused, Survey
 from serverless_gpu.environment.scan.units import Draft, Drafts, draft_units, settle_contested, settle_links
 

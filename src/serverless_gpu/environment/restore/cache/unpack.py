@@ -31,7 +31,7 @@ from typing import TypeVar
 
 from serverless_gpu.environment.documents import Unit
 from serverless_gpu.environment.progress import Progress, Report, nobody
-from serverless_gpu.environment.restore.writing import MTIME_S, Tree, UnitWriter
+from serverless_gpu.environment.restore.cache.file_writer import MTIME_S, Tree, UnitWriter
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.errors import StorageError
 from serverless_gpu.inodes import lacks_inodes

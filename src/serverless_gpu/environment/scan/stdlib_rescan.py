@@ -22,10 +22,10 @@ import msgspec
 from serverless_gpu.environment.documents import Member, Row, RowKind
 from serverless_gpu.environment.scan.canonical import row_path
 from serverless_gpu.environment.scan.digests import may_be_script
+from serverless_gpu.environment.scan.directory_listing import Directory, File, Listing, Look, look
 from serverless_gpu.environment.scan.distributions import Distribution, read_distributions
-from serverless_gpu.environment.scan.generated import may_name_directories
 from serverless_gpu.environment.scan.index import NOBODY, FilesPart, GatePart, KeptPart, Stats
-from serverless_gpu.environment.scan.listing import Directory, File, Listing, Look, look
+from serverless_gpu.environment.scan.path_files import may_name_directories
 from serverless_gpu.environment.scan.roots import Spot
 from serverless_gpu.environment.scan.survey import Area, KeptDistribution, Part, Reused, check_names, keep_for
 from serverless_gpu.errors import EnvironmentUnsupported

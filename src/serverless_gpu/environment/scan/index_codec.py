@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from serverless_gpu.environment.documents import Member, Row, Snapshot
-from serverless_gpu.environment.scan.again import Memory, directory_inodes, reusable
 from serverless_gpu.environment.scan.canonical import row_path
 from serverless_gpu.environment.scan.digests import Digest, digest_files
+from serverless_gpu.environment.scan.directory_listing import File, read_file
 from serverless_gpu.environment.scan.distributions import Distribution
 from serverless_gpu.environment.scan.index import (
     NOBODY,
@@ -29,8 +29,8 @@ from serverless_gpu.environment.scan.index import (
     pack_directories,
     pack_stats,
 )
-from serverless_gpu.environment.scan.listing import File, read_file
 from serverless_gpu.environment.scan.roots import Spot
+from serverless_gpu.environment.scan.stdlib_rescan import Memory, directory_inodes, reusable
 from serverless_gpu.environment.scan.survey import Survey
 from serverless_gpu.errors import EnvironmentUnsupported
 

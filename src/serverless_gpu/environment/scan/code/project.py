@@ -13,7 +13,7 @@ of their own) and our home. Kept although ignored, unless `.sgpuignore` names it
 A directory that is nobody's project (the home directory, `/`, `/tmp`: a script may lie there) is not walked: only
 Python files in it, and packages in it, count.
 
-Left out, too, and said: what no restore would accept (`travelling.py`).
+Left out, too, and said: what no restore would accept (`portability.py`).
 
 Failures, `EnvironmentTooLarge`: more than 1 GiB or 100,000 files, naming the ten largest.
 """
@@ -26,11 +26,11 @@ from collections.abc import Collection
 
 import msgspec
 
-from serverless_gpu.environment.scan.ignoring import GIT, OURS, Ignoring, git_index, outer_ignoring
-from serverless_gpu.environment.scan.listing import BYTECODE, File, Listing, look, read_file, show
-from serverless_gpu.environment.scan.staying import Staying
-from serverless_gpu.environment.scan.tracked import index_mtime, tracked_files
-from serverless_gpu.environment.scan.travelling import leave_out_misfits
+from serverless_gpu.environment.scan.code.git_index import index_mtime, tracked_files
+from serverless_gpu.environment.scan.code.gitignore import GIT, OURS, Ignoring, git_index, outer_ignoring
+from serverless_gpu.environment.scan.code.ignored_files import Staying
+from serverless_gpu.environment.scan.code.portability import leave_out_misfits
+from serverless_gpu.environment.scan.directory_listing import BYTECODE, File, Listing, look, read_file, show
 from serverless_gpu.errors import EnvironmentTooLarge
 
 CODE_BYTES_MAX = 1024**3
