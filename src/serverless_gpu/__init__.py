@@ -58,7 +58,7 @@ _ROOMS = ("compute", "errors", "launcher", "ray", "runtime", "testing")
 
 
 def __getattr__(name: str) -> object:
-    load = importlib.import_module("serverless_gpu.loading").load
+    load = importlib.import_module("serverless_gpu.lazy_import").load
     if name in _HOMES:
         return globals().setdefault(name, getattr(load(_HOMES[name]), name))
     if name in _ROOMS:

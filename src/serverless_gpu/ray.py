@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from serverless_gpu.errors import InvalidOption
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 
 TYPE_CHECKING = False
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 
 
 class Entry(NamedTuple):

@@ -32,7 +32,7 @@ import click
 from serverless_gpu.cli.exit_codes import CANCELLED, exit_code
 from serverless_gpu.cli.lazy_group import Entry, LazyGroup
 from serverless_gpu.errors import ServerlessGpuError, ServerNotConfigured
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.version import __version__
 
 COMMANDS = {

@@ -23,7 +23,7 @@ from serverless_gpu.client.launch.remedies import no_server
 from serverless_gpu.client.remote.profile import Profile, find_profile, is_configured, remote_home, reread
 from serverless_gpu.client.remote.profile import patience_s as configured_patience_s
 from serverless_gpu.errors import ServerNotConfigured
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.brief import BriefConnection

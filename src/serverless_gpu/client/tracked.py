@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.serialized import from_json
+from serverless_gpu.json_codec import from_json
 
 _FILE = "tracking.json"
 _FILE_BYTES_MAX = 65_536

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from serverless_gpu.doctor.gathering import gather
+from serverless_gpu.doctor.probes import gather
 from serverless_gpu.doctor.report import Paint, as_builtins, has_failed, lines
 from serverless_gpu.doctor.table import judge
 

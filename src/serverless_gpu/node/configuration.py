@@ -32,13 +32,13 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.errors import InvalidValue, UsageError
+from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.billing.pricing import OfDbus, Tariff, parse_prices
 from serverless_gpu.model.hardware.gpu_types import GpuType
 from serverless_gpu.model.hardware.xid import Kind
 from serverless_gpu.model.lifecycle.retention import DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.node.home import Home
-from serverless_gpu.serialized import from_builtins
 
 
 class _OwnType(msgspec.Struct, forbid_unknown_fields=True):

@@ -25,11 +25,11 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
 from serverless_gpu.node.nvml import NO_DRIVER, Answer, Asker, Bounded, Nvml, NvmlReader, Silent
 from serverless_gpu.node.nvml_process import NvmlProcess
 from serverless_gpu.node.usages import MIB, GpuProcess, Unavailable, Usage, unknown_usage
-from serverless_gpu.serialized import from_json
 
 NVML_LIMIT_S = 5.0
 FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"

@@ -22,6 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.ambient import created_wall_ns
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.metering import Meter
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import State
@@ -30,7 +31,6 @@ from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.flocks import is_held
 from serverless_gpu.node.stopped import Stopped
-from serverless_gpu.serialized import from_json
 
 NOT_STARTED = "NOT_STARTED"
 UNREADABLE = "UNREADABLE"

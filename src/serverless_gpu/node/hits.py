@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware.xid import Hit
 from serverless_gpu.node.flocks import OPEN, opened, opened_directory, read_note
-from serverless_gpu.serialized import from_json
 
 _HITS_MAX = 16
 _PRINCIPAL_MAX = 100  # so many of so long names fit into what is read of a note

@@ -37,6 +37,7 @@ from msgspec import Struct
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import InvalidValue, StorageError
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware.gpu_types import DeviceKind
 from serverless_gpu.node.flocks import (
     OPEN,
@@ -51,7 +52,6 @@ from serverless_gpu.node.flocks import (
     read_note,
 )
 from serverless_gpu.node.processes import Left
-from serverless_gpu.serialized import from_json
 
 MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
 """Where real GPUs are locked, best first: /run/lock is not writable for everybody on every distribution."""

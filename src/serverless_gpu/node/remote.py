@@ -21,11 +21,11 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.ambient import created_wall_ns
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.history import SERVED, touched_ns
-from serverless_gpu.serialized import from_json
 
 FILE = SERVED
 UNSENT_DAYS_MAX = 30

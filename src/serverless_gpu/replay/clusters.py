@@ -20,9 +20,9 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.scheduling.values import Pool
 from serverless_gpu.replay.values import GANG_GPUS, Cluster, Machine, cluster_of
-from serverless_gpu.serialized import from_builtins
 from serverless_gpu.units import parse_duration_s
 
 _SHAPE = re.compile(r"(\d{1,6})\s*[x×]\s*(\d{1,6})", re.ASCII)

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
+from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.scheduling.values import CLASSES, NORMAL
 from serverless_gpu.replay.values import Job, Trace, trace_of
-from serverless_gpu.serialized import from_builtins
 
 NEEDED = ("submit_time_s", "duration_s", "num_gpus")
 _BYTES_MAX = 2 * 1024**3

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact
-from serverless_gpu.serialized import from_json
 from serverless_gpu.server import attempts as attempt_rows
 from serverless_gpu.server import charges
 from serverless_gpu.server import crews as crew_rows

@@ -30,11 +30,11 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.ledger import Entry, Line, post
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.serialized import from_json
 from serverless_gpu.server import accounts, attempts, charges, counting, crews, facts, nodes, runs, uncharged
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.charges import New, Posted, Utilisation

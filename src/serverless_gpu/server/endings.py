@@ -18,6 +18,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.ledger import Charge, sum_of
 from serverless_gpu.model.gangs import gang_lifecycle, gang_receipt
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
@@ -27,7 +28,6 @@ from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.lifecycle.run_lifecycle import surely_ends
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.protocol import Stopped
-from serverless_gpu.serialized import from_json
 from serverless_gpu.server import counting, crews, facts, gang_endings, gangs
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import Outcome, StoredCrew

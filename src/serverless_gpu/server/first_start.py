@@ -40,7 +40,7 @@ from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.node_tokens import Invitation
 from serverless_gpu.server.services import Services, Transactions
-from serverless_gpu.wire.joining import INVITED_S
+from serverless_gpu.wire.pool_join import INVITED_S
 from serverless_gpu.wire.principals import PrincipalRequest
 
 NODE = "node"

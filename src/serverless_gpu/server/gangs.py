@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.gangs import gang_lifecycle
 from serverless_gpu.model.gangs.gang_lifecycle import Cause, Fold, Halt, Over
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State, StopReason
@@ -27,7 +28,6 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     Stopping,
     over_because,
 )
-from serverless_gpu.serialized import from_json
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.runs import StoredRun

@@ -19,8 +19,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.access.roles import ROLES, SCOPES, Resource
-from serverless_gpu.serialized import from_json
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.crews import WITHOUT_REPORT
 from serverless_gpu.server.keys import PREFIX as ATTEMPT_PREFIX

@@ -24,7 +24,7 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
-from serverless_gpu.wire.joining import JoinAnswer, JoinRequest, RayPool
+from serverless_gpu.wire.pool_join import JoinAnswer, JoinRequest, RayPool
 
 AGENT = "agent"
 _INVITE = "an administrator makes a join file, also for several machines: sgpu node invite --uses 10"

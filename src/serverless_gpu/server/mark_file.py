@@ -28,9 +28,9 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.high_water_mark import HighWaterMark, Position
 from serverless_gpu.node.private_files import write_private
-from serverless_gpu.serialized import from_json
 from serverless_gpu.server.database import Database
 
 SYNC_S = 1.0

@@ -23,7 +23,7 @@ from serverless_gpu.server.node_tokens import Invitation, StoredBinding
 from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import AgentHello, NodeView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
-from serverless_gpu.wire.joining import ApproveRequest, InviteAnswer, InviteRequest
+from serverless_gpu.wire.pool_join import ApproveRequest, InviteAnswer, InviteRequest
 
 PENDING = "PENDING"
 """State of a node that waits for an administrator."""

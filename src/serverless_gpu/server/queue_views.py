@@ -22,7 +22,7 @@ from serverless_gpu.server.sentences import Told
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import Kind, StoredShare
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
-from serverless_gpu.wire.waiting import wait_view
+from serverless_gpu.wire.waits import wait_view
 
 _NOT_IN_LINE = (WaitReason.ISOLATION.value, WaitReason.UNSATISFIABLE.value)
 

@@ -36,7 +36,7 @@ from serverless_gpu.server import tls
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.ray_settings import RaySettings
 from serverless_gpu.server.settings import Settings
-from serverless_gpu.wire.joining import RayPool
+from serverless_gpu.wire.pool_join import RayPool
 
 EVERY_S = 5.0
 _TOKEN_BYTES = 32

@@ -35,7 +35,7 @@ from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.waiting_room import WaitingRoom
-from serverless_gpu.wire.joining import RayPool
+from serverless_gpu.wire.pool_join import RayPool
 
 T = TypeVar("T")
 

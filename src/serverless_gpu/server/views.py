@@ -37,7 +37,7 @@ from serverless_gpu.wire.runs import (
     SettledMessage,
     StateMessage,
 )
-from serverless_gpu.wire.waiting import wait_view
+from serverless_gpu.wire.waits import wait_view
 
 
 def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) -> StoredRun:

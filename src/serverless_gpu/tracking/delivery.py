@@ -28,6 +28,7 @@ from typing import Protocol
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import RunSpec
@@ -51,7 +52,6 @@ from serverless_gpu.model.telemetry.tracking_rules import (
     valid_key,
 )
 from serverless_gpu.model.tracking_context import Tracking
-from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking import documents
 from serverless_gpu.tracking.base import Tracked, Tracker, TrackerAway, TrackerRefused
 from serverless_gpu.tracking.memory import Ending, load_memory, memory_path, save_memory

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking.base import Tracked
 
 _BYTES_MAX = 1 << 20

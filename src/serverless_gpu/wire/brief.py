@@ -12,7 +12,7 @@ from typing import cast
 from urllib.parse import urlencode, urlsplit
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.exchange import ANSWER_S, CONNECT_S, Exchange, Reply
 

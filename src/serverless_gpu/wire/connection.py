@@ -17,7 +17,7 @@ import httpx2
 import msgspec
 
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
-from serverless_gpu.serialized import decoder
+from serverless_gpu.json_codec import decoder
 from serverless_gpu.wire.base import API, Request
 from serverless_gpu.wire.exchange import ANSWER_S, CONNECT_S, Exchange, Reply, problem_of
 from serverless_gpu.wire.trust import trust

@@ -14,7 +14,7 @@ from serverless_gpu.model.scheduling.values import Estimate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Request
 from serverless_gpu.wire.runs import Target
-from serverless_gpu.wire.waiting import WaitView, wait_of, wait_view
+from serverless_gpu.wire.waits import WaitView, wait_of, wait_view
 
 
 class EstimateRequest(Request, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ from serverless_gpu.errors import (
     ServerUnavailable,
     error_class,
 )
-from serverless_gpu.serialized import from_json
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import PROTOCOL, Problem, Request

@@ -12,7 +12,7 @@ from typing import Literal
 
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.base import Answer, Request
-from serverless_gpu.wire.waiting import WaitView
+from serverless_gpu.wire.waits import WaitView
 
 LIMIT_MAX = 50
 """Entries of one answer: why somebody waits costs a look at the queue, for anybody who may ask."""

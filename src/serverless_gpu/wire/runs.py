@@ -26,7 +26,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Json, Request
 from serverless_gpu.wire.costs import CostView
-from serverless_gpu.wire.waiting import WaitView
+from serverless_gpu.wire.waits import WaitView
 
 
 class Target(Request, frozen=True, kw_only=True):

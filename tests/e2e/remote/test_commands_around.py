@@ -16,7 +16,7 @@ from serverless_gpu import distributed
 from serverless_gpu.client.remote.profile import Profile, find_profile, write_profile
 from serverless_gpu.doctor.facts import Facts
 from serverless_gpu.doctor.findings import Outcome
-from serverless_gpu.doctor.gathering.serving import look_at_server
+from serverless_gpu.doctor.probes.server_probe import look_at_server
 from serverless_gpu.doctor.table import judge
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerNotConfigured, ServerUnavailable
 from serverless_gpu.wire.base import API

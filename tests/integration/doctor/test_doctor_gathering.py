@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.doctor.facts import Imported, InterpreterFacts
-from serverless_gpu.doctor.gathering.children import Ended, look
-from serverless_gpu.doctor.gathering.environment import look_at_imports, look_at_packages
+from serverless_gpu.doctor.probes.children import Ended, look
+from serverless_gpu.doctor.probes.environment import look_at_imports, look_at_packages
 from tests.support.golden import golden
 
 

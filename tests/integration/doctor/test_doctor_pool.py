@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from serverless_gpu.doctor.facts import PoolFacts
-from serverless_gpu.doctor.gathering import pool
+from serverless_gpu.doctor.probes import pool
 from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.engines.ray.ray_keeper import MARK
 from serverless_gpu.node.flocks import hold

@@ -10,7 +10,7 @@ import sys
 import msgspec
 import pytest
 
-from serverless_gpu.serialized import decoder, from_builtins, from_json, from_msgpack
+from serverless_gpu.json_codec import decoder, from_builtins, from_json, from_msgpack
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 
@@ -18,7 +18,7 @@ SOURCE = REPOSITORY / "src" / "serverless_gpu"
 FIRST_USES = """
 import sys, threading
 import msgspec
-from serverless_gpu.serialized import from_builtins, from_json, from_msgpack
+from serverless_gpu.json_codec import from_builtins, from_json, from_msgpack
 
 sys.setswitchinterval(1e-6)
 ROUNDS = 300
@@ -79,7 +79,7 @@ def test_nothing_is_decoded_as_a_type_but_there() -> None:
     found = [
         f"{path.relative_to(SOURCE)}:{node.lineno}"
         for path in SOURCE.rglob("*.py")
-        if path.name != "serialized.py"
+        if path.name != "json_codec.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and _is_typed_decoding(node)
     ]

@@ -22,7 +22,7 @@ import msgspec
 
 from serverless_gpu.ambient import machine
 from serverless_gpu.client.remote.profile import Profile, write_profile
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.server.serving import Running, serve
 from serverless_gpu.server.settings import Settings, read_settings
 

@@ -14,11 +14,11 @@ from typing import cast
 import pytest
 
 from serverless_gpu.doctor.facts import GpuFacts, Health, Imported, Unknown
-from serverless_gpu.doctor.gathering import nvml
-from serverless_gpu.doctor.gathering.bounded import side_by_side
-from serverless_gpu.doctor.gathering.children import Ended
-from serverless_gpu.doctor.gathering.environment import read_imports
-from serverless_gpu.doctor.gathering.machine import (
+from serverless_gpu.doctor.probes import nvml
+from serverless_gpu.doctor.probes.bounded_calls import side_by_side
+from serverless_gpu.doctor.probes.children import Ended
+from serverless_gpu.doctor.probes.environment import read_imports
+from serverless_gpu.doctor.probes.machine import (
     count_ports,
     count_sockets,
     filesystem_of,

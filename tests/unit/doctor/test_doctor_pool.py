@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.doctor.facts import Facts, Listener, PoolFacts
-from serverless_gpu.doctor.gathering import pool
+from serverless_gpu.doctor.probes import pool
 from tests.support.doctor.diagnosed import FAILED, OK, UNKNOWN, WARNING, found, one
 from tests.support.golden import golden
 

@@ -19,7 +19,7 @@ from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.cli.runs.run_choice import durable_home
 from serverless_gpu.client.remote.profile import check_address
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.node.flocks import hold
 from serverless_gpu.node.home import Home
 from serverless_gpu.node.remote import open_attempts

@@ -17,10 +17,10 @@ from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, ServerProblem
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, clock_text
-from serverless_gpu.wire.joining import ApproveRequest, InviteAnswer, InviteRequest
+from serverless_gpu.wire.pool_join import ApproveRequest, InviteAnswer, InviteRequest
 
 
 @click.command()

@@ -27,7 +27,7 @@ from serverless_gpu.wire.queue import (
     ShareRequest,
     ShareView,
 )
-from serverless_gpu.wire.waiting import wait_of
+from serverless_gpu.wire.waits import wait_of
 
 _KIND = click.Choice(["team", "user"])
 

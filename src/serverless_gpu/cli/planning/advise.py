@@ -37,7 +37,7 @@ from serverless_gpu.model.billing.oversized_runs import unneeded
 from serverless_gpu.model.hardware.gpu_types import GpuType, canonical
 from serverless_gpu.node.configuration import Configuration, read_configuration
 from serverless_gpu.replay import read_trace
-from serverless_gpu.replay.queueing import queues
+from serverless_gpu.replay.queue_cost import queues
 from serverless_gpu.units import MICROS_PER_UNIT
 
 _PRICE_MAX = 1_000_000
@@ -67,7 +67,7 @@ def advise_command(**options: Any) -> None:
     From the server's ledger, as far as you may see it; without a server, from this machine's runs. TRACE is a file as
     `sgpu simulate` reads it.
     """
-    drawing = None if options["png"] is None else drawing_room(options["png"], "serverless_gpu.replay.advice_drawing")
+    drawing = None if options["png"] is None else drawing_room(options["png"], "serverless_gpu.replay.advice_figure")
     configuration = read_configuration(this_home())
     wanted = _wanted(options)
     past, book = _known(options, wanted, configuration)

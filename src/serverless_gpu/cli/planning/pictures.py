@@ -9,7 +9,7 @@ from types import ModuleType
 from serverless_gpu.cli.output import say
 from serverless_gpu.client.runs.result_files import refuse_other
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 
 _KINDS = (".png", ".svg", ".pdf")
 

@@ -20,7 +20,7 @@ from serverless_gpu.cli.planning.pictures import drawing_room, written
 from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.server_connection import connect
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay import (
     POLICIES,
@@ -40,7 +40,7 @@ from serverless_gpu.units import format_duration_ms
 _PAGE = 500
 _HISTORY_MAX = 100_000
 _TEAMS_MAX = 10
-_DRAWING = "serverless_gpu.replay.drawing"
+_DRAWING = "serverless_gpu.replay.replay_figure"
 
 
 class _Asked(NamedTuple):

@@ -19,7 +19,7 @@ from serverless_gpu.cli.runs.run_choice import choose, meant
 from serverless_gpu.cli.server_connection import connect, connect_briefly, patient_server
 from serverless_gpu.client.remote.profile import find_profile, is_configured
 from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.node.history import SERVED, run_ids
 from serverless_gpu.node.home import Home
 

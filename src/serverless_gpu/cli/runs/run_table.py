@@ -17,7 +17,7 @@ from serverless_gpu.cli.runs import local_runs as own
 from serverless_gpu.cli.runs.run_choice import queued_runs, this_home
 from serverless_gpu.cli.runs.run_location import own_runs, server_costs
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, read_run
 

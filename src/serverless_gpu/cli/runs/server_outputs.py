@@ -15,7 +15,7 @@ from serverless_gpu.cli.runs.outputs import Output, Source, refuse_missing_attem
 from serverless_gpu.cli.runs.run_endings import fetch_ending
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.outcome import failed_rank
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.node.home import Home
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from serverless_gpu.cli.server_connection import patient_server
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.node.home import Home
 
 if TYPE_CHECKING:

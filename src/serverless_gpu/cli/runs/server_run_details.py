@@ -14,7 +14,7 @@ from serverless_gpu.cli.runs.server_runs import as_json, devices_text, moment_of
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.outcome import ending_text
 from serverless_gpu.errors import NotFound
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.units import format_bytes, format_duration_ms

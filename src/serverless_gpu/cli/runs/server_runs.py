@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon, format_utc
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware.gpu_types import CPU
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.receipt import nodes_text
@@ -18,7 +18,7 @@ from serverless_gpu.units import format_duration_ms
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
     from serverless_gpu.wire.runs import CrewView, RunView
-    from serverless_gpu.wire.waiting import WaitView
+    from serverless_gpu.wire.waits import WaitView
 
 
 def row(view: RunView) -> list[str]:
@@ -81,7 +81,7 @@ def sentence_of(view: RunView) -> str:
     """Return what is said about a run; of a wait with the times of this place."""
     if view.waiting is None:
         return view.sentence
-    wait = load("serverless_gpu.wire.waiting").wait_of(view.waiting, view.id)
+    wait = load("serverless_gpu.wire.waits").wait_of(view.waiting, view.id)
     return view.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
 

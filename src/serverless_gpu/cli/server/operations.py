@@ -21,7 +21,7 @@ from serverless_gpu.cli.server.server_log import server_logs
 from serverless_gpu.cli.server.up import refuse_incomplete
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.units import format_bytes
 from serverless_gpu.wire.state import DrainRequest, DrainView
 

@@ -13,7 +13,7 @@ from serverless_gpu.cli.runs.server_runs import sentence_of
 from serverless_gpu.cli.server_connection import connect
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import NotAllowed, ServerlessGpuError, ServerNotConfigured
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 
 _RUNS_MAX = 500

@@ -17,7 +17,7 @@ from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.cli.runs.run_choice import durable_home
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
 from serverless_gpu.model.scheduling.wait_messages import some
 from serverless_gpu.node.home import Home, storage_error

@@ -24,7 +24,7 @@ from serverless_gpu.client.launch import snapshot_environment
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import EnvironmentProblem, ServerUnavailable
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.spec import Command, Priority, RunSpec, check_command
 from serverless_gpu.node.home import Home, find_home
 

@@ -20,12 +20,12 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.cli.top.table import Around, Owner
 from serverless_gpu.errors import ServerlessGpuError, StorageError
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.locks import DeviceLocks, Holder, lock_directory
 from serverless_gpu.node.monitor import words
-from serverless_gpu.serialized import from_json
 
 _AGAIN_NS = 3_000_000_000
 _SILENT_NS = 5_000_000_000

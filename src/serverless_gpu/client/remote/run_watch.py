@@ -28,12 +28,12 @@ from serverless_gpu.client.remote.server import Server
 from serverless_gpu.client.runs.outcome import Origin
 from serverless_gpu.client.runs.run_source import Note, Source
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerProblem
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Failure, Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.node import protocol
-from serverless_gpu.serialized import from_json
 from serverless_gpu.wire.attempts import NOT_SENT
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (
@@ -45,7 +45,7 @@ from serverless_gpu.wire.runs import (
     SettledMessage,
     StateMessage,
 )
-from serverless_gpu.wire.waiting import wait_of
+from serverless_gpu.wire.waits import wait_of
 
 _FIRST_S = 5.0
 _DISPLACED = (Reason.DRAINED, Reason.PREEMPTED, Reason.BUDGET)

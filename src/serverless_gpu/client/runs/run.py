@@ -30,7 +30,7 @@ from serverless_gpu.client.runs.rank_failures import in_notebooks
 from serverless_gpu.client.runs.run_source import Note, Source
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem, error_class
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import Command, RunSpec, patience

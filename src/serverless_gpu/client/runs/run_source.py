@@ -23,7 +23,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.runs.outcome import Origin
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node import protocol

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 from serverless_gpu.node.history import read_ending
 
 _NAMED_MAX = 5

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.private_files import readers, write_private
-from serverless_gpu.serialized import from_json
 
 NAME = "join.json"
 _BYTES_MAX = 1 << 20

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.private_files import write_private
-from serverless_gpu.serialized import from_json
 
 
 class NodeFile(msgspec.Struct, frozen=True, kw_only=True):

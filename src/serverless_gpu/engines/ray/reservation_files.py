@@ -18,7 +18,7 @@ import msgspec
 
 from serverless_gpu.engines.base import Gang
 from serverless_gpu.engines.ray.ray_tables import Known
-from serverless_gpu.serialized import from_json
+from serverless_gpu.json_codec import from_json
 
 
 class Memory:

@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.environment.documents import Interpreter
 from serverless_gpu.errors import EnvironmentUnsupported
-from serverless_gpu.serialized import from_builtins
+from serverless_gpu.json_codec import from_builtins
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):

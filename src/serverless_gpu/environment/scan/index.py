@@ -34,7 +34,7 @@ from serverless_gpu.environment.scan.canonical import flat_path
 from serverless_gpu.environment.scan.directory_listing import Directory, File
 from serverless_gpu.environment.scan.roots import Spot
 from serverless_gpu.environment.scan.survey import Area, KeptDistribution
-from serverless_gpu.serialized import from_msgpack
+from serverless_gpu.json_codec import from_msgpack
 
 _PartT = TypeVar("_PartT")
 

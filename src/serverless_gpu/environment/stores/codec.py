@@ -16,7 +16,7 @@ import msgspec
 from serverless_gpu.environment.compression import LEVEL_REMOTE, compress, decompress
 from serverless_gpu.environment.documents import SNAPSHOT_VERSION, VERSION, Snapshot
 from serverless_gpu.errors import EnvironmentRejected
-from serverless_gpu.serialized import from_msgpack
+from serverless_gpu.json_codec import from_msgpack
 
 DOCUMENT_BYTES_MAX = 256 * 1024 * 1024
 """Most bytes of a document before compression: a million rows of 250 bytes."""

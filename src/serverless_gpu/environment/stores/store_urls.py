@@ -19,7 +19,7 @@ from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.environment.stores.objects import BOUND_S, ObjectStore
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.loading import load
+from serverless_gpu.lazy_import import load
 
 _PREFIX = re.compile(r"(?:[\w.-]+(?:/[\w.-]+)*)?", re.ASCII)
 

@@ -26,8 +26,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.home import Home
-from serverless_gpu.serialized import from_json
 
 DEFAULT = "default"
 HOST = "127.0.0.1"

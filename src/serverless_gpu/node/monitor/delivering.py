@@ -27,6 +27,7 @@ from typing import Literal
 
 import msgspec
 
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.node.account import write_text
 from serverless_gpu.node.home import Home
@@ -34,7 +35,6 @@ from serverless_gpu.node.inside import mlflow_job
 from serverless_gpu.node.mlflow_server.serving import ensure_server
 from serverless_gpu.node.monitor import words
 from serverless_gpu.node.monitor.backlog import Held, Kept
-from serverless_gpu.serialized import from_json
 from serverless_gpu.tracking.addresses import split_userinfo
 from serverless_gpu.tracking.base import Tracked, TrackerAway
 from serverless_gpu.tracking.delivery import Delivery, Job

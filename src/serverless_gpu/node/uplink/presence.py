@@ -22,6 +22,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.environment.restore.pythons import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType
 from serverless_gpu.model.hardware.xid import Kind
 from serverless_gpu.model.lifecycle.attempt import Reason
@@ -37,7 +38,6 @@ from serverless_gpu.node.private_files import write_private
 from serverless_gpu.node.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.node.usages import Usage, unknown_usage
-from serverless_gpu.serialized import from_json
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL

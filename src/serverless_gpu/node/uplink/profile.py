@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.serialized import from_json
+from serverless_gpu.json_codec import from_json
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):

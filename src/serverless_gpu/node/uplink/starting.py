@@ -17,6 +17,7 @@ import msgspec
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.placement import candidates, restrict
 from serverless_gpu.model.secrets import Delivered, check_name, check_variable
@@ -27,7 +28,6 @@ from serverless_gpu.node.inventory import offered
 from serverless_gpu.node.remote import Remote, has_remote, write_remote
 from serverless_gpu.node.submission import write_submission
 from serverless_gpu.node.uplink.interpreters import check_flags, check_python
-from serverless_gpu.serialized import from_json
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.connection import Connection

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason
 from serverless_gpu.node import protocol
 from serverless_gpu.node.flocks import held_note
@@ -23,7 +24,6 @@ from serverless_gpu.node.home import Home
 from serverless_gpu.node.locks import MACHINE_DIRECTORIES, Holder
 from serverless_gpu.node.remote import Remote
 from serverless_gpu.node.supervisor_loss import Lost, settle_loss
-from serverless_gpu.serialized import from_json
 
 
 def refusal(detail: str, clock: Clock) -> protocol.Stopped:

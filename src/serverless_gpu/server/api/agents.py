@@ -12,7 +12,7 @@ from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.api.routing import Call, Query, Routes, Stream, writing
 from serverless_gpu.server.orders import OPEN_MAX
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
-from serverless_gpu.wire.joining import JoinAnswer, JoinRequest, RayPool
+from serverless_gpu.wire.pool_join import JoinAnswer, JoinRequest, RayPool
 
 routes = Routes("agents")
 

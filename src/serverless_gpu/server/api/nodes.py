@@ -8,8 +8,8 @@ from serverless_gpu.server import dividing, node_admission, operating, ruling
 from serverless_gpu.server.api.routing import Call, Routes, reading, writing
 from serverless_gpu.server.ruling import Asked
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
-from serverless_gpu.wire.joining import ApproveRequest, InviteAnswer, InviteRequest
 from serverless_gpu.wire.nodes import CalendarRequest, NodeDrainRequest, QuarantineRequest
+from serverless_gpu.wire.pool_join import ApproveRequest, InviteAnswer, InviteRequest
 
 routes = Routes("nodes")
 

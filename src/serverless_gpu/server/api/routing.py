@@ -50,7 +50,7 @@ from starlette.responses import Response, StreamingResponse
 
 from serverless_gpu.ambient import created_wall_ns
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
-from serverless_gpu.serialized import from_builtins, from_json
+from serverless_gpu.json_codec import from_builtins, from_json
 from serverless_gpu.server import log_context
 from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.callers import Caller

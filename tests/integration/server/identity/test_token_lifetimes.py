@@ -15,7 +15,7 @@ from serverless_gpu.server.first_start import NODE, FileTokens, first_tokens, jo
 from serverless_gpu.server.identity import RENEWED_BELOW_S, TOKEN_EXPIRY_S, NewToken
 from serverless_gpu.server.services import Services, Transactions
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.joining import INVITED_S
+from serverless_gpu.wire.pool_join import INVITED_S
 from serverless_gpu.wire.principals import PrincipalRequest, TokenRequest
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0

@@ -14,7 +14,7 @@ from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import join_token
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import PROTOCOL
-from serverless_gpu.wire.joining import INVITED_S, RayPool
+from serverless_gpu.wire.pool_join import INVITED_S, RayPool
 from tests.support.golden import golden
 from tests.support.server.made import made_services
 from tests.support.server.principals import Api

@@ -20,7 +20,7 @@ import pytest
 
 from serverless_gpu.ambient import machine
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerProblem, ServerUnavailable
-from serverless_gpu.serialized import from_json
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.server import listening
 from serverless_gpu.server.api import routing
 from serverless_gpu.server.logfile import Redacted

@@ -17,7 +17,7 @@ from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
 from serverless_gpu.wire.queue import QueueEntry
 from serverless_gpu.wire.runs import RunView
-from serverless_gpu.wire.waiting import wait_view
+from serverless_gpu.wire.waits import wait_view
 from tests.support.golden import golden
 from tests.support.server.served import Served
 from tests.support.server.submitting import request

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import msgspec
 
-from serverless_gpu.serialized import from_msgpack
+from serverless_gpu.json_codec import from_msgpack
 
 LINKED = "linked"
 """Below the root: links lead to files of units, so these are looked at before each use."""

@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from serverless_gpu.errors import EnvironmentRejected
-from serverless_gpu.serialized import from_msgpack
+from serverless_gpu.json_codec import from_msgpack
 
 _NUMBER = struct.Struct("=H")
 _NUMBERS_MAX = 2048

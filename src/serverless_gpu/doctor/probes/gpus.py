@@ -11,15 +11,15 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.doctor.facts import GpuFacts, Unknown
-from serverless_gpu.doctor.gathering.children import look
+from serverless_gpu.doctor.probes.children import look
 from serverless_gpu.errors import StorageError
+from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.gpu_faults import suspects
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.kernel_log import KERNEL, KernelLog
 from serverless_gpu.node.locks import MACHINE_DIRECTORIES, DeviceLocks, Holder
 from serverless_gpu.node.spawning import clean_process
-from serverless_gpu.serialized import from_json
 
 _PCI = Path("/sys/bus/pci/devices")
 
@@ -36,7 +36,7 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
         home = str(find_home(environ).root)
     ended = look(
         lambda fd, log: clean_process(
-            "serverless_gpu.doctor.gathering.nvml", (fd, home), fds=(fd,), log=log, environ=environ
+            "serverless_gpu.doctor.probes.nvml", (fd, home), fds=(fd,), log=log, environ=environ
         ),
         limit_s,
     )

@@ -1,8 +1,8 @@
 """What is installed for this interpreter, and what importing it does, each asked in processes of their own.
 
-The programs (`packages.py`, `importing.py`) use the standard library only and are started with the caller's variables,
-without the working directory on the path: a file of the caller's that has the name of a module is reported, never run.
-They answer in Python literals, one per line, so that they need to import next to nothing themselves.
+The programs (`packages.py`, `import_program.py`) use the standard library only and are started with the caller's
+variables, without the working directory on the path: a file of the caller's that has the name of a module is reported,
+never run. They answer in Python literals, one per line, so that they need to import next to nothing themselves.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts, TorchFacts, Unknown
-from serverless_gpu.doctor.gathering.bounded import side_by_side
-from serverless_gpu.doctor.gathering.children import Ended, look
-from serverless_gpu.serialized import from_builtins
+from serverless_gpu.doctor.probes.bounded_calls import side_by_side
+from serverless_gpu.doctor.probes.children import Ended, look
+from serverless_gpu.json_codec import from_builtins
 
 # Two processes: what is built on torch, and what is built on NumPy.
 _FAMILIES = (("torch", "torchvision", "torchaudio"), ("numpy", "scipy", "sklearn", "pandas", "pyarrow", "numba", "cv2"))
@@ -69,7 +69,7 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
         left_s = (deadline_ns - clock.boottime_ns()) / 1e9
         if left_s < _WORTHWHILE_S:
             break
-        ended = _run("importing.py", left, left_s, "/")  # as the zygote imports
+        ended = _run("import_program.py", left, left_s, "/")  # as the zygote imports
         seen = read_imports(list(_records(ended)), ended)
         modules |= seen.modules
         facts = ImportFacts(torch=facts.torch or seen.torch, openmp=(*facts.openmp, *seen.openmp))

@@ -12,8 +12,8 @@ from serverless_gpu.model.hardware.gpu_types import matches
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, Pool
 from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again
-from serverless_gpu.replay.driving import Drive, Durations, Progress
 from serverless_gpu.replay.figures import Figures, figures_of
+from serverless_gpu.replay.scheduler_driver import Drive, Durations, Progress
 from serverless_gpu.replay.values import Cluster, Job, Trace
 
 POLICIES = ("fifo", "first-fit", *KEYS, "ours")

@@ -32,21 +32,21 @@ from serverless_gpu.doctor.facts import (
     TrackingFacts,
     Unknown,
 )
-from serverless_gpu.doctor.gathering.bounded import side_by_side
-from serverless_gpu.doctor.gathering.environment import look_at_imports, look_at_packages
-from serverless_gpu.doctor.gathering.gpus import look_at_gpus
-from serverless_gpu.doctor.gathering.machine import (
+from serverless_gpu.doctor.probes.bounded_calls import side_by_side
+from serverless_gpu.doctor.probes.environment import look_at_imports, look_at_packages
+from serverless_gpu.doctor.probes.gpus import look_at_gpus
+from serverless_gpu.doctor.probes.machine import (
     look_at_home,
     look_at_kernel,
     look_at_limits,
     look_at_network,
     look_at_runs,
 )
-from serverless_gpu.doctor.gathering.mounting import look_at_mounts
-from serverless_gpu.doctor.gathering.pool import look_at_pool
-from serverless_gpu.doctor.gathering.service import look_at_service
-from serverless_gpu.doctor.gathering.serving import look_at_server
-from serverless_gpu.doctor.gathering.tracking import look_at_tracking
+from serverless_gpu.doctor.probes.mount_probe import look_at_mounts
+from serverless_gpu.doctor.probes.pool import look_at_pool
+from serverless_gpu.doctor.probes.server_probe import look_at_server
+from serverless_gpu.doctor.probes.service import look_at_service
+from serverless_gpu.doctor.probes.tracking import look_at_tracking
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from serverless_gpu.doctor.facts import MountFacts, Unknown
-from serverless_gpu.doctor.gathering.children import look
+from serverless_gpu.doctor.probes.children import look
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.inside import mounts
 from serverless_gpu.node.spawning import clean_process

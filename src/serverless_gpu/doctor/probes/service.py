@@ -12,7 +12,7 @@ from pathlib import Path
 
 from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.doctor.facts import AgentFacts, CgroupFacts, Unknown
-from serverless_gpu.doctor.gathering.bounded import side_by_side
+from serverless_gpu.doctor.probes.bounded_calls import side_by_side
 from serverless_gpu.node.flocks import held_note
 from serverless_gpu.node.home import find_home
 from serverless_gpu.node.processes import controllers, find_cgroup_root

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from serverless_gpu.doctor.facts import Disk, HomeFacts, KernelFacts, LimitFacts, NetworkFacts, RunsFacts, Unknown
-from serverless_gpu.doctor.gathering.bounded import side_by_side
+from serverless_gpu.doctor.probes.bounded_calls import side_by_side
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.lifecycle.retention import Policy
 from serverless_gpu.model.utc_days import DAY_NS

@@ -22,10 +22,10 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.profile import SERVER, Profile, find_profile
 from serverless_gpu.doctor.facts import ServerFacts, ServerNode
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
-from serverless_gpu.loading import load
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.lazy_import import load
 from serverless_gpu.model.access.roles import reach
 from serverless_gpu.node.home import find_home
-from serverless_gpu.serialized import from_json
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection

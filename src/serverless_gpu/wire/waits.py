@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.scheduling.values import Holder, Wait, WaitReason
-from serverless_gpu.serialized import from_builtins
 from serverless_gpu.wire.base import Answer
 
 HOLDERS_MAX = 16

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from serverless_gpu.replay.figures import Moment, moments
-from serverless_gpu.replay.simulating import Outcome
+from serverless_gpu.replay.simulation import Outcome
 
 _COLUMNS = 400
 _PAPER, _INK, _FAINT, _GRID = "#ffffff", "#1f2328", "#6a737d", "#e4e7eb"
