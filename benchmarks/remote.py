@@ -24,7 +24,7 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.server import events, runs
 from serverless_gpu.server.database import Database

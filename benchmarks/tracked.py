@@ -13,8 +13,8 @@ from benchmarks import ranks
 from benchmarks.ours import joined
 from benchmarks.ranks import RANKS
 from serverless_gpu import Run, distributed
-from serverless_gpu.node.flocks import held_note
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import held_note
 
 _on = distributed(gpus=RANKS, gpu_type="CPU", quiet=True)(ranks.join)
 _off = distributed(gpus=RANKS, gpu_type="CPU", quiet=True, tracking=False)(ranks.join)

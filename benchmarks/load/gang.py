@@ -19,7 +19,7 @@ from benchmarks.load.probe import request
 from benchmarks.load.servers import MeasuredServer
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Order, Start
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer

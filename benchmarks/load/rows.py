@@ -22,7 +22,7 @@ from benchmarks.load.slow import Slow, Slowed
 from benchmarks.load.uploading import Upload, Uploaded
 from benchmarks.report import Row, Timing
 from serverless_gpu.model.spec import BLOB_PART_BYTES
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.agents import NodeList

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.pool_join import InviteAnswer, InviteRequest, JoinAnswer, JoinRequest

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from serverless_gpu.engines.ray import ray_machine
-from serverless_gpu.node.raycluster import is_left
+from serverless_gpu.node.supervisor.ray_cluster import is_left
 from tests.support.local.observe import wait_for
 
 _WATCHED = ("tests/e2e/ray/", "tests/e2e/remote/")

@@ -9,11 +9,11 @@ import signal
 from pathlib import Path
 
 from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.node import protocol
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.agent.connection import running_agent
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import starting
-from serverless_gpu.node.reaching import running_agent
+from serverless_gpu.node.monitor import control
 from serverless_gpu.node.uplink.control import stop_all
 
 _END_S = 10.0
@@ -32,7 +32,7 @@ def stop_agent(home: Path) -> bool:
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)
-    starting.stop(Home(home))  # last: the agent would start another one
+    control.stop(Home(home))  # last: the agent would start another one
     return connection is not None
 
 

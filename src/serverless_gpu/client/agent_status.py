@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.node import protocol
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.reaching import running_agent
+from serverless_gpu.node.agent.connection import running_agent
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
 
 _ANSWER_S = 10.0
 

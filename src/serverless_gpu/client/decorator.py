@@ -33,8 +33,8 @@ from serverless_gpu.errors import ArgumentMismatch, InvalidOption, ServerlessGpu
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware.gpu_types import GpuType
 from serverless_gpu.model.spec import Options, RunSpec, make_spec
-from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.home import find_home
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import find_home
 
 if TYPE_CHECKING:
     from serverless_gpu.client.estimating import Estimate

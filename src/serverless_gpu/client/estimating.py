@@ -1,6 +1,6 @@
 """When would this call start, and what would it cost? `fn.estimate(*args)`: checked as the call, nothing is started.
 
-    arguments ─▶ the same checks ─▶ remote? ── no ──▶ who has this machine's devices (`node/outlook.py`) ─▶ Estimate
+    arguments ─▶ the same checks ─▶ remote? ── no ──▶ who has this machine's devices (`node/agent/availability.py`) ─▶ Estimate
                                        └────── yes ─▶ POST /estimates of the server (`remote/estimating.py`) ─▶
                                                       with the price of the devices (`model/cost.py`)
 
@@ -27,12 +27,12 @@ from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.receipt import TextPrinter
 from serverless_gpu.model.scheduling import values, wait_messages
 from serverless_gpu.model.spec import Command, RunSpec, check_command
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.inventory import offered
-from serverless_gpu.node.locks import DeviceLocks, lock_directory
-from serverless_gpu.node.outlook import expected_s, outlook
-from serverless_gpu.node.reaching import connect
-from serverless_gpu.node.reservation import find_provider
+from serverless_gpu.node.agent.availability import expected_s, outlook
+from serverless_gpu.node.agent.connection import connect
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.devices.inventory import offered
+from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.devices.reservation import find_provider
 
 _REMOTE = "serverless_gpu.client.remote.estimate"
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import msgspec
 
 from serverless_gpu.model.hardware.gpu_types import Device
-from serverless_gpu.node.statuses import ZygoteStatus
-from serverless_gpu.node.usages import Unavailable, Usage
+from serverless_gpu.node.base.statuses import ZygoteStatus
+from serverless_gpu.node.base.usages import Unavailable, Usage
 
 NO_HOME = "there is no home to look at"
 

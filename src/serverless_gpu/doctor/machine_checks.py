@@ -16,7 +16,7 @@ from serverless_gpu.doctor.facts import (
     Unknown,
 )
 from serverless_gpu.doctor.findings import Check, Finding, Group, Outcome, about, failed, ok, unknown, warning
-from serverless_gpu.node.kernel import OLDEST
+from serverless_gpu.node.base.kernel import OLDEST
 from serverless_gpu.units import format_bytes
 
 GIB = 2**30

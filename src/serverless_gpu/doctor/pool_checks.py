@@ -5,7 +5,7 @@ from __future__ import annotations
 from serverless_gpu.doctor.facts import Facts, PoolFacts
 from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
 from serverless_gpu.engines.ray.start_arguments import OLDEST
-from serverless_gpu.node.inside.raycluster.installed import release
+from serverless_gpu.node.inside.raycluster.ray_installation import release
 
 
 @about(lambda facts: facts.pool)

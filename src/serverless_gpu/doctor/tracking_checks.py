@@ -6,7 +6,7 @@ import shlex
 
 from serverless_gpu.doctor.facts import Facts, TrackingFacts, TrackingServer
 from serverless_gpu.doctor.findings import Check, Finding, Group, about, ok, warning
-from serverless_gpu.node.mlflow_server.troubles import NO_DATABASE, OTHER_VERSION
+from serverless_gpu.node.mlflow_server.error_summary import NO_DATABASE, OTHER_VERSION
 
 
 @about(lambda facts: facts.tracking)

@@ -30,7 +30,7 @@ from serverless_gpu.engines.base import (
     Waiting,
 )
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, write_profile
 

@@ -29,7 +29,7 @@ from serverless_gpu.engines.ray.driver_link import RayAccess
 from serverless_gpu.engines.ray.ray_engine import RayEngine
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.access.node_identity import Identity
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import Profile
 from serverless_gpu.server import (

@@ -27,7 +27,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, Reason, Sta
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.lifecycle.run_lifecycle import surely_ends
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server import counting, crews, facts, gang_endings, gangs
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import Outcome, StoredCrew

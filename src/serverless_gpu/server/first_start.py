@@ -33,7 +33,7 @@ from serverless_gpu.ambient import machine
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.model.access.roles import Resource
-from serverless_gpu.node.private_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server import audit, identity, node_tokens
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.identity import NewToken

@@ -13,7 +13,7 @@ import msgspec
 
 from serverless_gpu.model.gangs.gang_lifecycle import Cause, Halt
 from serverless_gpu.model.lifecycle.attempt import Failure, Reason, State
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 
 TAILS_MAX = 8
 """Ranks of which the last output is told, as on one node."""

@@ -27,7 +27,7 @@ import secrets
 from pathlib import Path
 
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.node.private_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 
 KEY_BYTES = 32
 PREFIX = "sgpa_"

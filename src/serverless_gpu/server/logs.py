@@ -38,7 +38,7 @@ from serverless_gpu.units import format_bytes
 
 STREAMS = ("stdout", "stderr", "telemetry")
 BYTES_MAX = (1 << 30) + (64 << 20)
-"""Stored bytes of one stream, at most; nodes stop before (`node/logs.py`), whoever else has a token does not."""
+"""Stored bytes of one stream, at most; nodes stop before (`node/output/logs.py`), whoever else has a token does not."""
 TOGETHER_MIN = 64
 """From so many files on the disk is asked to finish everything once, instead of each by itself."""
 

@@ -28,9 +28,9 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.mlflow_server.places import Place, place_of
-from serverless_gpu.node.mlflow_server.serving import kept, look, start_keeper, stop_server
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.mlflow_server.control import kept, look, start_keeper, stop_server
+from serverless_gpu.node.mlflow_server.files import Place, place_of
 from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.listening import names
 from serverless_gpu.server.settings import Settings

@@ -29,8 +29,8 @@ from serverless_gpu.engines.ray.join_file import NAME, JoinFile, write_join_file
 from serverless_gpu.engines.ray.ray_keeper import Plan, unreachable
 from serverless_gpu.engines.ray.start_arguments import Cluster
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.private_files import readers
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.server import tls
 from serverless_gpu.server.keys import sha256

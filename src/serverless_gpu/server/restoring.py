@@ -33,7 +33,7 @@ from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.run_lifecycle import Restored
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import audit, orders, runs, transitions
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.high_water_mark import HighWaterMark, rollback
-from serverless_gpu.node.private_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server import generations, mark_file, restoring, unknown_files
 from serverless_gpu.server.backing_up import file_of
 from serverless_gpu.server.keys import sha256

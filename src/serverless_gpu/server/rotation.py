@@ -32,7 +32,7 @@ from serverless_gpu.engines.ray import head_keeper
 from serverless_gpu.engines.ray.ray_machine import TOKEN as RAY_TOKEN
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.private_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server import audit, crews, first_start, identity, nodes, runs, secret_store
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.database import Database

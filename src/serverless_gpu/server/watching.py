@@ -13,9 +13,9 @@ the receipt after the ending, and then the stream is over. The end of a run on s
 as it is known what ended it and that nothing is tried again, with the words and files that are there by then, and once
 when all of its nodes have ended.
 
-A flood is not carried: each rank may fill a bucket (`node/throttle.py`), 1 MB/s and some more at the beginning, and
-what does not fit is said as a gap, with the last lines of it. The files have everything. A run with more streams than
-`LIVE_STREAMS_MAX` shows those of its first ranks.
+A flood is not carried: each rank may fill a bucket (`node/base/token_bucket.py`), 1 MB/s and some more at the
+beginning, and what does not fit is said as a gap, with the last lines of it. The files have everything. A run with more
+streams than `LIVE_STREAMS_MAX` shows those of its first ranks.
 
 Failure cases: the reader is gone (the stream is closed by whoever pulls it; nothing is held here); the server stops
 (the hub is closed, the stream ends without an ending, the reader comes again); the run is gone (the stream ends).
@@ -32,7 +32,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.spec import RANKS_MAX
-from serverless_gpu.node.throttle import Bucket
+from serverless_gpu.node.base.token_bucket import Bucket
 from serverless_gpu.server.hub import Hub, run_key
 from serverless_gpu.wire.base import LIVE_STREAMS_MAX
 from serverless_gpu.wire.runs import (
@@ -53,7 +53,7 @@ SHOWN_BURST_BYTES = 8_000_000
 PIECE_BYTES = 64 << 10
 IDLE_S = 9.0
 """A stream says something this often, so that silence means that it is broken."""
-_LINE_COST_BYTES = 64  # as in node/live.py: a line costs more than its bytes
+_LINE_COST_BYTES = 64  # as in node/output/live.py: a line costs more than its bytes
 _LAST_LINES_BYTES = 4 << 10
 _LOOK_BYTES_MAX = 1 << 20  # of output in one look, so that one reader does not hold a thread for long
 _CLOSED_S = 1.0  # how long a bucket that is empty takes to open again

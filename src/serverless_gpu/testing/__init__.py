@@ -20,8 +20,8 @@ from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware.gpu_types import parse_fake
 from serverless_gpu.model.telemetry.samples import GpuSample
-from serverless_gpu.node.home import find_home
-from serverless_gpu.node.kernel_log import FAKE_FILE
+from serverless_gpu.node.base.home import find_home
+from serverless_gpu.node.devices.kernel_log import FAKE_FILE
 
 __all__ = ["FakeClock", "FakeGpus", "agent_status", "stop_agent"]
 

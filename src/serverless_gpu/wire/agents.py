@@ -1,5 +1,5 @@
 """Nodes: how an agent joins the server and what it is told to do. The agent dials out; nothing on a node listens, but a
-crew's supervisor while its gang meets (`node/meeting.py`).
+crew's supervisor while its gang meets (`node/supervisor/rendezvous.py`).
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import read_profile, write_profile
 from serverless_gpu.server import tables

@@ -9,7 +9,7 @@ import socket
 import msgspec
 from hypothesis import strategies as st
 
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside import channel
 
 INLINE, MEMFD = channel.INLINE, channel.MEMFD

@@ -20,12 +20,12 @@ from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, Limits, Placed, RankExecuting
 from serverless_gpu.model.lifecycle.attempt_lifecycle import IllegalTransition, advance
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node import protocol
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.agent.zygotes import Zygote
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.inside.raycluster import link
-from serverless_gpu.node.uplink import starting
-from serverless_gpu.node.zygotes import Zygote
+from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Start
 from tests.e2e.fuzz.conftest import ASKED
@@ -168,9 +168,9 @@ def test_an_order_makes_a_directory_of_its_run_or_is_refused(
         protocol=protocol.PROTOCOL, version="1", pid=1, devices=(), own_types=(), prices={}, problem=""
     )
     try:
-        taken = starting.take(Home(root), order, root / "node.json")
+        taken = attempt_launch.take(Home(root), order, root / "node.json")
         assert taken is not None and taken[0].parent == root / "runs" / order.run_id
-        starting.make_launch(order, taken[0], greeting, clock=FakeClock(), store=Where(""), waited_ns=0)
+        attempt_launch.make_launch(order, taken[0], greeting, clock=FakeClock(), store=Where(""), waited_ns=0)
     except (ServerlessGpuError, OSError):
         pass
     outside = [path for path in root.parent.rglob("*") if path != root and root / "runs" not in (path, *path.parents)]

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu import distributed
-from serverless_gpu.node import protocol
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.monitor.words import AnyWord, monitor_socket
+from serverless_gpu.node.monitor.messages import AnyWord, monitor_socket
 from serverless_gpu.testing import agent_status
 from tests.e2e.fuzz.conftest import ASKED
 from tests.e2e.fuzz.frames import Frame, bare_tags, bodies, encoded, fields, frames, messages, tags

@@ -27,7 +27,7 @@ from serverless_gpu.errors import (
     StorageError,
     UsageError,
 )
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.testing import agent_status, stop_agent
 from tests.support.golden import golden
 from tests.support.local.observe import (

@@ -19,11 +19,11 @@ from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.lifecycle.retention import Policy
 from serverless_gpu.model.placement import candidates
 from serverless_gpu.model.spec import Command, Resources, RunSpec
-from serverless_gpu.node import protocol
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.inventory import offered
-from serverless_gpu.node.reaching import connect
-from serverless_gpu.node.retention import clean
+from serverless_gpu.node.agent.connection import connect
+from serverless_gpu.node.attempt.retention import clean
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.devices.inventory import offered
 from tests.support.local.observe import ask_to_stop, wait_for
 
 

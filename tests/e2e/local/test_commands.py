@@ -16,7 +16,7 @@ import pytest
 
 from serverless_gpu import Run, attach, distributed, session
 from serverless_gpu.errors import InvalidValue, ResultUnavailableHere
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.testing import agent_status
 from tests.support.golden import golden
 from tests.support.local.commands import COMMAND, sgpu

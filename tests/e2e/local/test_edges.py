@@ -18,8 +18,8 @@ import pytest
 from serverless_gpu import Run, attach, distributed
 from serverless_gpu.client.runs import attachment
 from serverless_gpu.errors import AgentUnavailable, RunCancelled
-from serverless_gpu.node.agent import ATTEMPTS_MAX
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.agent.agent import ATTEMPTS_MAX
+from serverless_gpu.node.base.home import Home
 from tests.support.golden import golden
 from tests.support.local.observe import Process, ended, run_sockets, start_script, supervisor, wait_for, zygote
 from tests.support.local.ranks import announce, stay

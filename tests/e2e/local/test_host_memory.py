@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.processes import remove_cgroup
+from serverless_gpu.node.processes.process_tree import remove_cgroup
 from serverless_gpu.testing import stop_agent
 from tests.support.golden import golden
 from tests.support.local.observe import processes_of, wait_for

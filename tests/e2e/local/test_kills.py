@@ -169,7 +169,9 @@ def test_two_agents_started_at_once_end_up_as_one(own: Path, tmp_path: Path) -> 
         code, _, err = ended(caller)
         assert code == 0, err
     # One that came too late may still be ending.
-    wait_for(lambda: sum("serverless_gpu.node.agent" in line for line in processes_of(own)) == 1, "there is one agent")
+    wait_for(
+        lambda: sum("serverless_gpu.node.agent.agent" in line for line in processes_of(own)) == 1, "there is one agent"
+    )
     status = agent_status(own)
     assert status is not None and len(status.zygotes) == 1
 

@@ -13,13 +13,13 @@ from serverless_gpu.client.launch import launch
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node import protocol
-from serverless_gpu.node.history import read_ending
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.agent.connection import connect
+from serverless_gpu.node.attempt.claim import try_lock
+from serverless_gpu.node.attempt.history import read_ending
+from serverless_gpu.node.attempt.submission import write_submission
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.reaching import connect
-from serverless_gpu.node.submission import write_submission
-from serverless_gpu.node.taking import try_lock
 from tests.support.golden import golden
 from tests.support.local.observe import announced, nothing_of_a_run, wait_for
 from tests.support.local.ranks import stay

@@ -15,10 +15,10 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.node.flocks import is_held
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.mlflow_server.places import Place, held_port, place_of
-from serverless_gpu.node.mlflow_server.serving import Serving, ensure_server, look, stop_server, stop_servers
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import is_held
+from serverless_gpu.node.mlflow_server.control import Serving, ensure_server, look, stop_server, stop_servers
+from serverless_gpu.node.mlflow_server.files import Place, held_port, place_of
 from tests.support.golden import golden
 from tests.support.local.commands import sgpu
 from tests.support.local.observe import announced, wait_for

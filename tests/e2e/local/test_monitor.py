@@ -16,15 +16,15 @@ from serverless_gpu import distributed
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node import reaching
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.agent import connection
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import starting, words
+from serverless_gpu.node.monitor import control, messages
 from serverless_gpu.testing import stop_agent
 from tests.support.local.monitor import monitor
 from tests.support.local.observe import Process, wait_for
 
-W = TypeVar("W", bound=words.Word)
+W = TypeVar("W", bound=messages.Word)
 
 _DEVICES = tuple(
     Device(uuid=f"FAKE-H100-{index}", index=index, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE)
@@ -39,14 +39,14 @@ class Line:
         self.channel = channel
         channel.sock.settimeout(60)
 
-    def say(self, word: words.Word) -> None:
+    def say(self, word: messages.Word) -> None:
         """Say a word."""
-        words.say(self.channel, word)
+        messages.say(self.channel, word)
 
     def wait_for(self, kind: type[W]) -> W:
         """Return the next word of a kind."""
         while True:
-            word = words.hear(self.channel)
+            word = messages.hear(self.channel)
             assert word is not None, "the monitor is gone"
             if isinstance(word, kind):
                 return word
@@ -56,14 +56,14 @@ class Line:
 def monitored(own: Path) -> Iterator[Home]:
     """Yield a home with a monitor and without an agent."""
     home = Home(own)
-    starting.ensure(home, os.environ).close()
+    control.ensure(home, os.environ).close()
     yield home
-    starting.stop(home)
+    control.stop(home)
 
 
 def line_to(home: Home) -> Line:
     """Return a new connection to the monitor of a home."""
-    channel = wait_for(lambda: starting.connect(home.sockets()), "the monitor listens")
+    channel = wait_for(lambda: control.connect(home.sockets()), "the monitor listens")
     assert channel is not None
     return Line(channel)
 
@@ -96,7 +96,7 @@ def next_monitor(home: Home, before: Process) -> Process:
     return found
 
 
-def observe(home: Home, run_id: str = "01aaaaaaaaaaaaaaaaaaaaaaaa", **changes: object) -> words.Observe:
+def observe(home: Home, run_id: str = "01aaaaaaaaaaaaaaaaaaaaaaaa", **changes: object) -> messages.Observe:
     """Return what a supervisor says of an attempt, whose directory is made."""
     directory = home.attempt(run_id, 1)
     if not directory.exists():
@@ -111,21 +111,21 @@ def observe(home: Home, run_id: str = "01aaaaaaaaaaaaaaaaaaaaaaaa", **changes: o
         "environ": {},
         "called_ns": time.clock_gettime_ns(time.CLOCK_BOOTTIME),
     }
-    return words.Observe(**{**fields, **changes})  # type: ignore[arg-type]  # for short
+    return messages.Observe(**{**fields, **changes})  # type: ignore[arg-type]  # for short
 
 
-def ranks() -> words.Ranks:
+def ranks() -> messages.Ranks:
     """Return two ranks on two fakes, which are this process."""
-    return words.Ranks(devices=_DEVICES, pids={0: os.getpid(), 1: os.getpid()})
+    return messages.Ranks(devices=_DEVICES, pids={0: os.getpid(), 1: os.getpid()})
 
 
 def test_a_supervisor_is_told_what_was_seen_and_the_samples_lie_in_the_attempt(monitored: Home, line: Line) -> None:
     word = observe(monitored)
     line.say(word)
-    assert line.wait_for(words.Untracked).final
+    assert line.wait_for(messages.Untracked).final
     line.say(ranks())
-    wait_for(lambda: line.wait_for(words.Seen).uses[0].samples >= 2, "two samples")
-    seen = line.wait_for(words.Seen)
+    wait_for(lambda: line.wait_for(messages.Seen).uses[0].samples >= 2, "two samples")
+    seen = line.wait_for(messages.Seen)
     assert [use.uuid for use in seen.uses] == [device.uuid for device in _DEVICES]
     rows = Path(word.directory, "logs", "0.telemetry").read_text().splitlines()
     assert rows[0].startswith("{") and rows[2].startswith("[")
@@ -137,27 +137,27 @@ def test_nothing_is_sampled_before_ranks_run_nor_after_they_have_ended(
     word = observe(monitored)
     path = Path(word.directory, "logs", "0.telemetry")
     line.say(word)
-    line.wait_for(words.Untracked)
+    line.wait_for(messages.Untracked)
     assert not path.exists()
     line.say(ranks())
-    line.wait_for(words.Seen)
-    line.say(words.Ending(state=State.SUCCEEDED, reason=Reason.COMPLETED))
-    other.say(words.Watch())
-    wait_for(lambda: all(w.state is State.SUCCEEDED for w in other.wait_for(words.Frame).attempts), "it is known")
+    line.wait_for(messages.Seen)
+    line.say(messages.Ending(state=State.SUCCEEDED, reason=Reason.COMPLETED))
+    other.say(messages.Watch())
+    wait_for(lambda: all(w.state is State.SUCCEEDED for w in other.wait_for(messages.Frame).attempts), "it is known")
     rows = path.read_bytes()
-    other.wait_for(words.Frame)
-    other.wait_for(words.Frame)
+    other.wait_for(messages.Frame)
+    other.wait_for(messages.Frame)
     assert path.read_bytes() == rows
 
 
 def test_whoever_looks_gets_frames_with_the_attempts(monitored: Home, line: Line, other: Line) -> None:
-    other.say(words.Watch(fakes="H100:8"))
-    assert other.wait_for(words.Frame).attempts == ()
+    other.say(messages.Watch(fakes="H100:8"))
+    assert other.wait_for(messages.Frame).attempts == ()
     line.say(observe(monitored))
     line.say(ranks())
 
-    def look() -> words.Frame | None:
-        frame = other.wait_for(words.Frame)
+    def look() -> messages.Frame | None:
+        frame = other.wait_for(messages.Frame)
         return frame if frame.attempts and frame.attempts[0].devices and frame.sample.ranks else None
 
     frame = wait_for(look, "the attempt is in a frame")
@@ -169,51 +169,51 @@ def test_whoever_looks_gets_frames_with_the_attempts(monitored: Home, line: Line
 
 def test_a_second_monitor_leaves_the_place_to_the_first(monitored: Home, line: Line) -> None:
     first = monitor(monitored)
-    process, ready_fd = starting.start(monitored, monitored.sockets(), os.environ)
+    process, ready_fd = control.start(monitored, monitored.sockets(), os.environ)
     assert process.wait(50) == 0
     os.close(ready_fd)
-    line.say(words.Watch())
-    assert line.wait_for(words.Frame).attempts == () and first.alive()
+    line.say(messages.Watch())
+    assert line.wait_for(messages.Frame).attempts == () and first.alive()
 
 
 def test_it_stays_as_long_as_an_attempt_does_and_ends_with_it(monitored: Home, line: Line) -> None:
     process = monitor(monitored)
     line.say(observe(monitored))
-    line.wait_for(words.Untracked)
-    assert starting.stop(monitored) == 0 and process.alive()
+    line.wait_for(messages.Untracked)
+    assert control.stop(monitored) == 0 and process.alive()
     line.channel.close()
     process.wait_gone()
-    assert not words.monitor_socket(monitored.sockets()).exists()
+    assert not messages.monitor_socket(monitored.sockets()).exists()
 
 
 def test_one_that_is_stopped_by_a_signal_is_ended_all_the_same(
     monitored: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starting, "END_S", 0.5)
+    monkeypatch.setattr(control, "END_S", 0.5)
     process = monitor(monitored)
     process.send(signal.SIGSTOP)
-    assert starting.stop(monitored) == 1 and not process.alive()
+    assert control.stop(monitored) == 1 and not process.alive()
 
 
 def test_it_ends_when_its_home_is_gone(monitored: Home) -> None:
     process = monitor(monitored)
-    words.monitor_socket(monitored.sockets()).unlink()
+    messages.monitor_socket(monitored.sockets()).unlink()
     process.wait_gone()
 
 
 def test_words_that_make_no_sense_cost_their_speaker_the_connection(monitored: Home, line: Line, other: Line) -> None:
     line.channel.send(b'{"type": "poem"}')
-    assert words.hear(line.channel) is None
-    other.say(words.Watch())
-    assert other.wait_for(words.Frame).attempts == ()
+    assert messages.hear(line.channel) is None
+    other.say(messages.Watch())
+    assert other.wait_for(messages.Frame).attempts == ()
 
 
 def test_a_watcher_that_does_not_read_holds_nobody_up(monitored: Home, line: Line, other: Line) -> None:
     other.channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-    other.say(words.Watch())
+    other.say(messages.Watch())
     line.say(observe(monitored))
     line.say(ranks())
-    wait_for(lambda: line.wait_for(words.Seen).uses[0].samples >= 3, "three samples")
+    wait_for(lambda: line.wait_for(messages.Seen).uses[0].samples >= 3, "three samples")
 
 
 def test_the_agent_starts_it_and_starts_it_again_when_it_was_killed(own: Path, tmp_path: Path) -> None:
@@ -237,5 +237,5 @@ def test_F44_one_that_is_killed_with_work_left_is_followed_by_another_although_n
     second = next_monitor(home, first)
     stop_agent(own)
     second.wait_gone()
-    reaching.connect(home)[0].sock.close()
+    connection.connect(home)[0].sock.close()
     assert monitor(home).alive(), "an agent that was started anew starts one, too"

@@ -22,18 +22,18 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import DeviceUse, Receipt
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking_context import Tracking
-from serverless_gpu.node import protocol
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.agent.connection import connect
+from serverless_gpu.node.attempt.submission import write_submission
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import words
-from serverless_gpu.node.reaching import connect
-from serverless_gpu.node.submission import write_submission
+from serverless_gpu.node.monitor import messages
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.node.fake_monitor import FakeMonitor
 
-TRACKED = words.Tracked(
+TRACKED = messages.Tracked(
     run_id="m1",
     url="http://127.0.0.1:5000/#/experiments/1/runs/m1",
     environ={"MLFLOW_RUN_ID": "m1", "MLFLOW_TRACKING_URI": "http://127.0.0.1:5000"},
@@ -46,13 +46,13 @@ def mlflow_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_")}
 
 
-def answers(word: words.AnyWord) -> tuple[words.Word, ...]:
+def answers(word: messages.AnyWord) -> tuple[messages.Word, ...]:
     """Say where the run is tracked, and see its devices work."""
-    if isinstance(word, words.Observe):
+    if isinstance(word, messages.Observe):
         return (TRACKED,)
-    if isinstance(word, words.Ranks):
+    if isinstance(word, messages.Ranks):
         uses = tuple(DeviceUse(uuid=device.uuid, samples=40, busy_percent=87.0) for device in word.devices)
-        return (words.Seen(uses=uses, busy=True), words.Said(sentence="12 points dropped", note=True))
+        return (messages.Seen(uses=uses, busy=True), messages.Said(sentence="12 points dropped", note=True))
     return ()
 
 
@@ -110,10 +110,21 @@ def test_a_run_is_observed_from_its_launch_to_its_receipt(
     receipt = receipt_of(heard)
     assert (receipt.tracked, receipt.notes) == (TRACKED.url, ("12 points dropped",))
     assert [(use.samples, use.uuid) for use in receipt.uses] == [(40, uuid) for uuid in receipt.gpus]
-    wait_for(lambda: monitor.all(words.Settled), "the supervisor has said all")
-    assert [type(word) for word in monitor.heard] == [words.Observe, words.Ranks, words.Ending, words.Settled]
-    (observe,), (ranks,), (ending,) = (monitor.all(kind) for kind in (words.Observe, words.Ranks, words.Ending))
-    assert isinstance(observe, words.Observe) and isinstance(ranks, words.Ranks) and isinstance(ending, words.Ending)
+    wait_for(lambda: monitor.all(messages.Settled), "the supervisor has said all")
+    assert [type(word) for word in monitor.heard] == [
+        messages.Observe,
+        messages.Ranks,
+        messages.Ending,
+        messages.Settled,
+    ]
+    (observe,), (ranks,), (ending,) = (
+        monitor.all(kind) for kind in (messages.Observe, messages.Ranks, messages.Ending)
+    )
+    assert (
+        isinstance(observe, messages.Observe)
+        and isinstance(ranks, messages.Ranks)
+        and isinstance(ending, messages.Ending)
+    )
     assert (observe.run_id, observe.directory, observe.world_size) == (message.run_id, message.directory, 2)
     assert observe.environ["MLFLOW_TRACKING_URI"] == "http://elsewhere"
     assert "HOME" not in observe.environ
@@ -155,15 +166,20 @@ def test_a_monitor_that_is_killed_while_ranks_run_is_followed_by_another(own: Pa
     Home(own).make_attempt(message.run_id, message.fence)
     write_submission(message, greeting.version)
     protocol.send(channel, message)
-    wait_for(lambda: monitor.all(words.Ranks), "the ranks run")
+    wait_for(lambda: monitor.all(messages.Ranks), "the ranks run")
     monitor.die()
     second = FakeMonitor(Home(own).sockets(), answers).serve()
     try:
-        wait_for(lambda: second.all(words.Ranks), "the next monitor knows of them")
+        wait_for(lambda: second.all(messages.Ranks), "the next monitor knows of them")
         (own / "go").touch()
         assert receipt_of(said(channel)).tracked == TRACKED.url
-        wait_for(lambda: second.all(words.Settled), "the supervisor has said all")
-        assert [type(word) for word in second.heard] == [words.Observe, words.Ranks, words.Ending, words.Settled]
+        wait_for(lambda: second.all(messages.Settled), "the supervisor has said all")
+        assert [type(word) for word in second.heard] == [
+            messages.Observe,
+            messages.Ranks,
+            messages.Ending,
+            messages.Settled,
+        ]
     finally:
         second.close()
 
@@ -176,11 +192,11 @@ def do_nothing(begun: Path) -> None:
     print("asked to stop:", runtime.stop_reason())
 
 
-def idle_answers(begun: Path, word: words.AnyWord) -> Iterator[words.Word]:
+def idle_answers(begun: Path, word: messages.AnyWord) -> Iterator[messages.Word]:
     """See devices that do nothing once user code has begun, again and again."""
-    while isinstance(word, words.Ranks):
+    while isinstance(word, messages.Ranks):
         time.sleep(0.05)  # as a sampler does
-        yield words.Seen(uses=(), busy=not begun.exists())
+        yield messages.Seen(uses=(), busy=not begun.exists())
 
 
 def test_a_run_that_leaves_its_devices_idle_is_warned_of_and_stopped_and_may_save_first(

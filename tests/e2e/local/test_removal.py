@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.testing import agent_status
 from tests.support.local.observe import processes_of, wait_for
 from tests.support.paths import REPOSITORY

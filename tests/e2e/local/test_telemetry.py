@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from serverless_gpu import Run, distributed
-from serverless_gpu.node.flocks import held_note
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.monitor import messages
 from serverless_gpu.testing import FakeGpus
 from tests.support.local.observe import Process, wait_for
 from tests.support.local.ranks import stay
@@ -53,7 +53,7 @@ def test_receipt_and_series_say_what_the_gpus_did(own: Path, where: str) -> None
 def test_F44_a_monitor_that_is_killed_costs_seconds_and_doubles_nothing(own: Path, where: str) -> None:
     run = distributed(gpus=1, quiet=True)(stay).submit(where)
     wait_for(lambda: sampled(run) >= 2, "two rows")
-    lock = words.monitor_socket(Home(own).sockets()).with_suffix(".lock")
+    lock = messages.monitor_socket(Home(own).sockets()).with_suffix(".lock")
     note = held_note(lock)
     assert note is not None
     Process(int(note.split()[0])).kill()

@@ -14,9 +14,9 @@ import pytest
 
 from serverless_gpu import Run, distributed
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.inside import mlflow_job
-from serverless_gpu.node.monitor import starting
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.inside.mlflow import job
+from serverless_gpu.node.monitor import control
 from serverless_gpu.ray import ray_launch
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.testing.mlflow import Behaviour, FakeMlflow, FakeRun
@@ -223,7 +223,7 @@ def test_a_rank_that_sees_mlflow_answer_has_the_monitor_try_again(mlflow: FakeMl
     mlflow.behave("refuses")
     run: Run[int] = distributed(gpus=1, quiet=True)(stay).submit(where)
     directory = Path(run.directory)
-    note, asked = directory / "tracking.json", directory / mlflow_job.ASKED
+    note, asked = directory / "tracking.json", directory / job.ASKED
     wait_for(lambda: note.exists() and json.loads(note.read_text())["state"] == "away", "MLflow is away")
     asked.touch()
     wait_for(lambda: not asked.exists(), "the monitor has heard it")
@@ -242,7 +242,7 @@ def test_a_monitor_that_hangs_holds_no_run_up(mlflow: FakeMlflow, own: Path, whe
         assert distributed(gpus=1, quiet=True)(len).distributed("ab") == [2]
     finally:
         process.send(signal.SIGCONT)
-    starting.stop(Home(own))
+    control.stop(Home(own))
 
 
 def test_what_ray_starts_knows_where_the_run_is_tracked(

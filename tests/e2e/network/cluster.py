@@ -27,8 +27,8 @@ from serverless_gpu.client.caller.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.remote import read_remote
+from serverless_gpu.node.attempt.server_attempt import read_remote
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.wire.connection import Connection

@@ -22,7 +22,7 @@ import pytest
 
 from serverless_gpu.ambient import machine
 from serverless_gpu.client.remote.profile import Profile, write_profile
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink import profile as uplink_profile
 from serverless_gpu.testing.network import BadNetwork

@@ -17,7 +17,7 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.node.history import read_ending
+from serverless_gpu.node.attempt.history import read_ending
 from serverless_gpu.wire.agents import NodeList, clock_text, is_off
 from serverless_gpu.wire.runs import AttemptList, AttemptView
 from tests.e2e.network.cluster import Cluster

@@ -20,8 +20,8 @@ from pathlib import Path
 from serverless_gpu.engines.ray import start_arguments
 from serverless_gpu.engines.ray.driver_link import RayAccess
 from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.spawning import clean_variables, search_path
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.testing import stop_agent

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu import attach
-from serverless_gpu.node.history import run_ids
+from serverless_gpu.node.attempt.history import run_ids
 from tests.e2e.ray.user_scripts import LIMIT_S, run_code
 from tests.support.cli.cli import sgpu
 from tests.support.golden import golden

@@ -13,8 +13,8 @@ import pytest
 
 from serverless_gpu.client.remote.profile import Profile, find_profile, write_profile
 from serverless_gpu.client.remote.server import close_all
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.remote import FILE, read_remote
+from serverless_gpu.node.attempt.server_attempt import FILE, read_remote
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import stop_all
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.agents import PoolRequest, PoolView

@@ -16,8 +16,8 @@ import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, RankCrashed, RunCancelled, UntrustedResult
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.remote import read_remote
+from serverless_gpu.node.attempt.server_attempt import read_remote
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from tests.support.golden import golden

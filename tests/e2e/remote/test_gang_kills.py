@@ -18,7 +18,7 @@ import pytest
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import RunCancelled
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.wire.runs import AttemptList, AttemptView
 from tests.support.local.observe import Process, announced, held_locks, wait_for

@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.engines.base import NodeLost, NodeUp, Share
 from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, read_profile
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares

@@ -14,7 +14,7 @@ from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import PolicyViolation, RunError, RunTimedOut
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.node.history import read_ending
+from serverless_gpu.node.attempt.history import read_ending
 from tests.e2e.remote.counting import count, saved, stand_still
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

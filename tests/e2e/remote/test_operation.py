@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from tests.e2e.remote.calling import WAIT_S, answer, called, go, runs_of
 from tests.support.golden import golden

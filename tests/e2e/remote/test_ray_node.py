@@ -15,9 +15,9 @@ from serverless_gpu.engines.ray import driver_process, node_launcher
 from serverless_gpu.engines.ray.driver_process import NodeActor
 from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
 from serverless_gpu.engines.ray.start_arguments import NODE_FILE
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.spawning import clean_variables, search_path
+from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.version import __version__

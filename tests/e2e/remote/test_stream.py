@@ -26,7 +26,7 @@ from serverless_gpu.errors import (
     UsageError,
 )
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.wire.runs import EndedMessage
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from serverless_gpu.client.remote.profile import find_profile
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import ensure, stop_all
 from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.testing import stop_agent

@@ -12,10 +12,10 @@ from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
 from serverless_gpu.model.hardware.xid import Kind
 from serverless_gpu.model.lifecycle.facts import FactKind
-from serverless_gpu.node.history import first_facts
-from serverless_gpu.node.hits import read_hits
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.locks import DeviceLocks
+from serverless_gpu.node.attempt.history import first_facts
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.devices.locks import DeviceLocks
+from serverless_gpu.node.devices.xid_history import read_hits
 from serverless_gpu.testing import FakeGpus, stop_agent
 from tests.support.golden import golden
 from tests.support.local.observe import cancel_all, wait_for

@@ -10,7 +10,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.errors import RunError
-from serverless_gpu.node.history import first_facts
+from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.testing import FakeGpus, agent_status
 from tests.e2e.rows.machines import Machine
 from tests.support.golden import golden

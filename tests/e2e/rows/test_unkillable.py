@@ -14,7 +14,7 @@ import pytest
 
 from serverless_gpu import distributed
 from serverless_gpu.model.lifecycle.facts import FactKind
-from serverless_gpu.node.history import first_facts
+from serverless_gpu.node.attempt.history import first_facts
 from tests.e2e.rows.machines import Machine
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

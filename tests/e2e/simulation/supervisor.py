@@ -23,7 +23,7 @@ from serverless_gpu.model.hardware.gpu_types import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, Failure, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Receipt, Segments
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.wire.agents import Start
 from tests.e2e.simulation.crew import Crew
 from tests.e2e.simulation.timeline import S, Timeline, WrongClock

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from tests.support.golden import golden
 from tests.support.local.small_environment import Dialogue, SmallEnvironment
 

@@ -12,9 +12,9 @@ from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.receipt import Bill, DeviceUse, Segments
 from serverless_gpu.model.spec import SPEC_VERSION, RunSpec
 from serverless_gpu.model.telemetry.samples import Header, Sample
+from serverless_gpu.node.base.protocol import PROTOCOL as NODE_PROTOCOL
+from serverless_gpu.node.base.protocol import AnyMessage
 from serverless_gpu.node.inside.protocol import VERSION as RANKS_PROTOCOL
-from serverless_gpu.node.protocol import PROTOCOL as NODE_PROTOCOL
-from serverless_gpu.node.protocol import AnyMessage
 from serverless_gpu.server.app import all_routes, description
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 
-from serverless_gpu.node.inside import mlflow_hook
+from serverless_gpu.node.inside.mlflow import hook
 from tests.e2e.tracking.bare import VALUE
 
 WITHOUT_MLFLOW = "nothing"
@@ -20,7 +20,7 @@ WITHOUT_MLFLOW = "nothing"
 def main(directory: str, name: str, work: str) -> int:
     """Be one rank."""
     os.chdir(work)
-    mlflow_hook.install(directory, int(os.environ["RANK"]))
+    hook.install(directory, int(os.environ["RANK"]))
     try:
         if name == WITHOUT_MLFLOW:
             value = sorted(module for module in sys.modules if module.startswith("mlflow"))
@@ -28,9 +28,9 @@ def main(directory: str, name: str, work: str) -> int:
             value = getattr(importlib.import_module("tests.e2e.tracking.user_code"), name)()
     except Exception:  # noqa: BLE001 - the boundary to user code
         traceback.print_exc()
-        mlflow_hook.settle(2.0)
+        hook.settle(2.0)
         return 1
-    mlflow_hook.settle()
+    hook.settle()
     sys.stdout.write(f"{VALUE}{json.dumps(value)}\n")
     return 0
 

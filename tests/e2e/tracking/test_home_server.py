@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.mlflow_server.places import Place, place_of
-from serverless_gpu.node.mlflow_server.serving import ensure_server, look, stop_server, stop_servers
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.mlflow_server.control import ensure_server, look, stop_server, stop_servers
+from serverless_gpu.node.mlflow_server.files import Place, place_of
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.tracking.mlflow_server import PYTHON, READY_S, without_mlflow_variables

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.node.monitor.words import Frame
+from serverless_gpu.node.monitor.messages import Frame
 from tests.support.cli.framed import NOW_NS, S, frame
 from tests.support.cli.framing_monitor import FramingMonitor
 from tests.support.golden import golden

@@ -10,7 +10,7 @@ from serverless_gpu.doctor.facts import PoolFacts
 from serverless_gpu.doctor.probes import pool
 from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.engines.ray.ray_keeper import MARK
-from serverless_gpu.node.flocks import hold
+from serverless_gpu.node.base.lock_files import hold
 from tests.support.local.observe import wait_for
 
 _LISTENING = """

@@ -20,7 +20,7 @@ from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, InvalidValue, ServerlessGpuError
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from tests.support.environment.venvs import INSTALLED_S, install, make_venv, site_packages
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

@@ -8,7 +8,7 @@ from serverless_gpu.cli.top.table import Around, Owner
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample, Sample
-from serverless_gpu.node.monitor.words import Frame, Watched
+from serverless_gpu.node.monitor.messages import Frame, Watched
 
 S = 1_000_000_000
 NOW_NS = 1_800_000_000 * S

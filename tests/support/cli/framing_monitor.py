@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor import messages
 
 _FRAME_S = 0.05
 
@@ -27,13 +27,13 @@ class FramingMonitor:
         watches: what was asked for.
     """
 
-    def __init__(self, home: Path, frame: Callable[[int], words.Frame]) -> None:
-        self._path = words.monitor_socket(Home(home).sockets())
+    def __init__(self, home: Path, frame: Callable[[int], messages.Frame]) -> None:
+        self._path = messages.monitor_socket(Home(home).sockets())
         self._frame = frame
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
-        self.watches: list[words.Watch] = []
+        self.watches: list[messages.Watch] = []
 
     def __enter__(self) -> FramingMonitor:
         self._path.unlink(missing_ok=True)
@@ -64,11 +64,11 @@ class FramingMonitor:
         with contextlib.closing(channel), contextlib.suppress(OSError):
             if not select.select([channel], [], [], 10)[0]:
                 return
-            word = words.hear(channel)
-            if not isinstance(word, words.Watch):
+            word = messages.hear(channel)
+            if not isinstance(word, messages.Watch):
                 return
             self.watches.append(word)
             number = 0
             while not self._over.wait(_FRAME_S):
-                words.say(channel, self._frame(number))
+                messages.say(channel, self._frame(number))
                 number += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 
 RUN = "01run"
 

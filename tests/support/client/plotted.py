@@ -10,7 +10,7 @@ from serverless_gpu.model.hardware.gpu_types import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Failure, Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.telemetry.samples import GpuSample, Header, HostSample, RankSample, Sample, Sampled, encode
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 
 S = 1_000_000_000
 ORIGIN_NS = 1_800_000_000 * S

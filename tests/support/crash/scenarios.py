@@ -20,7 +20,7 @@ from serverless_gpu import Run, distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.errors import RunCancelled, RunError
 from serverless_gpu.model.access.audit_chain import Head, Link, follow
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.server import audit, tables
 from serverless_gpu.server.backing_up import verify

@@ -18,10 +18,10 @@ from serverless_gpu import attach
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.lifecycle.facts import FactKind
-from serverless_gpu.node import protocol
-from serverless_gpu.node.flocks import is_held
-from serverless_gpu.node.history import first_facts
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.attempt.history import first_facts
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import is_held
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.testing import agent_status
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.protocol import Context, Launch
+from serverless_gpu.node.base.protocol import Context, Launch
 
 DEVICES = tuple(
     Device(uuid=f"FAKE-H100-{n}", index=n, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE) for n in range(2)

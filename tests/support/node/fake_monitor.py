@@ -15,10 +15,10 @@ from threading import Thread
 from typing import TypeVar
 
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor import messages
 
-W = TypeVar("W", bound=words.Word)
-Answers = Callable[[words.AnyWord], Iterable[words.Word]]
+W = TypeVar("W", bound=messages.Word)
+Answers = Callable[[messages.AnyWord], Iterable[messages.Word]]
 
 
 class FakeMonitor:
@@ -30,11 +30,11 @@ class FakeMonitor:
     """
 
     def __init__(self, sockets: Path, answers: Answers = lambda _: ()) -> None:
-        self.heard: list[words.AnyWord] = []
+        self.heard: list[messages.AnyWord] = []
         self.peers: list[Channel] = []
         self.ended = 0
         self._answers = answers
-        self._path = words.monitor_socket(sockets)
+        self._path = messages.monitor_socket(sockets)
         self._path.unlink(missing_ok=True)
         self._lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(BlockingIOError):  # one that has died before has it, and keeps it
@@ -51,17 +51,17 @@ class FakeMonitor:
         self.peers.append(Channel(sock))
         return self.peers[-1]
 
-    def hear(self, peer: Channel) -> words.AnyWord | None:
+    def hear(self, peer: Channel) -> messages.AnyWord | None:
         """Take one word and answer it."""
-        word = words.hear(peer)
+        word = messages.hear(peer)
         if word is None:
             self.ended += 1
             return None
-        if not isinstance(word, words.Prepare):  # of an agent
+        if not isinstance(word, messages.Prepare):  # of an agent
             self.heard.append(word)
         for answer in self._answers(word):
             with contextlib.suppress(OSError):
-                words.say(peer, answer)
+                messages.say(peer, answer)
         return word
 
     def all(self, kind: type[W]) -> list[W]:

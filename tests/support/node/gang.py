@@ -8,11 +8,11 @@ from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Event
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.account import Account
-from serverless_gpu.node.gang import Gang
+from serverless_gpu.node.attempt.account import Account
+from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.protocol import Context, Launch
+from serverless_gpu.node.supervisor.gang import Gang
 from serverless_gpu.testing import FakeClock
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import ensure
 
 

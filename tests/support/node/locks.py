@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.node.locks import DeviceLocks, Holder, Locked
+from serverless_gpu.node.devices.locks import DeviceLocks, Holder, Locked
 
 ME = Holder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
 

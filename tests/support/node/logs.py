@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serverless_gpu.node.logs import RankLog
+from serverless_gpu.node.output.logs import RankLog
 from serverless_gpu.testing import FakeClock
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from serverless_gpu.model.hardware.gpu_types import Device
 from serverless_gpu.node.monitor.devices import NvmlSampler
-from serverless_gpu.node.monitor.sampling import Wanted
+from serverless_gpu.node.monitor.sampler import Wanted
 from serverless_gpu.testing import FakeClock
 from tests.support.node.gpus import Card, FakeNvml, FakeNvmlError
 

@@ -18,9 +18,9 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.gangs.rendezvous import Address, Chosen, Offer, Reach, choose, word
-from serverless_gpu.node import meeting
-from serverless_gpu.node.meeting import FILL_BYTES, Meeting
-from serverless_gpu.node.rendezvous import reserve_port
+from serverless_gpu.node.processes.rendezvous_port import reserve_port
+from serverless_gpu.node.supervisor import rendezvous
+from serverless_gpu.node.supervisor.rendezvous import FILL_BYTES, Meeting
 
 NONCE = "a secret of the gang"
 HERE = Address(interface="lo", address="127.0.0.1")
@@ -108,7 +108,7 @@ def settles() -> object:
     """A dead address is not waited for where another one does."""
     crews = Crews(2)
     outside = [Address(interface="eth0", address="127.0.0.1"), Address(interface="eth1", address="192.0.2.77")]
-    setattr(meeting, "is_loopback", lambda _one: False)  # noqa: B010 - it is not the room's own name
+    setattr(rendezvous, "is_loopback", lambda _one: False)  # noqa: B010 - it is not the room's own name
     crews.offers = [msgspec.structs.replace(offer, addresses=tuple(outside)) for offer in crews.offers]
     took_s = crews.meet()
     return {"took_s": took_s, "problems": [crews.problems(number) for number in range(2)]}
@@ -116,7 +116,7 @@ def settles() -> object:
 
 def large_is_lost() -> object:
     """Who answers, and takes nothing more, is behind a network that loses large packets."""
-    setattr(meeting, "PROBE_S", 1.0)  # noqa: B010 - it is not the room's own name
+    setattr(rendezvous, "PROBE_S", 1.0)  # noqa: B010 - it is not the room's own name
     crews = Crews(2)
     with socket.create_server(("127.0.0.1", 0)) as other:
         crews.offers[1] = msgspec.structs.replace(crews.offers[1], port=other.getsockname()[1])
@@ -134,12 +134,12 @@ def large_is_lost() -> object:
 def strangers() -> object:
     """Garbage, silence, half a word and a flood are harmless: nothing is told, and crews meet among them."""
     crews = Crews(2)
-    silent = [crews.knock() for _ in range(meeting.GUESTS_MAX + 40)]
+    silent = [crews.knock() for _ in range(rendezvous.GUESTS_MAX + 40)]
     for sock in silent[:20]:
         sock.sendall(b"\x00" * 16)
     for sock in silent[20:40]:
         sock.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 100)
-    crews.until(lambda: len(crews.all[0]._guests) >= meeting.GUESTS_MAX - 40)
+    crews.until(lambda: len(crews.all[0]._guests) >= rendezvous.GUESTS_MAX - 40)
     took_s = crews.meet()
     replayed = crews.knock()
     replayed.sendall(word(NONCE, frm=0, to=1))  # of the other direction

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from serverless_gpu.node.inside import mlflow_job
+from serverless_gpu.node.inside.mlflow import job
 
-VARIABLES = (mlflow_job.URI, mlflow_job.RUN, mlflow_job.EXPERIMENT, mlflow_job.EXPERIMENT_NAME)
+VARIABLES = (job.URI, job.RUN, job.EXPERIMENT, job.EXPERIMENT_NAME)

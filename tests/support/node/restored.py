@@ -7,8 +7,8 @@ from pathlib import Path
 
 from serverless_gpu.environment.documents import Facts, Interpreter, Member, Root, make_snapshot
 from serverless_gpu.environment.restore.restore import Mount, Restored
-from serverless_gpu.node.protocol import Context
-from serverless_gpu.node.restored import RestoredEnvironment
+from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.base.protocol import Context
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
 TOY = Member(address="ab" + "0" * 62, kind="distribution", name="toy", version="1.0", modules=("toy",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.channel import Channel
 
 

@@ -30,7 +30,7 @@ from serverless_gpu.model.hardware.gpu_types import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.wire.base import API, Problem
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.estimates import EstimateView

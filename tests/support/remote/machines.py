@@ -22,7 +22,7 @@ import msgspec
 
 from serverless_gpu import attach
 from serverless_gpu.client.runs.run import Run
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile, write_profile
 from serverless_gpu.testing import stop_agent

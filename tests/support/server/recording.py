@@ -33,7 +33,7 @@ from typing import Any
 
 from serverless_gpu.ambient import format_utc, machine
 from serverless_gpu.client.remote.profile import Profile, write_profile
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink import profile as uplink_profile
 from serverless_gpu.testing import stop_agent

@@ -10,7 +10,7 @@ import pytest
 from serverless_gpu.cli.top.picture import Style, draw
 from serverless_gpu.cli.top.table import Around, Owner, Table, as_json, tabulate
 from serverless_gpu.model.telemetry.samples import RankSample
-from serverless_gpu.node.monitor.words import Frame
+from serverless_gpu.node.monitor.messages import Frame
 from tests.support.cli.framed import FIRST, NOW_NS, SECOND, S, around, frame, slots
 from tests.support.golden import golden
 from tests.support.tiny_terminal import screen

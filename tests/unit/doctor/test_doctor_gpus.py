@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from serverless_gpu.doctor.facts import Facts, GpuFacts, Health, ImportFacts, TorchFacts
 from serverless_gpu.doctor.findings import Finding, Outcome
-from serverless_gpu.node.usages import GpuProcess, Unavailable, Usage
+from serverless_gpu.node.base.usages import GpuProcess, Unavailable, Usage
 from tests.support.doctor.diagnosed import (
     DEVICES,
     FAILED,

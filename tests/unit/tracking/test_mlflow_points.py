@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside import mlflow_writes
-from serverless_gpu.node.inside.mlflow_job import Job
-from serverless_gpu.node.inside.mlflow_writes import Points
+from serverless_gpu.node.inside.mlflow import writes
+from serverless_gpu.node.inside.mlflow.job import Job
+from serverless_gpu.node.inside.mlflow.writes import Points
 
 
 @pytest.fixture
@@ -34,4 +34,4 @@ def test_points_are_bounded_over_ranks_and_attempts(attempt: Path, capsys: pytes
 
 
 def test_the_bound_leaves_room_for_the_nodes_own_points() -> None:
-    assert mlflow_writes.POINTS_MAX == 8_000_000, "of MLflow's ten million"
+    assert writes.POINTS_MAX == 8_000_000, "of MLflow's ten million"

@@ -20,7 +20,7 @@ import msgspec
 from serverless_gpu.client.runs.result_files import refuse_other
 from serverless_gpu.errors import AuditBroken, InvalidValue
 from serverless_gpu.model.access.audit_chain import Head, Link, follow
-from serverless_gpu.node.filesystems import lock_error
+from serverless_gpu.node.base.filesystems import lock_error
 
 LINE_BYTES_MAX = 1 << 20
 _decode = msgspec.json.Decoder(Link).decode

@@ -14,11 +14,11 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.runs.run_choice import durable_home
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.node.history import is_live, run_ids
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.mlflow_server import troubles
-from serverless_gpu.node.mlflow_server.places import place_of
-from serverless_gpu.node.mlflow_server.serving import Server, ensure_server, look, servers, stop_server, stop_servers
+from serverless_gpu.node.attempt.history import is_live, run_ids
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.mlflow_server import error_summary
+from serverless_gpu.node.mlflow_server.control import Server, ensure_server, look, servers, stop_server, stop_servers
+from serverless_gpu.node.mlflow_server.files import place_of
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 _START_S = 300.0
@@ -43,7 +43,7 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
         return
     elsewhere = os.environ.get("MLFLOW_TRACKING_URI", "")
     if elsewhere and not store:
-        shown = troubles.without_password(elsewhere)
+        shown = error_summary.without_password(elsewhere)
         say(f"sgpu: MLFLOW_TRACKING_URI is set: runs of this shell are tracked at {shown}", err=True)
     _start(home, store)
     found = look(place_of(home, store), SystemClock())
@@ -69,7 +69,7 @@ def mlflow_lines(found: list[Server]) -> Iterator[str]:
         found: those of a home.
     """
     for server in found:
-        parts = [server.uri, server.store and troubles.without_password(server.store)]
+        parts = [server.uri, server.store and error_summary.without_password(server.store)]
         if server.problem:
             parts += [f"{server.stage}: {server.problem}"]
         elif server.pid is None:
@@ -87,7 +87,7 @@ def as_builtins(server: Server) -> dict[str, object]:
         "ready": server.stage == "ready",
         "stage": server.stage,
         "problem": server.problem,
-        "store": troubles.without_password(server.store),
+        "store": error_summary.without_password(server.store),
         "pid": server.pid,
         "version": server.version,
         "python": server.python,

@@ -14,12 +14,12 @@ from serverless_gpu.client.agent_control import stop_agent
 from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.engines.ray.head_keeper import stop_ray
 from serverless_gpu.model.hardware.gpu_types import DeviceKind, parse_fake
-from serverless_gpu.node.gpu_faults import suspects
-from serverless_gpu.node.home import find_home
-from serverless_gpu.node.locks import DeviceLocks, lock_directory
-from serverless_gpu.node.protocol import Status
-from serverless_gpu.node.reaching import connect
-from serverless_gpu.node.statuses import AttemptStatus, EnvironmentStatus, ZygoteStatus
+from serverless_gpu.node.agent.connection import connect
+from serverless_gpu.node.base.home import find_home
+from serverless_gpu.node.base.protocol import Status
+from serverless_gpu.node.base.statuses import AttemptStatus, EnvironmentStatus, ZygoteStatus
+from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.supervisor.gpu_faults import suspects
 from serverless_gpu.units import format_bytes
 
 _SHORT = 12

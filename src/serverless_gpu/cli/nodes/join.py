@@ -20,9 +20,9 @@ from serverless_gpu.cli.runs.run_choice import durable_home
 from serverless_gpu.client.remote.profile import check_address
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
 from serverless_gpu.lazy_import import load
-from serverless_gpu.node.flocks import hold
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.remote import open_attempts
+from serverless_gpu.node.attempt.server_attempt import open_attempts
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.presence import LEFT
 from serverless_gpu.version import __version__

@@ -27,9 +27,9 @@ from serverless_gpu.model.billing.oversized_runs import Ran
 from serverless_gpu.model.billing.pricing import Price, tariff
 from serverless_gpu.model.hardware.gpu_types import FAMILIES, canonical, matches
 from serverless_gpu.model.receipt import Receipt, observed
-from serverless_gpu.node.configuration import Configuration
-from serverless_gpu.node.history import Record, read_run
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.attempt.history import Record, read_run
+from serverless_gpu.node.base.configuration import Configuration
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.replay import Trace
 from serverless_gpu.units import format_gpu_ms
 

@@ -16,8 +16,8 @@ from serverless_gpu.client.runs.attachment import attach
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import ServerlessGpuError, ServerProblem
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.node.history import FUNCTION, read_run, run_ids
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.attempt.history import FUNCTION, read_run, run_ids
+from serverless_gpu.node.base.home import Home
 
 
 @click.command()

@@ -18,10 +18,10 @@ from serverless_gpu.cli.runs.run_choice import choose, queued_runs, this_home
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
 from serverless_gpu.model.utc_days import HOUR_NS
-from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.history import read_run, run_ids, size_on_disk
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.retention import Cleaned, cleaned_text, delete_all, empty_trash, scan
+from serverless_gpu.node.attempt.history import read_run, run_ids, size_on_disk
+from serverless_gpu.node.attempt.retention import Cleaned, cleaned_text, delete_all, empty_trash, scan
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.lazy_import import load
-from serverless_gpu.node.history import FUNCTION, Record, size_on_disk
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.attempt.history import FUNCTION, Record, size_on_disk
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from serverless_gpu.cli.runs.server_outputs import served_output
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hangs.hang_report import ranks_text
-from serverless_gpu.node.history import read_run
+from serverless_gpu.node.attempt.history import read_run
 
 _LOOK_S = 0.1
 

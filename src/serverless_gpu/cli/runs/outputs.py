@@ -18,8 +18,8 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.runs.run_choice import queued_runs
 from serverless_gpu.client.runs.outcome import failed_rank
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.node.history import NOT_STARTED, Record, is_live, read_run, touched_ns
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.attempt.history import NOT_STARTED, Record, is_live, read_run, touched_ns
+from serverless_gpu.node.base.home import Home
 
 PIECE_BYTES = 1 << 16
 _LAUNCH_S = 10.0  # a client may take that long from making the directory to handing the run over

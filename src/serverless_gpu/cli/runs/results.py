@@ -20,8 +20,8 @@ from serverless_gpu.cli.runs.server_results import served_results
 from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.node.history import read_run
-from serverless_gpu.node.home import Home, storage_error
+from serverless_gpu.node.attempt.history import read_run
+from serverless_gpu.node.base.home import Home, storage_error
 from serverless_gpu.units import format_bytes
 
 _PIECE_BYTES = 4 << 20

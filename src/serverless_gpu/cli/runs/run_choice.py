@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from serverless_gpu.cli.output import say
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError
 from serverless_gpu.lazy_import import load
-from serverless_gpu.node.history import run_ids
-from serverless_gpu.node.home import Home, find_durable_home, find_home
+from serverless_gpu.node.attempt.history import run_ids
+from serverless_gpu.node.base.home import Home, find_durable_home, find_home
 
 if TYPE_CHECKING:
-    from serverless_gpu.node.protocol import Status
+    from serverless_gpu.node.base.protocol import Status
 
 _NAMED_MAX = 5
 

@@ -20,8 +20,8 @@ from serverless_gpu.client.runs.outcome import ending_text
 from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.history import Record, read_run, size_on_disk, walk
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.attempt.history import Record, read_run, size_on_disk, walk
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from serverless_gpu.client.runs.attachment import attach
-from serverless_gpu.node.history import read_ending
+from serverless_gpu.node.attempt.history import read_ending
 
 if TYPE_CHECKING:
-    from serverless_gpu.node.stopped import Stopped
+    from serverless_gpu.node.base.stop_message import Stopped
     from serverless_gpu.wire.runs import RunView
 
 _ENDING_S = 10.0

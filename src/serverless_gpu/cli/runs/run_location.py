@@ -20,8 +20,8 @@ from serverless_gpu.cli.server_connection import connect, connect_briefly, patie
 from serverless_gpu.client.remote.profile import find_profile, is_configured
 from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
 from serverless_gpu.lazy_import import load
-from serverless_gpu.node.history import SERVED, run_ids
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.attempt.history import SERVED, run_ids
+from serverless_gpu.node.base.home import Home
 
 if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost

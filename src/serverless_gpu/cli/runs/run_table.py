@@ -19,7 +19,7 @@ from serverless_gpu.cli.runs.run_location import own_runs, server_costs
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, read_run
+from serverless_gpu.node.attempt.history import NOT_STARTED, UNREADABLE, read_run
 
 if TYPE_CHECKING:
     from types import ModuleType

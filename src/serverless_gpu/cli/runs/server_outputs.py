@@ -17,7 +17,7 @@ from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.outcome import failed_rank
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection

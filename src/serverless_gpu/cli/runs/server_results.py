@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.lazy_import import load
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import click
 
-from serverless_gpu.node.rank_environment import program_path
+from serverless_gpu.node.supervisor.rank_environment import program_path
 
 MODULE = "-m"
 

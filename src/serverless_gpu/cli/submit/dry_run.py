@@ -26,7 +26,7 @@ from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import EnvironmentProblem, ServerUnavailable
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.spec import Command, Priority, RunSpec, check_command
-from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.base.home import Home, find_home
 
 _SUBMITTING = "serverless_gpu.client.remote.submission"
 _CHOICE = "serverless_gpu.client.remote.pool_choice"

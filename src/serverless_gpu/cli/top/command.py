@@ -17,8 +17,8 @@ from serverless_gpu.cli.top.table import Table, as_json, tabulate
 from serverless_gpu.cli.top.terminal import Terminal
 from serverless_gpu.client.display.terminal import fit
 from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.monitor import starting
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.monitor import control
 
 _FRAME_S = 1.0
 _FIRST_S = 10.0
@@ -37,7 +37,7 @@ def top(once: bool, as_json_: bool) -> None:
     home = this_home()
     if starting_is_needed(home):
         say("sgpu: no monitor runs on this node yet; it is started", err=True)
-    feed = Feed(lambda: starting.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
+    feed = Feed(lambda: control.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
     feed.open()
     try:
         if as_json_:
@@ -52,7 +52,7 @@ def top(once: bool, as_json_: bool) -> None:
 
 def starting_is_needed(home: Home) -> bool:
     """Return whether no monitor listens."""
-    channel = starting.connect(home.sockets())
+    channel = control.connect(home.sockets())
     if channel is not None:
         channel.close()
     return channel is None

@@ -22,10 +22,10 @@ from serverless_gpu.cli.top.table import Around, Owner
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
-from serverless_gpu.node.flocks import held_note
+from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.devices.locks import DeviceLocks, Holder, lock_directory
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.locks import DeviceLocks, Holder, lock_directory
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor import messages
 
 _AGAIN_NS = 3_000_000_000
 _SILENT_NS = 5_000_000_000
@@ -52,8 +52,8 @@ class Feed:
         self._heard_ns = self._tried_ns = clock.boottime_ns()
         self._failure = ""
         self._is_same = False  # whether the last frame is of the monitor that is connected: counters begin anew
-        self.frame: words.Frame | None = None
-        self.before: words.Frame | None = None
+        self.frame: messages.Frame | None = None
+        self.before: messages.Frame | None = None
 
     @property
     def problem(self) -> str:
@@ -76,7 +76,7 @@ class Feed:
         """
         channel = self._connect()
         try:
-            words.say(channel, words.Watch(fakes=self._fakes))
+            messages.say(channel, messages.Watch(fakes=self._fakes))
             channel.sock.setblocking(False)
         except OSError:
             channel.close()
@@ -91,7 +91,7 @@ class Feed:
         new = False
         while self._channel is not None:
             try:
-                word = words.hear(self._channel)
+                word = messages.hear(self._channel)
             except BlockingIOError:
                 break
             except (OSError, msgspec.MsgspecError):
@@ -99,7 +99,7 @@ class Feed:
             if word is None:
                 self.close()
                 self._failure = "the monitor has ended; it is started again"
-            elif isinstance(word, words.Frame):
+            elif isinstance(word, messages.Frame):
                 self.before = self.frame if self._is_same else None
                 self.frame, self._is_same, new = word, True, True
                 self._heard_ns = self._clock.boottime_ns()

@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.model.hardware.gpu_types import Device
 from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample
-from serverless_gpu.node.monitor.words import Frame, Watched
+from serverless_gpu.node.monitor.messages import Frame, Watched
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):

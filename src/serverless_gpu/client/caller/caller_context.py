@@ -10,7 +10,7 @@ import sys
 
 from serverless_gpu.client.caller.module_origins import origins
 from serverless_gpu.errors import StorageError, UsageError
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 
 
 def caller_context() -> protocol.Context:

@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from serverless_gpu.node.spawning import PRELOAD_ROOTS
+from serverless_gpu.node.processes.spawn import PRELOAD_ROOTS
 
 _INSTALLED = ("site-packages", "dist-packages")
 _NO_FILE = ("built-in", "frozen")

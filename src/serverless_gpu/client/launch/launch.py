@@ -41,12 +41,13 @@ from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.spec import HANG_WARNING, Command, Function, RunSpec, check_command, hang_warning_s, no_nccl
-from serverless_gpu.node import protocol, secret_files
-from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.agent.connection import connect
+from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.node.attempt.submission import ranks_of, write_submission
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home, find_home
+from serverless_gpu.node.devices.inventory import offered
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.inventory import offered
-from serverless_gpu.node.reaching import connect
-from serverless_gpu.node.submission import ranks_of, write_submission
 from serverless_gpu.threads import start_thread
 
 R = TypeVar("R")

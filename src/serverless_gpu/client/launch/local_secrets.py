@@ -16,8 +16,9 @@ import msgspec
 
 from serverless_gpu.errors import SecretMissing
 from serverless_gpu.model.secrets import Delivered, check_name, check_value, check_variable
-from serverless_gpu.node import protocol, secret_files
-from serverless_gpu.node.home import Home, storage_error
+from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home, storage_error
 
 DIRECTORY = "secrets"
 

@@ -22,7 +22,7 @@ from serverless_gpu.client.launch.call_contents import explain_unpicklable, larg
 from serverless_gpu.client.runs.rank_failures import text_of
 from serverless_gpu.errors import ArgumentMismatch, NotDistributable, NotPicklable, StorageError
 from serverless_gpu.inodes import lacks_inodes
-from serverless_gpu.node.home import storage_error
+from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.inside import call, payload
 from serverless_gpu.units import format_bytes
 

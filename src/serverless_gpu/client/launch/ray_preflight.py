@@ -18,7 +18,7 @@ from serverless_gpu.errors import RayMissing
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.payload import Reducer
-from serverless_gpu.node.inside.raycluster import installed
+from serverless_gpu.node.inside.raycluster import ray_installation
 
 if TYPE_CHECKING:
     from serverless_gpu.node.inside.payload import Reduced
@@ -55,12 +55,12 @@ def check_ray(cluster: RayCluster, found: Found | None = None) -> None:
         raise RayMissing(f"{place} hides Ray {version}: `import ray` gets that", hint=f"give {place} another name")
     if not version and not (origin and _is_ray(origin)):
         raise RayMissing("ray_launch needs Ray, which this Python environment does not have", hint=_PIP.format(""))
-    if () < installed.release(version) < installed.OLDEST:
-        oldest = ".".join(map(str, installed.OLDEST))
+    if () < ray_installation.release(version) < ray_installation.OLDEST:
+        oldest = ".".join(map(str, ray_installation.OLDEST))
         raise RayMissing(
             f"ray_launch needs Ray {oldest} or newer, and here is Ray {version}", hint=_PIP.format("--upgrade ")
         )
-    if cluster.dashboard and (missing := installed.missing_parts()):
+    if cluster.dashboard and (missing := ray_installation.missing_parts()):
         raise RayMissing(
             f"dashboard=True needs Ray's dashboard, for which {missing[0]} is missing here", hint=_PIP.format("")
         )
@@ -68,7 +68,7 @@ def check_ray(cluster: RayCluster, found: Found | None = None) -> None:
 
 def look() -> Found:
     """Return what there is of Ray in this process's environment, without importing it."""
-    return Found(installed.version(), installed.origin())
+    return Found(ray_installation.version(), ray_installation.origin())
 
 
 def refusal(spec: RunSpec) -> Reducer | None:

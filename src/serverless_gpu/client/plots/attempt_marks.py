@@ -18,8 +18,8 @@ import msgspec
 from serverless_gpu.client.plots.curves import Mark
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.node.history import first_facts, read_ending
-from serverless_gpu.node.rank_environment import STOP_FILE
+from serverless_gpu.node.attempt.history import first_facts, read_ending
+from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
 
 _WORD_CHARACTERS = 32
 

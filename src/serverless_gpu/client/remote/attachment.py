@@ -14,7 +14,7 @@ from serverless_gpu.client.remote.run_watch import Watched
 from serverless_gpu.client.remote.server import server_of
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.base.home import Home, find_home
 
 
 def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:

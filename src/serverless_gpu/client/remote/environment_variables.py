@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from serverless_gpu.node.inside.training import SWITCH
+from serverless_gpu.node.inside.training_evidence import SWITCH
 
 TOKEN = "SERVERLESS_GPU_TOKEN"
 

@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.home import Home, find_durable_home, find_home, storage_error
+from serverless_gpu.node.base.home import Home, find_durable_home, find_home, storage_error
 
 SERVER = "SERVERLESS_GPU_SERVER"
 TOKEN = "SERVERLESS_GPU_TOKEN"

@@ -19,9 +19,9 @@ from pathlib import Path
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.server import Server
 from serverless_gpu.errors import HardwareError, ServerlessGpuError, ServerProblem
-from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.home import Home, storage_error
-from serverless_gpu.node.retention import clean
+from serverless_gpu.node.attempt.retention import clean
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home, storage_error
 from serverless_gpu.threads import start_thread
 from serverless_gpu.wire.runs import FileView
 

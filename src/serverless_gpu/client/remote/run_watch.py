@@ -33,7 +33,7 @@ from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Failure, Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.scheduling import wait_messages
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 from serverless_gpu.wire.attempts import NOT_SENT
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (

@@ -54,8 +54,8 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.spec import Environment, Function, RunSpec
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.submission import Submission
+from serverless_gpu.node.attempt.submission import Submission
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.systems import require_linux
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import INLINE_BYTES_MAX

@@ -22,9 +22,9 @@ from serverless_gpu.client.runs.run_source import Supervised
 from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue, NotFound
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.flocks import is_held
-from serverless_gpu.node.history import Record, read_run
-from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.attempt.history import Record, read_run
+from serverless_gpu.node.base.home import Home, find_home
+from serverless_gpu.node.base.lock_files import is_held
 from serverless_gpu.node.inside.channel import Channel
 
 SNAPSHOT_S = 2.0

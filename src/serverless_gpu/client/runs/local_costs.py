@@ -23,7 +23,7 @@ from serverless_gpu.model.cost import AttemptUse, Cost, together
 from serverless_gpu.model.lifecycle.attempt import MEANINGS
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt
-from serverless_gpu.node.history import first_facts, is_live, meter_of, read_ending, read_price, read_receipt
+from serverless_gpu.node.attempt.history import first_facts, is_live, meter_of, read_ending, read_price, read_receipt
 
 _MS_NS = 1_000_000
 

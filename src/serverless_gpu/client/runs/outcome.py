@@ -37,10 +37,10 @@ from serverless_gpu.model.hangs.stacks import readable
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, SUPERVISOR_GONE, Failure, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import idleness
-from serverless_gpu.node.entrypoint import INSIDE
+from serverless_gpu.node.base.entrypoint import INSIDE
+from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.inside.raycluster.words import files_of
-from serverless_gpu.node.protocol import Stopped
 from serverless_gpu.units import format_bytes
 
 _RAISED = frozenset(

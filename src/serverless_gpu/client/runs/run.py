@@ -34,7 +34,7 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.spec import Command, RunSpec, patience
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 from serverless_gpu.units import format_duration_ms
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from serverless_gpu.client.runs.outcome import Origin
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, StopReason
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.node import protocol
-from serverless_gpu.node.history import read_ending, read_receipt
-from serverless_gpu.node.home import remove_at_once
+from serverless_gpu.node.attempt.history import read_ending, read_receipt
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import remove_at_once
 from serverless_gpu.node.inside.channel import Channel
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LAUNCH_TRIES = 3
 _TRIES = "serverless_gpu.client.plots.attempt_marks"  # loaded when it is asked for: a call has no use for it
 _COSTS = "serverless_gpu.client.runs.local_costs"
-_LOSS = "serverless_gpu.node.supervisor_loss"
+_LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 
 Reconnect = Callable[[], Channel]
 

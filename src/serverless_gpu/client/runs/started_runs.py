@@ -16,7 +16,7 @@ from pathlib import Path
 
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.lazy_import import load
-from serverless_gpu.node.history import read_ending
+from serverless_gpu.node.attempt.history import read_ending
 
 _NAMED_MAX = 5
 _ASKED_MAX = 20  # runs of a server that are asked about, one request each

@@ -4,9 +4,9 @@
         s.distributed(train, lr=3e-4)      no waiting for GPUs, no cold start
         s.distributed(evaluate)
 
-The devices are held by a process of the node (`node/session.py`) that lives as long as this one is connected to it. A
-daemon thread listens for what that process says while nobody calls: that the session has been idle for long, that it
-ended.
+The devices are held by a process of the node (`node/supervisor/session.py`) that lives as long as this one is connected
+to it. A daemon thread listens for what that process says while nobody calls: that the session has been idle for long,
+that it ended.
 
 Failure cases: this process dies (the session ends, its runs go on); the session's process dies, or the idle limit is
 reached (the next call says that the session has ended, and why); Ctrl-C while devices are waited for (nothing is held
@@ -38,7 +38,7 @@ from serverless_gpu.errors import NotDistributable, ServerlessGpuError, SessionE
 from serverless_gpu.model.hardware.gpu_types import Device
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec, SessionOptions, seconds
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.actor import serve_actor
 from serverless_gpu.threads import start_thread
 

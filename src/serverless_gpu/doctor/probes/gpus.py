@@ -14,12 +14,12 @@ from serverless_gpu.doctor.facts import GpuFacts, Unknown
 from serverless_gpu.doctor.probes.children import look
 from serverless_gpu.errors import StorageError
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.flocks import held_note
-from serverless_gpu.node.gpu_faults import suspects
-from serverless_gpu.node.home import find_home
-from serverless_gpu.node.kernel_log import KERNEL, KernelLog
-from serverless_gpu.node.locks import MACHINE_DIRECTORIES, DeviceLocks, Holder
-from serverless_gpu.node.spawning import clean_process
+from serverless_gpu.node.base.home import find_home
+from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
+from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, DeviceLocks, Holder
+from serverless_gpu.node.processes.spawn import clean_process
+from serverless_gpu.node.supervisor.gpu_faults import suspects
 
 _PCI = Path("/sys/bus/pci/devices")
 

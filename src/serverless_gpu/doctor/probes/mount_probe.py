@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from serverless_gpu.doctor.facts import MountFacts, Unknown
 from serverless_gpu.doctor.probes.children import look
-from serverless_gpu.node.home import find_home
+from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.inside import mounts
-from serverless_gpu.node.spawning import clean_process
+from serverless_gpu.node.processes.spawn import clean_process
 
 _FINE = b"fine"
 

@@ -12,10 +12,10 @@ import msgspec
 from serverless_gpu.doctor.facts import GpuFacts, Health
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware.gpu_types import GpuType
-from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.gpus import NvmlProvider
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.nvml import Nvml
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.devices.gpus import NvmlProvider
+from serverless_gpu.node.devices.nvml import Nvml
 
 T = TypeVar("T")
 

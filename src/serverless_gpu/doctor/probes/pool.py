@@ -18,11 +18,11 @@ import psutil
 from serverless_gpu.doctor.facts import Listener, PoolFacts
 from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import marked_pids
-from serverless_gpu.node.home import find_home
+from serverless_gpu.node.base.home import find_home
+from serverless_gpu.node.base.pool import keepers
+from serverless_gpu.node.base.private_files import readers
 from serverless_gpu.node.inside import fence
 from serverless_gpu.node.inside.linux import descendants
-from serverless_gpu.node.pool import keepers
-from serverless_gpu.node.private_files import readers
 
 _LISTEN = "0A"
 _VERSION = re.compile(r'^version = "([^"]+)"', re.MULTILINE)

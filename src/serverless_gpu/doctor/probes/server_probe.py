@@ -25,7 +25,7 @@ from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuErr
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.access.roles import reach
-from serverless_gpu.node.home import find_home
+from serverless_gpu.node.base.home import find_home
 
 if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection

@@ -13,11 +13,11 @@ from pathlib import Path
 from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.doctor.facts import AgentFacts, CgroupFacts, Unknown
 from serverless_gpu.doctor.probes.bounded_calls import side_by_side
-from serverless_gpu.node.flocks import held_note
-from serverless_gpu.node.home import find_home
-from serverless_gpu.node.processes import controllers, find_cgroup_root
-from serverless_gpu.node.protocol import Status, agent_socket
-from serverless_gpu.node.spawning import one_name
+from serverless_gpu.node.base.home import find_home
+from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.base.protocol import Status, agent_socket
+from serverless_gpu.node.processes.process_tree import controllers, find_cgroup_root
+from serverless_gpu.node.processes.spawn import one_name
 from serverless_gpu.version import __version__
 
 _ANSWER_S = 3.0

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 from serverless_gpu.client.caller.mlflow_context import SWITCH
 from serverless_gpu.doctor.facts import TrackingFacts, TrackingServer
-from serverless_gpu.node.home import find_home
-from serverless_gpu.node.mlflow_server.places import local_path
-from serverless_gpu.node.mlflow_server.serving import Server, servers
-from serverless_gpu.node.mlflow_server.troubles import without_password
+from serverless_gpu.node.base.home import find_home
+from serverless_gpu.node.mlflow_server.control import Server, servers
+from serverless_gpu.node.mlflow_server.error_summary import without_password
+from serverless_gpu.node.mlflow_server.files import local_path
 
 _ANSWER_S = 2.0
 

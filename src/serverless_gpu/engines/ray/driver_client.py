@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import IO
 
 from serverless_gpu.engines.ray.ray_tables import plain
-from serverless_gpu.node.spawning import clean_variables, open_log
+from serverless_gpu.node.processes.spawn import clean_variables, open_log
 
 _PROGRAM = Path(__file__).with_name("driver_process.py")
 _END_S = 10.0

@@ -27,10 +27,10 @@ from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.engines.ray.ray_keeper import Keeper, Plan
 from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerlessGpuError
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.flocks import held_note, hold
+from serverless_gpu.node.base.lock_files import held_note, hold
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.private_files import write_private
-from serverless_gpu.node.spawning import clean_process, open_log
+from serverless_gpu.node.processes.spawn import clean_process, open_log
 from serverless_gpu.version import __version__
 
 IDLE_S = 600.0

@@ -16,7 +16,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.private_files import readers, write_private
+from serverless_gpu.node.base.private_files import readers, write_private
 
 NAME = "join.json"
 _BYTES_MAX = 1 << 20

@@ -14,7 +14,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.private_files import write_private
+from serverless_gpu.node.base.private_files import write_private
 
 
 class NodeFile(msgspec.Struct, frozen=True, kw_only=True):

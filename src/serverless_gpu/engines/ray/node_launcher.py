@@ -17,7 +17,7 @@ from pathlib import Path
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.engines.ray.node_file import NodeFile, read_node_file
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.node.home import Home, find_home
+from serverless_gpu.node.base.home import Home, find_home
 from serverless_gpu.node.uplink import control
 
 MODULE = __name__

@@ -24,8 +24,8 @@ from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.join_file import JoinFile
 from serverless_gpu.engines.ray.ray_keeper import Plan, unreachable
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, NotFound, ServerProblem, ServerUnavailable
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.private_files import write_private
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.uplink.presence import LEFT, instance_of
 from serverless_gpu.node.uplink.profile import Profile, read_profile, write_profile
 from serverless_gpu.wire.connection import Connection

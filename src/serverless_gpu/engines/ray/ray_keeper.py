@@ -34,7 +34,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.engines.ray import exit_messages
 from serverless_gpu.errors import StorageError
-from serverless_gpu.node.spawning import open_log
+from serverless_gpu.node.processes.spawn import open_log
 from serverless_gpu.units import format_duration_ms
 
 MARK = "SERVERLESS_GPU_RAY"

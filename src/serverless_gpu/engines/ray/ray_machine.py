@@ -28,10 +28,10 @@ from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
 from serverless_gpu.engines.ray.ray_keeper import Plan, clean, log_path
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.inside.raycluster import installed
-from serverless_gpu.node.private_files import write_private
-from serverless_gpu.node.spawning import clean_variables, search_path
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.private_files import write_private
+from serverless_gpu.node.inside.raycluster import ray_installation
+from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink.control import PASSED_ON
 from serverless_gpu.node.uplink.presence import Presence
 
@@ -71,13 +71,13 @@ def check_ray() -> str:
     Raises:
         ServerProblem: it has none, or one that is too old.
     """
-    found = installed.version() if installed.origin() else ""
+    found = ray_installation.version() if ray_installation.origin() else ""
     if not found:
         raise ServerProblem(
             f"Ray is not installed for {sys.executable}",
             hint="pip install 'ray>=2.55', the same version on every machine",
         )
-    if installed.release(found) < start_arguments.OLDEST:
+    if ray_installation.release(found) < start_arguments.OLDEST:
         oldest = ".".join(map(str, start_arguments.OLDEST))
         raise ServerProblem(f"Ray {found} is too old for several machines", hint=f"pip install 'ray>={oldest}'")
     return found
@@ -204,7 +204,7 @@ def node_of(name: str, address: str, port: int, files: Files, devices: Sequence[
         node_file=str(files.node) if files.profile is not None else "",
         gpus=tuple(device.uuid for device in ordered if device.kind is not DeviceKind.CPU),
         types=tuple(device.type for device in ordered),
-        client=installed.can_serve_clients(),
+        client=ray_installation.can_serve_clients(),
     )
 
 

@@ -25,7 +25,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotFound, ServerUnavailable, StaleAttempt
 from serverless_gpu.model.hardware.gpu_types import Device
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State, StopReason
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentHello,

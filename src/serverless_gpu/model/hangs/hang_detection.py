@@ -5,8 +5,8 @@
                                                                         │  the silence
                                                                         └▶ none moves: END, where that was asked for
 
-What lives here: values and decisions. What must not: clocks, signals, /proc, files; `node/hangs.py` takes the looks and
-carries out what is decided.
+What lives here: values and decisions. What must not: clocks, signals, /proc, files; `node/supervisor/hang_watchdog.py`
+takes the looks and carries out what is decided.
 
 Silence is no proof: many programs train for hours without a word. So before anything is said the ranks are looked at,
 `_LOOKS` times over a window that ends with the limit. A rank *moves* when it was seen in two places, or when it used

@@ -2,10 +2,10 @@
 
     entries (id, ended when, how large) · policy (age, bytes, spared) · now   →   ids, oldest first
 
-Pure: who looks at directories and deletes them is `node/retention.py`. Never deleted: what has not ended, and what
-ended less than `spared_ns` ago (its caller may not have read the results yet). Only ended runs count against the size,
-so that one huge running job does not cost the history of all others. A clock that was set back makes ages negative,
-which deletes nothing.
+Pure: who looks at directories and deletes them is `node/attempt/retention.py`. Never deleted: what has not ended, and
+what ended less than `spared_ns` ago (its caller may not have read the results yet). Only ended runs count against the
+size, so that one huge running job does not cost the history of all others. A clock that was set back makes ages
+negative, which deletes nothing.
 """
 
 from __future__ import annotations

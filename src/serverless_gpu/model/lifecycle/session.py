@@ -3,7 +3,7 @@
     ask ─▶ queue ─settle─▶ loan ─give_back─▶ idle ─▶ (warn) ─▶ (end)
 
 What lives here: a value and the functions that return the next one. What must not: clocks, sockets, locks; the
-session's process carries the decisions out (`node/session.py`).
+session's process carries the decisions out (`node/supervisor/session.py`).
 
 Runs are served in the order in which they asked: a small one does not pass a large one that waits, which would then
 wait for ever. A device that could not be proven free after a run is unfit until somebody has looked at it again.

@@ -39,15 +39,16 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from . import actor as actor  # a call may refer to `serve_actor`
-from . import blas, command, fence, linux, mlflow_hook, process_group, protocol
+from . import blas, command, fence, linux, process_group, protocol
 from .call import Call, fill_rank, load_call
 from .channel import Channel
 from .entry import pass_gate
 from .failure import describe, pickle_exception, tell_of_copies, tell_of_joining, tell_of_torch
+from .mlflow import hook as mlflow_hook
 from .payload import PayloadNotWritten, PayloadTooLarge, dump, dumps, join_late, loads, write_whole
 from .raycluster import task
 from .raycluster.words import read_share
-from .training import trained_alone
+from .training_evidence import trained_alone
 
 _STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
 _SETTLE_FAILED_S = 1.0  # for the last points before a failure; the others' end waits for that

@@ -24,9 +24,9 @@ Once its first run has ended, and whenever nothing else is to be done, it has it
 the other: forks cost less, and a cold start does not wait for it.
 
 Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
-us. Everything else that is left of it is ended by the agent (`node/containment.py`). Failure cases: a module cannot be
-imported, threads or processes are left after the trial fork, or a stem gets no user namespace (each said to the agent,
-which then starts runs cold); the agent is of another protocol version (exit code 4).
+us. Everything else that is left of it is ended by the agent (`node/isolation/cgroups.py`). Failure cases: a module
+cannot be imported, threads or processes are left after the trial fork, or a stem gets no user namespace (each said to
+the agent, which then starts runs cold); the agent is of another protocol version (exit code 4).
 """
 
 from __future__ import annotations

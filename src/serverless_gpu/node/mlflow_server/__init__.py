@@ -4,6 +4,6 @@
                                               free       ─▶ keeper, a clean process of ours
     `sgpu up --mlflow` ─────── keeper, ended with it       └─▶ `mlflow server`, in the caller's interpreter
 
-`serving.py` asks and starts, `keeper.py` is the process, `places.py` files, ports and stores, `program.py` what runs in
-the caller's interpreter, `troubles.py` what its last words mean.
+`control.py` asks and starts, `keeper.py` is the process, `files.py` files, ports and stores, `program.py` what runs in
+the caller's interpreter, `error_summary.py` what its last words mean.
 """

@@ -33,10 +33,10 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, machine
-from serverless_gpu.node.flocks import hold
+from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.mlflow_server import places, program, troubles
-from serverless_gpu.node.spawning import bound_log, open_log
+from serverless_gpu.node.mlflow_server import error_summary, files, program
+from serverless_gpu.node.processes.spawn import bound_log, open_log
 
 _STEADY_S = 60.0
 _STOP_S = 5.0
@@ -97,12 +97,12 @@ def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts
     """
     named = tuple(name for name in hosts.split(",") if name)
     starting = program.Starting(python, {**os.environ, **environ}, named)
-    keep(places.opened(Path(directory)), starting, owner=owner)
+    keep(files.opened(Path(directory)), starting, owner=owner)
     sys.stdout.flush()
     os._exit(0)
 
 
-def keep(place: places.Place, starting: program.Starting, *, owner: int = -1, limits: Limits = LIMITS) -> None:
+def keep(place: files.Place, starting: program.Starting, *, owner: int = -1, limits: Limits = LIMITS) -> None:
     """Keep a server in this process until nobody needs it, unless another process does; as `Keeper`."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -125,7 +125,7 @@ class Keeper:
         limits: how long things may take.
     """
 
-    def __init__(self, place: places.Place, starting: program.Starting, *, owner: int, limits: Limits) -> None:
+    def __init__(self, place: files.Place, starting: program.Starting, *, owner: int, limits: Limits) -> None:
         self._place, self._python, self._owner, self._limits = place, starting.python, owner, limits
         self._clock = SystemClock()
         self._backing = place.backing()
@@ -138,7 +138,7 @@ class Keeper:
         self._touched, self._used_ns = 0.0, self._clock.boottime_ns()
         before = place.noted()
         self._end_leftover(before)
-        self._noted = places.Noted(
+        self._noted = files.Noted(
             port=before.port,
             keeper=os.getpid(),
             boot_id=self._clock.boot_id(),
@@ -165,7 +165,7 @@ class Keeper:
                 restarts = 0 if was_ready_s is not None and was_ready_s >= _STEADY_S else restarts + 1
                 if self._owner < 0 and (was_ready_s is None or restarts > _RESTARTS_MAX):
                     return
-                if self._wait(min(troubles.pause_s(restarts), _OWNED_PAUSE_S_MAX)) is End.ASKED:
+                if self._wait(min(error_summary.pause_s(restarts), _OWNED_PAUSE_S_MAX)) is End.ASKED:
                     return
 
     def _once(self) -> tuple[End, float | None]:
@@ -285,18 +285,20 @@ class Keeper:
             written = file.read(_LAST_WORDS_BYTES).decode("utf-8", "replace")
         code = child.process.wait()
         ending = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        shown = troubles.without_password(self._backing.uri)
-        return troubles.sentence(written, ending, troubles.Attempted(self._python, shown, str(self._place.log)))
+        shown = error_summary.without_password(self._backing.uri)
+        return error_summary.sentence(
+            written, ending, error_summary.Attempted(self._python, shown, str(self._place.log))
+        )
 
     def _failed(self) -> None:
         failures = self._noted.failures + 1
-        retry_wall_ns = self._clock.wall_ns() + int(troubles.pause_s(failures) * 1e9)
+        retry_wall_ns = self._clock.wall_ns() + int(error_summary.pause_s(failures) * 1e9)
         self._note(stage="failed", server=0, failures=failures, retry_wall_ns=retry_wall_ns)
         _say(self._noted.problem)
 
     def _port(self) -> socket.socket:
         before = self._noted.port
-        held = places.held_port(self._place, self._noted)
+        held = files.held_port(self._place, self._noted)
         self._note(port=held.getsockname()[1])
         if before and before != self._noted.port:
             _say(f"port {before} is taken by another process; it is {self._noted.port} now, and links of before break")
@@ -308,7 +310,7 @@ class Keeper:
 
     def _get(self, path: str) -> bytes | None:
         """Return the first of what the server answers, or None."""
-        connection = http.client.HTTPConnection(places.HOST, self._noted.port, timeout=self._limits.answer_s)
+        connection = http.client.HTTPConnection(files.HOST, self._noted.port, timeout=self._limits.answer_s)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -337,7 +339,7 @@ class Keeper:
     def _ask(self, *_: object) -> None:
         self._is_asked = True
 
-    def _end_leftover(self, before: places.Noted) -> None:
+    def _end_leftover(self, before: files.Noted) -> None:
         """End what a killed keeper's server left: processes of its session in its directory."""
         if not before.server or before.boot_id != self._clock.boot_id() or before.machine != machine():
             return

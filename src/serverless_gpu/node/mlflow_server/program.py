@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from serverless_gpu.node.mlflow_server.places import HOST, Backing
-from serverless_gpu.node.spawning import clean_variables, startup_variables
+from serverless_gpu.node.mlflow_server.files import HOST, Backing
+from serverless_gpu.node.processes.spawn import clean_variables, startup_variables
 
 _PROGRAM = """\
 import ctypes, os, sys

@@ -25,8 +25,8 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.node.account import write_text
-from serverless_gpu.node.monitor.words import Observe
+from serverless_gpu.node.attempt.account import write_text
+from serverless_gpu.node.monitor.messages import Observe
 from serverless_gpu.tracking.addresses import split_userinfo
 
 KEPT_MAX = 10_000

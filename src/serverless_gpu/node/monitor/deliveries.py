@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.node.history import is_live
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.mlflow_server.serving import ensure_server
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.attempt.history import is_live
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.mlflow_server.control import ensure_server
+from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import KEPT_MAX, Backlog, Kept, has_secrets, key_of
-from serverless_gpu.node.monitor.delivering import Delivering, target_of
+from serverless_gpu.node.monitor.delivery import Delivering, target_of
 from serverless_gpu.node.monitor.recorder import Recorder
 
 ENDED_MAX = 32
@@ -42,12 +42,12 @@ class Deliveries:
         self._clock = clock
         self._wake = wake
         self._backlog = Backlog(home.tracking, clock)
-        self._away: dict[str, words.Untracked] = {}
+        self._away: dict[str, messages.Untracked] = {}
         self._secrets: dict[str, Mapping[str, str]] = {}
         self._waiting: dict[str, str] = {}  # for credentials of a tracker, by attempt
         self._looked_ns: int | None = None
 
-    def prepare(self, word: words.Prepare) -> None:
+    def prepare(self, word: messages.Prepare) -> None:
         """Have the home's server ready where a run is going to need it."""
         if not word.tracker.uri:
             ensure_server(self._home, word.python, word.tracker.store, environ=word.environ)
@@ -110,9 +110,9 @@ class Deliveries:
     def _note(self, delivering: Delivering) -> bool:
         """Remember whether a tracker answers; return whether it does again."""
         match delivering.take_answer():
-            case words.Tracked():
+            case messages.Tracked():
                 return self._away.pop(delivering.target, None) is not None
-            case words.Untracked(final=False) as away:
+            case messages.Untracked(final=False) as away:
                 self._away[delivering.target] = away
             case _:
                 pass

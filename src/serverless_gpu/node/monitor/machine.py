@@ -19,13 +19,13 @@ from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, RankSample
-from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.gpus import FAKE_VARIABLE, Provider, providers
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.devices.gpus import FAKE_VARIABLE, Provider, providers
 from serverless_gpu.node.monitor.devices import FakeGpu, NvmlSampler, Reading, fake_state, from_rank
 from serverless_gpu.node.monitor.host import Host
 from serverless_gpu.node.monitor.ranks import Key, RankLook, RankProcesses
-from serverless_gpu.node.monitor.sampling import Look, Wanted
+from serverless_gpu.node.monitor.sampler import Look, Wanted
 
 _LIST_EVERY_NS = 30 * SECOND_NS
 

@@ -7,7 +7,7 @@ from collections import deque
 import msgspec
 
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor import messages
 
 _PENDING_MAX = 64
 
@@ -25,15 +25,15 @@ class Peer:
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
         self.channel = channel
-        self.watch: words.Watch | None = None
-        self._pending: deque[words.Word] = deque(maxlen=_PENDING_MAX)
+        self.watch: messages.Watch | None = None
+        self._pending: deque[messages.Word] = deque(maxlen=_PENDING_MAX)
 
     @property
     def behind(self) -> bool:
         """Return whether something waits to be said."""
         return bool(self._pending)
 
-    def say(self, word: words.Word, *, passing: bool = False) -> None:
+    def say(self, word: messages.Word, *, passing: bool = False) -> None:
         """Say something; what is passing is left out where something else still waits.
 
         Raises:
@@ -55,21 +55,21 @@ class Peer:
         """
         while self._pending:
             try:
-                words.say(self.channel, self._pending[0])
+                messages.say(self.channel, self._pending[0])
             except BlockingIOError:
                 if not keep:
                     self._pending.popleft()
                 return
             self._pending.popleft()
 
-    def hear(self) -> words.AnyWord | None:
+    def hear(self) -> messages.AnyWord | None:
         """Return the next word, or None when the other side is gone or makes no sense.
 
         Raises:
             BlockingIOError: there is none.
         """
         try:
-            return words.hear(self.channel)
+            return messages.hear(self.channel)
         except BlockingIOError:
             raise
         except (OSError, msgspec.MsgspecError):

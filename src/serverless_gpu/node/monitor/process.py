@@ -13,7 +13,7 @@ Failure cases:
   what was not delivered is found on disk (`backlog.py`);
 - MLflow refuses, hangs, fails: its threads wait, samples lie on disk until it is back;
 - two started at once: the lock decides, the loser ends;
-- a driver hangs: its samples stop (`sampling.py`), words are still heard;
+- a driver hangs: its samples stop (`sampler.py`), words are still heard;
 - a peer does not read: what is passing is left out for it, the rest waits, up to a bound;
 - the home, or its socket, is deleted: it ends;
 - nobody needs it: it ends a few seconds after the last connection, once everything has arrived in MLflow;
@@ -37,18 +37,18 @@ from typing import NoReturn
 
 from serverless_gpu.ambient import Clock, SystemClock, format_moment
 from serverless_gpu.model.hardware.gpu_types import Device
-from serverless_gpu.node.flocks import hold
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import origin_of
 from serverless_gpu.node.monitor.deliveries import Deliveries
 from serverless_gpu.node.monitor.machine import ThisMachine
 from serverless_gpu.node.monitor.peers import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, sample_of
-from serverless_gpu.node.monitor.sampling import Bell, Look, Sampler, Wanted
-from serverless_gpu.node.spawning import bound_log
+from serverless_gpu.node.monitor.sampler import Bell, Look, Sampler, Wanted
+from serverless_gpu.node.processes.spawn import bound_log
 from serverless_gpu.tracking.rest import make_ready
 
 PEERS_MAX = 1_024
@@ -74,7 +74,7 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     linux.set_name("sgpu-monitor")
     linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    path = words.monitor_socket(Path(sockets))
+    path = messages.monitor_socket(Path(sockets))
     if hold(path.with_suffix(".lock"), str(os.getpid())) is None:
         os._exit(0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -164,18 +164,18 @@ class Monitor:
             self._drop(peer)
             return
         match word:
-            case words.Observe():
+            case messages.Observe():
                 self._observe(peer, word)
-            case words.Watch():
+            case messages.Watch():
                 peer.watch = word
                 self._due_ns = 0
-            case words.Retire():
+            case messages.Retire():
                 self._retire(peer)
-            case words.Ranks() | words.Ending() | words.Settled() if peer in self._of_peer:
+            case messages.Ranks() | messages.Ending() | messages.Settled() if peer in self._of_peer:
                 if not self._is_needed():
                     self._due_ns = self._clock.boottime_ns() + _FIRST_NS
                 self._of_peer[peer].hear(word)
-            case words.Prepare():
+            case messages.Prepare():
                 self._deliveries.prepare(word)
             case _:
                 pass
@@ -189,7 +189,7 @@ class Monitor:
         if recorder is not None and recorder.peer is peer:
             recorder.lose()
 
-    def _observe(self, peer: Peer, observe: words.Observe) -> None:
+    def _observe(self, peer: Peer, observe: messages.Observe) -> None:
         new = Recorder(observe, origin_of(observe, self._clock), self._clock)
         recorder = self._recorders.setdefault(new.key, new)
         if recorder is new:
@@ -201,7 +201,7 @@ class Monitor:
         self._retiring_ns = self._clock.boottime_ns()
         if self._is_observing():
             with contextlib.suppress(OSError):
-                peer.say(words.Said(sentence="it ends with the last attempt that goes on"))
+                peer.say(messages.Said(sentence="it ends with the last attempt that goes on"))
 
     # --- every turn ----------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Monitor:
         if not watchers:
             return
         live = {key: recorder for key, recorder in self._recorders.items() if recorder.is_observed}
-        frame = words.Frame(
+        frame = messages.Frame(
             devices=look.devices,
             sample=sample_of(look, look.devices, *live),
             attempts=tuple(recorder.watched() for recorder in live.values()),

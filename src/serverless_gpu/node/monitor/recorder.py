@@ -2,7 +2,7 @@
 
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ Ending ─▶ no more samples │ Settled, end of file ─▶ over
        │                    └─ with what its Ray cluster told last, where it has one (`ray_file.py`)
-       └─▶ Delivering (`delivering.py`), where it is tracked; what that says goes to the supervisor, too
+       └─▶ Delivering (`delivery.py`), where it is tracked; what that says goes to the supervisor, too
 
 Failure cases: the supervisor's connection ends without `Settled` (it was killed, or this process was: the attempt is
 followed by its files until those say that it is over); the home is full (samples are lost, and that is said once); the
@@ -21,14 +21,14 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.telemetry.samples import GpuSample, Header, RankSample, Sample, Sampled, works
-from serverless_gpu.node.history import is_live, read_ending
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.attempt.history import is_live, read_ending
+from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import key_of
-from serverless_gpu.node.monitor.delivering import Delivering
+from serverless_gpu.node.monitor.delivery import Delivering
 from serverless_gpu.node.monitor.peers import Peer
 from serverless_gpu.node.monitor.ray_file import RayFile
 from serverless_gpu.node.monitor.records import Recording
-from serverless_gpu.node.monitor.sampling import Look
+from serverless_gpu.node.monitor.sampler import Look
 
 _SAID_MAX = 8
 _LOST_NS = 10 * 10**9
@@ -49,13 +49,13 @@ class Recorder:
         ranks: its processes and devices; None before they run.
     """
 
-    def __init__(self, observe: words.Observe, origin_ns: int, clock: Clock) -> None:
+    def __init__(self, observe: messages.Observe, origin_ns: int, clock: Clock) -> None:
         self.observe = observe
         self.origin_ns = origin_ns
         self.peer: Peer | None = None
         self.delivering: Delivering | None = None
         self.state = State.QUEUED
-        self.ranks: words.Ranks | None = None
+        self.ranks: messages.Ranks | None = None
         self._clock = clock
         self._began_ns = 0
         self._lost_ns = clock.boottime_ns()
@@ -97,18 +97,18 @@ class Recorder:
         """Take a connection for its supervisor's; one that connects again says everything again."""
         self.peer = peer
         if self.delivering is None:
-            self.say(words.Untracked(sentence="", final=True))
+            self.say(messages.Untracked(sentence="", final=True))
         elif self.delivering.word is not None:
             self.say(self.delivering.word)
 
-    def hear(self, word: words.AnyWord) -> None:
+    def hear(self, word: messages.AnyWord) -> None:
         """Take a word of its supervisor's."""
         match word:
-            case words.Ranks():
+            case messages.Ranks():
                 self._begin(word)
-            case words.Ending(state=state, reason=reason, sentence=sentence):
+            case messages.Ending(state=state, reason=reason, sentence=sentence):
                 self._end(state, reason, sentence)
-            case words.Settled():
+            case messages.Settled():
                 self._settle()
             case _:
                 pass
@@ -119,7 +119,7 @@ class Recorder:
         self._lost_ns = self._clock.boottime_ns()
         self._close()
 
-    def say(self, word: words.Word, *, passing: bool = False) -> None:
+    def say(self, word: messages.Word, *, passing: bool = False) -> None:
         """Say something to its supervisor, if there is one."""
         if self.peer is not None:
             with contextlib.suppress(OSError):  # its end of file comes next, and says the same
@@ -164,7 +164,7 @@ class Recorder:
 
     # --- samples -------------------------------------------------------------------------------------------------
 
-    def _begin(self, ranks: words.Ranks) -> None:
+    def _begin(self, ranks: messages.Ranks) -> None:
         self.ranks, self.state = ranks, State.RUNNING
         self._began_ns = self._began_ns or self._clock.wall_ns()
         header = Header(
@@ -190,7 +190,7 @@ class Recorder:
             sample = msgspec.structs.replace(sample, ray=self._ray.latest(self._clock.boottime_ns()))
         recording.append(sample)
         uses = tuple(use.result() for use in recording.uses.values())
-        self.say(words.Seen(uses=uses, busy=works(sample)), passing=True)
+        self.say(messages.Seen(uses=uses, busy=works(sample)), passing=True)
         if recording.lost:
             self._say_once(
                 f"what the devices do cannot be written to {self.directory}: the disk is full, or it is gone"
@@ -211,10 +211,10 @@ class Recorder:
         """Return its devices, in the order of its ranks."""
         return self.ranks.devices if self.ranks is not None else ()
 
-    def watched(self) -> words.Watched:
+    def watched(self) -> messages.Watched:
         """Return it as a frame shows it."""
         word = self.delivering.word if self.delivering is not None else None
-        return words.Watched(
+        return messages.Watched(
             run_id=self.observe.run_id,
             fence=self.observe.fence,
             name=self.observe.spec.name,
@@ -222,13 +222,13 @@ class Recorder:
             devices=tuple(device.uuid for device in self.devices),
             pids=self.ranks.pids if self.ranks is not None else {},
             began_ns=self._began_ns,
-            tracked=word.url if isinstance(word, words.Tracked) else "",
+            tracked=word.url if isinstance(word, messages.Tracked) else "",
         )
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said and len(self._said) < _SAID_MAX:
             self._said.add(sentence)
-            self.say(words.Said(sentence=sentence))
+            self.say(messages.Said(sentence=sentence))
 
     def _close(self) -> None:
         if self._recording is not None:

@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.entrypoint import INSIDE
-from serverless_gpu.node.history import spec_of
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.remote import Remote
+from serverless_gpu.node.attempt.history import spec_of
+from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.entrypoint import INSIDE
+from serverless_gpu.node.base.home import Home
 
 _KILL_S = 0.2
 _STUCK_MAX = 3

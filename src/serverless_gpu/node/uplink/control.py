@@ -22,10 +22,10 @@ from typing import NamedTuple
 from serverless_gpu import faults
 from serverless_gpu.ambient import CLOCK_FAULT
 from serverless_gpu.errors import AgentUnavailable
-from serverless_gpu.node.flocks import held_note
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.requirements import require_for_runs
-from serverless_gpu.node.spawning import clean_process, open_log
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.base.requirements import require_for_runs
+from serverless_gpu.node.processes.spawn import clean_process, open_log
 from serverless_gpu.version import __version__
 
 _START_S = 30.0

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
+from serverless_gpu.node.uplink.orphans import cancelled_upload, lost_upload
 from serverless_gpu.node.uplink.server import Server
-from serverless_gpu.node.uplink.shipping import Output, Outputs
-from serverless_gpu.node.uplink.unattended import cancelled_upload, lost_upload
-from serverless_gpu.node.uplink.uploading import Upload
+from serverless_gpu.node.uplink.shipment import Output, Outputs
+from serverless_gpu.node.uplink.upload import Upload
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.attempts import NOT_SENT, File
 

@@ -27,17 +27,17 @@ from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType
 from serverless_gpu.model.hardware.xid import Kind
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.placement import restrict
-from serverless_gpu.node.flocks import held_note
-from serverless_gpu.node.gate import foreign
-from serverless_gpu.node.gpu_faults import NodeFaults
-from serverless_gpu.node.gpus import NvmlProvider
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.inventory import Inventory, offered
-from serverless_gpu.node.locks import DeviceLocks, Holder, Quarantine, lock_directory
-from serverless_gpu.node.private_files import write_private
-from serverless_gpu.node.reservation import find_provider, retest_quarantined
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.base.private_files import write_private
+from serverless_gpu.node.base.usages import Usage, unknown_usage
+from serverless_gpu.node.devices.gpu_gate import foreign
+from serverless_gpu.node.devices.gpus import NvmlProvider
+from serverless_gpu.node.devices.inventory import Inventory, offered
+from serverless_gpu.node.devices.locks import DeviceLocks, Holder, Quarantine, lock_directory
+from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
+from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
 from serverless_gpu.node.uplink.profile import Profile
-from serverless_gpu.node.usages import Usage, unknown_usage
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL

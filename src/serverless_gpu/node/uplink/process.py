@@ -3,7 +3,7 @@
     main thread      hello ─▶ heartbeat, heartbeat …   (again hello after a silence)
     orders           stream ─▶ Start: directory, Minder │ Stop: to its Minder   (again after a break)
     acknowledging    what was taken, together
-    two per attempt  one listens to the supervisor, one reports (`minder.py`, `reporter.py`)
+    two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
 It decides nothing about a run: the server says what is to be done, the supervisor does it. Whoever starts it may die
 (`control.py`); runs do not need it but for the server to hear of them, and for the lease.
@@ -36,14 +36,14 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.errors import NotAllowed, NotFound, ServerlessGpuError
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.node.flocks import hold
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.attempt.server_attempt import open_attempts
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import hold
+from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.inside import linux
-from serverless_gpu.node.protocol import GangNews
-from serverless_gpu.node.remote import open_attempts
-from serverless_gpu.node.uplink import starting
+from serverless_gpu.node.uplink import attempt_launch
+from serverless_gpu.node.uplink.attempt_controller import Minder
 from serverless_gpu.node.uplink.control import lock_path
-from serverless_gpu.node.uplink.minder import Minder
 from serverless_gpu.node.uplink.presence import Presence
 from serverless_gpu.node.uplink.server import Backoff, Server
 from serverless_gpu.version import __version__
@@ -250,7 +250,7 @@ class Uplink:
 
     def _start(self, order: Start, gang: str) -> None:
         try:
-            taken = starting.take(self._home, order, self._server.path)
+            taken = attempt_launch.take(self._home, order, self._server.path)
         except OSError as error:  # whether it runs here already cannot be said: the order comes again
             say(f"attempt {gang} cannot be looked at: {error}")
             return

@@ -34,14 +34,14 @@ from serverless_gpu.errors import NotAuthenticated, ServerlessGpuError, ServerSt
 from serverless_gpu.model.hangs.gang_hang_detection import Silence
 from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.node.history import read_receipt
-from serverless_gpu.node.protocol import CrewNews, GangNews, Stopped
-from serverless_gpu.node.remote import Remote
+from serverless_gpu.node.attempt.history import read_receipt
+from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.base.protocol import CrewNews, GangNews, Stopped
 from serverless_gpu.node.uplink.checkpoint_probe import CheckpointProbe
 from serverless_gpu.node.uplink.delivery import Delivery
-from serverless_gpu.node.uplink.news import AT_ONCE_S, SOON_S, Known, News
+from serverless_gpu.node.uplink.report_state import AT_ONCE_S, SOON_S, Known, News
 from serverless_gpu.node.uplink.server import Backoff, Server
-from serverless_gpu.node.uplink.shipping import Facts, Logs
+from serverless_gpu.node.uplink.shipment import Facts, Logs
 from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import Json
 

@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.engines.ray import head_keeper
 from serverless_gpu.engines.ray.ray_keeper import MARK, Plan, marked_pids
-from serverless_gpu.node.flocks import hold
+from serverless_gpu.node.base.lock_files import hold
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 

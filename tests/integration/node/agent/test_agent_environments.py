@@ -14,10 +14,10 @@ from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
 from serverless_gpu.environment.stores.blobs import Blobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.node.environments import Environments, Waiter
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.protocol import Wanted
-from serverless_gpu.node.restored import RestoredEnvironment
+from serverless_gpu.node.agent.environments import Environments, Waiter
+from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.protocol import Wanted
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.made_environments import Made
 from tests.support.environment.restored_process import CANNOT_MOUNT

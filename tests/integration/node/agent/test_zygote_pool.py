@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.processes import CgroupRoot
-from serverless_gpu.node.protocol import Context
-from serverless_gpu.node.zygote_pool import PRELOAD_S, ZYGOTES_MAX, ZygotePool
-from serverless_gpu.node.zygotes import Zygote, ZygoteRequest
+from serverless_gpu.node.agent.zygote_pool import PRELOAD_S, ZYGOTES_MAX, ZygotePool
+from serverless_gpu.node.agent.zygotes import Zygote, ZygoteRequest
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.protocol import Context
+from serverless_gpu.node.processes.process_tree import CgroupRoot
 from serverless_gpu.testing import FakeClock
 from tests.support.node.restored import caller, environment
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from tests.support.node.retention import make_run
 
 
@@ -23,7 +23,7 @@ def runs(tmp_path: Path) -> Path:
 
 def run_main(home: Path, queued: str) -> subprocess.CompletedProcess[str]:
     program = (
-        "import os, sys; from serverless_gpu.node.retention import main\n"
+        "import os, sys; from serverless_gpu.node.attempt.retention import main\n"
         "fd = os.memfd_create('q'); os.write(fd, sys.argv[2].encode()); main(sys.argv[1], fd)"
     )
     command = [sys.executable, "-c", program, str(home), queued]

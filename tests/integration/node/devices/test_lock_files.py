@@ -24,7 +24,7 @@ def test_machine_wide_directory_closed_to_this_user_says_how_to_open_it() -> Non
             + """
 from serverless_gpu.errors import StorageError
 from serverless_gpu.model.hardware.gpu_types import DeviceKind
-from serverless_gpu.node.locks import lock_directory
+from serverless_gpu.node.devices.locks import lock_directory
 try:
     lock_directory(DeviceKind.GPU, directory, machine=(directory / "locks",))
 except StorageError as error:

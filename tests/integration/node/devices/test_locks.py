@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.locks import Busy, DeviceLocks
+from serverless_gpu.node.devices.locks import Busy, DeviceLocks
 from tests.support.node.locks import ME, FixedClock, take
 from tests.support.second_process import other
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.nvml import NO_DRIVER, Silent
-from serverless_gpu.node.nvml_process import NvmlProcess
+from serverless_gpu.node.devices.nvml import NO_DRIVER, Silent
+from serverless_gpu.node.devices.nvml_process import NvmlProcess
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

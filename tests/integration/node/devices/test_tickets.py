@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from serverless_gpu.node.locks import Ticket
+from serverless_gpu.node.devices.locks import Ticket
 from tests.support.second_process import other
 
 WAIT = 'with Ticket(directory, "H100") as ticket: say("waiting"); sys.stdin.read()'

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.containment import LEAVING_S, Containment
-from serverless_gpu.node.processes import ZYGOTE, CgroupRoot, find_cgroup_root, look_at
+from serverless_gpu.node.isolation.cgroups import LEAVING_S, Containment
+from serverless_gpu.node.processes.process_tree import ZYGOTE, CgroupRoot, find_cgroup_root, look_at
 from tests.support.local.observe import wait_for
 
 SECOND_NS = 10**9

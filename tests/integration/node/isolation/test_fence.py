@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node import pool
-from serverless_gpu.node.flocks import hold
+from serverless_gpu.node.base import pool
+from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import fence
 
 pytestmark = pytest.mark.skipif(bool(fence.refused()), reason=f"no fence here: {fence.refused()}")

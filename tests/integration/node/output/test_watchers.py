@@ -14,9 +14,9 @@ from typing import cast
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.watchers import WATCHERS_MAX, Audience
+from serverless_gpu.node.output.watchers import WATCHERS_MAX, Audience
 from tests.support.golden import golden
 from tests.support.node.watchers import read_all
 

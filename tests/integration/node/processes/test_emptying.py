@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from serverless_gpu.node.gpus import CpuProvider
-from serverless_gpu.node.locks import DeviceLocks
-from serverless_gpu.node.processes import left_in
-from serverless_gpu.node.reservation import retest_quarantined
+from serverless_gpu.node.devices.gpus import CpuProvider
+from serverless_gpu.node.devices.locks import DeviceLocks
+from serverless_gpu.node.devices.reservation import retest_quarantined
+from serverless_gpu.node.processes.process_tree import left_in
 
 
 def test_F09_a_device_is_lent_again_when_what_was_left_is_gone(tmp_path: Path) -> None:

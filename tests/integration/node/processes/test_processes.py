@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.processes import (
+from serverless_gpu.node.processes.process_tree import (
     CgroupRoot,
     MemoryWatch,
     cgroup_empty,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.shared_memory import LeftSegments
+from serverless_gpu.node.processes.shared_memory import LeftSegments
 
 HOLD = """
 import mmap, os, sys

@@ -12,9 +12,9 @@ from typing import cast
 import pytest
 
 from serverless_gpu.model.hangs.hang_detection import Look
-from serverless_gpu.node.gang import Gang
 from serverless_gpu.node.inside import linux, protocol
-from serverless_gpu.node.looks import Looking
+from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.rank_inspection import Looking
 from tests.support.node.rank_process import INSIDE, PREAMBLE
 
 _LIMIT_S = 30.0

@@ -20,17 +20,17 @@ from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking_context import Tracking
-from serverless_gpu.node import protocol
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.protocol import Context, Launch, Wanted
+from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import Backlog
-from serverless_gpu.node.observation import COMMAND_NS, LINK_NS, SERVER_NS, Observation
-from serverless_gpu.node.protocol import Context, Launch, Wanted
+from serverless_gpu.node.supervisor.monitor_link import COMMAND_NS, LINK_NS, SERVER_NS, Observation
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.fake_monitor import FakeMonitor
 
 DEVICES = (Device(uuid="FAKE-0", index=0, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE),)
-TRACKED = words.Tracked(run_id="m1", url="http://127.0.0.1:5000/#/runs/m1", environ={"MLFLOW_RUN_ID": "m1"})
+TRACKED = messages.Tracked(run_id="m1", url="http://127.0.0.1:5000/#/runs/m1", environ={"MLFLOW_RUN_ID": "m1"})
 KEPT = "what the node recorded is kept, and sent once MLflow answers (for 24 h)"
 USE = DeviceUse(uuid="FAKE-0", samples=3, busy_percent=50.0)
 THERE = Tracking(uri="http://there:5000")
@@ -124,7 +124,7 @@ def test_the_monitor_is_told_of_an_attempt_from_its_launch_to_its_receipt(
     while monitor.hear(peer) is not None:
         pass
     assert monitor.heard == [
-        words.Observe(
+        messages.Observe(
             run_id="r",
             fence=2,
             directory="/home/runs/r/2",
@@ -139,9 +139,9 @@ def test_the_monitor_is_told_of_an_attempt_from_its_launch_to_its_receipt(
             environment="snapshot abc",
             called_ns=7,
         ),
-        words.Ranks(devices=DEVICES, pids={0: 41}, cgroup="/sys/fs/cgroup/x"),
-        words.Ending(state=State.FAILED, reason=Reason.RANK_RAISED, sentence="a rank raised an exception: E: no"),
-        words.Settled(),
+        messages.Ranks(devices=DEVICES, pids={0: 41}, cgroup="/sys/fs/cgroup/x"),
+        messages.Ending(state=State.FAILED, reason=Reason.RANK_RAISED, sentence="a rank raised an exception: E: no"),
+        messages.Settled(),
     ]
     assert not line.selector.get_map()
 
@@ -150,15 +150,15 @@ def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Beg
     line = begin(launch())
     peer = monitor.accept()
     said = (
-        words.Untracked(sentence="it does not answer"),
+        messages.Untracked(sentence="it does not answer"),
         TRACKED,
-        words.Tracked(run_id="m2", url="http://other", environ={}),
-        words.Seen(uses=(USE,), busy=False),
-        words.Said(sentence="1,204 points dropped", note=True),
-        words.Said(sentence="MLflow answers again"),
+        messages.Tracked(run_id="m2", url="http://other", environ={}),
+        messages.Seen(uses=(USE,), busy=False),
+        messages.Said(sentence="1,204 points dropped", note=True),
+        messages.Said(sentence="MLflow answers again"),
     )
     for word in said:
-        words.say(peer, word)
+        messages.say(peer, word)
     line.turn()
     observation = line.observation
     assert (observation.environ, observation.url, observation.uses) == ({"MLFLOW_RUN_ID": "m1"}, TRACKED.url, (USE,))
@@ -171,7 +171,7 @@ def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Beg
     ]
     assert observation.receipt_notes() == ["1,204 points dropped"]
     assert line.seen == [False]
-    words.say(peer, words.Seen(uses=(USE,), busy=True))
+    messages.say(peer, messages.Seen(uses=(USE,), busy=True))
     line.turn()
     assert line.seen == [False, True]
 
@@ -181,7 +181,7 @@ def test_the_ranks_of_a_function_wait_for_nothing(begin: Begin, monitor: FakeMon
         line = begin(launch(spec=RunSpec(tracker=tracker)))
         peer = monitor.accept()
         assert line.observation.hold_ns is None
-        words.say(peer, words.Untracked(sentence="it did not answer last time"))
+        messages.say(peer, messages.Untracked(sentence="it did not answer last time"))
         line.turn()
         assert line.observation.hold_ns is None
         assert line.told == []  # it may answer yet
@@ -191,10 +191,12 @@ def test_the_ranks_of_a_function_wait_for_nothing(begin: Begin, monitor: FakeMon
 def test_the_receipt_of_what_was_over_at_once_names_where_it_is_tracked(
     begin: Begin, monitor: FakeMonitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serverless_gpu.node.observation.LINK_NS", 60 * 10**9)  # it waits no longer than it has to
+    monkeypatch.setattr(
+        "serverless_gpu.node.supervisor.monitor_link.LINK_NS", 60 * 10**9
+    )  # it waits no longer than it has to
     line = begin(launch())
     peer = monitor.accept()
-    late = threading.Timer(0.02, lambda: words.say(peer, TRACKED))
+    late = threading.Timer(0.02, lambda: messages.say(peer, TRACKED))
     late.start()
     line.observation.linger()
     late.join()
@@ -220,7 +222,7 @@ def test_F44_a_receipt_waits_for_a_blink_and_only_where_something_is_tracked(
     line.clock.advance(LINK_NS / 1e9)
     line.observation.linger()
     line.clock.advance(-LINK_NS / 1e9)
-    words.say(peer, words.Untracked(sentence="it does not answer"))
+    messages.say(peer, messages.Untracked(sentence="it does not answer"))
     line.observation.linger()
     assert len(waited) <= 1  # it lasted longer than that, and it is known already
 
@@ -237,7 +239,7 @@ def test_a_ray_cluster_waits_as_a_program_does_for_its_workers_know_what_they_ar
 ) -> None:
     line = begin(launch(spec=RunSpec(tracker=HOMES, ray=RayCluster())))
     assert line.observation.hold_ns == line.clock.boottime_ns() + COMMAND_NS
-    words.say(monitor.accept(), words.Untracked(sentence="the home's MLflow server starts", is_starting=True))
+    messages.say(monitor.accept(), messages.Untracked(sentence="the home's MLflow server starts", is_starting=True))
     line.turn()
     assert line.observation.hold_ns == line.clock.boottime_ns() + SERVER_NS
     assert line.sentences() == [golden("node.observation.home-mlflow-server")]
@@ -246,7 +248,7 @@ def test_a_ray_cluster_waits_as_a_program_does_for_its_workers_know_what_they_ar
 def test_a_receipt_without_a_link_says_what_becomes_of_the_run_in_mlflow(begin: Begin, monitor: FakeMonitor) -> None:
     line = begin(launch(spec=RunSpec(tracker=HOMES)))
     assert line.observation.receipt_notes() == [golden("node.observation.mlflow-answered-yet")]
-    words.say(monitor.accept(), words.Untracked(sentence="the home's server starts", is_starting=True))
+    messages.say(monitor.accept(), messages.Untracked(sentence="the home's server starts", is_starting=True))
     line.turn()
     assert line.observation.receipt_notes() == [golden("node.observation.home-mlflow-server-still")]
     assert begin(launch(spec=RunSpec())).observation.receipt_notes() == []
@@ -256,14 +258,14 @@ def test_a_program_waits_for_the_homes_own_server_to_start_and_that_is_said(begi
     line = begin(launch(spec=RunSpec(tracker=HOMES, payload=Command(argv=("train",)))))
     peer = monitor.accept()
     for _ in range(2):
-        words.say(peer, words.Untracked(sentence="the home's MLflow server starts", is_starting=True))
+        messages.say(peer, messages.Untracked(sentence="the home's MLflow server starts", is_starting=True))
     line.turn()
     assert line.observation.hold_ns == line.clock.boottime_ns() + SERVER_NS
     assert line.sentences() == [golden("node.observation.home-mlflow-server-starts")]
-    words.say(peer, words.Untracked(sentence="no MLflow in /usr/bin/python yet"))
+    messages.say(peer, messages.Untracked(sentence="no MLflow in /usr/bin/python yet"))
     line.turn()
     assert line.observation.hold_ns is None, "it does not start"
-    words.say(peer, words.Untracked(sentence="no MLflow in /usr/bin/python", final=True))
+    messages.say(peer, messages.Untracked(sentence="no MLflow in /usr/bin/python", final=True))
     line.turn()
     assert line.observation.hold_ns is None
     assert line.sentences()[1:] == [golden("node.observation.mlflow-usr-bin")]
@@ -282,7 +284,7 @@ def test_a_monitor_that_comes_later_hears_everything_and_is_not_asked_for_too_of
     line.observation.tend()
     assert line.observation.wake_ns is None
     peer = monitor.accept()
-    assert [type(monitor.hear(peer)) for _ in range(2)] == [words.Observe, words.Ranks]
+    assert [type(monitor.hear(peer)) for _ in range(2)] == [messages.Observe, messages.Ranks]
     monitor.close()
 
 
@@ -290,7 +292,7 @@ def test_a_monitor_that_dies_is_followed_by_another_that_hears_everything_again(
     first = FakeMonitor(sockets)
     line = begin(launch())
     peer = first.accept()
-    words.say(peer, TRACKED)
+    messages.say(peer, TRACKED)
     first.close()
     line.turn()
     assert line.observation.tracked == TRACKED  # its last words
@@ -299,8 +301,8 @@ def test_a_monitor_that_dies_is_followed_by_another_that_hears_everything_again(
     line.clock.advance(2)
     line.observation.tend()
     peer = second.accept()
-    assert [type(second.hear(peer)) for _ in range(2)] == [words.Observe, words.Ending]
-    words.say(peer, TRACKED)  # a new monitor says it again, watchers have it
+    assert [type(second.hear(peer)) for _ in range(2)] == [messages.Observe, messages.Ending]
+    messages.say(peer, TRACKED)  # a new monitor says it again, watchers have it
     line.turn()
     assert [type(message) for message in line.told] == [protocol.Tracked]
     second.close()
@@ -312,10 +314,10 @@ def test_a_monitor_that_does_not_read_holds_nothing_up(begin: Begin, monitor: Fa
     for _ in range(20):
         line.observation.ranks(DEVICES, dict.fromkeys(range(3_000), 1), None)
     peer = monitor.accept()
-    assert isinstance(monitor.hear(peer), words.Observe)
+    assert isinstance(monitor.hear(peer), messages.Observe)
     heard = 0
     while heard < 20:
-        assert isinstance(monitor.hear(peer), words.Ranks)
+        assert isinstance(monitor.hear(peer), messages.Ranks)
         heard += 1
         line.observation.tend()
 

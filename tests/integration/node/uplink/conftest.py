@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import ensure, stop_all
 from serverless_gpu.testing import stop_agent
 from tests.support.local.observe import cancel_all, processes_of, wait_for

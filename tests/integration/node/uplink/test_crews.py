@@ -10,9 +10,9 @@ import msgspec
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
-from serverless_gpu.node.addresses import is_loopback
-from serverless_gpu.node.history import first_facts
-from serverless_gpu.node.taking import has_begun
+from serverless_gpu.node.attempt.claim import has_begun
+from serverless_gpu.node.attempt.history import first_facts
+from serverless_gpu.node.base.addresses import is_loopback
 from tests.support.golden import golden
 from tests.support.local.observe import announced, nothing_of_a_run, supervisor, wait_for
 from tests.support.local.ranks import announce, rank_number, stay, wait_for_file

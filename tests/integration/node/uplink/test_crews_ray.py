@@ -12,9 +12,9 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.node.history import first_facts
+from serverless_gpu.node.attempt.claim import has_begun
+from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.inside import payload
-from serverless_gpu.node.taking import has_begun
 from tests.support.local.observe import nothing_of_a_run, supervisor, wait_for
 from tests.support.node import fake_ray
 from tests.support.node.gangs import SeenGang, order_gang

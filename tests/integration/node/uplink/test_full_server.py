@@ -11,11 +11,11 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.protocol import GangNews
-from serverless_gpu.node.remote import Remote
+from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.uplink import server as server_room
 from serverless_gpu.node.uplink.credentials import Credential
-from serverless_gpu.node.uplink.news import AT_ONCE_S, News
+from serverless_gpu.node.uplink.report_state import AT_ONCE_S, News
 from serverless_gpu.node.uplink.reporter import Reporter
 from serverless_gpu.node.uplink.server import Server
 from serverless_gpu.testing import FakeClock

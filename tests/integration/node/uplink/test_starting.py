@@ -15,9 +15,9 @@ from serverless_gpu.errors import HardwareError, InvalidValue
 from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.hardware.gpu_types import parse_fake
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node import protocol
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.uplink import starting
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Start
 
@@ -41,7 +41,7 @@ ORDER = Start(
 def candidates_of(order: Start, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.delenv("SERVERLESS_GPU_FAKE", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    launch = starting.make_launch(order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=Where(""))
+    launch = attempt_launch.make_launch(order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=Where(""))
     return [device.uuid for device in launch.candidates]
 
 
@@ -68,7 +68,7 @@ def test_a_gang_that_cannot_be_is_refused_before_anything_is_written(
 ) -> None:
     order = msgspec.structs.replace(ORDER, crews=laid_out([("n0", 2), ("n1", 1)]), nonce="secret")
     with pytest.raises(InvalidValue, match=re.escape(told)):
-        starting.take(Home(tmp_path), msgspec.structs.replace(order, **changes), tmp_path / "uplink.json")
+        attempt_launch.take(Home(tmp_path), msgspec.structs.replace(order, **changes), tmp_path / "uplink.json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,8 +76,8 @@ def test_a_crew_gets_its_own_devices_and_not_the_gangs(monkeypatch: pytest.Monke
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     crews = laid_out([("n0", 2), ("n1", 1)])
     order = msgspec.structs.replace(ORDER, crews=crews, crew=1, nonce="secret")
-    launch = starting.make_launch(order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=Where(""))
+    launch = attempt_launch.make_launch(order, Path("d"), GREETING, clock=FakeClock(), waited_ns=0, store=Where(""))
     assert (launch.world_size, launch.crews, launch.crew, launch.nonce) == (1, crews, 1, "secret")
     assert launch.numbers == range(2, 3)
-    taken = starting.take(Home(tmp_path), order, tmp_path / "uplink.json")
+    taken = attempt_launch.take(Home(tmp_path), order, tmp_path / "uplink.json")
     assert taken is not None and taken[1].world_size == 1

@@ -18,8 +18,8 @@ from serverless_gpu.client.caller.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import BlobReference, Command, Function, RunSpec
-from serverless_gpu.node.history import read_ending
-from serverless_gpu.node.monitor import words
+from serverless_gpu.node.attempt.history import read_ending
+from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.control import ensure, running, stop_all
 from serverless_gpu.testing import FakeGpus
@@ -250,10 +250,10 @@ def test_a_home_that_cannot_be_written_to_is_a_refusal_that_is_told(node: Node) 
 
 
 def test_where_a_run_is_tracked_and_what_its_node_did_reach_the_server(node: Node, where: str) -> None:
-    def answers(word: words.AnyWord) -> tuple[words.Word, ...]:
-        if isinstance(word, words.Observe):
+    def answers(word: messages.AnyWord) -> tuple[messages.Word, ...]:
+        if isinstance(word, messages.Observe):
             Path(word.directory, "logs", "0.telemetry").write_bytes(b"[1]\n[2]\n")
-            return (words.Tracked(run_id="m1", url="http://127.0.0.1:5000/#/experiments/1/runs/m1", environ={}),)
+            return (messages.Tracked(run_id="m1", url="http://127.0.0.1:5000/#/experiments/1/runs/m1", environ={}),)
         return ()
 
     monitor = FakeMonitor(node.home.sockets(), answers).serve()

@@ -12,10 +12,10 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.node.history import read_ending
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.retention import scan
-from serverless_gpu.node.taking import LOCK
+from serverless_gpu.node.attempt.claim import LOCK
+from serverless_gpu.node.attempt.history import read_ending
+from serverless_gpu.node.attempt.retention import scan
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import running
 from serverless_gpu.testing import agent_status
 from serverless_gpu.wire.attempts import NOT_SENT

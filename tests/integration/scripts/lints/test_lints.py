@@ -29,7 +29,7 @@ from scripts.lints.source import parse
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 
-ROOM = "src/serverless_gpu/node/agent.py"
+ROOM = "src/serverless_gpu/node/agent/agent.py"
 OPEN = "src/serverless_gpu/client/runs/run.py"
 INSIDE = "src/serverless_gpu/node/inside/rank.py"
 LONG = "def long():\n" + "    step()\n" * 80
@@ -104,7 +104,7 @@ def test_a_planted_mistake_is_found_and_the_right_way_is_not(lint: ModuleType, p
     found = list(lint.check(parse(path, bad)))
     assert found
     assert re.match(rf"{re.escape(path)}:\d+: [a-z-]+: .+", str(found[0]))
-    good_path = "src/serverless_gpu/node/logs.py" if lint is names else path
+    good_path = "src/serverless_gpu/node/output/logs.py" if lint is names else path
     assert list(lint.check(parse(good_path, good))) == []
 
 

@@ -18,7 +18,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.errors import NotFound, ServerProblem
 from serverless_gpu.model.high_water_mark import HighWaterMark, Position, rollback
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import backing_up, mark_file, restoring
 from serverless_gpu.server.mark_file import MarkFile, UnreadableMark, read_mark
 from serverless_gpu.server.settings import read_settings

@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu.model.gangs.gang_lifecycle import Cause, Crew, Halt, Over, early_reasons, fold
 from serverless_gpu.model.lifecycle.attempt import Failure, Hang, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import Run, surely_ends
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server import reporting, views
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.database import Database

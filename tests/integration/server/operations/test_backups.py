@@ -15,7 +15,7 @@ from serverless_gpu.client.remote.event_stream import Cursor
 from serverless_gpu.errors import InvalidValue, NotFound, ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Forgotten, GivenUp, Started
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import audit, backing_up, orders, restoring
 from serverless_gpu.server.backing_up import DATABASE, MANIFEST, read_manifest, verify
 from serverless_gpu.server.database import Database

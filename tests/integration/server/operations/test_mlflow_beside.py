@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerProblem
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.mlflow_server.places import Place, place_of
-from serverless_gpu.node.mlflow_server.serving import Serving, ensure_server, look, stop_servers
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.mlflow_server.control import Serving, ensure_server, look, stop_servers
+from serverless_gpu.node.mlflow_server.files import Place, place_of
 from serverless_gpu.server.mlflow_beside import mlflow_beside, mlflow_checks
 from serverless_gpu.server.settings import Settings, read_settings
 from tests.support.golden import golden

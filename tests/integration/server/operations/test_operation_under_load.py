@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.server.backing_up import DATABASE, verify
 from serverless_gpu.server.restoring import restore
 from serverless_gpu.wire.connection import Connection

@@ -24,7 +24,7 @@ from serverless_gpu.errors import (
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import logfile, space
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.database import Database

@@ -13,7 +13,7 @@ from serverless_gpu.cli.runs.run_location import locate
 from serverless_gpu.client.remote.profile import Profile, write_profile
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from tests.support.golden import golden
 from tests.support.server.runs_api import submit

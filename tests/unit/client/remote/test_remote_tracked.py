@@ -13,7 +13,7 @@ from serverless_gpu.client.remote.run_watch import Watched
 from serverless_gpu.client.remote.server import Server
 from serverless_gpu.client.runs.run_source import Note
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StateMessage
 from tests.support.client.remote_tracked import VIEW
 

@@ -18,11 +18,11 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.history import read_receipt
-from serverless_gpu.node.protocol import Stopped
-from serverless_gpu.node.remote import Remote
-from serverless_gpu.node.submission import Submission
-from serverless_gpu.node.uplink import unattended
+from serverless_gpu.node.attempt.history import read_receipt
+from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.attempt.submission import Submission
+from serverless_gpu.node.base.protocol import Stopped
+from serverless_gpu.node.uplink import orphans
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 
@@ -199,7 +199,7 @@ def test_a_receipt_that_is_made_afterwards_has_the_price_of_the_launch(run: Path
         world_size=2,
         partition_grace_s=1.0,
     )
-    unattended.settle(attempt.directory, remote, "", clock)
+    orphans.settle(attempt.directory, remote, "", clock)
     receipt = read_receipt(attempt.directory)
     assert receipt is not None and receipt.micros == cost_here(run, clock).micros == 1_000
     assert receipt.bill is not None and receipt.bill.billed_ms == 1_000  # nothing shows that the machine failed

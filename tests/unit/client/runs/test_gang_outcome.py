@@ -10,7 +10,7 @@ import pytest
 from serverless_gpu.client.runs.outcome import Origin, ending_text, make_exception
 from serverless_gpu.errors import RunError
 from serverless_gpu.model.lifecycle.attempt import Failure, Reason
-from serverless_gpu.node.protocol import Stopped
+from serverless_gpu.node.base.protocol import Stopped
 from tests.support.client.outcome import RUN, stopped
 from tests.support.golden import golden
 

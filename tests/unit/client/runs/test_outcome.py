@@ -31,8 +31,8 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Hang, Reason, State
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.inside import failure, payload
-from serverless_gpu.node.protocol import Stopped
 from tests.support.client.outcome import RUN, stopped
 from tests.support.golden import golden
 

@@ -15,7 +15,7 @@ from serverless_gpu.client.runs.run_source import Supervised
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node import protocol
+from serverless_gpu.node.base import protocol
 from tests.support.client.notebook_display import Cell
 from tests.support.model.ledger import FULL
 

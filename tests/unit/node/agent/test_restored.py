@@ -13,8 +13,8 @@ from serverless_gpu.environment.documents import Facts, Root, make_snapshot
 from serverless_gpu.environment.progress import Progress
 from serverless_gpu.environment.restore.zygote_compatibility import Loaded
 from serverless_gpu.errors import EnvironmentUnsupported
+from serverless_gpu.node.agent.restore_process import sentence, way_for
 from serverless_gpu.node.inside import mounts
-from serverless_gpu.node.restoring_process import sentence, way_for
 from tests.support.golden import golden
 from tests.support.node.restored import PYTHON, TOY, caller, environment
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from serverless_gpu.node.agent.zygotes import Key, first_run
 from serverless_gpu.node.inside.zygote import mapped_libraries
-from serverless_gpu.node.spawning import one_name
-from serverless_gpu.node.zygotes import Key, first_run
+from serverless_gpu.node.processes.spawn import one_name
 from tests.support.golden import golden
 
 MINE = Key("/usr/bin/python3", (), (("OMP_NUM_THREADS", "1"),))

@@ -15,8 +15,8 @@ from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, Phase, Reaso
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.node.account import Account, gate_text, write_json
-from serverless_gpu.node.gate import Verdict
+from serverless_gpu.node.attempt.account import Account, gate_text, write_json
+from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.account import DEVICES, START_NS, WALL_NS, launch

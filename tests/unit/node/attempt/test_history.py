@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import created_wall_ns, format_moment, format_utc, new_run_id
-from serverless_gpu.node import history
-from serverless_gpu.node.history import NOT_STARTED, UNREADABLE, read_run, run_ids, size_on_disk, touched_ns, walk
+from serverless_gpu.node.attempt import history
+from serverless_gpu.node.attempt.history import (
+    NOT_STARTED,
+    UNREADABLE,
+    read_run,
+    run_ids,
+    size_on_disk,
+    touched_ns,
+    walk,
+)
 from tests.support.golden import golden
 
 SPEC = (

@@ -16,10 +16,10 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
-from serverless_gpu.node import retention
-from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.retention import Schedule, clean, cleaned_text, delete, empty_trash, scan
+from serverless_gpu.node.attempt import retention
+from serverless_gpu.node.attempt.retention import Schedule, clean, cleaned_text, delete, empty_trash, scan
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.retention import make_run

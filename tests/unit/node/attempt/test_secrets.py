@@ -17,10 +17,10 @@ from serverless_gpu.client.launch import local_secrets
 from serverless_gpu.errors import InvalidOption, InvalidValue, SecretMissing, StorageError
 from serverless_gpu.model import secrets
 from serverless_gpu.model.spec import make_spec
-from serverless_gpu.node import secret_files
-from serverless_gpu.node.flocks import hold
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.secret_files import Sweeper
+from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.node.attempt.secret_files import Sweeper
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.secrets import SecretRequest, SecretValue
 from tests.support.golden import golden

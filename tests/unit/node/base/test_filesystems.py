@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import StorageError
-from serverless_gpu.node.filesystems import flock_refusal, record_lock_refusal, require_flock, require_record_locks
-from serverless_gpu.node.taking import take_attempt
+from serverless_gpu.node.attempt.claim import take_attempt
+from serverless_gpu.node.base.filesystems import flock_refusal, record_lock_refusal, require_flock, require_record_locks
 from tests.support.golden import golden
 
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from serverless_gpu.node.flocks import held_note, is_held
+from serverless_gpu.node.base.lock_files import held_note, is_held
 
 
 def test_a_file_is_held_as_long_as_somebody_has_its_lock(tmp_path: Path) -> None:

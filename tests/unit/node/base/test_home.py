@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import StorageError
-from serverless_gpu.node.home import Home, find_home, storage_error
+from serverless_gpu.node.base.home import Home, find_home, storage_error
 from tests.support.golden import golden
 
 UID = os.getuid()

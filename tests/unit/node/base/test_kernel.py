@@ -12,8 +12,8 @@ import pytest
 from serverless_gpu.engines.base import NodeLost
 from serverless_gpu.engines.local import LocalEngine
 from serverless_gpu.errors import HardwareError
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.kernel import pidfd_refusal, require_pidfd
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.kernel import pidfd_refusal, require_pidfd
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink.profile import Profile
 from tests.support.golden import golden

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.node.throttle import Bucket
+from serverless_gpu.node.base.token_bucket import Bucket
 
 S = 1_000_000_000
 

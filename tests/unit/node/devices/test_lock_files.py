@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.errors import StorageError
 from serverless_gpu.model.hardware.gpu_types import DeviceKind
-from serverless_gpu.node.locks import DeviceLocks, Holder, Locked, Ticket, lock_directory
+from serverless_gpu.node.devices.locks import DeviceLocks, Holder, Locked, Ticket, lock_directory
 from tests.support.golden import golden
 
 ME = Holder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)

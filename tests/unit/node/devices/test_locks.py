@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import InvalidValue, StorageError
-from serverless_gpu.node.locks import Busy, DeviceLocks, Holder, Quarantine
+from serverless_gpu.node.devices.locks import Busy, DeviceLocks, Holder, Quarantine
 from tests.support.golden import golden
 from tests.support.node.locks import ME, FixedClock, take
 

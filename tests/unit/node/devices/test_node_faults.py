@@ -14,17 +14,18 @@ from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, parse_fa
 from serverless_gpu.model.hardware.xid import Hit, Kind
 from serverless_gpu.model.lifecycle.attempt import Attempt, GpuFailed, Limits, Reason, State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node import gpu_faults, kernel_log
-from serverless_gpu.node.configuration import read_configuration
-from serverless_gpu.node.gate import Verdict
-from serverless_gpu.node.gpu_faults import AttemptFaults, NodeFaults
-from serverless_gpu.node.gpus import FakeProvider
-from serverless_gpu.node.hits import note_hit, read_hits
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.kernel_log import KernelLog
-from serverless_gpu.node.locks import DeviceLocks
-from serverless_gpu.node.protocol import Context, Launch
-from serverless_gpu.node.reservation import quarantine, retest_quarantined
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.protocol import Context, Launch
+from serverless_gpu.node.devices import kernel_log
+from serverless_gpu.node.devices.gpu_gate import Verdict
+from serverless_gpu.node.devices.gpus import FakeProvider
+from serverless_gpu.node.devices.kernel_log import KernelLog
+from serverless_gpu.node.devices.locks import DeviceLocks
+from serverless_gpu.node.devices.reservation import quarantine, retest_quarantined
+from serverless_gpu.node.devices.xid_history import note_hit, read_hits
+from serverless_gpu.node.supervisor import gpu_faults
+from serverless_gpu.node.supervisor.gpu_faults import AttemptFaults, NodeFaults
 from serverless_gpu.testing import FakeClock, FakeGpus
 from tests.support.golden import golden
 

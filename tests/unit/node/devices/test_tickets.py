@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import StorageError
-from serverless_gpu.node.locks import Ticket
+from serverless_gpu.node.devices.locks import Ticket
 from tests.support.golden import golden
 
 

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli.submit import submit
 from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.node.account import Account
-from serverless_gpu.node.gang import Gang
+from serverless_gpu.node.attempt.account import Account
 from serverless_gpu.node.inside.channel import pair
-from serverless_gpu.node.rank_environment import Network
+from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.rank_environment import Network
 from serverless_gpu.testing import FakeClock
 from tests.support.node.account import CONTEXT, DEVICES, launch
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside import mlflow_hook
-from serverless_gpu.node.inside.mlflow_job import Job
+from serverless_gpu.node.inside.mlflow import hook
+from serverless_gpu.node.inside.mlflow.job import Job
 
 
 def test_only_mlflow_is_taken_over_of_what_one_loader_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,9 +19,9 @@ def test_only_mlflow_is_taken_over_of_what_one_loader_loads(tmp_path: Path, monk
         for name in ("mlflow", "sgpu_beside_it"):
             archive.writestr(f"{name}.py", "")
     attached: list[str] = []
-    monkeypatch.setattr(mlflow_hook, "attach", lambda job, module: attached.append(module.__name__))
+    monkeypatch.setattr(hook, "attach", lambda job, module: attached.append(module.__name__))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "all.zip"), *sys.path])
-    monkeypatch.setattr(sys, "meta_path", [mlflow_hook.Finder(Job(str(tmp_path), 0)), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [hook.Finder(Job(str(tmp_path), 0)), *sys.meta_path])
     try:
         for _ in range(2):  # whoever asks whether it is there does not import it
             assert importlib.util.find_spec("mlflow") is not None

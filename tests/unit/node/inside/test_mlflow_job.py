@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.node.inside import mlflow_held, mlflow_hook, mlflow_job
-from serverless_gpu.node.inside.mlflow_job import Job
-from serverless_gpu.node.inside.mlflow_writes import Writes
+from serverless_gpu.node.inside.mlflow import held_writes, hook
+from serverless_gpu.node.inside.mlflow import job as mlflow_job
+from serverless_gpu.node.inside.mlflow.job import Job
+from serverless_gpu.node.inside.mlflow.writes import Writes
 from tests.support.golden import golden
 from tests.support.node.mlflow_job import VARIABLES
 
@@ -228,11 +229,11 @@ def test_an_import_of_something_else_called_mlflow_is_left_alone(
     (tmp_path / "mlflow" / "__init__.py").write_text("value = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("sys.meta_path", [*sys.meta_path])
-    mlflow_hook.install(str(attempt), 0)
+    hook.install(str(attempt), 0)
     module = importlib.import_module("mlflow")
     del sys.modules["mlflow"]  # for good: other tests have none
     assert module.value == 3
-    mlflow_hook.settle(0.1)
+    hook.settle(0.1)
 
 
 class Refused(Exception):
@@ -351,7 +352,7 @@ def log(store: Store, *batches: list[Any]) -> Callable[[], None]:
 def test_F44_what_ranks_log_while_the_server_does_not_answer_arrives_when_it_does(
     attempt: Path, store: type[Store], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mlflow_held.Held.__init__, "__defaults__", (mlflow_held.HELD_MAX, 0.01))
+    monkeypatch.setattr(held_writes.Held.__init__, "__defaults__", (held_writes.HELD_MAX, 0.01))
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
@@ -373,7 +374,7 @@ def test_F44_a_server_that_stays_away_costs_the_background_one_time_out_and_the_
 ) -> None:
     """Else a queue of points would be worked off at one time-out each."""
     # A slow machine must not come to the next try.
-    monkeypatch.setattr(mlflow_held.Held.__init__, "__defaults__", (mlflow_held.HELD_MAX, 600.0))
+    monkeypatch.setattr(held_writes.Held.__init__, "__defaults__", (held_writes.HELD_MAX, 600.0))
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
@@ -441,17 +442,17 @@ def test_F44_the_jobs_run_is_started_by_ranks_although_its_server_is_just_being_
             raise Refused("INTERNAL_ERROR")
         return "run"
 
-    assert mlflow_hook.Attached.patiently(attached, lambda: start(40.0)) == "run"
+    assert hook.Attached.patiently(attached, lambda: start(40.0)) == "run"
     with pytest.raises(Refused):
-        mlflow_hook.Attached.patiently(attached, lambda: start(1e9))
+        hook.Attached.patiently(attached, lambda: start(1e9))
     assert 100.0 <= now[0] < 101.0, "one that stays away is given up"
     tried.clear()
     with pytest.raises(Refused):
-        mlflow_hook.Attached.patiently(attached, lambda: start(1e9))
+        hook.Attached.patiently(attached, lambda: start(1e9))
     assert len(tried) == 1, "and not waited for by each of many calls"
-    assert mlflow_hook.Attached.patiently(attached, lambda: start(0.0)) == "run"
+    assert hook.Attached.patiently(attached, lambda: start(0.0)) == "run"
     later = now[0] + 5
-    assert mlflow_hook.Attached.patiently(attached, lambda: start(later)) == "run", "another outage is another"
+    assert hook.Attached.patiently(attached, lambda: start(later)) == "run", "another outage is another"
     assert capsys.readouterr().err.count("start_run tries again") == 1
 
 
@@ -459,7 +460,7 @@ def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
     sent: list[int] = []
     answers = threading.Event()
     back = threading.Event()
-    held = mlflow_held.Held(back.set, limit=30, again_s=0.001)
+    held = held_writes.Held(back.set, limit=30, again_s=0.001)
 
     def send(number: int) -> bool:
         if answers.is_set():
@@ -467,7 +468,7 @@ def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
         return answers.is_set()
 
     for number in range(100):
-        held.keep(mlflow_held.Batch(10, functools.partial(send, number)))
+        held.keep(held_writes.Batch(10, functools.partial(send, number)))
     answers.set()
     assert held.wait(30.0) and back.wait(30.0) and not held.is_away
     assert sent == [97, 98, 99] and held.lost == 970
@@ -476,7 +477,7 @@ def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
 def test_F44_a_batch_that_is_refused_later_does_not_hold_up_the_others(
     attempt: Path, store: type[Store], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mlflow_held.Held.__init__, "__defaults__", (mlflow_held.HELD_MAX, 0.01))
+    monkeypatch.setattr(held_writes.Held.__init__, "__defaults__", (held_writes.HELD_MAX, 0.01))
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True

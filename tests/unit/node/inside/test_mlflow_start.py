@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.node.inside import mlflow_hook
-from serverless_gpu.node.inside.mlflow_job import Job
+from serverless_gpu.node.inside.mlflow import hook
+from serverless_gpu.node.inside.mlflow.job import Job
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "mine"), (1, None)])
@@ -42,7 +42,7 @@ def test_of_the_names_that_ranks_give_the_jobs_run_that_of_the_first_rank_counts
         del experiment_id, nested, parent_run_id
         return run_id, run_name, tags
 
-    start = functools.partial(mlflow_hook.Attached.start_run, attached, started)
+    start = functools.partial(hook.Attached.start_run, attached, started)
     assert start(run_name="mine", tags={"a": "b"}) == ("r1", name, {"a": "b"})
     assert start(None, None, "mine", False, None, {"a": "b"}) == ("r1", name, {"a": "b"}), "by position"
     assert start(None, None) == ("r1", None, None)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.mlflow_server.places import Backing, Noted, Place, local_path, opened, place_of, places
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.mlflow_server.error_summary import Attempted, pause_s, sentence, without_password
+from serverless_gpu.node.mlflow_server.files import Backing, Noted, Place, local_path, opened, place_of, places
 from serverless_gpu.node.mlflow_server.program import Starting, server_variables
-from serverless_gpu.node.mlflow_server.troubles import Attempted, pause_s, sentence, without_password
 
 TRIED = Attempted("/env/bin/python", "sqlite:////h/mlflow.db", "/h/server.log")
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'

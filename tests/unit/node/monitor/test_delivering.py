@@ -11,13 +11,13 @@ import pytest
 
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking_context import Tracking
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.mlflow_server.serving import Serving
-from serverless_gpu.node.monitor import delivering
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.mlflow_server.control import Serving
+from serverless_gpu.node.monitor import delivery as delivering
 from serverless_gpu.node.monitor.backlog import Backlog, Kept
 from serverless_gpu.node.monitor.deliveries import Deliveries
+from serverless_gpu.node.monitor.messages import Observe, Untracked
 from serverless_gpu.node.monitor.recorder import Recorder
-from serverless_gpu.node.monitor.words import Observe, Untracked
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.tracking.base import TrackerAway
 from serverless_gpu.tracking.delivery import Delivery

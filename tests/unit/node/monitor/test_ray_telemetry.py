@@ -17,10 +17,10 @@ from serverless_gpu.model.telemetry.ray_telemetry import RAY_BYTES_MAX, RaySampl
 from serverless_gpu.model.telemetry.samples import SECOND_NS, HostSample, Sample, decode, encode, merged, series
 from serverless_gpu.model.telemetry.tracking_rules import valid_key
 from serverless_gpu.node.inside.raycluster.words import metrics_file
+from serverless_gpu.node.monitor.messages import Observe, Ranks
 from serverless_gpu.node.monitor.ray_file import RayFile
 from serverless_gpu.node.monitor.recorder import Recorder
-from serverless_gpu.node.monitor.sampling import Look
-from serverless_gpu.node.monitor.words import Observe, Ranks
+from serverless_gpu.node.monitor.sampler import Look
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.tracking.points import Cursor, Points
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from serverless_gpu.model.telemetry.samples import HostSample
-from serverless_gpu.node.monitor.sampling import Look, Sampler, Wanted
+from serverless_gpu.node.monitor.sampler import Look, Sampler, Wanted
 from serverless_gpu.testing import FakeClock
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import format_clock
-from serverless_gpu.node import logs
-from serverless_gpu.node.logs import RankLog, hidden_tails
-from serverless_gpu.node.tail import KEPT_BYTES, Tail
+from serverless_gpu.node.output import logs
+from serverless_gpu.node.output.logs import RankLog, hidden_tails
+from serverless_gpu.node.output.tail import KEPT_BYTES, Tail
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.logs import Rank

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.node import outbox, protocol
-from serverless_gpu.node.outbox import Outbox
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.output import outbox
+from serverless_gpu.node.output.outbox import Outbox
 
 SHARE = 50_000
 STARTED = protocol.Started(at_ns=1)

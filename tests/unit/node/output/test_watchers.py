@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.node import outbox, protocol
+from serverless_gpu.node.base import protocol
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.watchers import Watcher
+from serverless_gpu.node.output import outbox
+from serverless_gpu.node.output.watchers import Watcher
 from tests.support.node.watchers import read_all
 
 CHARACTERS_MAX = 200_000

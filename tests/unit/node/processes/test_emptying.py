@@ -12,12 +12,12 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.node.emptying import Emptying
-from serverless_gpu.node.home import Home
-from serverless_gpu.node.processes import Left, left_in
-from serverless_gpu.node.remote import Remote
-from serverless_gpu.node.uplink import minder as minder_room
-from serverless_gpu.node.uplink.minder import Minder
+from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.processes.process_tree import Left, left_in
+from serverless_gpu.node.supervisor.process_drain import Emptying
+from serverless_gpu.node.uplink import attempt_controller as minder_room
+from serverless_gpu.node.uplink.attempt_controller import Minder
 from serverless_gpu.node.uplink.server import Server
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden

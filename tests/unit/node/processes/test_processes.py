@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node import processes
-from serverless_gpu.node.processes import (
+from serverless_gpu.node.processes import process_tree
+from serverless_gpu.node.processes.process_tree import (
     CgroupRoot,
     MemoryWatch,
     cgroup_empty,
@@ -207,11 +207,11 @@ def test_the_least_limit_of_all_groups_around_this_process_counts(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     mounts = {"cgroup2": tmp_path / "v2", "cgroup": tmp_path / "v1"}
-    monkeypatch.setattr(processes, "mount_point", lambda kind, _: mounts[kind])
-    monkeypatch.setattr(processes, "own_place", lambda controller: "/c" if controller else "/a/b")
-    assert processes.memory_limit_bytes() == found
+    monkeypatch.setattr(process_tree, "mount_point", lambda kind, _: mounts[kind])
+    monkeypatch.setattr(process_tree, "own_place", lambda controller: "/c" if controller else "/a/b")
+    assert process_tree.memory_limit_bytes() == found
 
 
 def test_the_memory_limit_here_is_a_number_or_none() -> None:
-    limit = processes.memory_limit_bytes()
+    limit = process_tree.memory_limit_bytes()
     assert limit is None or limit > 1 << 20

@@ -13,8 +13,14 @@ from serverless_gpu.environment.documents import Interpreter
 from serverless_gpu.environment.restore.pythons import candidates
 from serverless_gpu.environment.scan import interpreter
 from serverless_gpu.environment.scan.code.gitignore import outer_ignoring
-from serverless_gpu.node import spawning
-from serverless_gpu.node.spawning import PRELOAD, clean_variables, preload, separating_variables, startup_variables
+from serverless_gpu.node.processes import spawn
+from serverless_gpu.node.processes.spawn import (
+    PRELOAD,
+    clean_variables,
+    preload,
+    separating_variables,
+    startup_variables,
+)
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
 
@@ -46,7 +52,7 @@ def test_a_clean_process_looks_for_interpreters_where_the_caller_would(tmp_path:
 
 def test_both_lists_of_startup_variables_are_one() -> None:
     # Two, because the description of an interpreter stands alone and a caller's import must not pay for it.
-    assert spawning.STARTUP_PREFIXES == interpreter.STARTUP_PREFIXES
+    assert spawn.STARTUP_PREFIXES == interpreter.STARTUP_PREFIXES
 
 
 def test_a_clean_process_finds_packages_and_single_modules_wherever_they_lie(
@@ -62,7 +68,7 @@ def test_a_clean_process_finds_packages_and_single_modules_wherever_they_lie(
         return spec_from_file_location(name, tmp_path / "three" / f"{name}.py") if name == "pynvml" else None
 
     monkeypatch.setattr("importlib.util.find_spec", found)
-    assert spawning.search_path()[1:] == [str(tmp_path / place) for place in ("one", "two", "three")]
+    assert spawn.search_path()[1:] == [str(tmp_path / place) for place in ("one", "two", "three")]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State
-from serverless_gpu.node.account import Account
-from serverless_gpu.node.gang import Gang
-from serverless_gpu.node.hangs import HangWatch
+from serverless_gpu.node.attempt.account import Account
 from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.account import launch

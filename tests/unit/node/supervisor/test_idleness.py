@@ -8,7 +8,7 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State, StopReason, StopRequested
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry.idleness import Verdict, of_gang
-from serverless_gpu.node.idleness import IdleWatch
+from serverless_gpu.node.supervisor.idle_watchdog import IdleWatch
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.gangs.rendezvous import ADDRESSES_MAX, Address
-from serverless_gpu.node import addresses
+from serverless_gpu.node.base import addresses
 
 
 def test_own_addresses_end_with_loopback_and_are_bounded() -> None:

@@ -11,9 +11,9 @@ from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.gangs.rendezvous import Chosen, variables
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Command, RunSpec
-from serverless_gpu.node.protocol import Launch
-from serverless_gpu.node.rank_environment import Network, RankEnvironment
-from serverless_gpu.node.taking import first_of
+from serverless_gpu.node.attempt.claim import first_of
+from serverless_gpu.node.base.protocol import Launch
+from serverless_gpu.node.supervisor.rank_environment import Network, RankEnvironment
 from tests.support.node.account import CONTEXT, DEVICES, launch
 
 COLUMNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "NUM_NODES")

@@ -26,15 +26,15 @@ from serverless_gpu.model.lifecycle.attempt import (
     RankReturned,
     State,
 )
-from serverless_gpu.node.account import Account
-from serverless_gpu.node.eyes import Eyes
-from serverless_gpu.node.gang import Gang
-from serverless_gpu.node.hangs import HangWatch
-from serverless_gpu.node.home import Home
+from serverless_gpu.node.attempt.account import Account
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.peers import Peers
-from serverless_gpu.node.protocol import GangNews
-from serverless_gpu.node.witness import HangWitness
+from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang_hang_reporter import HangWitness
+from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
+from serverless_gpu.node.supervisor.peers import Peers
+from serverless_gpu.node.supervisor.watchdogs import Eyes
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.node.account import launch

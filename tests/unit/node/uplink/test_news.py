@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.node.protocol import Stopped
-from serverless_gpu.node.uplink.news import BEGUN_S, RECEIPT_S, SOON_S, News
+from serverless_gpu.node.base.protocol import Stopped
+from serverless_gpu.node.uplink.report_state import BEGUN_S, RECEIPT_S, SOON_S, News
 from serverless_gpu.testing import FakeClock
 
 

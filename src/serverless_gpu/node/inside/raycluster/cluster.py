@@ -13,7 +13,7 @@ import time
 
 from .. import linux
 from . import link
-from .starting import Engine
+from .ray_start import Engine
 from .words import Share
 
 

@@ -3,7 +3,7 @@
     supervisor ── makes it, holds its flock ──▶ stem, which holds it, too ──▶ rank, which has its cluster there
         │                                        └─ removes it when the supervisor has died
         ├─ keeps logs and removes it when no process of the attempt is left
-        └─ the agent removes what nobody holds any more (`node/raycluster.py`)
+        └─ the agent removes what nobody holds any more (`node/supervisor/ray_cluster.py`)
 
 Ray spills objects below `<directory>/spill`. That is a directory, or leads to one of the same name as this one on a
 disk with more room, which goes first: as long as it is there, what leads to it is.

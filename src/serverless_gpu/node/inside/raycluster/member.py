@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from .. import linux
-from . import commands, link, ports, starting, variables
+from . import commands, link, ports, ray_start, variables
 from .cluster import lost_engine
 from .namespace import Family
 from .ports import Ports
-from .starting import Engine
+from .ray_start import Engine
 from .words import Share
 
 _REACH_S = 300.0  # node 0's machine may come later, and imports Ray from a slow disk before it can say anything
@@ -138,14 +138,14 @@ def _start(part: _Part, node: Node, say: Callable[[str], None]) -> Engine | None
         return None
     share = node.share
     try:
-        plan = starting.Plan(
+        plan = ray_start.Plan(
             share.directory,
             lambda: ports.find(commands.listens_at(share)),
             lambda found: {**node.environment, **variables.port_variables(found, part.address)},
             lambda found, temporary: commands.worker_arguments(share, found, temporary, part.address),
         )
-        engine = starting.start(node.family, plan, part.is_over, say)
-    except (starting.StartFailed, OSError) as error:
+        engine = ray_start.start(node.family, plan, part.is_over, say)
+    except (ray_start.StartFailed, OSError) as error:
         part.lose(f"Ray could not be started on node {share.host}: {error}")
         return None
     if engine is not None:

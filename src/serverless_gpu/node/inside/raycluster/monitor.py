@@ -22,7 +22,7 @@ import time
 from typing import NoReturn
 
 from .. import linux, protocol
-from . import installed
+from . import ray_installation
 from .figures import Figures
 
 EVERY_S = 10.0
@@ -40,7 +40,7 @@ _WHOLE = "cpus"
 
 def missing() -> str:
     """Return why this environment's Ray has no metrics, as a sentence; "" where it has."""
-    absent = installed.missing_parts()
+    absent = ray_installation.missing_parts()
     if not absent:
         return ""
     return f"Ray's own metrics are not recorded: {absent[0]} is missing (pip install 'ray[default]')"

@@ -3,7 +3,7 @@
 Ray's defaults are fixed numbers, or numbers one of its processes chooses and tells the others. Here each is tried out
 by binding it, outside of the range from which the kernel takes ports for everybody who asks for none: in there
 anybody's connection could take it between the look and Ray's start. Somebody may still be faster: then Ray does not
-start, and `starting.py` tries others.
+start, and `ray_start.py` tries others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     supervisor ── "go" with "ray" ─▶ stem ─▶ rank process: the node task (one thread)
                                                ├─ init       of the family's pid namespace (`namespace.py`)
                                                ├─ driver     imports Ray meanwhile, waits (`driver.py`)
-                                               ├─ ray start  --block --head … (`starting.py`)
+                                               ├─ ray start  --block --head … (`ray_start.py`)
                                                └─ monitor   Ray's metrics into a file (`monitor.py`)
     ready ─▶ driver: function(*args) ─▶ events, passed on ─▶ supervisor
     driver ends ─▶ family ends ─▶ ends as the driver did; the supervisor keeps Ray's logs and removes the directory
@@ -36,12 +36,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import command, linux, protocol
-from . import commands, installed, member, monitor, ports, starting, variables
+from . import commands, member, monitor, ports, ray_installation, ray_start, variables
 from .cluster import Cluster
 from .driver import Driver
 from .namespace import Family
 from .ports import Ports
-from .starting import Engine
+from .ray_start import Engine
 from .words import Share, logs_of, metrics_file
 
 _KIND = "engine_head_lost"
@@ -83,7 +83,7 @@ def run(share: Share, work: Work) -> int:
         work: what there is to do.
     """
     try:
-        version = installed.ray_version(share.num_nodes)
+        version = ray_installation.ray_version(share.num_nodes)
     except (ModuleNotFoundError, RuntimeError) as error:
         return work.fail(error)
     try:
@@ -103,7 +103,7 @@ class _Task:
         self.share = share
         self.work = work
         self.version = version
-        self.tokens = installed.knows_tokens(version)
+        self.tokens = ray_installation.knows_tokens(version)
         os.makedirs(share.directory, 0o700, exist_ok=True)
         if self.tokens:
             self._write_token()
@@ -128,7 +128,7 @@ class _Task:
             self.cluster.listen()
             engine = self._start(driver)
             problem = self._gather(driver, engine)
-        except (starting.StartFailed, OSError) as error:
+        except (ray_start.StartFailed, OSError) as error:
             engine, problem = None, _not_started(self.share, error)
         if problem:
             driver.kill()
@@ -169,8 +169,8 @@ class _Task:
 
     def _start(self, driver: Driver) -> Engine | None:
         share = self.share
-        client = installed.can_serve_clients()
-        plan = starting.Plan(
+        client = ray_installation.can_serve_clients()
+        plan = ray_start.Plan(
             share.directory,
             lambda: ports.find(commands.listens_at(share)),
             lambda found: {
@@ -179,7 +179,7 @@ class _Task:
             },
             lambda found, temporary: commands.head_arguments(share, found, temporary, client=client),
         )
-        return starting.start(self.family, plan, lambda: driver.has_ended() or bool(self.cluster.gone()), self._say)
+        return ray_start.start(self.family, plan, lambda: driver.has_ended() or bool(self.cluster.gone()), self._say)
 
     def _gather(self, driver: Driver, engine: Engine | None) -> str:
         """Wait for the other nodes; return what went wrong, "" also where the driver has ended."""

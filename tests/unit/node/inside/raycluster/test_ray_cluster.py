@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.node.inside.raycluster import commands, installed, starting, variables
+from serverless_gpu.node.inside.raycluster import commands, ray_installation, ray_start, variables
 from serverless_gpu.node.inside.raycluster.ports import Ports
 from tests.support.golden import golden
 from tests.support.node.ray_cluster import SHARE
@@ -107,7 +107,7 @@ def test_what_is_said_when_it_is_there(nodes: int, accelerator: str, page: str, 
     ("version", "knows"), [("2.49.1", False), ("2.52.0", True), ("2.60.0", True), ("3.0.0.dev0", True), ("2.9", False)]
 )
 def test_which_ray_knows_tokens(version: str, knows: bool) -> None:
-    assert installed.knows_tokens(version) is knows
+    assert ray_installation.knows_tokens(version) is knows
 
 
 def test_a_ray_without_metadata_says_its_version_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +115,14 @@ def test_a_ray_without_metadata_says_its_version_itself(tmp_path: Path, monkeypa
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    monkeypatch.setattr(installed, "origin", lambda: str(tmp_path / "__init__.py"))
-    assert installed.version() == ""
-    assert installed.ray_version() == golden("node.ray_cluster.unknown-version")
+    monkeypatch.setattr(ray_installation, "origin", lambda: str(tmp_path / "__init__.py"))
+    assert ray_installation.version() == ""
+    assert ray_installation.ray_version() == golden("node.ray_cluster.unknown-version")
     (tmp_path / "_version.py").write_text('commit = "abc"\nversion = "2.55.1"\n')
-    assert installed.ray_version(2) == "2.55.1"
-    monkeypatch.setattr(installed, "origin", lambda: "")
+    assert ray_installation.ray_version(2) == "2.55.1"
+    monkeypatch.setattr(ray_installation, "origin", lambda: "")
     with pytest.raises(ModuleNotFoundError, match=re.escape(golden("node.ray_cluster.installed-environment-run"))):
-        installed.ray_version()
+        ray_installation.ray_version()
 
 
 def logs_of(directory: Path, number: str = "1") -> Path:
@@ -134,12 +134,12 @@ def logs_of(directory: Path, number: str = "1") -> Path:
 
 def test_why_ray_ended_is_the_line_of_a_failed_check_before_the_last_lines(tmp_path: Path) -> None:
     logs = logs_of(tmp_path)
-    (tmp_path / "1" / starting.OUTPUT_FILE).write_text("started\n\nSome Ray subprocesses exited unexpectedly\n")
-    assert starting.last_words(str(tmp_path / "1")).endswith("exited unexpectedly")
+    (tmp_path / "1" / ray_start.OUTPUT_FILE).write_text("started\n\nSome Ray subprocesses exited unexpectedly\n")
+    assert ray_start.last_words(str(tmp_path / "1")).endswith("exited unexpectedly")
     plain = "2026-11-22 07:54:15,552\tINFO scripts.py:1002 -- To terminate the Ray runtime, run\n"
-    (tmp_path / "1" / starting.OUTPUT_FILE).write_text(f"{plain}ValueError: no room\n{plain}")
-    assert starting.last_words(str(tmp_path / "1")) == "ValueError: no room"
+    (tmp_path / "1" / ray_start.OUTPUT_FILE).write_text(f"{plain}ValueError: no room\n{plain}")
+    assert ray_start.last_words(str(tmp_path / "1")) == "ValueError: no room"
     check = "[2026-11-22 07:14:47,118 C 78 78] (raylet) agent.cc:1: Check failed: Timed out waiting for a file"
     (logs / "raylet.out").write_text(f"[2026-11-22 07:14:46,1 I 78 78] (raylet) fine\n{check}\n*** stack ***\n @ 0x1\n")
-    assert starting.last_words(str(tmp_path / "1")) == check
-    assert starting.last_words(str(tmp_path / "nowhere")) == ""
+    assert ray_start.last_words(str(tmp_path / "1")) == check
+    assert ray_start.last_words(str(tmp_path / "nowhere")) == ""

@@ -16,11 +16,11 @@ import pytest
 from serverless_gpu.model.hardware.gpu_types import CPU, Device, DeviceKind
 from serverless_gpu.model.ray_cluster import OBJECT_STORE_BYTES_MIN, RayCluster, store_note
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.node import raycluster
+from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.inside.raycluster import directory
 from serverless_gpu.node.inside.raycluster.words import read_share
-from serverless_gpu.node.protocol import Context, Launch
-from serverless_gpu.node.raycluster import Cluster, NoDirectory, Sweeper, is_left, sweep
+from serverless_gpu.node.supervisor import ray_cluster
+from serverless_gpu.node.supervisor.ray_cluster import Cluster, NoDirectory, Sweeper, is_left, sweep
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 
@@ -128,7 +128,7 @@ def home() -> Iterator[Path]:
 def test_objects_are_spilled_to_the_home_where_that_has_more_room_and_go_with_the_run(
     parent: Path, home: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, int], there: bool
 ) -> None:
-    monkeypatch.setattr(raycluster, "free_bytes", lambda path: free["shm" if "/dev/shm" in str(path) else "tmp"])
+    monkeypatch.setattr(ray_cluster, "free_bytes", lambda path: free["shm" if "/dev/shm" in str(path) else "tmp"])
     made = Cluster(launched(home, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
     spill = Path(made.path, "spill")
     (spill / "ray_spilled_objects_0").mkdir()
@@ -327,8 +327,8 @@ def test_the_agent_gives_up_what_cannot_be_removed_and_looks_at_no_others(parent
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be a machine of 16 cores, 64 GB, 60 of them available, and 50 GB of /dev/shm, 40 of them free."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(raycluster, "memory_bytes", lambda: (64 * GB, 60 * GB))
-    monkeypatch.setattr(raycluster, "shared_memory_bytes", lambda: (50 * GB, 40 * GB))
+    monkeypatch.setattr(ray_cluster, "memory_bytes", lambda: (64 * GB, 60 * GB))
+    monkeypatch.setattr(ray_cluster, "shared_memory_bytes", lambda: (50 * GB, 40 * GB))
 
 
 @pytest.mark.usefixtures("machine")
@@ -402,10 +402,10 @@ def test_memory_is_what_the_kernel_says_within_what_the_container_may_use(
 ) -> None:
     figures = tmp_path / "meminfo"
     figures.write_text("MemTotal:       64000 kB\nMemFree: 1 kB\nMemAvailable:   60000 kB\nHugePages_Total: 0\n")
-    monkeypatch.setattr(raycluster, "MEMORY_FIGURES", figures)
-    monkeypatch.setattr(raycluster, "memory_limit_bytes", lambda: None)
-    assert raycluster.memory_bytes() == (64000 * 1024, 60000 * 1024)
-    monkeypatch.setattr(raycluster, "memory_limit_bytes", lambda: 50000 * 1024)
-    assert raycluster.memory_bytes() == (50000 * 1024, 50000 * 1024)
+    monkeypatch.setattr(ray_cluster, "MEMORY_FIGURES", figures)
+    monkeypatch.setattr(ray_cluster, "memory_limit_bytes", lambda: None)
+    assert ray_cluster.memory_bytes() == (64000 * 1024, 60000 * 1024)
+    monkeypatch.setattr(ray_cluster, "memory_limit_bytes", lambda: 50000 * 1024)
+    assert ray_cluster.memory_bytes() == (50000 * 1024, 50000 * 1024)
     figures.write_text("nonsense")
-    assert raycluster.memory_bytes() == (0, 0)
+    assert ray_cluster.memory_bytes() == (0, 0)

@@ -1,0 +1,414 @@
+"""The agent: one per user and home on a node; keeps interpreters warm and gives every run a supervisor.
+
+    client ──connect──▶ agent ──▶ Greeting (inventory)
+           ──Launch───▶       ──▶ a standby supervisor gets the client's socket, a standby stem follows
+                              ──▶ next: another supervisor and another stem stand by
+
+It decides nothing about a run and is never in its way: once handed over, client and supervisor talk to each other. One
+thread, one loop; nothing here blocks for longer than the look at a zygote's files (about 2 ms), except once a minute
+the look at the GPUs.
+
+Failure cases:
+- killed: running attempts do not notice. Zygotes and standby processes end (end of file). The next call starts a new
+  agent, which finds running attempts by their sockets and lets them be;
+- two started at once: the lock decides, the loser ends;
+- a supervisor dies: its attempt's directory gets the ending and the receipt that are missing;
+- too many runs at once: the rest wait here in order, and are told how many are ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import select
+import selectors
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY
+from serverless_gpu.node.agent.attempts import Attempts, Supervised
+from serverless_gpu.node.agent.environments import Environments, Waiter
+from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.agent.zygote_pool import ZygotePool
+from serverless_gpu.node.agent.zygotes import ZygoteRequest
+from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.node.attempt.account import write_json
+from serverless_gpu.node.attempt.retention import Schedule
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.devices.inventory import Inventory
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.isolation.peer_owner import StemOwners, combined
+from serverless_gpu.node.monitor.control import Monitoring, preparation
+from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
+from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
+from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
+from serverless_gpu.node.supervisor.ray_cluster import Sweeper
+from serverless_gpu.version import __version__
+
+ATTEMPTS_MAX = 64
+QUEUED_MAX = 4_096
+CLIENTS_MAX = 512
+IDLE_S = 600.0
+_REFILL_S = 0.1  # after a hand-over: the ranks that just started need the cores more than the next run does
+_TURN_S = 5.0
+_IDLE_WORK_S = 10.0  # without a run, before what can wait is done
+_BREATH_S = 0.05
+
+
+def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
+    """Be the agent until nobody has needed it for ten minutes.
+
+    Args:
+        home: the home directory.
+        sockets: the private directory of sockets.
+        ready_fd: closed when connections are accepted, or when another agent already does that.
+        environ: start-up environment for supervisors.
+    """
+    if os.fork():
+        os._exit(0)  # nobody's child: a caller that lives longer must not be left with a zombie
+    linux.set_name(AGENT)
+    linux.outlive_ranks()  # supervisors inherit it; whatever else is forked from here takes it back
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lock = os.open(
+        protocol.agent_socket(Path(sockets)).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+    )
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os._exit(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))  # a queued run is a descriptor
+    os.ftruncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())  # for the message when this process does not answer
+    agent = Agent(Home(Path(home)), Path(sockets), environ)
+    os.close(ready_fd)
+    agent.serve()
+    os._exit(0)
+
+
+class Agent:
+    """The agent's loop and what it looks after.
+
+    Args:
+        home: the home directory.
+        sockets: the private directory of sockets.
+        environ: start-up environment for supervisors.
+    """
+
+    def __init__(self, home: Home, sockets: Path, environ: dict[str, str]) -> None:
+        self._home = home
+        self._sockets = sockets
+        self._clock = SystemClock()
+        self._log = open_log(home.agent_log)
+        self._selector = selectors.DefaultSelector()
+        self._cgroups = find_cgroup_root(f"serverless_gpu-{os.getuid()}-{sockets.name}", environ)
+        self._inventory = Inventory(home)
+        self._attempts = Attempts(home, sockets, self._log, environ, self._selector, self._clock)
+        self._monitoring = Monitoring(home, sockets, environ, self._selector, self._clock)
+        zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
+        self._environments = Environments(home, self._log, environ, self._selector, zygotes.leave_environments)
+        self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
+        self._rays = Sweeper(self._clock, lambda: self._sweep(environ))
+        self._secrets = secret_files.Sweeper(self._clock)
+        self._faults = NodeFaults(home, self._clock)
+        self._stem_owners = StemOwners()
+        self._clients: dict[int, Channel] = {}
+        self._inside: dict[int, str] = {}  # by the same descriptors: whose attempt a client is in
+        self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
+        self._refill_ns: int | None = None
+        self._used_ns = self._clock.boottime_ns()
+        self._retired = False
+        self._cgroups.sweep()
+        self._attempts.adopt()
+        self._listener = self._listen()
+        self._attempts.prepare()
+
+    def serve(self) -> None:
+        """Serve until idle for too long, or told to end."""
+        while not self._retired and not self._idle_too_long():
+            for key, _ in self._selector.select(self._pause_s()):
+                callback: Callable[[], None] = key.data
+                callback()
+            self._tend()
+        self._listener.close()
+        protocol.agent_socket(self._sockets).unlink(missing_ok=True)
+        self._zygotes.close()
+        self._monitoring.close()
+        if not self._attempts.count():
+            self._cgroups.close()
+
+    # --- clients -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> socket.socket:
+        path = protocol.agent_socket(self._sockets)
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(path))
+        listener.listen(128)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        return listener
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            select.select([], [], [], _BREATH_S)  # no descriptors: whoever knocks would be heard again at once
+            return
+        channel = Channel(sock)
+        if len(self._clients) >= CLIENTS_MAX:
+            message = f"{CLIENTS_MAX} clients are connected to the agent of this node and say nothing"
+            self._refuse(channel, protocol.Refused(code="agent_unavailable", message=message))
+            return
+        sock.settimeout(1.0)  # the peer is this user's own process; a stopped one must not stop the agent
+        fd = channel.fileno()
+        self._clients[fd] = channel
+        self._inside[fd] = self._stem_owners.owner_of(sock)
+        self._selector.register(fd, selectors.EVENT_READ, lambda: self._hear_client(channel))
+        self._inventory.refresh()
+        self._answer(channel, self._inventory.greeting(__version__))
+
+    def _hear_client(self, channel: Channel) -> None:
+        try:
+            received = protocol.receive(channel)
+        except (OSError, msgspec.MsgspecError) as error:
+            self._answer(channel, protocol.Refused(code="agent_unavailable", message=f"not understood: {error}"))
+            received = None
+        if received is None:
+            self._drop(channel)
+            return
+        self._used_ns = self._clock.boottime_ns()
+        close_all(received[1])  # a client has none to give
+        match received[0]:
+            case protocol.Launch() as launch:
+                owner = combined(launch.owner, self._inside[channel.fileno()])
+                self._forget(channel)
+                self._launch(msgspec.structs.replace(launch, owner=owner), channel)
+            case protocol.Prewarm(context=context, ranks=ranks, environment=wanted, tracker=tracker):
+                self._monitoring.want(preparation(tracker, context))
+                self._prewarm(ZygoteRequest(context, owner=self._inside[channel.fileno()]), ranks, wanted)
+            case protocol.StatusRequest():
+                self._answer(channel, self._status())
+            case protocol.Retire():
+                self._retired = True
+                self._drop(channel)
+            case _:
+                self._drop(channel)
+
+    def _status(self) -> protocol.Status:
+        return protocol.Status(
+            pid=os.getpid(),
+            zygotes=self._zygotes.statuses(),
+            attempts=self._attempts.statuses(),
+            queued=tuple(launch.run_id for launch, _ in self._queue),
+            cgroups=str(self._cgroups.path or ""),
+            cgroups_problem=self._cgroups.problem,
+            environments=self._environments.statuses(),
+        )
+
+    def _answer(self, channel: Channel, message: protocol.Message) -> None:
+        try:
+            protocol.send(channel, message)
+        except OSError:
+            self._drop(channel)
+
+    def _forget(self, channel: Channel) -> None:
+        """Stop listening to a client without closing its socket."""
+        self._inside.pop(channel.fileno(), None)
+        if self._clients.pop(channel.fileno(), None) is not None:
+            self._selector.unregister(channel.fileno())
+
+    def _drop(self, channel: Channel) -> None:
+        if channel.fileno() >= 0:
+            self._forget(channel)
+            channel.close()
+
+    # --- runs ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, launch: protocol.Launch, client: Channel) -> None:
+        if len(self._queue) >= QUEUED_MAX:
+            self._refuse(client, protocol.Refused(code="agent_unavailable", message=f"{QUEUED_MAX} runs are waiting"))
+        elif self._attempts.count() >= ATTEMPTS_MAX:
+            self._enqueue(launch, client)
+        else:
+            self._start(launch, client)
+
+    def _enqueue(self, launch: protocol.Launch, client: Channel) -> None:
+        """Let a run wait here; its client may still cancel it, or go away and leave it waiting."""
+        entry = (launch, client)
+        ahead = len(self._queue) + ATTEMPTS_MAX
+        self._queue.append(entry)
+        self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(entry))
+        with contextlib.suppress(OSError):
+            protocol.send(client, protocol.Waiting(sentence=f"runs of this home ahead of this one: {ahead}"))
+
+    def _hear_queued(self, entry: tuple[protocol.Launch, Channel]) -> None:
+        client = entry[1]
+        self._selector.unregister(client)
+        try:
+            received = protocol.receive(client)
+        except (OSError, msgspec.MsgspecError):
+            received = None
+        if received is not None and isinstance(received[0], protocol.Confirm | protocol.Lease):
+            word = received[0]
+            changes = {"confirmed": True} if isinstance(word, protocol.Confirm) else {"lease_ns": word.deadline_ns}
+            changed = (msgspec.structs.replace(entry[0], **changes), client)
+            self._queue[self._queue.index(entry)] = changed
+            self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(changed))
+            return
+        if received is None and not entry[0].confirmed:
+            self._queue.remove(entry)  # nobody will ever say that it may start
+            client.close()
+            return
+        if received is None or not isinstance(received[0], protocol.Cancel):
+            return  # its client is gone: the run keeps its place
+        self._queue.remove(entry)
+        reason = STOPPED_BY[received[0].reason]
+        stopped = protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
+        write_json(Path(entry[0].directory) / "stopped.json", stopped)
+        with contextlib.suppress(OSError):
+            protocol.send(client, stopped)
+        client.close()
+
+    def _start(self, launch: protocol.Launch, client: Channel) -> None:
+        asked_ns = self._clock.boottime_ns()
+        try:
+            # First the supervisor: it looks for devices while we look whether the zygote is what the caller has.
+            checkpoints = str(self._inventory.checkpoints)
+            supervisor = self._attempts.assign(
+                protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints), client
+            )
+        except OSError as error:
+            message = f"the run could not be started on this node: {error}"
+            self._refuse(client, protocol.Refused(code="agent_unavailable", message=message))
+            return
+        client.close()
+        self._monitoring.want(preparation(launch.spec.tracker, launch.context))
+        if launch.idle_timeout_s is not None:
+            self._keep_warm(launch, supervisor)
+        elif launch.environment is None:
+            self._give_stem(launch, supervisor)
+        else:
+            waiter = Waiter(
+                ready=lambda environment, fetched: self._give_stem(launch, supervisor, environment, fetched=fetched),
+                failed=lambda reason, message: supervisor.give_problem(message, reason),
+                told=supervisor.tell,
+            )
+            self._environments.have(launch.environment, launch.context.environ, waiter, self._zygotes.is_entered)
+        self._refill_ns = asked_ns + int(_REFILL_S * 1e9)
+
+    def _give_stem(
+        self,
+        launch: protocol.Launch,
+        supervisor: Supervised,
+        environment: RestoredEnvironment | None = None,
+        *,
+        fetched: bool = False,
+    ) -> None:
+        """Give a run its stem, in the caller's environment or in a restored one."""
+        context, said = launch.context, "live"
+        if environment is not None:
+            context, said = environment.context(context), environment.text(fetched=fetched)
+
+        def give(stem: protocol.Stem, fd: int) -> None:
+            self._stem_owners.note(stem.pid, launch.owner)
+            moved = context if environment is not None else None
+            supervisor.give_stem(msgspec.structs.replace(stem, context=moved, environment=said), fd)
+
+        try:
+            request = ZygoteRequest(context, environment, launch.owner)
+            ranks = launch.spec.processes(launch.world_size)
+            self._zygotes.give_stem(request, ranks, give, supervisor.give_problem)
+        except OSError as error:
+            supervisor.give_problem(f"{context.python} could not be started: {error}")
+
+    def _prewarm(
+        self, asked: ZygoteRequest, ranks: int, wanted: protocol.Wanted | None, keeper: Supervised | None = None
+    ) -> None:
+        """Have an interpreter ready, kept as long as a session if it is for one; the first run says what goes wrong."""
+
+        def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
+            own = asked.context if environment is None else environment.context(asked.context)
+            request = ZygoteRequest(own, environment, asked.owner)
+            if keeper is not None:
+                keeper.key = request.key
+            with contextlib.suppress(OSError):
+                self._zygotes.prewarm(request, ranks)
+
+        if wanted is None:
+            warm()
+            return
+        waiter = Waiter(ready=warm, failed=lambda _reason, _message: None, told=lambda _sentence: None)
+        self._environments.have(wanted, asked.context.environ, waiter, self._zygotes.is_entered)
+
+    def _keep_warm(self, launch: protocol.Launch, keeper: Supervised) -> None:
+        """Have an interpreter ready for the first run of a session, and keep it as long as the session."""
+        request = ZygoteRequest(launch.context, owner=launch.owner)
+        self._prewarm(request, launch.world_size, launch.environment, keeper)
+
+    def _refuse(self, client: Channel, message: protocol.Refused) -> None:
+        with contextlib.suppress(OSError):
+            protocol.send(client, message)
+        client.close()
+
+    # --- every turn ----------------------------------------------------------------------------------------------
+
+    def _tend(self) -> None:
+        now_ns = self._clock.boottime_ns()
+        ended = self._attempts.tend()
+        if ended:
+            self._used_ns = self._refill_ns = now_ns  # who has a result may call again at once
+        while self._queue and self._attempts.count() < ATTEMPTS_MAX:
+            launch, client = self._queue.popleft()
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(client)
+            self._start(launch, client)
+        if self._zygotes.became_ready and self._refill_ns is None:
+            self._refill_ns = now_ns
+        self._zygotes.became_ready = False
+        if self._refill_ns is not None and now_ns >= self._refill_ns:
+            self._refill_ns = None
+            with contextlib.suppress(OSError):  # no process to be had now; the next run asks again, and says so
+                self._attempts.prepare()
+            self._zygotes.refill()
+        self._zygotes.tend(self._attempts.kept())
+        self._monitoring.tend(busy=self._attempts.count() > 0)
+        self._environments.tend(idle=not self._attempts.count() and now_ns - self._used_ns > _IDLE_WORK_S * 1e9)
+        self._retention.tend([launch.run_id for launch, _ in self._queue])
+        self._rays.tend(ended=ended)
+        self._faults.look(self._inventory.devices)
+        self._secrets.tend((Path(launch.directory) for launch, _ in self._queue), ended=ended)
+        bound_log(self._log)
+
+    def _clean(self, queued_fd: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Have run directories that are kept no longer deleted, by a process that nobody waits for."""
+        arguments = (str(self._home.root), queued_fd)
+        return clean_process(
+            "serverless_gpu.node.attempt.retention", arguments, fds=(queued_fd,), log=self._log, environ=environ
+        )
+
+    def _sweep(self, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Have directories of Ray's removed that nobody looks after, by a process that nobody waits for."""
+        return clean_process("serverless_gpu.node.supervisor.ray_cluster", (), fds=(), log=self._log, environ=environ)
+
+    def _idle_too_long(self) -> bool:
+        if self._attempts.count() or self._queue:
+            return False
+        return self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9
+
+    def _pause_s(self) -> float:
+        if self._refill_ns is None:
+            return _BREATH_S if self._zygotes.ending else _TURN_S
+        return max(0.0, (self._refill_ns - self._clock.boottime_ns()) / 1e9)

@@ -1,0 +1,145 @@
+"""Reaching the agent of this node, and starting it when there is none.
+
+Failure cases: the agent is not there, or its socket is stale (a new one is started; two callers at once end up with one
+agent); the machine or the home lacks what every run needs (said before anything is started); it does not come up (what
+it wrote is in the message); it speaks another protocol (cannot happen by accident:
+the socket's name carries the number).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.errors import AgentUnavailable
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.requirements import require_for_runs
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.processes.spawn import clean_process, clean_variables, open_log
+from serverless_gpu.systems import require_linux
+
+_START_S = 30.0
+_LAST_WORDS_BYTES = 2_000
+_ANSWER_S = 10.0
+
+_starting = threading.Lock()
+
+
+def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
+    """Return a connection to the agent and what it offers, after starting it if needed.
+
+    Raises:
+        AgentUnavailable: it could not be started, or does not answer.
+        HardwareError: this system cannot run ranks.
+        StorageError: the sockets' directory cannot be used, or the home's file system refuses locks.
+    """
+    require_linux("ranks")
+    path = protocol.agent_socket(home.sockets())
+    answer = _try_connect(path)
+    if answer is not None:
+        return answer
+    require_for_runs(home)
+    with _starting:
+        deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
+        pause_s = 0.01
+        while SystemClock().boottime_ns() < deadline_ns:
+            answer = _try_connect(path)  # another thread may have started it meanwhile
+            if answer is not None:
+                return answer
+            _start_agent(home)  # again and again: the one before may still be holding the lock while it ends
+            answer = _try_connect(path)
+            if answer is not None:
+                return answer
+            select.select([], [], [], pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+    raise AgentUnavailable(
+        f"the agent of this node did not come up within {_START_S:.0f} s; it wrote:\n{_last_words(home)}",
+        hint=f"all of it: {home.agent_log}",
+    )
+
+
+def running_agent(home: Home) -> tuple[Channel, protocol.Greeting] | None:
+    """Return a connection to the agent if there is one."""
+    return _try_connect(protocol.agent_socket(home.sockets()))
+
+
+def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(_ANSWER_S)
+    channel = Channel(sock)
+    try:
+        sock.connect(str(path))
+        received = protocol.receive(channel)
+    except (FileNotFoundError, ConnectionRefusedError):
+        channel.close()
+        return None
+    except TimeoutError:
+        channel.close()
+        pid = _read(path.with_suffix(".lock"))
+        raise AgentUnavailable(
+            f"the agent of this node (pid {pid}) did not answer within {_ANSWER_S:.0f} s",
+            hint=f"`kill -9 {pid}` ends it; running attempts go on, and the next call starts another",
+        ) from None
+    except (OSError, msgspec.MsgspecError):
+        channel.close()
+        return None
+    if received is not None and isinstance(received[0], protocol.Refused):
+        channel.close()
+        raise AgentUnavailable(received[0].message, hint=received[0].hint)
+    if received is None or not isinstance(received[0], protocol.Greeting):
+        channel.close()
+        return None
+    sock.settimeout(None)
+    return channel, received[0]
+
+
+def _start_agent(home: Home) -> None:
+    ready_read, ready_write = os.pipe()
+    log = -1
+    try:
+        log = open_log(home.agent_log)
+        process = clean_process(
+            "serverless_gpu.node.agent.agent",
+            (str(home.root), str(home.sockets()), ready_write, clean_variables(os.environ)),
+            fds=(ready_write,),
+            log=log,
+            environ=os.environ,
+        )
+    except OSError as error:
+        raise AgentUnavailable(f"the agent of this node could not be started: {error}") from error
+    finally:
+        os.close(ready_write)
+        if log >= 0:
+            os.close(log)
+    try:
+        process.wait(_START_S)  # it detaches at once; the agent itself is not our child
+        select.select([ready_read], [], [], _START_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    finally:
+        os.close(ready_read)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def _last_words(home: Home) -> str:
+    try:
+        with home.agent_log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
+            return file.read().decode("utf-8", "replace").strip() or "(nothing)"
+    except OSError as error:
+        return f"(its log cannot be read: {error.strerror})"

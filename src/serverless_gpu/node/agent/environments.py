@@ -1,0 +1,286 @@
+"""The agent's restored environments: each is restored once, however many runs want it, and kept while it is of use.
+
+    have(wanted) ─ there ───────────────────▶ ready, at once
+                 └ not ─▶ restoring process ─▶ ready, or failed with a reason; meanwhile: how far it is
+
+The last few stay locked here, so that no collection takes away what the next call wants; zygotes and stems hold locks
+of their own. Nothing here blocks.
+
+Failure cases: the disk is full (everything that no run uses is let go, and it is tried once more while that goes; then
+the node is at fault, and the server tries another); the restoring process dies (another one is asked again, once for
+each environment); it fails (everybody who waits is told the reason, and the next run tries again); what was restored is
+gone (restored again); a rank has changed it, which links make possible (the restoring process is asked before each
+start then, and makes it again; where there are only mounts it is asked once in `LOOK_S`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.restore.cache.cache_layout import LINKED
+from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
+from serverless_gpu.environment.service_messages import store_variables
+from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
+from serverless_gpu.model.lifecycle.attempt import Reason
+from serverless_gpu.node.agent.restore_process import Done, Failed, Finish, Getting, Want, receive_answer, send
+from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.protocol import Wanted, original
+from serverless_gpu.node.base.statuses import EnvironmentStatus
+from serverless_gpu.node.inside.channel import Channel, pair
+from serverless_gpu.node.processes.spawn import clean_process
+
+KEPT_MAX = 8
+TRIES_MAX = 2
+ROOM_S = 10.0
+"""How long interpreters that nobody uses may take to leave their environments, when the disk is full."""
+_REASONS = {
+    StorageError.code: Reason.NODE_DISK,
+    EnvironmentCorrupt.code: Reason.ENV_CORRUPT,
+    EnvironmentMissing.code: Reason.ENV_CORRUPT,
+}
+
+
+class Waiter(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody who wants an environment.
+
+    Attributes:
+        ready: called with it, and whether it had to be restored.
+        failed: called with why there is none.
+        told: called with how far it is.
+    """
+
+    ready: Callable[[RestoredEnvironment, bool], None]
+    failed: Callable[[Reason, str], None]
+    told: Callable[[str], None]
+
+
+class _Work(msgspec.Struct, kw_only=True):
+    """One environment that is being restored."""
+
+    want: Want
+    waiters: list[Waiter]
+    tries: int = 1
+    sentence: str = ""
+
+
+class Environments:
+    """What one agent has restored, and is restoring.
+
+    Args:
+        home: the home directory.
+        log: descriptor for what the restoring process writes.
+        environ: its start-up environment.
+        selector: the agent's.
+        let_go: has every interpreter that nobody uses leave its environment; returns whether there was one.
+        clock: how long ago an environment was looked at.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        log: int,
+        environ: Mapping[str, str],
+        selector: selectors.BaseSelector,
+        let_go: Callable[[], bool],
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self._home = home
+        self._log = log
+        self._environ = environ
+        self._selector = selector
+        self._let_go = let_go
+        self._clock = clock or SystemClock()
+        self._known: dict[Wanted, RestoredEnvironment] = {}  # the one used last at the end
+        self._looked_ns: dict[Wanted, int] = {}  # when the restoring process last looked at a known one
+        self._work: dict[Wanted, _Work] = {}
+        self._unfinished: set[str] = set()  # restored, and not all of it compiled
+        self._number = 0
+        self._channel: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def statuses(self) -> tuple[EnvironmentStatus, ...]:
+        """Return what there is to say about each."""
+        known = (
+            EnvironmentStatus(snapshot=environment.address, state="ready", mode=environment.mode)
+            for environment in self._known.values()
+        )
+        coming = (
+            EnvironmentStatus(snapshot=wanted.snapshot, state="restoring", sentence=work.sentence)
+            for wanted, work in self._work.items()
+        )
+        return (*known, *coming)
+
+    def have(self, wanted: Wanted, environ: Mapping[str, str], waiter: Waiter, entered: Callable[[str], bool]) -> None:
+        """Have an environment, now or as soon as it is restored.
+
+        Args:
+            wanted: which.
+            environ: the caller's variables, for the store.
+            waiter: told what becomes of it.
+            entered: whether an interpreter is in the snapshot of an address already.
+        """
+        known = self._known.get(wanted)
+        if known is not None and known.is_there() and not self._may_have_changed(wanted, known, entered):
+            self._known[wanted] = self._known.pop(wanted)
+            waiter.ready(known, False)
+            return
+        work = self._work.get(wanted)
+        if work is not None:
+            work.waiters.append(waiter)
+            if work.sentence:
+                waiter.told(work.sentence)
+            return
+        self._number += 1
+        variables = {name: original(value) for name, value in store_variables(environ).items()}
+        work = self._work[wanted] = _Work(
+            want=Want(number=self._number, wanted=wanted, environ=variables), waiters=[waiter]
+        )
+        self._ask(work)
+
+    def tend(self, *, idle: bool) -> None:
+        """Have what is left to be done for restored environments done, one at a time.
+
+        Args:
+            idle: whether no run needs the cores.
+        """
+        if idle and self._unfinished and self._channel is not None and not self._work:
+            with contextlib.suppress(OSError):  # it has died, which is heard
+                self._number += 1
+                send(self._channel, Finish(number=self._number, snapshot=self._unfinished.pop()))
+
+    def _may_have_changed(self, wanted: Wanted, known: RestoredEnvironment, entered: Callable[[str], bool]) -> bool:
+        """Return whether it is to be looked at before a start: ranks can write to files that links lead to.
+
+        Files that are only mounted can be reached below the cache, so all are looked at from time to time.
+        """
+        if self._clock.boottime_ns() - self._looked_ns.get(wanted, 0) >= LOOK_S * 10**9:
+            return True
+        if known.mode == "overlay" and entered(known.address):
+            return False
+        return os.path.lexists(self._home.environments / LINKED)
+
+    def _ask(self, work: _Work) -> None:
+        try:
+            send(self._started(), work.want)
+        except OSError as error:
+            if self._channel is not None and work.tries < TRIES_MAX:
+                work.tries += 1
+                self._close()
+                self._ask(work)
+            else:
+                self._fail(work, Reason.ENV_UNAVAILABLE, f"no process could be started to restore it: {error}")
+
+    def _started(self) -> Channel:
+        """Return the channel to the restoring process, which is started if there is none."""
+        if self._channel is not None:
+            return self._channel
+        ours, theirs = pair()
+        try:
+            self._process = clean_process(
+                "serverless_gpu.node.agent.restore_process",
+                (theirs.fileno(), str(self._home.environments)),
+                fds=(theirs.fileno(),),
+                log=self._log,
+                environ=self._environ,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = ours
+        self._selector.register(ours, selectors.EVENT_READ, self._hear)
+        return ours
+
+    def _hear(self) -> None:
+        assert self._channel is not None
+        try:
+            received = receive_answer(self._channel)
+        except (OSError, msgspec.MsgspecError):
+            received = None
+        if received is None:
+            self._start_over()
+            return
+        answer, fds = received
+        work = next((work for work in self._work.values() if work.want.number == answer.number), None)
+        if work is None:
+            for fd in fds:
+                os.close(fd)
+            return
+        match answer:
+            case Getting(sentence=sentence):
+                work.sentence = f"preparing the environment: {sentence}"
+                for waiter in work.waiters:
+                    waiter.told(work.sentence)
+            case Done():
+                self._finish(
+                    work, RestoredEnvironment(answer.snapshot, answer.restored, fds[0], self._home.environments)
+                )
+            case Failed(code=StorageError.code) if not work.want.patience_s and self._has_let_go():
+                work.want = msgspec.structs.replace(work.want, patience_s=ROOM_S)
+                self._ask(work)
+            case Failed(code=code, message=message):
+                self._fail(work, _REASONS.get(code, Reason.ENV_UNAVAILABLE), message)
+
+    def _finish(self, work: _Work, environment: RestoredEnvironment) -> None:
+        self._work.pop(work.want.wanted)
+        known = self._known.pop(work.want.wanted, None)
+        fetched = known is None or not known.is_one_with(environment)
+        if known is not None and not fetched:
+            environment = known  # it was looked at, and is as it was
+        else:
+            self._unfinished.add(environment.address)
+        if environment.mended:
+            self._tell(f"environment {environment.short}: {environment.mended}")
+        self._known[work.want.wanted] = environment
+        self._looked_ns[work.want.wanted] = self._clock.boottime_ns()
+        while len(self._known) > KEPT_MAX:
+            gone = next(iter(self._known))
+            self._known.pop(gone)
+            self._looked_ns.pop(gone, None)
+        for waiter in work.waiters:
+            waiter.ready(environment, fetched)
+
+    def _has_let_go(self) -> bool:
+        """Let go of what no run uses, kept for the next call, and return whether there was anything."""
+        was_known = bool(self._known)
+        self._known.clear()
+        self._looked_ns.clear()
+        return self._let_go() or was_known
+
+    def _tell(self, sentence: str) -> None:
+        with contextlib.suppress(OSError):  # the log's disk is full
+            os.write(self._log, f"{sentence}\n".encode())
+
+    def _fail(self, work: _Work, reason: Reason, message: str) -> None:
+        self._work.pop(work.want.wanted, None)
+        for waiter in work.waiters:
+            waiter.failed(reason, message)
+
+    def _start_over(self) -> None:
+        """Ask another process for everything that the one that died was at; what failed twice is given up."""
+        self._close()
+        for work in list(self._work.values()):
+            work.tries += 1
+            if work.tries > TRIES_MAX:
+                message = "the process that restores environments ended, and so did the next one"
+                self._fail(work, Reason.ENV_UNAVAILABLE, message)
+            else:
+                self._ask(work)
+
+    def _close(self) -> None:
+        if self._channel is not None:
+            self._selector.unregister(self._channel)
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.poll()

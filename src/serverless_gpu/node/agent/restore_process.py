@@ -1,0 +1,315 @@
+"""The restoring process: a clean interpreter that restores environments for the agent, each in a child of its own.
+
+    agent ──Want──▶ this process ─ fork ─▶ child: fetch, verify, unpack, lay out, compile
+          ◀──Getting, Restoring…, Done + descriptor of the lock, Failed──┘
+
+The agent itself neither waits for disks and stores nor forks (it talks to NVML in a thread). A child is forked because
+a store's client may have threads that no fork survives: this process never opens one.
+
+Failure cases: the store, the disk, or the environment itself (a `Failed` with the error's code); a child is killed (a
+`Failed`, said here); this process is killed (its children end with it, and the agent asks the next one again: what was
+unpacked is there); the agent is gone (end of file: everything here ends).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.environment.documents import Snapshot
+from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.restore.cache.cache_layout import read_document
+from serverless_gpu.environment.restore.cache.disk import DiskFull, is_full
+from serverless_gpu.environment.restore.cache.unit_cache import Cache
+from serverless_gpu.environment.restore.restore import Restored, Way, compile_rest, restore
+from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.repair import read_snapshot
+from serverless_gpu.environment.stores.store_urls import open_store
+from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError, StorageError
+from serverless_gpu.node.base.filesystems import is_noexec, require_symlinks
+from serverless_gpu.node.base.home import storage_error
+from serverless_gpu.node.base.protocol import Wanted
+from serverless_gpu.node.base.statuses import Mode
+from serverless_gpu.node.inside import linux, mounts
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.units import format_bytes
+
+_REPORT_S = 0.25
+_NICE = 19
+_FULL_PAUSE_S = 0.2
+_can_mount: set[Path] = set()
+
+
+class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Restore an environment.
+
+    Attributes:
+        environ: what the store needs to be opened.
+        patience_s: how long a full disk is waited for: others are about to leave what is there.
+    """
+
+    number: int
+    wanted: Wanted
+    environ: dict[str, str] = {}
+    patience_s: float = 0.0
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compile the rest of an environment that was restored: nothing else is to be done now."""
+
+    number: int
+    snapshot: str
+
+
+class Getting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How far it is, in words."""
+
+    number: int
+    sentence: str
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is there; a descriptor that holds its lock is attached."""
+
+    number: int
+    restored: Restored
+    snapshot: Snapshot
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It could not be restored."""
+
+    number: int
+    code: str
+    message: str
+
+
+Request = Want | Finish
+Answer = Getting | Done | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def send(channel: Channel, message: Request | Answer, fds: tuple[int, ...] = ()) -> None:
+    """Send a message with descriptors.
+
+    Raises:
+        OSError: the peer is gone.
+    """
+    channel.send(_encoder.encode(message), fds)
+
+
+def receive_answer(channel: Channel) -> tuple[Answer, tuple[int, ...]] | None:
+    """Return the next answer and its descriptors, or None when nobody is left to give one."""
+    received = channel.receive()
+    return None if received is None else (_answers.decode(received[0]), received[1])
+
+
+def main(channel_fd: int, environments: str) -> NoReturn:
+    """Restore what comes, until the agent is gone.
+
+    Args:
+        channel_fd: the inherited channel to the agent.
+        environments: the directory of environments.
+    """
+    linux.set_name("sgpu-restore")
+    linux.be_ordinary()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel.adopt(channel_fd)
+    channel.sock.set_inheritable(False)
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    children: dict[int, int] = {}  # pid → number
+    while True:
+        ready, _, _ = select.select([channel.fileno(), wake_read], [], [])
+        if wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+            _reap(children, channel)
+        if channel.fileno() in ready:
+            received = channel.receive()
+            if received is None:
+                os._exit(0)
+            request = _requests.decode(received[0])
+            if isinstance(request, Want) and request.wanted.mode != "links":
+                mount_problem(Path(environments))  # here, where the next child finds the answer
+            children[_fork(request, channel, Path(environments))] = request.number
+
+
+def _fork(request: Request, channel: Channel, environments: Path) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            linux.die_with_parent(parent)
+            if isinstance(request, Want):
+                _restore(request, channel, environments)
+            else:
+                os.nice(_NICE)
+                with contextlib.suppress(ServerlessGpuError):  # a disk that is full by now; the next rank compiles
+                    compile_rest(request.snapshot, Cache(environments))
+            code = 0
+        finally:
+            if code:
+                sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+
+def _reap(children: dict[int, int], channel: Channel) -> None:
+    """Bury children; one that did not end by itself has not said so."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            number = children.pop(ended[0], None)
+            if number is not None and ended[1]:
+                how = os.waitstatus_to_exitcode(ended[1])
+                told = f"was ended by signal {-how}" if how < 0 else f"ended with code {how}"
+                message = f"the process that restored the environment {told}"
+                send(channel, Failed(number=number, code=EnvironmentProblem.code, message=message))
+
+
+def _restore(want: Want, channel: Channel, environments: Path) -> None:
+    try:
+        done, lock = _restored_in_time(want, environments, channel)
+    except ServerlessGpuError as error:
+        send(channel, Failed(number=want.number, code=_code(error), message=str(error)))
+    except OSError as error:
+        problem = storage_error(error, environments)
+        code = problem.code if is_full(error) else EnvironmentProblem.code
+        send(channel, Failed(number=want.number, code=code, message=str(problem)))
+    else:
+        send(channel, done, (lock,))
+
+
+def _code(error: ServerlessGpuError) -> str:
+    """Return what the agent is told: that of `StorageError` means that the disk is full, and other room may be made."""
+    is_another = isinstance(error, StorageError) and not isinstance(error, DiskFull)
+    cause = error.__cause__
+    if is_another and not (isinstance(cause, OSError) and is_full(cause)):
+        return EnvironmentProblem.code
+    return error.code
+
+
+def _restored_in_time(want: Want, environments: Path, channel: Channel) -> tuple[Done, int]:
+    clock = SystemClock()
+    limit_ns = clock.boottime_ns() + round(want.patience_s * 1e9)
+    while True:
+        try:
+            return restored(want, environments, reporter(want.number, channel, clock))
+        except StorageError:
+            if clock.boottime_ns() >= limit_ns:
+                raise
+        select.select([], [], [], _FULL_PAUSE_S)
+
+
+def restored(want: Want, environments: Path, report: Callable[[Progress], None]) -> tuple[Done, int]:
+    """Restore an environment; return what there is to say, and a descriptor that keeps it there.
+
+    Args:
+        want: which.
+        environments: the directory of environments.
+        report: told how far it is.
+
+    Raises:
+        EnvironmentProblem: it cannot be had, or not here.
+        StorageError: the disk is full, or knows no symbolic links.
+    """
+    address = want.wanted.snapshot
+    wanted = want.wanted
+    blobs = Blobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
+    cache = Cache(environments)
+    lock = cache.hold(address)  # from now on; whoever uses it gets copies
+    require_symlinks(environments)
+    made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
+    snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or read_snapshot(blobs, address)
+    return Done(number=want.number, restored=made, snapshot=snapshot), lock
+
+
+def way_for(asked: Mode, environments: Path) -> Way:
+    """Return how to restore on this machine.
+
+    Args:
+        asked: how the caller wants it; "" for what is possible.
+        environments: the directory of environments.
+
+    Raises:
+        EnvironmentUnsupported: mounts are wanted, and not to be had; links are, and nothing could be loaded from them.
+    """
+    if asked == "links":
+        return _links(environments, "SERVERLESS_GPU_RESTORE=links")
+    problem = mount_problem(environments)
+    if not problem:
+        return Way(mode="overlay")
+    if asked == "overlay":
+        raise EnvironmentUnsupported(
+            f"SERVERLESS_GPU_RESTORE=overlay, and this machine cannot mount environments: {problem}",
+            hint="unset it and links are used; `sgpu doctor` says what makes mounts possible",
+        )
+    return _links(environments, f"no mounts: {problem}")
+
+
+def _links(environments: Path, why: str) -> Way:
+    if is_noexec(environments):
+        raise EnvironmentUnsupported(
+            f"{environments} lies on a file system that is mounted noexec, and no compiled module can be loaded from a "
+            f"tree of links there ({why})",
+            hint="set SERVERLESS_GPU_HOME to a directory on a file system without noexec, or have it mounted again: "
+            "sudo mount -o remount,exec …",
+        )
+    return Way(mode="links", why=why)
+
+
+def mount_problem(environments: Path) -> str:
+    """Return why nothing can be mounted on this machine, or ""; asked once when something can."""
+    if environments not in _can_mount:
+        problem = mounts.probe(str(environments))
+        if problem:
+            return problem
+        _can_mount.add(environments)
+    return ""
+
+
+def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[Progress], None]:
+    """Return what sends progress in words, a few times a second."""
+    told = [0, 0]  # when, and how much
+
+    def report(progress: Progress) -> None:
+        now_ns = clock.boottime_ns()
+        if now_ns - told[0] < _REPORT_S * 1e9:
+            return
+        told[0] = now_ns
+        with contextlib.suppress(OSError):  # the agent is gone, and so are we, soon
+            send(channel, Getting(number=number, sentence=sentence(progress)))
+
+    return report
+
+
+_DOING: Mapping[str, str] = {"fetch": "fetching", "restore": "laying out", "compile": "compiling"}
+
+
+def sentence(progress: Progress) -> str:
+    """Return how far a restore is, for a person."""
+    if progress.waits_for:
+        return f"waiting for another process here, which fetches {progress.waits_for}"
+    doing = _DOING.get(progress.phase, progress.phase)
+    if progress.bytes_total:
+        return f"{doing} {format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
+    if progress.files_total:
+        return f"{doing} {progress.files_done} of {progress.files_total} files"
+    return doing

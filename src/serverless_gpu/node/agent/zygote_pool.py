@@ -1,0 +1,304 @@
+"""The zygotes of one agent: which one a caller gets, and why it gets none.
+
+    owner and context ─▶ key ─▶ zygote there, unchanged, of the same packages?  ─yes▶ a stem of it: warm
+                     │ no
+                     ▼
+                     a new zygote, or (where none can be kept) an interpreter for this run only: cold, and why
+
+A restored environment is part of the key. Where none is of that very snapshot, one of another snapshot that has all it
+loaded in common moves on to it (`Zygote.move`).
+
+A few zygotes at most beside those of open sessions, which stay; the one unused for longest goes first, and each after
+ten idle minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+from collections.abc import Callable, Collection
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.agent.zygotes import Key, ProblemTaker, Zygote, ZygoteRequest, first_run
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.protocol import UNKNOWN_OWNER, Stem
+from serverless_gpu.node.base.statuses import ZygoteStatus
+from serverless_gpu.node.isolation.cgroups import Containment
+from serverless_gpu.node.processes.process_tree import CgroupRoot
+from serverless_gpu.node.processes.spawn import preload
+
+ZYGOTES_MAX = 4
+IDLE_S = 600.0
+PRELOAD_S = 120.0  # an import that hangs on a file system or a driver is given up
+_REMEMBERED_MAX = 64
+_CLOSING_LOOKS = 100
+_CLOSING_PAUSE_S = 0.01
+_RETRY_S = 10.0  # before an interpreter that could not be kept warm is tried again
+
+Giver = Callable[[Stem, int], None]
+
+
+class ZygotePool:
+    """Zygotes by key.
+
+    Args:
+        home: where the log lies.
+        log: descriptor for what zygotes write.
+        cgroups: where stems get their cgroups.
+        selector: the agent's.
+        clock: where time comes from.
+    """
+
+    def __init__(
+        self, home: Home, log: int, cgroups: CgroupRoot, selector: selectors.BaseSelector, clock: Clock
+    ) -> None:
+        self._home = home
+        self._log = log
+        self._cgroups = cgroups
+        self._selector = selector
+        self._clock = clock
+        self._zygotes: dict[Key, Zygote] = {}
+        self._one_shots: list[Zygote] = []  # interpreters without preload, for one run each
+        self._cold: dict[Key, tuple[str, int]] = {}  # keys that cannot be kept warm: why, and since when
+        self._gone: dict[Key, str] = {}  # why the last zygote of a key is no more
+        self._kept: frozenset[Key] = frozenset()  # keys of open sessions
+        self._preload = preload(os.environ)
+        self._ending: list[Containment] = []  # of zygotes that are gone, with something left in it
+        self.became_ready = False
+
+    @property
+    def ending(self) -> bool:
+        """Return whether something that zygotes left is still being killed."""
+        return bool(self._ending)
+
+    def statuses(self) -> tuple[ZygoteStatus, ...]:
+        """Return what there is to say about each zygote, and about each interpreter that cannot have one."""
+        warm = (
+            ZygoteStatus(
+                pid=each.process.pid,
+                python=each.key.python,
+                state="ready" if each.ready else "starting",
+                environment=each.key.environment,
+                owner=each.key.owner,
+            )
+            for each in self._zygotes.values()
+        )
+        cold = (
+            ZygoteStatus(python=key.python, state="cold", reason=why, environment=key.environment, owner=key.owner)
+            for key, (why, _) in self._cold.items()
+        )
+        return (*warm, *cold)
+
+    def prewarm(self, request: ZygoteRequest, ranks: int) -> None:
+        """Have a zygote for a caller.
+
+        Args:
+            request: which.
+            ranks: how many ranks its next run will have, as far as it knows.
+
+        Raises:
+            OSError: the interpreter cannot be started.
+        """
+        key = request.key
+        self._leave_deleted(key, request.environment)
+        if key not in self._cold and request.owner != UNKNOWN_OWNER:
+            self._warm(key, request).ranks = max(1, ranks)
+
+    def give_stem(self, request: ZygoteRequest, ranks: int, give: Giver, fail: ProblemTaker) -> None:
+        """Hand a stem for this caller to a run, now or as soon as there is one.
+
+        Args:
+            request: who wants it, and in which environment.
+            ranks: how many ranks the run has; as many stand by for the next.
+            give: called with the stem, warm or not and why, and a descriptor it then owns.
+            fail: called with what went wrong instead.
+
+        Raises:
+            OSError: the interpreter cannot be started.
+        """
+        context = request.context
+        zygote, why = self._choose(request)
+        warm = zygote.ready and not why
+        zygote.used_ns, zygote.ranks = self._clock.boottime_ns(), ranks
+
+        def take(pid: int, fd: int) -> None:
+            elsewhere = zygote.differs(context.packages)
+            if elsewhere is None:
+                give(Stem(pid=pid, warm=warm and not zygote.dead, warm_reason=zygote.cold or why), fd)
+                return
+            os.close(fd)
+            try:
+                fresh = self._one_shot(request)
+            except OSError as error:
+                fail(f"{context.python} could not be started: {error}")
+                return
+            fresh.take_stem(lambda pid, fd: give(Stem(pid=pid, warm_reason=elsewhere), fd), fail)
+
+        zygote.take_stem(take, fail)
+
+    def is_entered(self, snapshot: str) -> bool:
+        """Return whether an interpreter is in a restored environment, or starting there."""
+        return any(key.environment == snapshot for key in self._zygotes)
+
+    def leave_environments(self) -> bool:
+        """Let go of interpreters in restored environments that no run waits for; return whether there was one."""
+        leaving = [
+            key
+            for key, zygote in self._zygotes.items()
+            if key.environment and not zygote.waited_for and key.elsewhere() not in self._kept
+        ]
+        for key in leaving:
+            self._discard(key, "the disk was full, and its environment had to go")
+        return bool(leaving)
+
+    def refill(self) -> None:
+        """Have a stem of each zygote standing by."""
+        for zygote in self._zygotes.values():
+            zygote.refill()
+
+    def tend(self, kept: Collection[Key]) -> None:
+        """Let go of what nobody has used for long, and of interpreters whose one run has its stem.
+
+        Args:
+            kept: keys whose zygotes stay, because a session is open.
+        """
+        self._kept = frozenset(key.elsewhere() for key in kept)
+        now_ns = self._clock.boottime_ns()
+        for key, zygote in list(self._zygotes.items()):
+            idle = now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for
+            if idle and key.elsewhere() not in self._kept:
+                self._discard(key, "its zygote had been idle for ten minutes")
+            elif not zygote.ready and now_ns - zygote.started_ns > PRELOAD_S * 1e9:
+                zygote.process.kill()
+                zygote.cold = f"preloading took more than {PRELOAD_S:.0f} s"
+                self._give_up(zygote, zygote.cold)
+        for zygote in [shot for shot in self._one_shots if not shot.waited_for]:
+            self._one_shots.remove(zygote)
+            self._close(zygote)
+        self._ending = [one for one in self._ending if not one.end(now_ns)]
+
+    def close(self) -> None:
+        """Let all zygotes end, and everything they have started, waiting a moment for that."""
+        for zygote in (*self._zygotes.values(), *self._one_shots):
+            self._close(zygote)
+        for _ in range(_CLOSING_LOOKS):
+            now_ns = self._clock.boottime_ns()
+            self._ending = [one for one in self._ending if not one.end(now_ns)]
+            if not self._ending:
+                return
+            select.select([], [], [], _CLOSING_PAUSE_S)
+
+    def _choose(self, request: ZygoteRequest) -> tuple[Zygote, str]:
+        """Return the interpreter for a caller, and why it is not a warm one, or ""."""
+        key, environment = request.key, request.environment
+        if request.owner == UNKNOWN_OWNER:
+            return self._one_shot(request), "the server did not say whose run it is, and owners share no interpreter"
+        self._leave_deleted(key, environment)
+        if environment is not None and key not in self._zygotes:
+            self._move_one(key, environment)
+        zygote = self._zygotes.get(key)
+        if key in self._cold and zygote is not None and zygote.ready:
+            del self._cold[key]  # the user has mended it
+        elif key in self._cold:
+            why, since_ns = self._cold[key]
+            if zygote is None and self._clock.boottime_ns() - since_ns > _RETRY_S * 1e9:
+                self._warm(key, request)  # for the next run: this one does not wait for the answer
+            return self._one_shot(request), why
+        if zygote is not None:
+            changed = zygote.stale()
+            if changed is None and not zygote.dead:
+                return zygote, "" if zygote.ready else f"the warm interpreter was still starting: {zygote.why}"
+            self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
+        zygote = self._warm(key, request)
+        return zygote, zygote.why
+
+    def _leave_deleted(self, key: Key, environment: RestoredEnvironment | None) -> None:
+        """Let go of the zygote of a key that sees directories that were deleted; those made since are others."""
+        zygote = self._zygotes.get(key)
+        if zygote is not None and not zygote.lives_in(environment):
+            self._discard(key, "its environment was restored again")
+
+    def _move_one(self, key: Key, environment: RestoredEnvironment) -> None:
+        """Have a zygote of another environment go on in this one, if there is one that can; remember why not."""
+        for other, zygote in sorted(self._zygotes.items(), key=lambda item: -item[1].used_ns):
+            if other.elsewhere() != key.elsewhere():
+                continue
+            why = zygote.misfit(environment)
+            if not why:
+                self._zygotes[key] = self._zygotes.pop(other)
+                zygote.move(environment)
+                return
+            self._gone.setdefault(key, why)
+
+    def _warm(self, key: Key, request: ZygoteRequest) -> Zygote:
+        if key in self._zygotes:
+            return self._zygotes[key]
+        others = [other for other in self._zygotes if other.elsewhere() not in self._kept]
+        if len(others) >= ZYGOTES_MAX:
+            oldest = min(others, key=lambda other: self._zygotes[other].used_ns)
+            self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
+        zygote = self._zygotes[key] = self._spawn(request, self._preload)
+        zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
+        zygote.why = self._gone.pop(key, "") or first_run(key, [other for other in self._zygotes if other != key])
+        return zygote
+
+    def _one_shot(self, request: ZygoteRequest) -> Zygote:
+        zygote = self._spawn(request, ())
+        self._one_shots.append(zygote)
+        return zygote
+
+    def _spawn(self, request: ZygoteRequest, preload: tuple[str, ...]) -> Zygote:
+        zygote = Zygote(request, preload, (self._home.agent_log, self._log), self._cgroups)
+        self._selector.register(zygote.channel, selectors.EVENT_READ, lambda: self._hear(zygote))
+        return zygote
+
+    def _hear(self, zygote: Zygote) -> None:
+        if not zygote.hear():
+            if self._zygotes.get(zygote.key) is zygote:
+                del self._zygotes[zygote.key]
+                self._remember(zygote.key, "its zygote had died")
+            self._close(zygote)
+        elif zygote.cold:
+            self._give_up(zygote, zygote.cold)
+        elif zygote.ready:
+            self.became_ready = True
+
+    def _give_up(self, zygote: Zygote, why: str) -> None:
+        """Keep no zygote for this key: whoever waits gets a fresh interpreter, and so does every run for a while."""
+        self._cold[zygote.key] = (why, self._clock.boottime_ns())
+        while len(self._cold) > _REMEMBERED_MAX:
+            self._cold.pop(next(iter(self._cold)))
+        self._zygotes.pop(zygote.key, None)
+        self._let_go(zygote)
+
+    def _let_go(self, zygote: Zygote) -> None:
+        """Close a zygote; a run that waits for a stem of it gets a fresh interpreter, in the run's environment."""
+        waiting = zygote.release_takers()
+        self._close(zygote)
+        for taker in waiting:
+            try:
+                request = ZygoteRequest(zygote.context, taker.environment, zygote.key.owner)
+                self._one_shot(request).take_stem(taker.take, taker.fail)
+            except OSError as error:
+                taker.fail(f"{zygote.context.python} could not be started: {error}")
+
+    def _remember(self, key: Key, why: str) -> None:
+        self._gone[key] = why
+        while len(self._gone) > _REMEMBERED_MAX:  # a sweep over start-up variables makes a key for each run
+            self._gone.pop(next(iter(self._gone)))
+
+    def _discard(self, key: Key, why: str) -> None:
+        self._remember(key, why)
+        zygote = self._zygotes.pop(key)
+        zygote.cold = zygote.cold or why
+        self._let_go(zygote)
+
+    def _close(self, zygote: Zygote) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(zygote.channel)
+        zygote.close()
+        if not zygote.containment.end(self._clock.boottime_ns()):
+            self._ending.append(zygote.containment)

@@ -1,0 +1,387 @@
+"""The agent's zygotes: one per owner, interpreter and start-up variables, at most a few, none older than its use.
+
+    key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel, stems
+    standing by, runs waiting for one
+
+No zygote serves two owners: what runs in it is the code of one, and could be written by the ranks of one. Zygotes of a
+server's principals have a user namespace of their own, and so has each of their stems (`inside/user_namespace.py`):
+without it a rank could write the memory of another owner's zygote.
+
+A zygote is stale when a file it loaded has changed since (another version installed, a file edited): what a rank would
+get from it is not what the caller's next interpreter would import. A package it never loaded may change freely; ranks
+see the new one.
+
+One in a restored environment goes on in another when nothing differs that it has loaded
+(`environment/restore/zygote_compatibility.py`): its next stems have that mounted in place of the first. When the
+directories of an environment were deleted and made again, a zygote sees the deleted ones, and ends.
+
+Failure cases: the zygote cannot preload or dies (whoever waits for a stem is told what it wrote); it is not fit to
+be forked (the key is remembered and runs start cold: a zygote without preload, for one run each); it dies while
+idle (the next run starts a new one and the receipt says so).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from serverless_gpu.environment.restore.zygote_compatibility import Loaded
+from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
+from serverless_gpu.node.base.protocol import Context, original
+from serverless_gpu.node.inside import protocol as inside
+from serverless_gpu.node.inside.channel import close_all, pair
+from serverless_gpu.node.isolation.cgroups import Containment
+from serverless_gpu.node.processes.process_tree import ZYGOTE, CgroupRoot, remove_cgroup
+from serverless_gpu.node.processes.spawn import Interpreter, one_name, separating_variables, zygote_process
+
+RANKS_STANDBY_MAX = 16
+_PROBLEM_BYTES_MAX = 4_000
+_NAMES_MAX = 4
+
+StemTaker = Callable[[int, int], None]  # pid, descriptor
+ProblemTaker = Callable[[str], None]
+Stamp = tuple[int, int, int]
+
+
+class Key(msgspec.Struct, frozen=True):
+    """What makes two callers share a zygote; `python` is the interpreter's one name.
+
+    `environment` is the snapshot that a zygote's stems have; "" for the caller's files as they lie there. `owner` is
+    whose runs it serves: "" for the user of this node, else as in `protocol.Launch`.
+    """
+
+    python: str
+    flags: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+    environment: str = ""
+    owner: str = ""
+
+    def elsewhere(self) -> Key:
+        """Return what all restored environments have in common that one zygote may serve, always of one owner."""
+        return msgspec.structs.replace(self, environment="restored", python="") if self.environment else self
+
+
+class ZygoteRequest(NamedTuple):
+    """Which zygote is wanted.
+
+    Attributes:
+        context: the caller.
+        environment: the restored environment it is in, or None.
+        owner: whose run it is, as in `Key`.
+    """
+
+    context: Context
+    environment: RestoredEnvironment | None = None
+    owner: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Return what a zygote has to match."""
+        variables = tuple(separating_variables(self.context.environ).items())
+        address = "" if self.environment is None else self.environment.address
+        return Key(one_name(self.context.python), self.context.flags, variables, address, self.owner)
+
+
+def first_run(key: Key, others: Sequence[Key]) -> str:
+    """Return why there is no zygote for a key that never had one.
+
+    Args:
+        key: the caller's.
+        others: those of zygotes that are there.
+    """
+    same = [other for other in others if (other.python, other.flags) == (key.python, key.flags)]
+    if not same:
+        return "first run with this interpreter"
+    same = [other for other in same if other.owner == key.owner]
+    if not same:
+        return "first run of this owner with this interpreter: owners share none"
+    nearest = min((set(key.variables) ^ set(other.variables) for other in same), key=len)
+    names = sorted({name for name, _ in nearest})
+    if len(names) > _NAMES_MAX:
+        names[_NAMES_MAX - 1 :] = [f"{len(names) - _NAMES_MAX + 1} more variables"]
+    listed = " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part) if names else "its settings"
+    return f"first run with this value of {listed}, which Python and its libraries read only when they start"
+
+
+class Taker(NamedTuple):
+    """A run that waits for a stem, and in which environment."""
+
+    environment: RestoredEnvironment | None
+    take: StemTaker
+    fail: ProblemTaker
+
+
+class Zygote:
+    """One zygote process and the stems it has made.
+
+    Args:
+        request: whom it is started for, and in which environment.
+        preload: modules it imports; empty for a cold start.
+        log: the file its output is appended to, and a descriptor of it.
+        cgroups: where it and its stems get their cgroups.
+
+    Raises:
+        OSError: the interpreter cannot be started.
+    """
+
+    def __init__(
+        self,
+        request: ZygoteRequest,
+        preload: tuple[str, ...],
+        log: tuple[Path, int],
+        cgroups: CgroupRoot,
+    ) -> None:
+        context, environment, owner = request
+        ours, theirs = pair()
+        log_path, log_fd = log
+        self.channel = ours
+        self.key = request.key
+        self.environment = environment  # that its stems have
+        self.loaded = Loaded()
+        self._born_in = environment
+        self.ready = False
+        self.why = ""  # why it had to be started
+        self.cold = ""  # why it cannot be forked from
+        self.dead = False
+        self.context = context
+        self.used_ns = 0
+        self.started_ns = 0
+        self.ranks = 1  # of the last run: as many stand by for the next
+        self._log_path = log_path
+        self._log_start = os.lseek(log_fd, 0, os.SEEK_END)
+        self._cgroups = cgroups
+        self.containment = Containment(cgroups.make(ZYGOTE))
+        self._apart = bool(owner and preload)  # stems have a namespace of their own: more than one run will fork here
+        self._stamps: dict[str, Stamp] = {}
+        self._packages: dict[str, str] = {}
+        self._stems: deque[tuple[int, int, int]] = deque()  # pid, channel, pidfd
+        self._asked: deque[RestoredEnvironment | None] = deque()  # of which environment stems were asked for
+        self._takers: deque[Taker] = deque()
+        try:
+            variables = {original(name): original(value) for name, value in context.environ.items()}
+            mounts = environment.mounts if environment is not None else ()
+            places = [str(path) for path in self.containment.paths]
+            namespace: Literal["", "wanted", "required"] = ("required" if preload else "wanted") if owner else ""
+            interpreter = Interpreter(context.python, context.flags, variables, mounts, places, namespace)
+            self.process: subprocess.Popen[bytes] = zygote_process(
+                interpreter, preload, channel_fd=theirs.fileno(), log=log_fd
+            )
+            self.containment.hold(self.process.pid)
+            if environment is not None:
+                ours.send(inside.encode({"op": "hold"}), environment.fds)
+        except OSError:
+            ours.close()
+            for path in self.containment.paths:
+                remove_cgroup(path)
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def waited_for(self) -> bool:
+        """Return whether a run waits for a stem of this zygote."""
+        return bool(self._takers)
+
+    def take_stem(self, take: StemTaker, fail: ProblemTaker) -> None:
+        """Hand a stem to a run, now or as soon as there is one.
+
+        Args:
+            take: called with the stem's pid and a descriptor that it then owns.
+            fail: called with what went wrong instead.
+        """
+        while self._stems:
+            pid, fd, process = self._stems.popleft()
+            alive = not _readable(process)
+            os.close(process)
+            if alive:
+                take(pid, fd)
+                return
+            os.close(fd)  # the kernel may end what stands by when memory is short
+        self._takers.append(Taker(self.environment, take, fail))
+        self._ask_for_takers()
+
+    def refill(self) -> None:
+        """Have one stem standing by."""
+        if self.ready and not self.dead and not self._stems and not self._asked:
+            self.ask_stem()
+
+    def ask_stem(self) -> None:
+        """Ask for one more stem; a zygote that is still preloading answers when it is ready."""
+        cgroups = self._cgroups.make()
+        self.containment.note_stem_cgroups(cgroups)
+        request: inside.Message = {
+            "op": "stem",
+            "cgroups": [str(path) for path in cgroups],
+            "ranks": min(self.ranks, RANKS_STANDBY_MAX),
+            "apart": self._apart,
+        }
+        fds: tuple[int, ...] = ()
+        if self.environment is not None and self.environment is not self._born_in:
+            request["mounts"], fds = list(self.environment.mounts), self.environment.fds
+        try:
+            self.channel.send(inside.encode(request), fds)
+        except OSError:
+            return  # it has ended; what it said last is still to be heard
+        self._asked.append(self.environment)
+
+    def hear(self) -> bool:
+        """Take one message; return False when the zygote is gone."""
+        fds: tuple[int, ...] = ()
+        try:
+            received = self.channel.receive()
+            if received is not None:
+                fds = received[1]
+                if not self._understand(inside.decode(received[0]), fds):
+                    close_all(fds)
+                return True
+        except (OSError, ValueError, TypeError, OverflowError, IndexError):  # it runs code of the user's: it may say so
+            close_all(fds)
+        self.fail()
+        return False
+
+    def _understand(self, message: inside.Message, fds: tuple[int, ...]) -> bool:
+        """Take note of what it says, and return whether its descriptors were taken.
+
+        Raises:
+            ValueError, TypeError, OverflowError, IndexError: that cannot be; the descriptors are still open.
+            OSError: the same.
+        """
+        match message.get("event"):
+            case "ready":
+                self.ready = True
+                files = message.get("modules")
+                packages = message.get("packages")
+                self._packages = packages if isinstance(packages, dict) else {}
+                loaded = [str(file) for file in files] if isinstance(files, list) else []
+                self._meet(loaded, message)
+            case "cold":
+                self.cold = inside.text(message, "reason")
+            case "stem":
+                (fd,) = fds
+                pid = inside.integer(message, "pid")
+                self.containment.note_stem(pid)
+                self._offer(self._asked.popleft(), pid, fd)
+                return True
+        return False
+
+    def lives_in(self, environment: RestoredEnvironment | None) -> bool:
+        """Return whether its stems are in an environment of its address: not when that was deleted and made again."""
+        if self.environment is None or environment is None:
+            return self.environment is environment
+        return self.environment.is_one_with(environment)
+
+    def misfit(self, environment: RestoredEnvironment) -> str:
+        """Return why it cannot go on in another environment, or "" when it can."""
+        if not self.ready or self._born_in is None:
+            return "the warm interpreter was still starting, in another environment"
+        return environment.misfit(self.loaded, self._born_in)
+
+    def move(self, environment: RestoredEnvironment) -> None:
+        """Have its next stems in another environment, which it fits; those standing by are of the last one."""
+        self.environment = environment
+        self.key = msgspec.structs.replace(self.key, environment=environment.address)
+        self._drop_stems()
+
+    def _meet(self, files: Sequence[str], ready: inside.Message) -> None:
+        """Take note of what it has loaded: files that may change under it, and all that ties it to its environment."""
+        tree = "" if self.environment is None else self.environment.tree
+        self._stamps = {file: stamp(file) for file in files if not tree or not file.startswith(f"{tree}/")}
+        if self.environment is not None:
+            known = ready.get("libraries") is not None
+            libraries = inside.strings(ready, "libraries") if known else []
+            names = inside.strings(ready, "names")
+            self.loaded = Loaded(names=frozenset(names), files=frozenset({*files, *libraries}), libraries_known=known)
+
+    def stale(self) -> str | None:
+        """Return the first loaded file that changed since, or None."""
+        for file, known in self._stamps.items():
+            if stamp(file) != known:
+                return file
+        return None
+
+    def differs(self, packages: Mapping[str, str]) -> str | None:
+        """Return in words which loaded module the caller imports from elsewhere, or None."""
+        for name, file in packages.items():
+            theirs, mine = original(file), self._packages.get(name)
+            if mine is not None and theirs != mine:
+                has = "Python's own" if name in sys.stdlib_module_names else mine
+                return f"{name} is {theirs} for the caller, the warm interpreter has {has}"
+        return None
+
+    def fail(self) -> None:
+        """Tell everyone who waits that there will be no stem."""
+        self.dead = True
+        problem = self._problem()
+        while self._takers:
+            self._takers.popleft().fail(problem)
+
+    def release_takers(self) -> list[Taker]:
+        """Return those who wait for a stem, and forget them."""
+        takers = list(self._takers)
+        self._takers.clear()
+        return takers
+
+    def close(self) -> None:
+        """Let the zygote and its unused stems end: they read end of file."""
+        self.dead = True
+        self._drop_stems()
+        self.channel.close()
+
+    def _drop_stems(self) -> None:
+        while self._stems:
+            _, fd, process = self._stems.popleft()
+            os.close(fd)
+            os.close(process)
+
+    def _ask_for_takers(self) -> None:
+        waiting = sum(taker.environment is self.environment for taker in self._takers)
+        if sum(asked is self.environment for asked in self._asked) < waiting:
+            self.ask_stem()
+
+    def _offer(self, environment: RestoredEnvironment | None, pid: int, fd: int) -> None:
+        for taker in self._takers:
+            if taker.environment is environment:
+                self._takers.remove(taker)
+                taker.take(pid, fd)
+                return
+        if environment is not self.environment:
+            os.close(fd)  # it was asked for before the zygote moved on
+            return
+        try:
+            self._stems.append((pid, fd, os.pidfd_open(pid)))
+        except ProcessLookupError:
+            os.close(fd)
+
+    def _problem(self) -> str:
+        code = self.process.poll()
+        written = ""
+        with contextlib.suppress(OSError), self._log_path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - _PROBLEM_BYTES_MAX))
+            written = file.read(_PROBLEM_BYTES_MAX).decode("utf-8", "replace").strip()
+        ended = "ended" if code is None else f"ended with code {code}"
+        return f"{self.context.python}, which was to become a zygote, {ended}:\n{written or '(it wrote nothing)'}"
+
+
+def _readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def stamp(file: str) -> Stamp:
+    """Return what tells that a file is another one, or was written to."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return (0, 0, 0)
+    return (status.st_mtime_ns, status.st_size, status.st_ino)

@@ -1,0 +1,281 @@
+"""The account of one attempt: facts on disk as they happen, and the receipt they add up to.
+
+Facts go to `facts.jsonl` in the run directory, one line each, append-only; they are what charges are made of and what a
+server gets replayed: what the receipt says was used and costs is reckoned from the same facts in the same way, so that
+both agree to the millionth. The receipt's segments (queued, first line …) are finer, this process's own measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu import faults
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.billing.ledger import bill_of, priced, sum_of
+from serverless_gpu.model.billing.metering import Meter
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Phase, Reason
+from serverless_gpu.model.lifecycle.attempt_lifecycle import ASKED
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.receipt import Bill, DeviceUse, Receipt, Segments
+from serverless_gpu.node.base import disk_reserve
+from serverless_gpu.node.base.protocol import Launch, Stopped
+from serverless_gpu.node.devices.gpu_gate import Verdict
+
+ALIVE_S = 60.0
+"""Between two signs of life among the facts, where nothing else happens."""
+
+
+class Account:
+    """What is written down about one attempt.
+
+    Args:
+        launch: what was asked for.
+        clock: where time comes from.
+
+    Attributes:
+        marks: when things happened for the first time, by name, boottime nanoseconds.
+        peaks: peak host memory by rank, bytes.
+        warm: whether the ranks come from a warm zygote, and why not.
+        peak_bytes: peak of the whole attempt, where the memory controller knows it.
+        notes: sentences for the user.
+        runs: for a session, how many runs used it.
+        environment: what the ranks import, in words.
+    """
+
+    def __init__(self, launch: Launch, clock: Clock) -> None:
+        self.runs: int | None = None
+        self._meter = Meter()
+        self._written = 0
+        self._fact_ns = 0
+        self._allocated = 0  # of the file of facts
+        self.marks: dict[str, int] = {}
+        self.peaks: dict[int, int] = {}
+        self.notes: list[str] = [launch.secrets.note] if launch.secrets and launch.secrets.note else []
+        self.warm = (False, "no stem came")
+        self.environment = ""
+        self._uses: tuple[DeviceUse, ...] = ()
+        self._tracked = ""
+        self.peak_bytes: int | None = None
+        self._launch = launch
+        self._directory = Path(launch.directory)
+        self._gang = f"{launch.run_id}:{launch.fence}"
+        self._clock = clock
+        self._boot_id = clock.boot_id()
+        self.mark("called", launch.called_ns)
+
+    def prepare(self) -> None:
+        """Have room for what is to be written, also on a disk that is full by then."""
+        disk_reserve.prepare(self._directory)
+
+    def mark(self, name: str, at_ns: int | None = None) -> None:
+        """Remember when something happened for the first time."""
+        self.marks.setdefault(name, self._clock.boottime_ns() if at_ns is None else at_ns)
+
+    def fact(
+        self, kind: FactKind, devices: Sequence[Device], at_ns: int | None = None, *, grace_ms: int | None = None
+    ) -> None:
+        """Write one fact down; what it adds up to is kept in memory, and not the fact.
+
+        Args:
+            kind: what happened.
+            devices: that are held.
+            at_ns: when, in boottime nanoseconds; None for now.
+            grace_ms: how long ranks may take that were asked to end.
+        """
+        now_ns = self._fact_ns = self._clock.boottime_ns()
+        ago_ns = 0 if at_ns is None else now_ns - at_ns
+        resources = self._launch.spec.resources
+        slots = len(devices) if self._launch.candidates[0].kind is DeviceKind.CPU else 0
+        fact = Fact(
+            attempt=self._gang,
+            seq=self._written,
+            kind=kind,
+            boot_id=self._boot_id,
+            boottime_ns=now_ns - ago_ns,
+            wall_ns=self._clock.wall_ns() - ago_ns,
+            gpus=tuple(device.uuid for device in devices),
+            cpus=resources.cpus or slots,
+            memory_bytes=resources.memory_bytes or 0,
+            grace_ms=grace_ms,
+        )
+        self._written += 1
+        self._meter.add(fact)
+        # A full disk must not end a run; the receipt is computed from memory and says how many facts it stands on.
+        with contextlib.suppress(OSError):
+            line = msgspec.json.encode(fact) + b"\n"
+            self._allocated = disk_reserve.append_fact(self._directory, line, self._allocated)
+        if kind is FactKind.EXEC:
+            faults.reach("after_exec_before_told")
+
+    def alive(self, devices: Sequence[Device]) -> None:
+        """Write a sign of life down where there was no fact for a while."""
+        if self._clock.boottime_ns() - self._fact_ns > ALIVE_S * 1e9:
+            self.fact(FactKind.ALIVE, devices)
+
+    def starting(self, devices: Sequence[Device]) -> None:
+        """Write down since when the environment is there; it may have been before the devices were."""
+        ready_ns = self.marks.get(self._ready(), 0)
+        self.fact(FactKind.STARTING, devices, max(ready_ns, self._fact_ns))  # facts are written in their order
+
+    def stopping(self, attempt: Attempt, devices: Sequence[Device]) -> None:
+        """Write down that the ranks are to end, the first time, and how long they may take where we asked them to.
+
+        Args:
+            attempt: as it stops.
+            devices: that are held.
+        """
+        if "stopping" in self.marks:
+            return
+        self.mark("stopping")
+        if "exec" in self.marks:
+            asked = attempt.phase is Phase.TERMINATING and attempt.reason in ASKED
+            # Of a device that failed the user's time ended then, and the facts that follow say so.
+            self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=_grace_ms(attempt) if asked else None)
+
+    def ended(self, stopped: Stopped) -> None:
+        """Write how the attempt ended to `stopped.json`."""
+        write_json(self._directory / "stopped.json", stopped)
+        faults.reach("after_ending_before_told")
+
+    def observed(self, uses: Sequence[DeviceUse], tracked: str, notes: Sequence[str]) -> None:
+        """Take note of what the monitor saw.
+
+        Args:
+            uses: what the devices did.
+            tracked: link to the run in MLflow, or "".
+            notes: sentences for the user.
+        """
+        self._uses, self._tracked = tuple(uses), tracked
+        self.notes += notes
+
+    def receipt(
+        self,
+        attempt: Attempt,
+        devices: Sequence[Device],
+        verdicts: Mapping[str, Verdict],
+        quarantined: Sequence[str],
+        gate: str = "",
+    ) -> Receipt:
+        """Return the receipt of the attempt as it ended, and write it to `receipt.json`.
+
+        Args:
+            attempt: how it ended.
+            devices: what it hands back.
+            verdicts: what the gate found.
+            quarantined: identifiers of devices that are not proven free.
+            gate: the evidence in words, where the verdicts do not say it.
+        """
+        secrets = self._launch.secrets
+        kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
+        tariff = self._launch.tariff
+        gpu_ms, micros, bill = reckon(self._meter, tariff, attempt.reason)
+        receipt = Receipt(
+            run_id=attempt.run_id,
+            fence=attempt.fence,
+            state=attempt.state.value,
+            reason=None if attempt.reason in (None, Reason.COMPLETED) else attempt.reason.value,
+            gpu_type=gpu_type,
+            gpus=tuple(device.uuid for device in devices),
+            kind=kind,
+            segments=self._segments(),
+            gpu_ms=gpu_ms,
+            micros=micros,
+            currency=tariff.currency,
+            peak_memory_bytes=self.peak_bytes if self.peak_bytes is not None else sum(self.peaks.values()) or None,
+            warm=self.warm[0],
+            warm_reason=self.warm[1],
+            gate=gate or gate_text(devices, verdicts, kind),
+            quarantined=tuple(quarantined),
+            tags=self._launch.spec.tags,
+            facts=self._written,
+            world_size=attempt.world_size,
+            notes=tuple(self.notes),
+            runs=self.runs,
+            environment=self.environment,
+            uses=self._uses,
+            tracked=self._tracked,
+            secrets=secrets.texts if secrets is not None else (),
+            policy=self._launch.spec.policy or "",
+            bill=bill,
+        )
+        faults.reach("after_freed_before_receipt")
+        write_json(self._directory / "receipt.json", receipt)
+        disk_reserve.give_back(self._directory)  # it is the last word
+        return receipt
+
+    def _segments(self) -> Segments:
+        return Segments(
+            queued_ms=self._between("asked", "reserved"),
+            environment_ms=self._between("reserved", self._ready()),
+            start_ms=self._between(self._ready(), "exec", not_before="reserved"),  # it may have been there long before
+            first_line_ms=self._between("called" if self._launch.fence == 1 else "asked", "enter"),
+            run_ms=self._between("exec", "stopping"),
+            stop_ms=self._between("stopping", "exited"),
+            gate_ms=self._between("exited", "freed"),
+        )
+
+    def _ready(self) -> str:
+        """Return the mark from which the ranks could start: the stem is there, the environment known to be right."""
+        last = max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0))
+        return last if "stem" in self.marks else "stem"
+
+    def _between(self, start: str, end: str, *, not_before: str = "") -> int | None:
+        if start not in self.marks or end not in self.marks:
+            return None
+        start_ns = max(self.marks[start], self.marks.get(not_before, 0))
+        return max(0, self.marks[end] - start_ns) // 1_000_000
+
+
+def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, int | None, Bill]:
+    """Return what an attempt used and costs as its receipt says it: device-milliseconds, micros, and how they are made.
+
+    Args:
+        meter: that took its facts.
+        tariff: what it pays.
+        reason: why it ended.
+    """
+    is_billed = reason is None or MEANINGS[reason].is_billed
+    whole = sum_of(priced(meter.used(), tariff, is_billed=is_billed), tariff)
+    return whole.gpu_ms, whole.micros, bill_of(whole, reason)
+
+
+def _grace_ms(attempt: Attempt) -> int:
+    if attempt.wake_ns is None or attempt.stop_ns is None:
+        return 0
+    return max(0, attempt.wake_ns - attempt.stop_ns) // 1_000_000
+
+
+def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: DeviceKind) -> str:
+    """Return the evidence of the hand-back as one sentence."""
+    if not devices:
+        return "nothing was taken"
+    noun = "CPU slot" if kind is DeviceKind.CPU else "GPU"
+    plural = f"{len(devices)} {noun}{'' if len(devices) == 1 else 's'}"
+    bad = [f"{uuid}: {verdict.evidence}" for uuid, verdict in verdicts.items() if not verdict.ok]
+    if bad:
+        return f"{len(bad)} of {plural} not free: " + "; ".join(bad)
+    if kind is DeviceKind.CPU:
+        return f"{plural} free: no process of the run is left"
+    evidence = sorted({verdict.evidence for verdict in verdicts.values()})
+    return f"{plural} verified free: " + "; ".join(evidence[:3])
+
+
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    """Write a value to an attempt's file, which is whole or not there; what cannot be written ends no run."""
+    with contextlib.suppress(OSError):
+        write_text(path, msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is either whole or not there; one of an attempt, on a full disk, into the attempt's reserve.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    disk_reserve.write(path, text.encode(), path.parent)

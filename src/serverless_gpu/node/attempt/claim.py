@@ -1,0 +1,131 @@
+"""Who looks after an attempt: one process, once.
+
+    supervisor.lock   flock held = a supervisor lives (`attach` and the history look at it)
+    facts.jsonl       what happened; `exec` = user code began
+    stopped.json      it has ended, whatever else comes
+
+Whoever sends a launch may not learn whether it arrived, and sends it again. So a supervisor first takes the lock, then
+looks whether the attempt has begun or ended before: then it leaves it alone. Who wants to be sure that an attempt never
+starts takes the same lock and writes `stopped.json` (`uplink/unattended.py`).
+
+An attempt of this machine alone whose supervisor was lost before user code began is the exception: the agent wrote that
+down, and the client, which knows that nothing has run, launches it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+from pathlib import Path
+
+from serverless_gpu.model.lifecycle.attempt import SUPERVISOR_GONE, Attempt
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.node.attempt.history import first_facts, read_ending
+from serverless_gpu.node.attempt.server_attempt import FILE as REMOTE
+from serverless_gpu.node.base.filesystems import REFUSED, lock_error
+from serverless_gpu.node.base.protocol import Launch
+
+LOCK = "supervisor.lock"
+_BEFORE_STARTING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.ALIVE, FactKind.FREED})
+_TRIES = 100
+_PAUSE_S = 0.01  # whoever asks whether the lock is held holds it for a moment
+
+
+def first_of(launch: Launch) -> Attempt:
+    """Return an attempt as it is before anything has happened to it."""
+    numbers = launch.numbers
+    return Attempt(
+        run_id=launch.run_id,
+        fence=launch.fence,
+        world_size=len(numbers),
+        first=numbers.start,
+        limits=launch.spec.limits(),
+        has_peers=len(launch.all_crews) > 1,
+    )
+
+
+def take_attempt(directory: Path) -> str:
+    """Take an attempt for this process, for as long as it lives.
+
+    Args:
+        directory: of the attempt.
+
+    Returns:
+        Why it is not to be had, or "".
+
+    Raises:
+        StorageError: the file system of the home refuses to lock a file.
+        OSError: the directory is gone, or cannot be written to.
+    """
+    try:
+        lock = try_lock(directory)
+    except OSError as error:
+        if error.errno in REFUSED:
+            raise lock_error(directory, error.strerror or str(error)) from error
+        raise
+    if lock < 0:
+        return f"another process looks after the attempt in {directory}"
+    stopped = directory / "stopped.json"
+    if stopped.exists() and not _may_be_replaced(directory):
+        return f"the attempt in {directory} has ended"
+    if has_begun(first_facts(directory)):
+        return f"the attempt in {directory} has begun before"
+    stopped.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a full disk: then no record of the kernel can be found for it
+        os.pwrite(lock, b"%-20d\n" % os.getpid(), 0)
+    return ""
+
+
+def read_pid(directory: Path) -> int | None:
+    """Return the pid of the last supervisor that took an attempt; None where the attempt does not say."""
+    try:
+        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        text = os.read(fd, 32).strip()
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return int(text) if text.isdigit() else None
+
+
+def _may_be_replaced(directory: Path) -> bool:
+    """Return whether all that is known of an end is that a supervisor was lost, of an attempt that no server gave."""
+    ending = read_ending(directory)
+    return ending is not None and ending.reason in SUPERVISOR_GONE and not (directory / REMOTE).exists()
+
+
+def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
+    """Return the descriptor of an attempt's lock, or -1 when somebody else holds it.
+
+    Args:
+        directory: of the attempt.
+        tries: how often to look, 10 ms apart.
+
+    Raises:
+        OSError: the directory is gone, or cannot be written to.
+    """
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(tries):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            select.select([], [], [], _PAUSE_S)
+        else:
+            return lock
+    os.close(lock)
+    return -1
+
+
+def may_have_begun(facts: list[Fact]) -> bool:
+    """Return whether user code may have begun: a supervisor writes `starting` before it tells the stem what to run."""
+    return any(fact.kind not in _BEFORE_STARTING for fact in facts)
+
+
+def has_begun(facts: list[Fact]) -> bool:
+    """Return whether user code began, as far as facts say."""
+    return any(fact.kind is FactKind.EXEC for fact in facts)

@@ -1,0 +1,317 @@
+"""Reading run directories: what runs there were, which still run, how each ended.
+
+    runs/<run>/<fence>/   spec.json · supervisor.lock (flock held = alive) · stopped.json · receipt.json   →   Record
+
+Lives here: reading. Must not: delete (`retention.py`), unpickle, ask the agent, or decide what a person sees.
+
+Failure cases, none of them an exception: a directory that its client is still writing (NOT_STARTED), one of another
+program or version (UNREADABLE, with the reason in `problem`), a supervisor that was killed (LOST), files that are huge,
+unreadable, links, or vanish while they are read. A lock that cannot be asked counts as held: who reads this deletes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Collection, Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from serverless_gpu.ambient import created_wall_ns
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.model.billing.metering import Meter
+from serverless_gpu.model.billing.pricing import Tariff
+from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.lifecycle.facts import Fact, FactKind
+from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.base.lock_files import is_held
+from serverless_gpu.node.base.stop_message import Stopped
+
+NOT_STARTED = "NOT_STARTED"
+UNREADABLE = "UNREADABLE"
+FUNCTION = "function"
+SERVED = "remote.json"
+"""The file that marks an attempt as one that a server gave to this node (`server_attempt.py`)."""
+
+_FILE_BYTES_MAX = 8 << 20
+_FACTS_BYTES = 64 << 10  # the first few facts say what we need
+ENTRIES_MAX = 100_000
+
+T = TypeVar("T")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run directory says.
+
+    Attributes:
+        run_id: the run, which is the directory's name.
+        directory: of its last attempt; the run's own where there is none.
+        state: a `State`, `NOT_STARTED` or `UNREADABLE`.
+        live: whether a process looks after it now.
+        kind: ``"function"`` or ``"session"``.
+        session: the session whose devices the run uses, or "".
+        created_ns: when it was submitted, nanoseconds since 1970.
+        began_ns: when its first line ran; None where that is not known.
+        ended_ns: when it ended; None while it has not.
+        problem: why it is unreadable, in words.
+    """
+
+    run_id: str
+    directory: Path
+    state: str
+    live: bool
+    created_ns: int
+    kind: str = FUNCTION
+    session: str = ""
+    world_size: int = 0
+    version: str = ""
+    began_ns: int | None = None
+    ended_ns: int | None = None
+    spec: RunSpec | None = None
+    stopped: Stopped | None = None
+    receipt: Receipt | None = None
+    problem: str = ""
+
+
+class Written(msgspec.Struct):
+    """`spec.json` as any version may have written it."""
+
+    world_size: int = 0
+    version: str = ""
+    kind: str = FUNCTION
+    session: str = ""
+    spec: msgspec.Raw = msgspec.Raw(b"")
+    gpu_type: str = ""
+    tariff: Tariff | None = None
+
+
+def run_ids(runs: Path) -> list[str]:
+    """Return the names of all run directories, newest first; foreign names last, hidden ones not at all."""
+    try:
+        with os.scandir(runs) as entries:
+            names = [entry.name for entry in entries if not entry.name.startswith(".") and not _is_file(entry)]
+    except OSError:
+        return []
+    return sorted(names, key=lambda name: (created_wall_ns(name) is not None, name), reverse=True)
+
+
+def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> Record:
+    """Return what the directory of one run says.
+
+    Args:
+        runs: the directory of all runs.
+        run_id: the run.
+        queued: runs that wait in the agent, which no file tells.
+    """
+    directory = _last_attempt(runs / run_id)
+    created_ns = created_wall_ns(run_id) or touched_ns(runs / run_id)
+    if directory is None:
+        bare = Record(run_id=run_id, directory=runs / run_id, state=UNREADABLE, live=False, created_ns=created_ns)
+        return msgspec.structs.replace(bare, ended_ns=touched_ns(runs / run_id), problem="it holds no attempt")
+    written, spec, problem = _read_spec(directory)
+    live = is_live(directory)
+    stopped, receipt = read_ending(directory), read_receipt(directory)
+    facts = first_facts(directory)
+    begun = next((fact.wall_ns for fact in facts if fact.kind is FactKind.EXEC), None)
+    if stopped is not None:
+        state = stopped.state.value
+    elif live:
+        state = _running_state(facts)
+    elif run_id in queued:
+        state = State.QUEUED.value
+    else:
+        state = State.LOST.value if _locks(directory) else NOT_STARTED
+    ended = stopped is not None or (not live and run_id not in queued)
+    return Record(
+        run_id=run_id,
+        directory=directory,
+        state=UNREADABLE if problem and stopped is None and not live else state,
+        live=live,
+        created_ns=created_ns,
+        kind=written.kind,
+        session=written.session,
+        world_size=written.world_size,
+        version=written.version,
+        began_ns=begun,
+        ended_ns=_ended_ns(directory) if ended else None,
+        spec=spec,
+        stopped=stopped,
+        receipt=receipt,
+        problem=problem,
+    )
+
+
+def read_ending(directory: Path) -> Stopped | None:
+    """Return how an attempt ended, as its directory has it."""
+    return _decoded(directory / "stopped.json", Stopped)
+
+
+def read_receipt(directory: Path) -> Receipt | None:
+    """Return the receipt of an attempt, as its directory has it."""
+    return _decoded(directory / "receipt.json", Receipt)
+
+
+def first_facts(directory: Path) -> list[Fact]:
+    """Return the first facts of an attempt; a last line that is half written is left out."""
+    facts: list[Fact] = []
+    with contextlib.suppress(OSError, msgspec.MsgspecError):  # the last line may be half written, or cut off by us
+        for line in _read(directory / "facts.jsonl", _FACTS_BYTES).splitlines():
+            facts.append(from_json(line, Fact))
+    return facts
+
+
+def last_fact(directory: Path) -> Fact | None:
+    """Return the last whole fact of an attempt."""
+    with contextlib.suppress(OSError), _opened(directory / "facts.jsonl") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _FACTS_BYTES))
+        for line in reversed(file.read(_FACTS_BYTES).splitlines(keepends=True)):
+            with contextlib.suppress(msgspec.MsgspecError):
+                return from_json(line, Fact)
+    return None
+
+
+def read_launch(directory: Path) -> Written:
+    """Return what was launched, as far as an attempt's directory says."""
+    return _decoded(directory / "spec.json", Written) or Written()
+
+
+def read_price(directory: Path) -> tuple[str, Tariff | None]:
+    """Return the type of an attempt's devices and what it pays; "" and None where its directory does not say."""
+    written = _decoded(directory / "spec.json", Written)
+    return ("", None) if written is None else (written.gpu_type, written.tariff)
+
+
+def meter_of(directory: Path) -> tuple[Meter, int]:
+    """Return what all facts of an attempt add up to, and how many there are; not a last line that is half written.
+
+    Args:
+        directory: of the attempt.
+    """
+    meter, count = Meter(), 0
+    with contextlib.suppress(OSError, msgspec.MsgspecError), _opened(directory / "facts.jsonl") as file:
+        for line in file:
+            meter.add(from_json(line, Fact))
+            count += 1
+    return meter, count
+
+
+def spec_of(directory: Path) -> RunSpec | None:
+    """Return what was asked for, as an attempt's directory has it."""
+    return _read_spec(directory)[1]
+
+
+def is_live(directory: Path) -> bool:
+    """Return whether a process holds a lock of this attempt."""
+    return any(is_held(path) for path in _locks(directory))
+
+
+def touched_ns(directory: Path) -> int:
+    """Return when anything in a directory or right below it was last written, nanoseconds since 1970."""
+    newest = 0
+    for path in (directory, *_children(directory)):
+        with contextlib.suppress(OSError):
+            newest = max(newest, path.lstat().st_mtime_ns)
+    return newest
+
+
+def size_on_disk(directory: Path) -> int:
+    """Return the bytes that deleting a directory frees; of a tree without end, those of its first 100,000 entries."""
+    if directory.is_symlink():
+        return 0
+    return sum(status.st_blocks * 512 for _, status in walk(directory))
+
+
+def walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield files, links and directories of a tree with their status, following no link; at most 100,000 of them."""
+    waiting, count = [directory], 0
+    while waiting and count < ENTRIES_MAX:
+        for path in _children(waiting.pop(), sort=True):
+            try:
+                status = path.lstat()
+            except OSError:  # gone meanwhile
+                continue
+            count += 1
+            yield path, status
+            if stat.S_ISDIR(status.st_mode):
+                waiting.append(path)
+
+
+def _children(directory: Path, *, sort: bool = False) -> list[Path]:
+    try:
+        with os.scandir(directory) as entries:
+            children = [Path(entry.path) for entry in entries]
+    except OSError:
+        return []
+    return sorted(children) if sort else children
+
+
+def _locks(directory: Path) -> list[Path]:
+    return [path for path in _children(directory) if path.suffix == ".lock"]
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
+def _last_attempt(directory: Path) -> Path | None:
+    fences = [child for child in _children(directory) if child.name.isascii() and child.name.isdigit()]
+    return max(fences, key=lambda child: int(child.name), default=None)
+
+
+def _read_spec(directory: Path) -> tuple[Written, RunSpec | None, str]:
+    try:
+        written = from_json(_read(directory / "spec.json"), Written)
+    except (OSError, msgspec.MsgspecError) as error:
+        return Written(), None, f"spec.json cannot be read: {getattr(error, 'strerror', None) or error}"
+    try:
+        return written, from_json(bytes(written.spec), RunSpec), ""
+    except msgspec.MsgspecError:  # of a session, or of another version
+        return written, None, ""
+
+
+def _running_state(facts: list[Fact]) -> str:
+    kinds = {fact.kind for fact in facts}
+    if kinds & {FactKind.EXEC, FactKind.HELD}:
+        return State.RUNNING.value
+    return State.STARTING.value if FactKind.RESERVED in kinds else State.QUEUED.value
+
+
+def _ended_ns(directory: Path) -> int:
+    for name in ("receipt.json", "stopped.json"):
+        with contextlib.suppress(OSError):
+            return (directory / name).lstat().st_mtime_ns
+    return touched_ns(directory)
+
+
+def _decoded(path: Path, kind: type[T]) -> T | None:
+    try:
+        return from_json(_read(path), kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _read(path: Path, limit: int = _FILE_BYTES_MAX) -> bytes:
+    """Return the first bytes of a plain file.
+
+    Raises:
+        OSError: it cannot be read, or is no plain file (a pipe would never end).
+    """
+    with _opened(path) as file:
+        return file.read(limit)
+
+
+def _opened(path: Path) -> BufferedReader:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    file = os.fdopen(fd, "rb")
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a plain file")
+    return file

@@ -1,0 +1,202 @@
+"""Deleting run directories that are kept no longer.
+
+    agent ──now and then──▶ a clean, nice process: look at runs/, ask model/lifecycle/retention.py, delete, end
+
+The agent's loop never waits for a disk. What is deleted is renamed first, within `runs/`, so that nobody ever sees half
+a run; what a deletion that was cut short left under such a name goes with the next one.
+
+Failure cases: a run that was never launched (kept for a day without a write: its client may be writing it); a directory
+that is no run's (kept); a run of which a server has not heard everything (kept, for a month); a link in `runs/` (the
+link goes, never what it leads to); another cleaner is faster (fine); a file that cannot be deleted (said, the others
+go); a configuration that cannot be read (nothing is deleted).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
+from serverless_gpu.errors import ServerlessGpuError
+from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
+from serverless_gpu.model.utc_days import DAY_NS
+from serverless_gpu.node.attempt.history import NOT_STARTED, UNREADABLE, Record, read_run, run_ids, size_on_disk
+from serverless_gpu.node.attempt.server_attempt import is_unsent
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.inside import linux
+from serverless_gpu.units import format_bytes
+
+FIRST_S = 10.0  # after the agent's start: the run that started it wants the cores first
+EVERY_S = 3_600.0
+DELETED_MAX = 1_000  # in one pass; the next one goes on
+_TRASH = ".trash-"
+_QUEUED_BYTES_MAX = 1 << 20
+
+
+class Cleaned(msgspec.Struct, frozen=True):
+    """What one pass did: runs deleted, bytes freed, and what could not be deleted, in words."""
+
+    deleted: tuple[str, ...]
+    freed_bytes: int
+    problems: tuple[str, ...] = ()
+
+
+class Pass(Protocol):
+    """A process that makes one pass."""
+
+    def poll(self) -> int | None: ...
+
+
+class Schedule:
+    """When the agent has run directories looked at: one pass at a time, however long a disk lets it wait.
+
+    Args:
+        clock: where time comes from.
+        start: starts the process; given a descriptor that holds the ids of queued runs.
+    """
+
+    def __init__(self, clock: Clock, start: Callable[[int], Pass]) -> None:
+        self._clock = clock
+        self._start = start
+        self._pass: Pass | None = None
+        self._due_ns = clock.boottime_ns() + int(FIRST_S * 1e9)
+
+    def tend(self, queued: Collection[str]) -> None:
+        """Start a pass if one is due and the former has ended.
+
+        Args:
+            queued: runs that wait in the agent.
+        """
+        if self._pass is not None and self._pass.poll() is not None:
+            self._pass = None
+        now_ns = self._clock.boottime_ns()
+        if now_ns < self._due_ns or self._pass is not None:
+            return
+        self._due_ns = now_ns + int(EVERY_S * 1e9)
+        with contextlib.suppress(OSError):  # no process or memory to be had now: in an hour, then
+            fd = os.memfd_create("sgpu-queued")
+            try:
+                os.write(fd, "\n".join(queued).encode())
+                self._pass = self._start(fd)
+            finally:
+                os.close(fd)
+
+
+def main(home: str, queued_fd: int) -> NoReturn:
+    """Make one pass and end.
+
+    Args:
+        home: the home directory.
+        queued_fd: holds the ids of runs that wait in the agent, one per line.
+    """
+    os.nice(19)
+    linux.be_ordinary()
+    queued = os.pread(queued_fd, _QUEUED_BYTES_MAX, 0).decode().split()
+    try:
+        policy = read_configuration(Home(Path(home))).retention
+    except ServerlessGpuError as error:
+        print(f"retention: nothing is deleted: {error}", flush=True)
+        os._exit(1)
+    done = clean(Home(Path(home)).runs, policy, queued, SystemClock())
+    if done.deleted or done.problems:
+        print("\n".join((f"retention: {cleaned_text(done)}", *done.problems)), flush=True)
+    os._exit(0)
+
+
+def clean(runs: Path, policy: Policy, queued: Collection[str], clock: Clock) -> Cleaned:
+    """Delete what the policy no longer keeps.
+
+    Args:
+        runs: the directory of all runs.
+        policy: what to keep.
+        queued: runs that wait in the agent.
+        clock: where time comes from.
+    """
+    empty_trash(runs)
+    now_ns = clock.wall_ns()
+    return delete_all(runs, to_delete(scan(runs, queued, now_ns), policy, now_ns)[:DELETED_MAX])
+
+
+def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[Entry]:
+    """Return all run directories as the policy sees them."""
+    return [
+        Entry(
+            run_id=run_id,
+            ended_ns=None if is_unsent(runs / run_id, now_ns) else _ended_ns(read_run(runs, run_id, queued), now_ns),
+            size_bytes=size_on_disk(runs / run_id),
+        )
+        for run_id in run_ids(runs)
+    ]
+
+
+def delete_all(runs: Path, chosen: Collection[Entry]) -> Cleaned:
+    """Delete these runs, those that cannot be are named."""
+    deleted, problems, freed_bytes = [], [], 0
+    for entry in chosen:
+        try:
+            delete(runs, entry.run_id)
+        except OSError as error:
+            problems.append(f"run {entry.run_id} cannot be deleted: {error.strerror or error}")
+        else:
+            deleted.append(entry.run_id)
+            freed_bytes += entry.size_bytes
+    return Cleaned(tuple(deleted), freed_bytes, tuple(problems))
+
+
+def delete(runs: Path, run_id: str) -> None:
+    """Delete the directory of one run; one that is gone already is fine.
+
+    Raises:
+        OSError: it, or something in it, cannot be deleted.
+    """
+    trash = runs / f"{_TRASH}{run_id}-{os.getpid()}"
+    try:
+        (runs / run_id).rename(trash)
+    except FileNotFoundError:
+        return
+    _remove(trash)
+
+
+def empty_trash(runs: Path) -> None:
+    """Delete what a deletion that was cut short has left."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(runs):
+            if name.startswith(_TRASH):
+                with contextlib.suppress(OSError):
+                    _remove(runs / name)
+
+
+def cleaned_text(done: Cleaned) -> str:
+    """Return what a pass did, in words."""
+    count = len(done.deleted)
+    return f"deleted {count} run{'' if count == 1 else 's'}, {format_bytes(done.freed_bytes)}"
+
+
+def _ended_ns(record: Record, now_ns: int) -> int | None:
+    if record.live or record.ended_ns is None:
+        return None
+    if record.state == UNREADABLE and created_wall_ns(record.run_id) is None:
+        return None  # not ours
+    if record.state in (NOT_STARTED, UNREADABLE) and now_ns - record.ended_ns < DAY_NS:
+        return None  # its client may still be writing it
+    return record.ended_ns
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        # A directory that its owner may not write to: the mode is ours to change, so once more.
+        for directory, _, _ in os.walk(path):
+            with contextlib.suppress(OSError):
+                os.chmod(directory, 0o700)
+        shutil.rmtree(path)

@@ -1,0 +1,229 @@
+"""A run's secrets on this node: files of mode 0400 in a directory of mode 0700, in memory where the machine can.
+
+    /dev/shm/sgpu-secrets-<8 hex>/   HF_TOKEN …    .of = the attempt's directory
+    runs/<run>/<fence>/secrets  ──▶  that directory, or one itself where /dev/shm is not in memory
+
+Written before the run is launched, by who launches it (the uplink, or the client of a run of this machine), and removed
+when no process of the attempt is left. Ranks find them by `SGPU_SECRETS_DIR`; what they copy elsewhere is theirs.
+
+Failure cases: the supervisor is killed (the agent removes them when it buries it, the uplink when it settles the
+attempt); the agent, too (the next one sweeps what nobody looks after any more); the writer is killed between making the
+directory and naming it (it is empty, and swept); somebody else has the name (another one is tried); a rank has replaced
+the link in its own attempt (only directories of this form are ever removed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from serverless_gpu import faults
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import StorageError
+from serverless_gpu.node.base.filesystems import symlink_error
+from serverless_gpu.node.base.home import storage_error
+from serverless_gpu.node.base.lock_files import is_taken
+
+LINK = "secrets"
+LOOK_S = 60.0
+UNNAMED_S = 3600.0
+"""How long a directory that nobody looks after may be somebody's who is about to launch."""
+_OF = ".of"
+_LOCK = "supervisor.lock"
+_MEMORY = Path("/dev/shm")
+_NAME = re.compile(r"sgpu-secrets-[0-9a-f]{8}")
+_NAMES_TRIED = 20
+
+
+def write(directory: Path, values: Mapping[str, bytes]) -> Path:
+    """Write the secrets of an attempt; return the directory they are in.
+
+    Args:
+        directory: of the attempt.
+        values: by name.
+
+    Raises:
+        StorageError: there is no room, or no symbolic link in the directory. What could be in memory is never written
+            to a disk.
+    """
+    remove(directory)
+    if is_in_memory():
+        try:
+            return _write_in_memory(directory, values)
+        except OSError as error:
+            if error.filename2 is not None:  # of the link
+                raise symlink_error(directory, error, f"secrets cannot be linked to from {directory}") from None
+            raise StorageError(
+                f"{_MEMORY} cannot take the secrets of the run: {error.strerror}",
+                hint=f"remove what is left in {_MEMORY}, or give it more room (docker run --shm-size=8g); secrets are "
+                "not written to a disk instead",
+            ) from None
+    place = directory / LINK
+    try:
+        place.mkdir(mode=0o700)
+        _fill(place, values)
+    except OSError as error:
+        raise storage_error(error, place) from None
+    return place
+
+
+def note(place: Path) -> str:
+    """Return what the receipt says of secrets that may have reached a disk; "" where they have not."""
+    if place.parent == _MEMORY:
+        return ""
+    return f"its secrets were on this node's disk: {_MEMORY} is not in memory"
+
+
+def remove(directory: Path) -> None:
+    """Remove the secrets of an attempt, whoever is left of it; does nothing where there are none.
+
+    Args:
+        directory: of the attempt.
+    """
+    link = directory / LINK
+    with contextlib.suppress(OSError):
+        if link.is_symlink():
+            _remove_in_memory(Path(os.readlink(link)))
+            link.unlink()
+        elif link.is_dir():
+            shutil.rmtree(link, ignore_errors=True)
+
+
+def keep(directories: Iterable[Path]) -> None:
+    """Say that attempts wait still: their secrets are as young as when they were written.
+
+    Args:
+        directories: of the attempts; those without secrets are passed over.
+    """
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            place = Path(os.readlink(directory / LINK))
+            if _may_be_removed(place):
+                os.utime(place)
+
+
+class Sweeper:
+    """The agent's look for secrets that nobody looks after any more: now and then, and when an attempt has ended.
+
+    How long a directory has been as it is, is counted from when it was first seen so, by a clock that nobody sets: one
+    that was set while an attempt was launched must not cost it its secrets.
+
+    Args:
+        clock: where time comes from.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due_ns = 0
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def tend(self, waiting: Iterable[Path], *, ended: bool) -> None:
+        """Look if it is time to.
+
+        Args:
+            waiting: directories of attempts that have no supervisor yet, and are to get one.
+            ended: an attempt has just ended, and may have left something.
+        """
+        now_ns = self._clock.boottime_ns()
+        if now_ns >= self._due_ns or ended:
+            self._due_ns = now_ns + round(LOOK_S * 1e9)
+            keep(waiting)
+            self._sweep(now_ns)
+
+    def _sweep(self, now_ns: int) -> None:
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = [name for name in os.listdir(_MEMORY) if _NAME.fullmatch(name)]
+        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        for name in names:
+            with contextlib.suppress(OSError):
+                if _is_ours(_MEMORY / name) and _is_left(_MEMORY / name, unchanged_s=self._unchanged_s(name, now_ns)):
+                    _remove_in_memory(_MEMORY / name)
+
+    def _unchanged_s(self, name: str, now_ns: int) -> float:
+        changed_ns = (_MEMORY / name).lstat().st_mtime_ns
+        if self._seen.get(name, (0, 0))[0] != changed_ns:
+            self._seen[name] = (changed_ns, now_ns)
+        return (now_ns - self._seen[name][1]) / 1e9
+
+
+def _is_left(place: Path, *, unchanged_s: float) -> bool:
+    """Return whether nobody needs a directory any more."""
+    try:
+        directory = Path((place / _OF).read_text(encoding="utf-8", errors="surrogateescape"))
+    except FileNotFoundError:
+        return unchanged_s >= UNNAMED_S
+    if _is_looked_after(directory):
+        return False
+    return (directory / "stopped.json").exists() or unchanged_s >= UNNAMED_S
+
+
+def _is_looked_after(directory: Path) -> bool:
+    try:
+        lock = os.open(directory / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return is_taken(lock)
+    finally:
+        os.close(lock)
+
+
+def _write_in_memory(directory: Path, values: Mapping[str, bytes]) -> Path:
+    place = _make()
+    try:
+        (place / _OF).write_text(str(directory), encoding="utf-8", errors="surrogateescape")
+        (directory / LINK).symlink_to(place)
+        _fill(place, values)
+    except OSError:
+        remove(directory)
+        _remove_in_memory(place)
+        raise
+    return place
+
+
+def _make() -> Path:
+    for _ in range(_NAMES_TRIED):
+        place = _MEMORY / f"sgpu-secrets-{os.urandom(4).hex()}"
+        with contextlib.suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+            return place
+    raise FileExistsError(f"{_NAMES_TRIED} names in {_MEMORY} were taken")
+
+
+def _fill(place: Path, values: Mapping[str, bytes]) -> None:
+    for name, value in values.items():
+        fd = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o400)
+        with os.fdopen(fd, "wb") as file:
+            file.write(value)
+        faults.reach("before_secrets_are_complete")
+
+
+def _remove_in_memory(place: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # it is removed already
+        if _may_be_removed(place):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _may_be_removed(place: Path) -> bool:
+    return place.parent == _MEMORY and bool(_NAME.fullmatch(place.name)) and _is_ours(place)
+
+
+def _is_ours(place: Path) -> bool:
+    status = place.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def is_in_memory() -> bool:
+    """Return whether /dev/shm is a file system of memory."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
+            fields = line.split()
+            if len(fields) > 2 and fields[1] == str(_MEMORY):
+                return fields[2] in ("tmpfs", "ramfs")
+    return False

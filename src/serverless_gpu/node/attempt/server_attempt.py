@@ -1,0 +1,146 @@
+"""Attempts that a server gave to this node, as their directories say it: whose they are, and what the server still has
+to hear of.
+
+    runs/<run>/<fence>/remote.json    open ─▶ settled    the server has everything: results, receipt
+                                           └▶ stale      the attempt was over for the server: nothing is sent any more
+
+The file is written before anything is started and holds no variables of the caller, only the attempt's own token, in a
+directory of this user alone. It is not flushed to the disk: after a reboot nothing of the attempt is left anyway, and
+the server sees the other boot identifier. A disk that failed without a reboot may leave it empty: then the attempt is
+`recovered` from its directory's name. It is never launched, its end is written as soon as none of its processes is
+left, and the node's next heartbeat brings a token for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from serverless_gpu.ambient import created_wall_ns
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
+from serverless_gpu.model.utc_days import DAY_NS
+from serverless_gpu.node.attempt.account import write_text
+from serverless_gpu.node.attempt.history import SERVED, touched_ns
+
+FILE = SERVED
+UNSENT_DAYS_MAX = 30
+_BYTES_MAX = 1 << 20
+_NO_TOKEN = "lost"
+"""Refused by every server, which has the node ask for another one."""
+_GRACE_S = 900.0
+
+Standing = Literal["open", "settled", "stale"]
+
+
+class Remote(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that a server gave to this node.
+
+    Attributes:
+        profile: path of the file that says how the server is reached; which server it is, too.
+        token: the attempt's own.
+        world_size: devices that it is to have on this node.
+        partition_grace_s: how long it may go on without an answer of the server.
+        owner: the principal whose run it is.
+        tariff: what it pays, where the server said so; once it is launched, its own directory says what it pays.
+        recovered: whether the file was damaged, so that nobody knows whether the attempt had begun.
+    """
+
+    run_id: str
+    fence: int
+    profile: str
+    token: str
+    gpu_type: str
+    world_size: int
+    partition_grace_s: float
+    standing: Standing = "open"
+    owner: str = ""
+    tariff: Tariff = UNPRICED
+    recovered: bool = False
+
+    @property
+    def gang(self) -> str:
+        """Return the gang's identifier, ``run:fence``."""
+        return f"{self.run_id}:{self.fence}"
+
+
+def read_remote(directory: Path) -> Remote | None:
+    """Return what an attempt's directory says about its server; None for an attempt of this node's own."""
+    try:
+        with (directory / FILE).open("rb") as file:
+            return from_json(file.read(_BYTES_MAX), Remote)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def has_remote(directory: Path) -> bool:
+    """Return whether a server gave the attempt in a directory to this node, whether or not that can be read now.
+
+    Raises:
+        OSError: it cannot be said now.
+    """
+    try:
+        (directory / FILE).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def write_remote(directory: Path, remote: Remote) -> None:
+    """Write it down.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    write_text(directory / FILE, msgspec.json.encode(remote).decode())
+
+
+def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, Remote]]:
+    """Yield the attempts of which one server still has to hear something, with their directories."""
+    for path in sorted(runs.glob(f"*/*/{FILE}")):
+        remote = read_remote(path.parent) or _recovered(path, profile)
+        if remote is not None and remote.profile == profile and remote.standing == "open":
+            yield path.parent, remote
+
+
+def _recovered(path: Path, profile: str) -> Remote | None:
+    """Return what is known of an attempt whose file is damaged; None where it cannot be read now.
+
+    Which server it was is not known: one that does not know the attempt says so, and it is left alone then.
+    """
+    fence, run_id = path.parent.name, path.parent.parent.name
+    try:
+        path.read_bytes()
+    except OSError:
+        return None
+    if created_wall_ns(run_id) is None or not fence.isdigit():
+        return None
+    return Remote(
+        run_id=run_id,
+        fence=int(fence),
+        profile=profile,
+        token=_NO_TOKEN,
+        gpu_type="",
+        world_size=0,
+        partition_grace_s=_GRACE_S,
+        recovered=True,
+    )
+
+
+def is_unsent(run: Path, now_ns: int) -> bool:
+    """Return whether a server still has to hear something of a run; after a month it is not waited for any more.
+
+    Args:
+        run: the run's directory.
+        now_ns: nanoseconds since 1970.
+    """
+    with contextlib.suppress(OSError):
+        for path in run.glob(f"*/{FILE}"):
+            remote = read_remote(path.parent)
+            if remote is not None and remote.standing == "open":
+                return now_ns - touched_ns(path.parent) < UNSENT_DAYS_MAX * DAY_NS
+    return False

@@ -1,0 +1,255 @@
+"""Ends an attempt whose supervisor died: writes its last sign of life, its ending and its receipt.
+
+    facts.jsonl     + alive        up to when something of the attempt was seen last
+    stopped.json    + ending       `model/lifecycle/supervisor_loss.py` decides who pays
+    receipt.json    + receipt      what the facts add up to
+
+The agent, the uplink or a client calls this, whichever notices first, and only while it holds the attempt's lock: no
+supervisor lives then, and no other caller writes. The files are what a supervisor would have written.
+
+Failure cases: nobody watched (the newest file of the attempt's output is the last sign of life); the machine has booted
+since (boottimes cannot be compared: the last fact is the last sign of life); the disk is full (the receipt counts the
+facts that are on it); a half-written fact at the end of the file (cut off).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure
+from serverless_gpu.model.lifecycle.facts import FactKind, alive_after
+from serverless_gpu.model.lifecycle.supervisor_loss import LossEvidence, judge_loss
+from serverless_gpu.model.receipt import Receipt, Segments
+from serverless_gpu.node.attempt.account import reckon, write_json
+from serverless_gpu.node.attempt.claim import read_pid, try_lock
+from serverless_gpu.node.attempt.history import (
+    first_facts,
+    last_fact,
+    meter_of,
+    read_ending,
+    read_launch,
+    read_receipt,
+    spec_of,
+    touched_ns,
+)
+from serverless_gpu.node.attempt.server_attempt import has_remote
+from serverless_gpu.node.base import disk_reserve, protocol
+from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
+
+COUNTED = "the time is counted up to the last sign of life of the run; how much more it was is not known"
+_BEFORE_NS = 1_000_000_000  # what the kernel's clock and ours may be apart by
+_TAIL_BYTES = 64 << 10
+_LOOKS_MAX = 64  # of 2,000 records each: more than the kernel keeps
+_USING = frozenset({FactKind.EXEC, FactKind.HELD})
+
+
+class Lost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a receipt says of an attempt, where its directory does not.
+
+    Attributes:
+        gpu_type: type of its devices.
+        world_size: of its ranks here.
+    """
+
+    run_id: str
+    fence: int
+    gpu_type: str = ""
+    world_size: int = 0
+    tariff: Tariff = UNPRICED
+
+
+def settle_loss(
+    directory: Path,
+    clock: Clock,
+    *,
+    seen_ns: int | None = None,
+    stopped: protocol.Stopped | None = None,
+    lost: Lost | None = None,
+) -> protocol.Stopped:
+    """Write what is missing of an attempt that no supervisor looks after, and return how it ended.
+
+    Args:
+        directory: of the attempt.
+        clock: where time comes from.
+        seen_ns: boottime at which something of it was seen last; None where nobody watched.
+        stopped: how it ended where no file says so; None where its supervisor was lost.
+        lost: who it is, where a server gave it.
+    """
+    is_settled = read_receipt(directory) is not None
+    if not is_settled:
+        note_life(directory, clock, seen_ns)
+    known = read_ending(directory)
+    if known is None:
+        known = stopped or lost_ending(directory, clock)
+        write_json(directory / "stopped.json", known)
+    if not is_settled:
+        write_json(directory / "receipt.json", _receipt(directory, lost or _of_this_node(directory), known))
+        disk_reserve.give_back(directory)
+    return known
+
+
+def settle_here(directory: Path, clock: Clock, *, seen_ns: int | None = None) -> bool:
+    """Settle an attempt of this node under its lock; return whether that was done.
+
+    Args:
+        directory: of the attempt.
+        clock: where time comes from.
+        seen_ns: boottime at which something of it was seen last; None where nobody watched.
+    """
+    try:
+        if not first_facts(directory) or has_remote(directory):
+            return False
+        lock = try_lock(directory)
+    except OSError:
+        return False
+    if lock < 0:
+        return False
+    try:
+        settle_loss(directory, clock, seen_ns=seen_ns)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def lost_ending(directory: Path, clock: Clock) -> protocol.Stopped:
+    """Return how an attempt ended whose supervisor died.
+
+    Args:
+        directory: of the attempt.
+        clock: where time comes from.
+    """
+    facts = first_facts(directory)
+    since_ns = clock.wall_ns() - max(0, clock.boottime_ns() - facts[0].boottime_ns) if facts else clock.wall_ns()
+    reason, detail = judge_loss(
+        LossEvidence(
+            boot_id=facts[0].boot_id if facts else "",
+            boot_id_now=clock.boot_id(),
+            pid=read_pid(directory),
+            is_memory_limited=bool(facts) and facts[0].memory_bytes > 0,
+            kernel_lines=_kernel_lines(clock, since_ns - _BEFORE_NS),
+        )
+    )
+    cause = Failure(rank=None, reason=reason, at_ns=clock.boottime_ns(), detail=detail) if detail else None
+    return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=cause, consequences=())
+
+
+def has_used_devices(directory: Path) -> bool:
+    """Return whether an attempt used its devices: facts before that cost nothing."""
+    return any(fact.kind in _USING for fact in first_facts(directory))
+
+
+def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None:
+    """Write down when something of the attempt was seen last, where its facts do not say so yet.
+
+    Args:
+        directory: of the attempt.
+        clock: where time comes from.
+        seen_ns: boottime of it; None for the newest of the attempt's output.
+    """
+    last = last_fact(directory)
+    if last is None or last.boot_id != clock.boot_id() or last.kind in (FactKind.EXITED, FactKind.FREED):
+        return
+    if not has_used_devices(directory):
+        return
+    now_ns = clock.boottime_ns()
+    if seen_ns is None:
+        seen_ns = now_ns - max(0, clock.wall_ns() - touched_ns(directory / "logs"))
+    at_ns = min(seen_ns, now_ns)
+    if at_ns <= last.boottime_ns:
+        return
+    with contextlib.suppress(OSError):
+        _cut_off_half_a_line(directory / "facts.jsonl")
+        disk_reserve.append_fact(directory, msgspec.json.encode(alive_after(last, at_ns)) + b"\n", 1 << 62)
+
+
+def _receipt(directory: Path, lost: Lost, stopped: protocol.Stopped) -> Receipt:
+    facts = first_facts(directory)
+    gpus = tuple(dict.fromkeys(uuid for fact in facts for uuid in fact.gpus))
+    unknown = "not known: the run's supervisor ended before it could look"
+    meter, count = meter_of(directory)
+    launched = read_launch(directory)
+    tariff = launched.tariff or lost.tariff
+    gpu_ms, micros, bill = reckon(meter, tariff, stopped.reason)
+    spec = spec_of(directory)
+    return Receipt(
+        run_id=lost.run_id,
+        fence=lost.fence,
+        state=stopped.state.value,
+        reason=stopped.reason.value,
+        gpu_type=lost.gpu_type,
+        gpus=gpus,
+        kind=_kind(gpus),
+        segments=Segments(),
+        gpu_ms=gpu_ms,
+        micros=micros,
+        currency=tariff.currency,
+        peak_memory_bytes=None,
+        warm=False,
+        warm_reason="not known",
+        gate=unknown if gpus else "nothing was taken",
+        quarantined=(),
+        tags=spec.tags if spec is not None else {},
+        facts=count,
+        world_size=lost.world_size,
+        notes=(COUNTED,) if any(fact.kind in _USING for fact in facts) else (),
+        policy=(spec.policy or "") if spec is not None else "",
+        bill=bill,
+    )
+
+
+def _of_this_node(directory: Path) -> Lost:
+    launched = read_launch(directory)
+    return Lost(
+        run_id=directory.parent.name,
+        fence=int(directory.name) if directory.name.isdigit() else 1,
+        gpu_type=launched.gpu_type,
+        world_size=launched.world_size,
+        tariff=launched.tariff or UNPRICED,
+    )
+
+
+def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
+    """Return what the kernel has written since a moment; nothing where its log cannot be read."""
+    log = KernelLog(KERNEL, clock, past=True)
+    found: list[str] = []
+    try:
+        for _ in range(_LOOKS_MAX):
+            lines = log.lines()
+            if not lines:
+                break
+            found += [line.text for line in lines if line.at_ns >= since_ns]
+    finally:
+        log.close()
+    return tuple(found)
+
+
+def _kind(gpus: tuple[str, ...]) -> DeviceKind:
+    if gpus and gpus[0].startswith("FAKE-"):
+        return DeviceKind.FAKE
+    return DeviceKind.GPU if gpus and gpus[0].startswith("GPU-") else DeviceKind.CPU
+
+
+def _cut_off_half_a_line(path: Path) -> None:
+    """Cut off what a writer that was killed, or a full disk, left of a line.
+
+    Raises:
+        OSError: the file cannot be changed.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(fd).st_size
+        tail = os.pread(fd, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        whole = tail.rfind(b"\n") + 1
+        if whole != len(tail):
+            os.ftruncate(fd, size - len(tail) + whole)
+    finally:
+        os.close(fd)

@@ -1,0 +1,4 @@
+"""What every part of a node uses: the home, configuration, locks, protocol messages, disk reserve.
+
+It starts no process. Start with `home.py`, which names every file of a home.
+"""

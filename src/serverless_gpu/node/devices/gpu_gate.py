@@ -1,0 +1,182 @@
+"""The GPU gate: is a device as clean after a run as it was before, and is it free before one?
+
+Lives here: the decisions (`judge`, `foreign`: values in, sentences out) and the thin loop that asks again (`verify`).
+Must not: talk to NVML, kill anything, lend or quarantine a device; the caller does that with the verdicts.
+
+A verdict states its evidence. Processes and memory count where processes can be seen; memory alone counts where they
+are hidden, and the sentence says so. What could not be found out is never a pass. A display server or a browser that
+only draws and holds little is part of a workstation's GPU: it neither blocks a run nor fails a hand-back, and its
+memory is left out of the sums. A process that was there before the attempt is not its leftover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from serverless_gpu.errors import InvalidValue
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.node.base.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage, unknown_usage
+
+from .gpus import Provider
+
+BASELINE_TOLERANCE_BYTES = 64 * MIB
+"""What may differ between two readings of an idle GPU: the driver's own pages come and go by some MiB, while a CUDA
+context takes more than 100 MiB."""
+
+DISPLAY_MEMORY_BYTES_MAX = 1024 * MIB
+"""A process that only draws and holds no more than this counts as a display client; a leftover renderer holds more."""
+
+_PROCESSES_NAMED = 3
+
+
+class Verdict(Struct, frozen=True):
+    """Whether a device may be lent again, and the sentence that proves or refuses it."""
+
+    ok: bool
+    evidence: str
+
+
+class GatePolicy(Struct, frozen=True):
+    """How long a device may take to become clean: pauses, in seconds, between one look at it and the next.
+
+    The driver frees memory some milliseconds after a process's end, rarely later: short pauses first, 15 s in all.
+    """
+
+    pauses_s: tuple[float, ...] = (0.05, 0.2, 0.75, 4.0, 10.0)
+
+    def __post_init__(self) -> None:
+        if min(self.pauses_s, default=0) < 0:
+            raise InvalidValue(f"A gate needs pauses of 0 s or more, not {self}.")
+
+
+def verify(
+    provider: Provider,
+    uuids: Sequence[str],
+    before: Mapping[str, Usage],
+    policy: GatePolicy,
+    sleep: Callable[[float], None],
+) -> dict[str, Verdict]:
+    """Return a verdict for every device, asking again about those not clean yet.
+
+    Args:
+        provider: where the devices come from.
+        uuids: the devices of the attempt.
+        before: their usage just before the attempt started; a missing entry means it is not known.
+        policy: how often to look, and the pause between in seconds.
+        sleep: waits that many seconds.
+    """
+    verdicts: dict[str, Verdict] = {}
+    waiting = tuple(uuids)
+    for pause_s in (None, *policy.pauses_s):
+        if pause_s is not None:
+            sleep(pause_s)
+        usage = provider.usage(waiting)
+        for uuid in waiting:
+            after = usage.get(uuid, unknown_usage("nothing is known about this device"))
+            verdicts[uuid] = judge(before.get(uuid), after, kind=provider.kind)
+        waiting = tuple(uuid for uuid in waiting if not verdicts[uuid].ok)
+        if not waiting:
+            break
+    return verdicts
+
+
+def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
+    """Decide whether a device is as clean as it was before an attempt.
+
+    Args:
+        before: usage just before the attempt; None where it is not known, then memory must be at the idle level.
+        after: usage now.
+        kind: CPU slots have nothing to verify; fakes are judged like GPUs.
+    """
+    if kind is DeviceKind.CPU:
+        return Verdict(True, "CPU slot: nothing to verify")
+    if after.problem:
+        return Verdict(False, after.problem)
+    stayed = _stayed(before, after)
+    left = [process for process in after.processes if not _is_display(process) and process not in stayed]
+    if left:
+        return Verdict(False, _holders(left, "still holds"))
+    if after.memory_used_bytes is None:
+        return Verdict(False, "the memory in use could not be read")
+    ok = _memory_is_back(before, after, stayed)
+    return Verdict(ok, _evidence(before, after, stayed, ok=ok))
+
+
+def foreign(usage: Usage) -> str | None:
+    """Return who uses a device that should be free, as a sentence; None when it is free.
+
+    What could not be found out counts as in use.
+    """
+    if usage.problem:
+        return usage.problem
+    computing = [process for process in usage.processes if not _is_display(process)]
+    if computing:
+        return _holders(computing, "holds")
+    if usage.memory_used_bytes is None:
+        return "the memory in use could not be read"
+    if usage.memory_used_bytes - _held(filter(_is_display, usage.processes)) > IDLE_MEMORY_BYTES:
+        return f"{_amount(usage.memory_used_bytes)} used by processes that are not visible from here (memory only)"
+    return None
+
+
+def _stayed(before: Usage | None, after: Usage) -> tuple[GpuProcess, ...]:
+    """Return the processes of `after` that were there before the attempt, so are not its leftovers."""
+    known = {(process.pid, process.name) for process in before.processes} if before else set()
+    return tuple(process for process in after.processes if (process.pid, process.name) in known)
+
+
+def _memory_is_back(before: Usage | None, after: Usage, stayed: Sequence[GpuProcess]) -> bool:
+    ours = (after.memory_used_bytes or 0) - _held(p for p in after.processes if _is_display(p) or p in stayed)
+    if before is None or before.memory_used_bytes is None:
+        return ours <= IDLE_MEMORY_BYTES
+    # Only those still there are left out: what a process that ended meanwhile had held must be gone, too.
+    still = {process.pid for process in stayed}
+    others = _held(p for p in before.processes if _is_display(p) or p.pid in still)
+    return ours <= before.memory_used_bytes - others + BASELINE_TOLERANCE_BYTES
+
+
+def _evidence(before: Usage | None, after: Usage, stayed: Sequence[GpuProcess], *, ok: bool) -> str:
+    if before is None or before.memory_used_bytes is None:
+        baseline = f"baseline unknown, idle is at most {_amount(IDLE_MEMORY_BYTES)}"
+    else:
+        baseline = f"baseline {_amount(before.memory_used_bytes)}"
+    memory = f"{_amount(after.memory_used_bytes)} used ({baseline})"
+    if not after.pids_visible:
+        return f"memory only: {memory}, processes are not visible from here"
+    others = [process for process in after.processes if process in stayed or _is_display(process)]
+    who = f"no process beside {_names(others)}" if others else "no process"
+    return f"{who}, {memory}" if ok else f"{who}, but {memory}"
+
+
+def _is_display(process: GpuProcess) -> bool:
+    return process.graphics and (process.memory_bytes or 0) <= DISPLAY_MEMORY_BYTES_MAX
+
+
+def _held(processes: Iterable[GpuProcess]) -> int:
+    return sum(process.memory_bytes or 0 for process in processes)
+
+
+def _holders(processes: Sequence[GpuProcess], verb: str) -> str:
+    return _listed([f"{_name(process)} {verb} {_amount(process.memory_bytes)}" for process in processes])
+
+
+def _names(processes: Sequence[GpuProcess]) -> str:
+    return _listed([_name(process) for process in processes])
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - _PROCESSES_NAMED
+    return ", ".join(texts[:_PROCESSES_NAMED]) + (f", and {more} more" if more > 0 else "")
+
+
+def _name(process: GpuProcess) -> str:
+    return f"pid {process.pid} ({process.name})" if process.name else f"pid {process.pid}"
+
+
+def _amount(count: int | None) -> str:
+    """Return bytes as people read GPU memory: whole MiB, from 1 GiB on GiB with one decimal."""
+    if count is None:
+        return "an unknown amount"
+    return f"{count / (1024 * MIB):.1f} GiB" if count >= 1024 * MIB else f"{count / MIB:.0f} MiB"

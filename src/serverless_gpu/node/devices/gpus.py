@@ -1,0 +1,255 @@
+"""The devices of this machine and what uses them right now.
+
+    NvmlProvider   NVIDIA GPUs, through NVML          usage: processes and memory
+    FakeProvider   devices made up by a setting       usage: a JSON file a test or a demonstration writes
+    CpuProvider    one slot per core we may run on    usage: always idle
+
+Lives here: reading. Must not: decide whether a device is clean (`gpu_gate.py`), lend devices (`locks.py`), change a
+device.
+
+Failure cases, all visible and none an exception:
+- no NVIDIA driver: no devices and nothing to report;
+- a GPU that fell off the bus, is closed to us, or is cut into MIG slices: listed by `unavailable()` with the reason;
+- NVML hangs (a wedged driver blocks in the kernel, where no signal reaches it): another process asks it
+  (`nvml_process.py`), and after 5 s the answer is a `Usage` whose `problem` says so; from then on nobody waits for it;
+- other pid namespaces hide processes: `pids_visible` is False, and whoever judges has memory only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
+from serverless_gpu.node.base.usages import MIB, GpuProcess, Unavailable, Usage, unknown_usage
+from serverless_gpu.node.devices.nvml import NO_DRIVER, Answer, Asker, Bounded, Nvml, NvmlReader, Silent
+from serverless_gpu.node.devices.nvml_process import NvmlProcess
+
+NVML_LIMIT_S = 5.0
+FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"
+FAKE_STATE_FILE = "fake_gpus.json"
+
+_FAKE_STATE_BYTES_MAX = MIB
+_DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
+"""Where a driver shows; without one nobody is asked."""
+
+
+class Provider(Protocol):
+    """A source of devices of one kind."""
+
+    @property
+    def kind(self) -> DeviceKind:
+        """Return the kind of every device of this provider."""
+        ...
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices that can be lent, in index order."""
+        ...
+
+    def unavailable(self) -> tuple[Unavailable, ...]:
+        """Return the devices that cannot be lent, with reasons."""
+        ...
+
+    def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
+        """Return what uses each of these devices: one entry per uuid asked, never an exception."""
+        ...
+
+
+def providers(home: Path, environ: Mapping[str, str], own: Sequence[GpuType] = ()) -> tuple[Provider, ...]:
+    """Return the providers of this machine: fakes instead of GPUs when `SERVERLESS_GPU_FAKE` is set, and CPU slots.
+
+    Args:
+        home: the serverless-gpu home directory; fakes read their state from `fake_gpus.json` there.
+        environ: environment variables.
+        own: GPU types from the configuration.
+
+    Raises:
+        InvalidValue: `SERVERLESS_GPU_FAKE` does not read like ``"H100:8"``.
+    """
+    fake = environ.get(FAKE_VARIABLE, "").strip()
+    first: Provider = FakeProvider(fake, home / FAKE_STATE_FILE, own=own) if fake else NvmlProvider(own=own)
+    return (first, CpuProvider())
+
+
+class CpuProvider:
+    """One slot per core this process may run on."""
+
+    kind = DeviceKind.CPU
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return one slot per core of our affinity mask."""
+        return cpu_slots(len(os.sched_getaffinity(0)))
+
+    def unavailable(self) -> tuple[Unavailable, ...]:
+        """Return nothing: a core is always there."""
+        return ()
+
+    def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
+        """Return idle for every slot: a slot is a number, nothing can stay behind on it."""
+        return {uuid: Usage(processes=(), memory_used_bytes=0, pids_visible=True) for uuid in uuids}
+
+
+class _FakeUsage(Struct, frozen=True):
+    processes: tuple[GpuProcess, ...] = ()
+    memory_used_bytes: int | None = 0
+    pids_visible: bool = True
+    problem: str = ""
+    hangs: bool = False
+
+
+class FakeProvider:
+    """Made-up devices, idle unless the state file says otherwise.
+
+    Args:
+        text: devices, for example ``"H100:8"``.
+        state_path: JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name": s}]}}``;
+            ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are understood too.
+        own: GPU types beyond the catalogue.
+
+    Raises:
+        InvalidValue: `text` does not read like ``"H100:8"``.
+    """
+
+    kind = DeviceKind.FAKE
+
+    def __init__(self, text: str, state_path: Path, *, own: Sequence[GpuType] = ()) -> None:
+        self._devices = parse_fake(text, own)
+        self._state_path = state_path
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the made-up devices."""
+        return self._devices
+
+    def unavailable(self) -> tuple[Unavailable, ...]:
+        """Return nothing: fakes do not break by themselves."""
+        return ()
+
+    def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
+        """Return what the state file says; a file that cannot be read makes every answer unknown."""
+        try:
+            state = self._state()
+        except (OSError, msgspec.MsgspecError) as error:
+            problem = f"the state file of the fake GPUs, {self._state_path}, cannot be read: {error}"
+            return {uuid: unknown_usage(problem) for uuid in uuids}
+        if any(fake.hangs for fake in state.values()):
+            try:
+                _hanging(self._state_path).ask(uuids)  # as a driver's: by a process that may get stuck
+            except Silent as silent:
+                return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
+        known = {device.uuid for device in self._devices}
+        return {uuid: _as_usage(state.get(uuid, _FakeUsage())) if uuid in known else _not_here(uuid) for uuid in uuids}
+
+    def _state(self) -> dict[str, _FakeUsage]:
+        try:
+            with self._state_path.open("rb") as file:
+                text = file.read(_FAKE_STATE_BYTES_MAX)
+        except FileNotFoundError:
+            return {}
+        return from_json(text, dict[str, _FakeUsage])
+
+
+def _as_usage(fake: _FakeUsage) -> Usage:
+    if fake.problem:
+        return unknown_usage(fake.problem)
+    return Usage(fake.processes, fake.memory_used_bytes, fake.pids_visible)
+
+
+@functools.cache
+def _hanging(state_path: Path) -> NvmlProcess:
+    return NvmlProcess(str(state_path), NVML_LIMIT_S)
+
+
+def _not_here(uuid: str) -> Usage:
+    return unknown_usage(f"{uuid} is not a device of this machine")
+
+
+class NvmlProvider:
+    """The NVIDIA GPUs of this machine.
+
+    `Device.index` is the position in PCI bus order among the GPUs that can be used, because that is how CUDA counts
+    with `CUDA_DEVICE_ORDER=PCI_BUS_ID`: it leaves out what it cannot open.
+
+    Args:
+        nvml: the binding to use, in this process, instead of `pynvml` in another one.
+        limit_s: seconds to wait for NVML before the answer is "unknown".
+        own: GPU types beyond the catalogue.
+        pid_namespace: what `/proc/self/ns/pid` points at; None reads it.
+        forks: whether this process has one thread and may fork the one that asks, which takes less time.
+
+    Attributes:
+        silence: why there was no answer the last time, or "".
+    """
+
+    kind = DeviceKind.GPU
+
+    def __init__(
+        self,
+        *,
+        nvml: Nvml | None = None,
+        limit_s: float = NVML_LIMIT_S,
+        own: Sequence[GpuType] = (),
+        pid_namespace: str | None = None,
+        forks: bool = False,
+    ) -> None:
+        self.silence = ""
+        self._own = tuple(own)
+        self._is_direct = nvml is not None
+        self._asker: Asker = NvmlProcess("", limit_s, forks=forks)
+        if nvml is not None:
+            self._asker = Bounded(NvmlReader(nvml, pid_namespace), limit_s)
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the GPUs that can be lent, in PCI bus order."""
+        return tuple(
+            Device(
+                uuid=gpu.uuid,
+                index=index,
+                type=recognise(gpu.product, gpu.memory_bytes, self._own),
+                memory_bytes=gpu.memory_bytes,
+                kind=DeviceKind.GPU,
+                product=gpu.product,
+                pci="{:04x}:{:02x}:{:02x}".format(*gpu.place),
+            )
+            for index, gpu in enumerate(sorted(self._scan().seen, key=lambda gpu: gpu.place))
+        )
+
+    def unavailable(self) -> tuple[Unavailable, ...]:
+        """Return the GPUs that are there and cannot be lent, or one entry for NVML itself when it does not work."""
+        return self._scan().unavailable
+
+    def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
+        """Return what uses each GPU; whatever NVML cannot say within the limit is unknown, with the reason."""
+        if not self._has_driver():
+            return {uuid: unknown_usage(NO_DRIVER) for uuid in uuids}
+        try:
+            found = self._ask(uuids).usage
+        except Silent as silent:
+            return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
+        return {uuid: found.get(uuid) or unknown_usage("NVML said nothing about it") for uuid in uuids}
+
+    def _scan(self) -> Answer:
+        if not self._has_driver():
+            return Answer(0)
+        try:
+            return self._ask(None)
+        except Silent as silent:
+            return Answer(0, unavailable=(Unavailable("NVML", str(silent)),))
+
+    def _ask(self, uuids: Sequence[str] | None) -> Answer:
+        try:
+            answer = self._asker.ask(uuids)
+        except Silent as silent:
+            self.silence = str(silent)
+            raise
+        self.silence = ""
+        return answer
+
+    def _has_driver(self) -> bool:
+        return self._is_direct or any(map(os.path.exists, _DRIVER))

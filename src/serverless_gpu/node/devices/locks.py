@@ -1,0 +1,464 @@
+"""Who may use which device: flock files, one per uuid, and a queue of tickets for those who wait.
+
+    <directory>/<uuid>.lock              flock held = device lent; the content only says by whom
+    <directory>/<uuid>.quarantine        not empty = the device must not be lent; the content says why
+    <directory>/<queue>.<number>.ticket  flock held = this waiter lives; the lower number goes first
+    <directory>/*.mutex                  held for a few file operations, so that no two takers get half of a set each
+
+A flock belongs to the open file: it goes when the last copy of the descriptor is closed, so also when its holder is
+killed, and it stays while someone the descriptor was handed to (`Locked.fds`) lives. No crash needs cleaning up.
+
+Lives here: mutual exclusion, quarantine notes, waiting order. Must not: choose devices, wait, or talk to NVML.
+
+Failure cases:
+- real GPUs are locked machine-wide, by every user: the directory is world-writable like /tmp, files are 0666, and
+  whatever is not a plain file of its own (a planted symbolic or hard link, a pipe) is refused with StorageError. The
+  lock is cooperative: a user who wants to break it can, as they could use the GPU without asking;
+- a cleaner of temporary directories that deletes a held file would let two holders in. Taking checks that the locked
+  file still has that name, and a flock on the directory, held as long as the lock, makes systemd-tmpfiles skip it;
+- the mutex is waited for at most a second and then done without: exclusion never rests on it, only fairness;
+- contents are written by other users: bounded, checked, and never shown with control characters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+from msgspec import Struct
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.errors import InvalidValue, StorageError
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.node.base.lock_files import (
+    OPEN,
+    PAUSE_S,
+    create,
+    is_named,
+    is_taken,
+    mutex,
+    open_file,
+    opened,
+    opened_directory,
+    read_note,
+)
+from serverless_gpu.node.processes.process_tree import Left
+
+MACHINE_DIRECTORIES = (Path("/run/lock/serverless_gpu"), Path("/tmp/serverless_gpu-locks"))
+"""Where real GPUs are locked, best first: /run/lock is not writable for everybody on every distribution."""
+
+_TEXT_MAX = 1000
+_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NOT_QUEUE = re.compile(r"[^A-Za-z0-9_-]")
+_TICKET = re.compile(r"(.+)\.(\d{18})\.ticket")
+_DEVICES = "devices.mutex"
+
+
+class Holder(Struct, frozen=True):
+    """Who holds a device, since when (nanoseconds since 1970); `run_id` is empty where the note cannot be read.
+
+    A session holds devices also while no run uses them.
+    """
+
+    uuid: str
+    run_id: str
+    user: str
+    pid: int
+    since_wall_ns: int
+    session: bool = False
+
+
+class Quarantine(Struct, frozen=True):
+    """Why a device must not be lent, since when (nanoseconds since 1970).
+
+    Attributes:
+        left: processes of its last run that could not be ended; it stays as long as one of them does.
+        fault: what the driver said of it, a `model.xid.Kind`; "" where nothing was.
+        boot_id: of the boot in which no look at it is proof enough; "" where one is.
+    """
+
+    reason: str
+    since_wall_ns: int
+    left: tuple[Left, ...] = ()
+    fault: str = ""
+    boot_id: str = ""
+
+
+class Busy(Struct, frozen=True):
+    """The answer when not enough devices were free: who holds the others, and which are in quarantine."""
+
+    holders: tuple[Holder, ...]
+    quarantined: tuple[str, ...] = ()
+
+
+class Locked:
+    """Devices that are ours until `release`, or until this process and everyone given `fds` is gone.
+
+    Attributes:
+        uuids: the devices, in the order of the candidates.
+        fds: one open lock file per device, in the same order; a copy in another process keeps the device locked.
+    """
+
+    def __init__(self, uuids: tuple[str, ...], fds: tuple[int, ...], held: contextlib.ExitStack) -> None:
+        self.uuids = uuids
+        self.fds = fds
+        self._held = held
+
+    def release(self) -> None:
+        """Close our descriptors; the devices are free when no copy is left elsewhere. A second call does nothing."""
+        self.fds = ()
+        self._held.close()
+
+    def __enter__(self) -> Locked:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class DeviceLocks:
+    """The locks and quarantine notes of one directory.
+
+    Args:
+        directory: made (0700) if it does not exist; see `lock_directory`.
+        clock: where the time of a quarantine comes from.
+    """
+
+    def __init__(self, directory: Path, *, clock: Clock | None = None) -> None:
+        self.directory = directory
+        self._clock: Clock = clock or SystemClock()
+
+    def try_lock(self, uuids: Sequence[str], count: int, holder: Holder) -> Locked | Busy:
+        """Take `count` of these devices, the first free ones in the order given, or none; never wait for a device.
+
+        Args:
+            uuids: the candidates.
+            count: how many to take.
+            holder: what others are told; its `uuid` is replaced by each device's.
+
+        Raises:
+            InvalidValue: `count` is not between 1 and the number of candidates.
+            StorageError: the directory or a file in it cannot be used.
+        """
+        candidates = tuple(dict.fromkeys(uuids))
+        if not 1 <= count <= len(candidates):
+            raise InvalidValue(f"{count} devices cannot be taken from {len(candidates)} candidates.")
+        taken: dict[str, int] = {}
+        holders: list[Holder] = []
+        quarantined: list[str] = []
+        with opened_directory(self.directory) as directory, mutex(directory, _DEVICES), contextlib.ExitStack() as held:
+            for uuid in candidates:
+                if len(taken) == count:
+                    break
+                found = _take(directory, uuid)
+                if isinstance(found, Holder):
+                    holders.append(found)
+                elif isinstance(found, Quarantine):
+                    quarantined.append(uuid)
+                else:
+                    taken[uuid] = found
+                    held.callback(os.close, found)
+            if len(taken) < count:
+                return Busy(tuple(holders), tuple(quarantined))
+            for uuid, fd in taken.items():
+                _write(fd, msgspec.structs.replace(holder, uuid=uuid))
+            _keep_cleaners_out(directory, held)
+            return Locked(tuple(taken), tuple(taken.values()), held.pop_all())
+
+    def holders(self, uuids: Sequence[str]) -> tuple[Holder, ...]:
+        """Return who has which of these devices; those that nobody has, and those in quarantine, are not there.
+
+        Raises:
+            StorageError: the directory or a file in it cannot be used.
+        """
+        held: list[Holder] = []
+        # With the mutex, so that nobody finds a device busy because it is being asked about.
+        with opened_directory(self.directory) as directory, mutex(directory, _DEVICES):
+            for uuid in dict.fromkeys(uuids):
+                found = _take(directory, uuid)
+                if isinstance(found, int):
+                    os.close(found)
+                elif isinstance(found, Holder):
+                    held.append(found)
+        return tuple(held)
+
+    def waiting(self, queue: str) -> int:
+        """Return how many live processes wait in a queue.
+
+        Args:
+            queue: what is waited for, as for `Ticket`.
+
+        Raises:
+            StorageError: the directory cannot be used.
+        """
+        return Ticket(self.directory, queue).ahead()
+
+    def quarantine(self, uuid: str, reason: str, left: tuple[Left, ...] = (), *, fault: str = "") -> None:
+        """Keep a device from being lent until `lift`; do it before releasing its lock.
+
+        Args:
+            uuid: the device.
+            reason: in words.
+            left: processes of its last run that could not be ended.
+            fault: what the driver said of it; then only a restart of the machine, or a person, makes it good again.
+
+        Raises:
+            StorageError: the note cannot be written.
+        """
+        boot_id = self._clock.boot_id() if fault else ""
+        note = Quarantine(reason[:_TEXT_MAX], self._clock.wall_ns(), left, fault, boot_id)
+        with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
+            _write(fd, note)
+
+    def quarantined(self) -> dict[str, Quarantine]:
+        """Return the devices in quarantine; a note that cannot be read counts as one.
+
+        Raises:
+            StorageError: the directory cannot be used.
+        """
+        with opened_directory(self.directory) as directory:
+            names = sorted(name for name in os.listdir(directory) if name.endswith(".quarantine"))
+            notes = {uuid: _read_quarantine(directory, uuid) for uuid in (name.rpartition(".")[0] for name in names)}
+        return {uuid: note for uuid, note in notes.items() if note is not None}
+
+    def is_settled(self, note: Quarantine) -> bool:
+        """Return whether no look at a device can make its note void: the driver said what it is about."""
+        return bool(note.boot_id) and note.boot_id == self._clock.boot_id()
+
+    def noted_ns(self, uuid: str) -> int:
+        """Return when a device's note was last written or lifted, nanoseconds since 1970; 0 for never."""
+        try:
+            return os.stat(self.directory / f"{_checked(uuid)}.quarantine", follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return 0
+
+    def lift(self, uuid: str) -> None:
+        """Let a device be lent again; nothing happens if it is not in quarantine.
+
+        Raises:
+            StorageError: the note cannot be changed.
+        """
+        with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
+            # Emptied, not deleted: in a sticky directory only the file's owner may delete it, but anyone may lift.
+            os.ftruncate(fd, 0)
+
+
+class Ticket:
+    """A place in a queue, first come first served, kept while this object is open and its process lives.
+
+    Used as a context manager: entering takes the next number, leaving gives it up.
+
+    Args:
+        directory: the same as the devices' locks.
+        queue: what is waited for, usually a GPU type.
+
+    Raises:
+        StorageError: on entering, when the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, queue: str) -> None:
+        self.directory = directory
+        self._queue = _NOT_QUEUE.sub("_", queue)  # two names that fall together only share a queue
+        self._number = 0
+        self._fd = -1
+
+    def __enter__(self) -> Ticket:
+        with opened_directory(self.directory) as directory, mutex(directory, f"{self._queue}.mutex") as counter:
+            self._number = self._last(directory, counter)
+            while self._fd < 0:
+                self._number += 1
+                with contextlib.suppress(FileExistsError):  # only when the mutex had to be done without
+                    self._fd = create(directory, self._name(self._number))
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._give_up)
+                # Locked before the mutex is free, so that nobody sees this ticket and takes it for a dead one.
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # No number is used twice: who clears away a dead ticket must not hit a new one of the same name.
+                _write(counter, self._number)
+                undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_up()
+
+    def ahead(self) -> int:
+        """Return how many living waiters came before; all there are, for one that is not in the queue.
+
+        Raises:
+            StorageError: the directory cannot be used.
+        """
+        with opened_directory(self.directory) as directory:
+            numbers = [number for number in self._numbers(directory) if number < self._number or not self._number]
+            return sum(_waits(directory, self._name(number)) for number in numbers)
+
+    def _give_up(self) -> None:
+        if self._fd >= 0:
+            # The ticket is dead once it is closed; deleting it only keeps the directory small.
+            with contextlib.suppress(StorageError), opened_directory(self.directory) as directory:
+                os.unlink(self._name(self._number), dir_fd=directory)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _name(self, number: int) -> str:
+        return f"{self._queue}.{number:018d}.ticket"
+
+    def _numbers(self, directory: int) -> list[int]:
+        matches = map(_TICKET.fullmatch, os.listdir(directory))
+        return [int(match[2]) for match in matches if match and match[1] == self._queue]
+
+    def _last(self, directory: int, counter: int) -> int:
+        with contextlib.suppress(msgspec.MsgspecError):
+            return max(from_json(read_note(counter), int), *self._numbers(directory), 0)
+        return max(self._numbers(directory), default=0)
+
+
+def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MACHINE_DIRECTORIES) -> Path:
+    """Return where devices of this kind are locked, made if needed: machine-wide for GPUs, `home/locks` for all others.
+
+    Args:
+        kind: of the devices.
+        home: the serverless-gpu home directory.
+        machine: candidates for the machine-wide directory, best first.
+
+    Raises:
+        StorageError: no directory can be made or written.
+    """
+    if kind is not DeviceKind.GPU:
+        return home / "locks"
+    # One that exists wins over a better one that does not: all users must meet in the same place.
+    for path in machine:
+        if os.path.lexists(path):
+            return _checked_shared(path)
+    refusals = []
+    for path in machine:
+        try:
+            os.mkdir(path, 0o700)
+            os.chmod(path, 0o1777)  # mkdir's own mode is cut by the umask
+        except FileExistsError:  # another process was faster
+            return _checked_shared(path)
+        except OSError as error:
+            refusals.append(f"{path}: {error.strerror}")
+        else:
+            return path
+    raise StorageError(
+        f"No directory for the machine-wide GPU locks can be made ({'; '.join(refusals)}).",
+        hint=f"make one that everybody can write: `sudo install -d -m 1777 {machine[0]}`",
+    )
+
+
+def _checked_shared(path: Path) -> Path:
+    """Return `path` if it is a directory that we can write; wait a moment for one that is just being made."""
+    for _ in range(10):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISDIR(mode):
+            raise StorageError(
+                f"{path} must be a directory for GPU locks and is something else.",
+                hint=f"see what it is with `ls -ld {path}`, then remove it",
+            )
+        if os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            return path
+        time.sleep(PAUSE_S)
+    raise StorageError(
+        f"The directory for GPU locks, {path}, cannot be written by this user.",
+        hint=f"open it for everybody: `sudo chmod 1777 {path}`",
+    )
+
+
+def _take(directory: int, uuid: str) -> int | Holder | Quarantine:
+    """Return an open, locked file; or who holds the device; or why it must not be lent."""
+    name = f"{_checked(uuid)}.lock"
+    for _ in range(3):
+        with contextlib.ExitStack() as opened:
+            fd = open_file(directory, name)
+            opened.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _read_holder(fd, uuid)
+            if not is_named(directory, name, fd):
+                continue
+            # Read after locking: the holder before us writes its note before it lets go.
+            note = _read_quarantine(directory, uuid)
+            if note is not None:
+                return note
+            opened.pop_all()
+            return fd
+    raise StorageError(f"The lock file {name} is deleted again and again while it is being taken.")
+
+
+def _waits(directory: int, name: str) -> bool:
+    """Return whether a ticket's owner lives; a dead one's ticket is cleared away where we may."""
+    try:
+        fd = os.open(name, os.O_RDONLY | OPEN, dir_fd=directory)
+    except OSError:  # given up meanwhile, or not a ticket at all
+        return False
+    try:
+        if is_taken(fd):
+            return True
+    finally:
+        os.close(fd)
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory)
+    return False
+
+
+def _keep_cleaners_out(directory: int, held: contextlib.ExitStack) -> None:
+    guard = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    held.callback(os.close, guard)
+    with contextlib.suppress(BlockingIOError):  # a cleaner is at work this very moment; `is_named` covers that
+        fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _checked(uuid: str) -> str:
+    if not _UUID.fullmatch(uuid):
+        raise InvalidValue(f"{uuid!r} is not a device uuid.")
+    return uuid
+
+
+def _write(fd: int, content: Holder | Quarantine | int) -> None:
+    text = msgspec.json.encode(content)
+    # Written first and cut after: at no moment is the file empty, which would read as "no quarantine".
+    os.pwrite(fd, text, 0)
+    os.ftruncate(fd, len(text))
+
+
+def _read_holder(fd: int, uuid: str) -> Holder:
+    try:
+        holder = from_json(read_note(fd), Holder)
+    except msgspec.MsgspecError:  # taken this moment and not yet written, or not written by us
+        return Holder(uuid=uuid, run_id="", user="", pid=0, since_wall_ns=0)
+    return msgspec.structs.replace(holder, uuid=uuid, run_id=_plain(holder.run_id), user=_plain(holder.user))
+
+
+def _read_quarantine(directory: int, uuid: str) -> Quarantine | None:
+    try:
+        fd = os.open(f"{uuid}.quarantine", os.O_RDONLY | OPEN, dir_fd=directory)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Quarantine(f"the quarantine note cannot be read: {error.strerror}", 0)
+    try:
+        text = read_note(fd)
+        note = from_json(text, Quarantine) if text else None
+    except (OSError, msgspec.MsgspecError) as error:
+        return Quarantine(f"the quarantine note cannot be read: {error}", 0)
+    finally:
+        os.close(fd)
+    return note and msgspec.structs.replace(note, reason=_plain(note.reason))
+
+
+def _plain(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)[:_TEXT_MAX]

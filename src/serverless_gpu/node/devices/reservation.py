@@ -1,0 +1,225 @@
+"""Getting the devices of a gang, or a sentence that says who has them.
+
+One `Reservation` per attempt, asked again and again until it has its devices: first in line among those who wait for
+the same type, all devices or none. A device in quarantine is looked at again, by whoever wants it, and lent when it is
+clean. A device that processes of others are using is passed over (`ignore_busy=True` takes it).
+
+Failure cases: a holder that is killed frees its locks with its last descriptor, which its stem keeps until every rank
+is gone; a waiter that is killed loses its ticket the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+from collections.abc import Collection, Mapping, Sequence
+
+from serverless_gpu.ambient import Clock, format_clock
+from serverless_gpu.errors import StorageError
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.protocol import Launch
+from serverless_gpu.node.base.usages import Usage, unknown_usage
+from serverless_gpu.node.devices.gpu_gate import Verdict, foreign, judge
+from serverless_gpu.node.devices.gpus import FakeProvider, Provider, providers
+from serverless_gpu.node.devices.locks import Busy, DeviceLocks, Holder, Locked, Quarantine, Ticket, lock_directory
+from serverless_gpu.node.processes.process_tree import Left
+
+_NAMED_MAX = 4
+
+
+class Reservation:
+    """The devices of one attempt: wanted, then held, then given back.
+
+    Attributes:
+        devices: what is held, in LOCAL_RANK order; empty until `try_take` succeeded.
+        before: what the devices' memory and processes were when they were taken.
+    """
+
+    def __init__(self, launch: Launch, home: Home, clock: Clock, machine: Provider | None) -> None:
+        kind = launch.candidates[0].kind
+        self.devices: tuple[Device, ...] = ()
+        self.before: Mapping[str, Usage] = {}
+        self.ahead = 0  # runs that wait in front of this one
+        self.provider = find_provider(kind, launch.context.environ, home, machine)
+        self._launch = launch
+        self._clock = clock
+        self._locks = DeviceLocks(lock_directory(kind, home.root), clock=clock)
+        self._locked: Locked | None = None
+        self._queue = contextlib.ExitStack()
+        self._ticket = self._queue.enter_context(Ticket(self._locks.directory, launch.candidates[0].type))
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Return the lock descriptors, for the stem to keep as long as a rank may live."""
+        return self._locked.fds if self._locked else ()
+
+    def try_take(self) -> str | None:
+        """Take the devices now, or return why that is not possible now.
+
+        Raises:
+            StorageError: the lock directory cannot be used.
+        """
+        ahead = self.ahead = self._ticket.ahead()
+        uuids = [device.uuid for device in self._launch.candidates]
+        if ahead:
+            cause = f"{ahead} {'run is' if ahead == 1 else 'runs are'} ahead in the queue"
+            return self._sentence(cause, self._holders(uuids))
+        busy = self.retest_quarantined()
+        usage = self.provider.usage(uuids)
+        free: list[str] = []
+        for uuid in uuids:
+            used_by = foreign(usage.get(uuid, unknown_usage("it did not answer")))
+            if uuid in busy:
+                continue
+            if used_by is not None and not self._launch.spec.resources.ignore_busy:
+                busy[uuid] = used_by
+            else:
+                free.append(uuid)
+        count = self._launch.world_size
+        if len(free) < count:
+            return self._sentence(_foreign_text(busy), self._holders(uuids))
+        session = self._launch.idle_timeout_s is not None
+        holder = Holder("", self._launch.run_id, _user(), os.getpid(), self._clock.wall_ns(), session)
+        taken = self._locks.try_lock(free, count, holder)
+        if isinstance(taken, Busy):
+            return self._sentence(_foreign_text(busy), taken.holders)
+        self._keep(taken, usage)
+        return None
+
+    def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[Left, ...] = ()) -> tuple[str, ...]:
+        """Release the devices, those that are not proven free into quarantine; return the uuids of the latter.
+
+        Args:
+            verdicts: by device.
+            left: processes of the run that could not be ended.
+        """
+        bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
+        self.close()
+        return bad
+
+    def close(self) -> None:
+        """Release everything, ticket included."""
+        self._queue.close()
+        if self._locked is not None:
+            self._locked.release()
+
+    def fds_of(self, uuids: Collection[str]) -> tuple[int, ...]:
+        """Return the lock descriptors of some of the devices."""
+        return tuple(fd for device, fd in zip(self.devices, self.fds, strict=True) if device.uuid in uuids)
+
+    def _keep(self, taken: Locked, usage: Mapping[str, Usage]) -> None:
+        self._locked = taken
+        by_uuid = {device.uuid: device for device in self._launch.candidates}
+        self.devices = tuple(by_uuid[uuid] for uuid in taken.uuids)
+        self.before = {uuid: usage[uuid] for uuid in taken.uuids if uuid in usage}
+        self._queue.close()
+
+    def retest_quarantined(self) -> dict[str, str]:
+        """Lift quarantines whose cause is gone; return the others with why."""
+        notes = retest_quarantined(self._locks, self.provider, [device.uuid for device in self._launch.candidates])
+        return {uuid: f"in quarantine {note.reason}" for uuid, note in notes.items()}
+
+    def _holders(self, uuids: list[str]) -> tuple[Holder, ...]:
+        """Ask who holds what by asking for everything, which is refused while anything is held."""
+        probe = self._locks.try_lock(uuids, len(uuids), Holder("", self._launch.run_id, "", os.getpid(), 0))
+        if isinstance(probe, Busy):
+            return probe.holders
+        probe.release()
+        return ()
+
+    def _sentence(self, cause: str, holders: tuple[Holder, ...]) -> str:
+        count, kind = self._launch.world_size, self._launch.candidates[0]
+        noun = "CPU slot" if kind.kind is DeviceKind.CPU else kind.type
+        wanted = f"waiting for {count} {noun}{'s' if count > 1 and kind.kind is DeviceKind.CPU else ''}"
+        by_run: dict[str, list[Holder]] = {}
+        for holder in holders:
+            by_run.setdefault(holder.run_id, []).append(holder)
+        parts = [_held_text(held) for held in list(by_run.values())[:_NAMED_MAX]]
+        if len(by_run) > _NAMED_MAX:
+            parts.append(f"and {len(by_run) - _NAMED_MAX} more runs")
+        return f"{wanted}: " + "; ".join(part for part in [cause, *parts] if part)
+
+
+def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
+    """Lift quarantines whose cause is gone; return the others.
+
+    Args:
+        locks: of the devices.
+        provider: says what they are used for.
+        uuids: of those that are looked at.
+
+    Raises:
+        StorageError: the lock directory cannot be used.
+    """
+    notes = {uuid: note for uuid, note in locks.quarantined().items() if uuid in uuids}
+    if not notes:
+        return {}
+    usage = provider.usage(list(notes))
+    for uuid, note in list(notes.items()):
+        used = usage.get(uuid, unknown_usage("it did not answer"))
+        if locks.is_settled(note):
+            continue
+        if not any(left.is_there() for left in note.left) and judge(None, used, kind=provider.kind).ok:
+            locks.lift(uuid)
+            del notes[uuid]
+    return notes
+
+
+def quarantine(
+    locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[Left, ...] = ()
+) -> tuple[str, ...]:
+    """Note which devices a run did not leave free, while their locks are held; return their uuids."""
+    bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
+    noted: Mapping[str, Quarantine] = {}
+    with contextlib.suppress(StorageError):
+        noted = locks.quarantined() if bad else {}
+    for uuid in bad:
+        fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
+        if fault and not left:
+            continue  # what the driver said is more than this look does
+        # What cannot be noted is still refused by whoever looks at the device next, and named in this receipt.
+        with contextlib.suppress(StorageError):
+            locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
+    return bad
+
+
+def _held_text(held: Sequence[Holder]) -> str:
+    """Return who holds these devices, which are all in the same hands."""
+    first = held[0]
+    names = ", ".join(holder.uuid for holder in held[:_NAMED_MAX])
+    if len(held) > _NAMED_MAX:
+        names += f" and {len(held) - _NAMED_MAX} more"
+    are = f"{names} {'is' if len(held) == 1 else 'are'} held"
+    if not first.run_id:
+        return are
+    # A moment, not a duration: the sentence is told again when it changes.
+    since = format_clock(first.since_wall_ns)
+    what = "session" if first.session else "run"
+    return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without an entry anywhere
+        return f"uid {os.getuid()}"
+
+
+def find_provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:
+    """Return where devices of a kind come from."""
+    if kind is DeviceKind.GPU and machine is not None:
+        return machine
+    for provider in providers(home.root, environ, read_configuration(home).types):
+        if provider.kind is kind:
+            return provider
+    return FakeProvider("", home.root)
+
+
+def _foreign_text(busy: Mapping[str, str]) -> str:
+    named = [f"{uuid}: {why}" for uuid, why in list(busy.items())[:_NAMED_MAX]]
+    if len(busy) > _NAMED_MAX:
+        named.append(f"and {len(busy) - _NAMED_MAX} more")
+    return "; ".join(named)

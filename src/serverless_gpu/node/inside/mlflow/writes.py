@@ -1,0 +1,354 @@
+"""What ranks write to the job's MLflow run: all of them may, with any key and step, for as long as they like.
+
+    log_metric, log_params … ─▶ MLflow's client ─▶ RestStore.log_batch, log_metric, log_param ─▶ server
+                                                          └ Writes: only for the job's run
+
+- **Parameters that differ between ranks** are refused by MLflow. The one that came first keeps the key, another one is
+  kept as `<key>.rank<r>`, and this is said once. A rank that contradicts itself within one `start_run` gets MLflow's
+  own error, as everywhere.
+- **What is refused takes nothing with it**: asynchronous logging puts calls of a second into one batch, which MLflow
+  takes or refuses as a whole. A refused one is written in halves; what is refused by itself is MLflow's to complain of.
+- **Points are counted**, those of all ranks of a node together, in files of the attempts' directories: MLflow takes ten
+  million a run, of which two are the node's. At four fifths there is a warning; beyond, points are dropped, and that is
+  said.
+- **A server that does not answer** does not cost what is logged asynchronously meanwhile: that is held, up to a bound,
+  and sent once it answers (`held_writes.py`); MLflow's own queue would work it off at one time-out each. Calls that the
+  user has made synchronous are bounded by their time-out alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .held_writes import HELD_MAX, Batch, Held
+from .job import Job
+
+POINTS_MAX = 8_000_000
+WARN_AT = 0.8
+_LOOK_EVERY = 10_000  # own points between two looks at those of the others
+_OWN_KEYS_MAX = 10_000
+_KEY_MAX = 250
+_NAMES_MAX = 10  # under which one rank's values of a parameter are kept
+_CUT_FROM = 500  # a value of that length may have been cut by the server
+_TRIES_MAX = 64  # to find what is wrong with a batch
+_BACKGROUND = "MLflowBatchLoggingWorkerPool"
+_POINTS = "points"
+
+
+class Items(NamedTuple):
+    """What a batch has."""
+
+    metrics: Sequence[Any]
+    params: Sequence[Any]
+    tags: Sequence[Any]
+
+    @property
+    def size(self) -> int:
+        """Return how many there are."""
+        return sum(len(kind) for kind in self)
+
+    def halves(self) -> list[Items]:
+        """Return the kinds apart, or two halves of the one there is; nothing of what cannot be divided."""
+        kinds = [number for number, kind in enumerate(self) if kind]
+        if len(kinds) > 1:
+            return [_NOTHING._replace(**{self._fields[number]: self[number]}) for number in kinds]
+        if self.size < 2:
+            return []
+        name, kind = self._fields[kinds[0]], self[kinds[0]]
+        middle = len(kind) // 2
+        return [_NOTHING._replace(**{name: half}) for half in (kind[:middle], kind[middle:])]
+
+
+_NOTHING = Items((), (), ())
+
+
+class Points:
+    """How many points a run has got, as far as it can be seen from this node.
+
+    Args:
+        job: whose.
+        limit: how many it may have.
+    """
+
+    def __init__(self, job: Job, limit: int = POINTS_MAX) -> None:
+        self._job = job
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._own = 0
+        self._others = 0
+        self._next_look = min(_LOOK_EVERY, max(1, limit // 100))
+        self._step = self._next_look
+        self._pid = os.getpid()
+        os.register_at_fork(after_in_child=self._unlock)
+
+    def _unlock(self) -> None:
+        self._lock = threading.Lock()  # in a child nobody is left who would give the parent's back
+
+    def admit(self, count: int) -> bool:
+        """Return whether so many more points may be written, and count them."""
+        with self._lock:
+            if self._pid != os.getpid():  # forked: what the parent wrote is in the parent's file
+                self._pid, self._own = os.getpid(), 0
+            if not self._own:
+                self._others = self._of_others("")
+            total = self._own + self._others + count
+            if total > self._limit:
+                self._job.say_once("points-dropped", f"points beyond {self._limit:,} are not written to MLflow")
+                return False
+            self._own += count
+            if self._own >= self._next_look:
+                self._look()
+            if total >= WARN_AT * self._limit:
+                self._job.say_once(
+                    "points-warned",
+                    f"this run has {total:,} points in MLflow; from {self._limit:,} on they are dropped. "
+                    "Log less often, or means of several steps",
+                )
+            return True
+
+    def _look(self) -> None:
+        self._next_look = self._own + self._step
+        own = f"{self._job.rank}.{self._pid}"
+        here = os.path.join(self._job.directory, _POINTS)
+        with contextlib.suppress(OSError):
+            os.makedirs(here, exist_ok=True)
+            with open(f"{here}/.{own}", "w", encoding="ascii") as file:
+                file.write(str(self._own))
+            os.rename(f"{here}/.{own}", f"{here}/{own}")
+        self._others = self._of_others(f"{here}/{own}")
+
+    def _of_others(self, own: str) -> int:
+        total = 0
+        run = os.path.dirname(self._job.directory)
+        with contextlib.suppress(OSError):
+            for fence in os.listdir(run):
+                with contextlib.suppress(OSError):
+                    for entry in os.scandir(os.path.join(run, fence, _POINTS)):
+                        if not entry.name.startswith(".") and entry.path != own:
+                            total += _number_in(entry.path)
+        return total
+
+
+def _number_in(path: str) -> int:
+    try:
+        with open(path, encoding="ascii") as file:
+            return int(file.read(32))
+    except (OSError, ValueError):
+        return 0
+
+
+class Writes:
+    """Stands between MLflow's client and its REST store, for the job's run.
+
+    Args:
+        job: whose.
+        refused: MLflow's exception; one with the error code of a bad request is an answer, others are none.
+    """
+
+    def __init__(self, job: Job, refused: type[Exception]) -> None:
+        self._job = job
+        self._error = refused
+        self._points = Points(job)
+        self._lock = threading.Lock()
+        self._own: dict[str, str] = {}  # parameters of this process since its last start_run
+        self._held = Held(lambda: job.say_once("back", "MLflow answers again, what ranks logged meanwhile is there"))
+        os.register_at_fork(after_in_child=self._unlock)
+
+    def _unlock(self) -> None:
+        self._lock = threading.Lock()  # as in `Points`
+
+    def patch(self, store: type) -> None:
+        """Put this in front of a store's methods; those that it does not have stay as they are."""
+        for name, ours in (("log_batch", self._batch), ("log_metric", self._metric), ("log_param", self._param)):
+            original = getattr(store, name, None)
+            if original is not None:
+                setattr(store, name, _wrapped(original, ours))
+
+    def begin(self) -> None:
+        """The job's run was started, perhaps once more: parameters may differ from those of the last time."""
+        with self._lock:
+            self._own.clear()
+
+    def give_up(self) -> None:
+        """Have the threads of asynchronous logging write nothing more."""
+        self._held.give_up()
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait for a server that does not answer; return whether everything that was logged has arrived."""
+        return self._held.wait(limit_s)
+
+    def lost(self) -> int:
+        """Return how many points and values were dropped because the server did not answer."""
+        return self._held.lost
+
+    def _batch(
+        self,
+        original: Callable[..., Any],
+        store: Any,
+        run_id: str,
+        metrics: Sequence[Any] = (),
+        params: Sequence[Any] = (),
+        tags: Sequence[Any] = (),
+    ) -> Any:
+        if run_id != self._job.run_id:
+            return original(store, run_id=run_id, metrics=metrics, params=params, tags=tags)
+        if metrics and not self._points.admit(len(metrics)):
+            metrics = []
+
+        def write(items: Items) -> Any:
+            return original(store, run_id=run_id, **items._asdict())
+
+        items = Items(metrics, params, tags)
+        if not threading.current_thread().name.startswith(_BACKGROUND):
+            return self._with_params(store, items, write)
+        items = items._replace(params=self._without_twins(params))
+        batch = Batch(items.size, lambda: self._has_answered(lambda: self._in_parts(store, items, write)))
+        if self._held.is_away:
+            self._held.keep(batch)
+            return None
+        try:
+            return self._in_parts(store, items, write)
+        except self._error as error:
+            if is_answer(error):
+                raise
+            self._job.say_once(
+                "away",
+                "MLflow does not answer; what ranks log meanwhile is sent once it does, of each the newest "
+                f"{HELD_MAX:,} points: {_short(error)}",
+            )
+            self._held.keep(batch)
+            return None
+
+    def _has_answered(self, write: Callable[[], Any]) -> bool:
+        """Try again what did not arrive; return whether it needs no further try."""
+        try:
+            write()
+        except self._error as error:
+            if not is_answer(error):
+                return False
+            self._job.say_once("refused", f"MLflow does not take what a rank logged while it was away: {_short(error)}")
+        except Exception as error:  # noqa: BLE001 - one batch must not be why all others are not sent
+            self._job.say_once("refused", f"what a rank logged while MLflow was away cannot be sent: {error!r}")
+        return True
+
+    def _metric(self, original: Callable[..., Any], store: Any, run_id: str, metric: Any) -> Any:
+        if run_id == self._job.run_id and not self._points.admit(1):
+            return None
+        return original(store, run_id, metric)
+
+    def _param(self, original: Callable[..., Any], store: Any, run_id: str, param: Any) -> Any:
+        if run_id != self._job.run_id:
+            return original(store, run_id, param)
+        items = _NOTHING._replace(params=[param])
+        return self._with_params(store, items, lambda items: [original(store, run_id, each) for each in items.params])
+
+    def _without_twins(self, params: Sequence[Any]) -> Sequence[Any]:
+        """Return each parameter once: MLflow refuses twins in one batch, where it takes them one after the other."""
+        first: dict[str, Any] = {}
+        for param in params:
+            if first.setdefault(param.key, param).value != param.value:
+                rank = self._job.rank
+                self._job.say_once(
+                    "twice", f"rank {rank} logs two values of the parameter {param.key!r}; the first counts"
+                )
+        return list(first.values())
+
+    def _in_parts(
+        self, store: Any, items: Items, write: Callable[[Items], Any], tries: list[None] | None = None
+    ) -> Any:
+        """Write a batch; where it is refused, its parts, so that one bad value does not take the others with it."""
+        tries = [] if tries is None else tries
+        tries.append(None)
+        try:
+            return self._with_params(store, items, write)
+        except self._error as error:
+            halves = items.halves() if is_answer(error) and _is_about_values(error) else []
+            if not halves or len(tries) > _TRIES_MAX:
+                raise
+        refusal: Exception | None = None
+        for half in halves:
+            try:
+                self._in_parts(store, half, write, tries)
+            except self._error as error:
+                if not is_answer(error):
+                    raise
+                refusal = error
+        if refusal is not None:
+            raise refusal
+        return None
+
+    def _with_params(self, store: Any, items: Items, write: Callable[[Items], Any]) -> Any:
+        params = items.params
+        try:
+            answer = write(items)
+        except self._error as error:
+            others = self._renamed(store, params) if params and is_answer(error) else None
+            if others is None:
+                raise
+            answer = write(items._replace(params=others))
+        with self._lock:
+            if len(self._own) < _OWN_KEYS_MAX:
+                self._own.update((param.key, param.value) for param in params)
+        return answer
+
+    def _renamed(self, store: Any, params: Sequence[Any]) -> list[Any] | None:
+        """Return parameters under names that are free for them; None where that is not what was wrong with them."""
+        there: dict[str, str] = store.get_run(self._job.run_id).data.params
+        result, differing = [], []
+        for param in params:
+            if _same(there.get(param.key, param.value), param.value):
+                result.append(param)
+                continue
+            own = self._own.get(param.key)
+            name = self._free_name(there, param.key, param.value)
+            if name is None or (own is not None and own != param.value):
+                return None
+            differing.append(param.key)
+            result.append(type(param)(name, param.value))
+        if not differing:
+            return None
+        key = differing[0]
+        self._job.say_once(
+            "params",
+            f"ranks log different values of the parameter {key!r}: MLflow keeps one, that of rank {self._job.rank} is "
+            f"{key}.rank{self._job.rank}; so it is with all that differ",
+        )
+        return result
+
+    def _free_name(self, there: dict[str, str], key: str, value: str) -> str | None:
+        for number in range(1, _NAMES_MAX + 1):
+            suffix = f".rank{self._job.rank}" + (f".{number}" if number > 1 else "")
+            name = key[: _KEY_MAX - len(suffix)] + suffix
+            if _same(there.get(name, value), value):
+                return name
+        return None
+
+
+def _wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(store: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(original, store, *args, **kwargs)
+
+    return method
+
+
+def is_answer(error: Exception) -> bool:
+    """Return whether the server has refused: MLflow raises the same when there was no answer, or a broken one."""
+    return _is_about_values(error) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
+
+
+def _is_about_values(error: Exception) -> bool:
+    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+
+
+def _same(there: str, value: str) -> bool:
+    return there == value or (len(there) >= _CUT_FROM and value.startswith(there))
+
+
+def _short(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -1,0 +1,219 @@
+"""Having `ray start` run on this node until Ray is there, and knowing when it is gone.
+
+    node task ── fork, exec ─▶ ray start --block ─┬─ gcs_server   the head's: without it the cluster is lost
+                  output: ray-start.log           ├─ raylet       without it this node is
+                                                  └─ agents, monitor, …   Ray starts those again, or goes with them
+
+Ray is ready when the node's agents have left their ports in files: the raylet makes itself known to the head right
+after that. Rays that leave none say so in the output of `ray start`. It is gone when `ray start`, the raylet or the
+head's gcs_server is: all three are watched by pidfd, for `ray start --block` looks once a second, and takes a SIGTERM
+to one of them for a wish.
+
+Failure cases: one of the three ends before Ray is ready, because somebody was faster at a port, or because agents took
+longer than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `START_S`;
+both are a `StartFailed` with what Ray wrote last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from .. import linux
+from . import ray_installation
+from .namespace import Family
+from .ports import Ports
+from .variables import START_S
+
+OUTPUT_FILE = "ray-start.log"
+
+_TRIES_MAX = 3
+_LOOK_S = 0.02
+_LAST_BYTES = 64_000
+_LAST_LINES = 8
+_WATCHED = frozenset({"gcs_server", "raylet"})
+_AGENTS = ("dashboard_agent_listen_port_", "runtime_env_agent_port_")
+_STARTED = "Ray runtime started"
+_SLOW = "it was not ready"
+# Where Ray says why one of its processes ended, and how such a line begins.
+_LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
+_FATAL = re.compile(r"^\[[^\]]* C \d+ \d+\].*", re.M)
+_FATAL_CHARACTERS_MAX = 600
+# What `ray start` says to somebody at a terminal: how to connect and how to stop.
+_PLAIN = re.compile(r"^\S+ \S+\s+(INFO|SUCC)\s")
+
+
+class StartFailed(Exception):
+    """Ray did not come up on this node; the text says what it wrote last."""
+
+
+class Engine(NamedTuple):
+    """Ray's processes on this node, once they are there.
+
+    Attributes:
+        pid: of `ray start`.
+        watched: pidfd → name, of everything without which this node's Ray is gone.
+        ports: theirs.
+        temporary: Ray's directory for sessions.
+    """
+
+    pid: int
+    watched: dict[int, str]
+    ports: Ports
+    temporary: str
+
+    def gone(self, timeout_s: float = 0.0) -> str:
+        """Return the name of what has ended, or "" when nothing has.
+
+        Args:
+            timeout_s: how long to wait for that.
+        """
+        ended = linux.readable(self.watched, timeout_s)
+        # `ray start` ends because of another: that one is to be named.
+        names = sorted((self.watched[fd] for fd in ended), key=lambda name: name not in _WATCHED)
+        return names[0] if names else ""
+
+    def last_words(self) -> str:
+        """Return what Ray wrote last that says why it ended."""
+        return last_words(self.temporary)
+
+
+class Plan(NamedTuple):
+    """How Ray is started on this node.
+
+    Attributes:
+        directory: a private one; each try has a directory of its own in it.
+        find: finds ports for a try.
+        variables: the whole environment, for ports.
+        arguments: those of `ray start`, for ports and a directory of sessions.
+    """
+
+    directory: str
+    find: Callable[[], Ports]
+    variables: Callable[[Ports], Mapping[str, str]]
+    arguments: Callable[[Ports, str], list[str]]
+
+
+def start(family: Family, plan: Plan, stop: Callable[[], bool], say: Callable[[str], None]) -> Engine | None:
+    """Start Ray on this node and return when it is ready; None when it is to stop before.
+
+    Args:
+        family: who the processes belong to.
+        plan: how.
+        stop: whether to give up.
+        say: tells the caller that it takes longer.
+
+    Raises:
+        StartFailed: it did not come up.
+    """
+    problem = ""
+    for number in range(1, _TRIES_MAX + 1):
+        engine = _begin(family, plan, os.path.join(plan.directory, str(number)))
+        ended = _wait(engine, stop)
+        if ended is None:
+            return None
+        if not ended:
+            return engine
+        words = engine.last_words()
+        problem = f"{ended}: {words}" if words else ended
+        _give_up(engine)
+        if ended.startswith(_SLOW):
+            break
+        if number < _TRIES_MAX:
+            say(f"Ray did not start, and is started again: {problem}")
+    raise StartFailed(problem)
+
+
+def last_words(temporary: str) -> str:
+    """Return what Ray wrote last that says why it ended, "" where it wrote nothing.
+
+    Args:
+        temporary: a directory of sessions.
+    """
+    logs = os.path.join(temporary, "session_latest", "logs")
+    for name in _LOGS:
+        if fatal := _FATAL.findall(_tail(os.path.join(logs, name))):
+            return str(fatal[-1])[:_FATAL_CHARACTERS_MAX]
+    return _last_lines(os.path.join(temporary, OUTPUT_FILE))
+
+
+def _last_lines(path: str) -> str:
+    lines = [line for line in _tail(path).splitlines() if line.strip() and not _PLAIN.match(line)]
+    return "\n".join(lines[-_LAST_LINES:])
+
+
+def _tail(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+        return file.read(_LAST_BYTES).decode(errors="replace")
+    return ""
+
+
+def _begin(family: Family, plan: Plan, temporary: str) -> Engine:
+    os.mkdir(temporary, 0o700)
+    ports = plan.find()
+    argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *plan.arguments(ports, temporary)]
+    environment = dict(plan.variables(ports))
+    environment.update(ray_installation.python_path(environment))
+    pid = family.fork(_program(argv, environment, os.path.join(temporary, OUTPUT_FILE)))
+    return Engine(pid, {os.pidfd_open(pid): "ray start"}, ports, temporary)
+
+
+def _wait(engine: Engine, stop: Callable[[], bool]) -> str | None:
+    """Return "" when Ray is ready, what is wrong, or None when it is to stop."""
+    session = os.path.join(engine.temporary, "session_latest")
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        if stop():
+            return None
+        if gone := engine.gone(_LOOK_S):
+            return f"its {gone} ended before it was ready"
+        ready = "raylet" in engine.watched.values() and _is_ready(engine, session)
+        _watch(engine)  # as soon as there is anything: `ray start` misses a gcs_server that ends early for a while
+        if ready:
+            return ""
+    return f"{_SLOW} after {START_S} s"
+
+
+def _is_ready(engine: Engine, session: str) -> bool:
+    with contextlib.suppress(OSError):
+        names = os.listdir(session)
+        if all(any(name.startswith(agent) for name in names) for agent in _AGENTS):
+            return True
+    return _STARTED in _tail(os.path.join(engine.temporary, OUTPUT_FILE))
+
+
+def _watch(engine: Engine) -> None:
+    """Watch the processes that `ray start` cannot be without, too."""
+    for child in linux.descendants(engine.pid):
+        with contextlib.suppress(OSError), open(f"/proc/{child}/comm", encoding="utf-8") as file:
+            name = file.read().strip()
+            if name in _WATCHED and name not in engine.watched.values():
+                engine.watched[os.pidfd_open(child)] = name
+
+
+def _give_up(engine: Engine) -> None:
+    """End what is left of a try; the agents end with the raylet, and all with the family."""
+    for pid in (*linux.descendants(engine.pid), engine.pid):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    for fd in engine.watched:
+        os.close(fd)
+
+
+def _program(argv: list[str], variables: dict[str, str], output: str) -> Callable[[], int]:
+    def become() -> int:
+        os.setpgid(0, 0)  # what is sent to the driver's group is not for Ray
+        null = os.open(os.devnull, os.O_RDONLY)
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for fd, target in ((null, 0), (file, 1), (file, 2)):
+            os.dup2(fd, target)
+        os.execve(argv[0], argv, variables)
+
+    return become

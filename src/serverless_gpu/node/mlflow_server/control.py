@@ -1,0 +1,296 @@
+"""Having an MLflow server, asking how it is, ending it. Nothing here waits for MLflow, which takes seconds to start.
+
+    ensure_server ──▶ lock held     ─▶ what its keeper wrote
+                      free          ─▶ a keeper is started (a few milliseconds; two at once: the lock decides)
+                      failed lately ─▶ why, until it is time to try again: 5 s, 10 s, … 10 min
+    stop_server ────▶ SIGTERM to the keeper, which ends the server; after a while SIGKILL, and the kernel ends it
+
+Failure cases: the keeper cannot be started, or no file written: a problem in words, never an exception. The home lies
+on a network file system, and another machine's keeper has the lock: said, and nothing is started, for two servers would
+write into one database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from serverless_gpu.ambient import Clock, SystemClock, machine
+from serverless_gpu.errors import AgentUnavailable
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.inside.linux import descendants
+from serverless_gpu.node.mlflow_server.error_summary import pause_s
+from serverless_gpu.node.mlflow_server.files import Noted, Place, Stage, place_of, places
+from serverless_gpu.node.processes.spawn import clean_process, open_log
+
+PASSED_ON = ("PYTHONPATH", "PYTHONHOME")
+_END_S = 10.0
+_ENDING_LOOKS = 20
+_ENDING_PAUSE_S = 0.05
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+_started: list[tuple[Path, subprocess.Popen[bytes]]] = []  # keepers of ours: they may not have their lock yet
+
+
+class Serving(NamedTuple):
+    """How an MLflow server can be reached.
+
+    Attributes:
+        uri: where it is, or will be.
+        ready: whether it answers.
+        problem: why it does not, or "": it is starting for the first time, or well.
+        is_restarting: whether it died, and its keeper is starting it again: `problem` will pass.
+        failures: how often in a row it could not be started, before the try that may be going on.
+    """
+
+    uri: str
+    ready: bool
+    problem: str = ""
+    is_restarting: bool = False
+    failures: int = 0
+
+
+class Server(NamedTuple):
+    """An MLflow server of this home, as it is now.
+
+    Attributes:
+        store: whose it is; "" for the home's own.
+        stage: ``"none"`` where there never was one.
+        pid: of the server, None where it does not run.
+        memory_bytes: what it and its children occupy.
+        used_s: how long ago it was used.
+    """
+
+    place: Place
+    uri: str
+    store: str
+    stage: Stage
+    pid: int | None = None
+    version: str = ""
+    python: str = ""
+    served_by: str = ""
+    problem: str = ""
+    memory_bytes: int = 0
+    used_s: float = 0.0
+
+
+def ensure_server(
+    home: Home, python: str, store: str = "", *, environ: Mapping[str, str] | None = None, now: bool = False
+) -> Serving:
+    """Have a server in front of a store, and count as one who uses it; returns at once.
+
+    Args:
+        home: the home directory.
+        python: the interpreter whose MLflow is to serve, if there is no server yet.
+        store: of the caller; "" for the home's own.
+        environ: the caller's variables, of which those that say where Python finds modules are passed on.
+        now: try again although it failed a moment ago; waits a second at most for the keeper that did to end.
+    """
+    place, clock = place_of(home, store), SystemClock()
+    try:
+        place.make()
+        place.touch()
+    except OSError as error:
+        return Serving("", False, f"{place.directory} cannot be written to: {error.strerror or error}")
+    holder = _ending(place) if now else _holder(place)
+    noted = place.noted()  # after the lock: what one that has just ended wrote last
+    if holder is not None:
+        return _kept(place, noted, holder)
+    if _is_on_its_way(place, noted):
+        return Serving(place.uri(noted), False, failures=noted.failures)
+    if not now and _is_too_soon(noted, python, clock):
+        return Serving(place.uri(noted), False, noted.problem)
+    return Serving(place.uri(noted), False, _start(place, python, environ or {}), failures=noted.failures)
+
+
+def kept(place: Place) -> Serving | None:
+    """Return how a server is as its keeper says; None where there is no keeper, or it has not said anything yet.
+
+    Args:
+        place: the server's files.
+    """
+    holder, noted = _holder(place), place.noted()
+    return _kept(place, noted, holder) if holder and noted.keeper == holder else None
+
+
+def look(place: Place, clock: Clock) -> Server:
+    """Return how a server is; nothing is started.
+
+    Args:
+        place: its files.
+        clock: the machine's.
+    """
+    holder, noted = _holder(place), place.noted()
+    stage, problem = noted.stage, noted.problem
+    if holder is None and stage in ("starting", "ready"):
+        stage, problem = "stopped", ""  # its keeper was killed, and nobody starts it again
+    serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, problem)
+    pid = noted.server if holder is not None and noted.machine == machine() and noted.server else None
+    used_s = 0.0
+    with contextlib.suppress(OSError):
+        used_s = max(0.0, clock.wall_ns() / 1e9 - place.used.stat().st_mtime)
+    return Server(
+        place=place,
+        uri=serving.uri,
+        store=place.store,
+        stage=stage,
+        pid=pid,
+        version=noted.version,
+        python=noted.python,
+        served_by=noted.served_by,
+        problem=serving.problem,
+        memory_bytes=_memory_bytes(pid) if pid is not None else 0,
+        used_s=used_s,
+    )
+
+
+def servers(home: Home) -> list[Server]:
+    """Return how all servers of a home are."""
+    clock = SystemClock()
+    return [look(place, clock) for place in places(home)]
+
+
+def stop_server(place: Place) -> bool:
+    """End a server and wait until it is gone; return whether there was one.
+
+    Raises:
+        AgentUnavailable: it does not end, or is on another machine.
+    """
+    holder = _holder(place)
+    if holder is None:
+        return False
+    noted = place.noted()
+    if noted.machine not in ("", machine()):
+        raise AgentUnavailable(f"the MLflow server of this home runs on {noted.host}", hint="end it there")
+    _end(holder)
+    return True
+
+
+def stop_servers(home: Home) -> int:
+    """End all MLflow servers of a home, and return how many there were.
+
+    Raises:
+        AgentUnavailable: one of them does not end.
+    """
+    return sum(stop_server(place) for place in places(home))
+
+
+def start_keeper(
+    place: Place, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = ""
+) -> subprocess.Popen[bytes]:
+    """Start the process that keeps a server, and return it; another one may have the lock, then it ends.
+
+    Args:
+        place: the server's files, made.
+        python: the interpreter whose MLflow it is.
+        environ: variables that are passed on.
+        owner: a descriptor; the keeper ends with its last copy elsewhere, and not for want of use. -1: nobody's.
+        hosts: further names the server answers to, with commas.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    passed = {name: environ[name] for name in PASSED_ON if name in environ}
+    log = open_log(place.directory / "keeper.log")
+    try:
+        child = clean_process(
+            "serverless_gpu.node.mlflow_server.keeper",
+            (str(place.directory), python, passed, owner, hosts),
+            fds=() if owner < 0 else (owner,),
+            log=log,
+            environ=os.environ,
+        )
+        _started.append((place.lock, child))
+        return child
+    finally:
+        os.close(log)
+
+
+def _is_on_its_way(place: Place, noted: Noted) -> bool:
+    """Return whether a keeper that this process started is about to take its lock and say so."""
+    _started[:] = [each for each in _started if each[1].poll() is None]
+    return any(path == place.lock and child.pid != noted.keeper for path, child in _started)
+
+
+def _start(place: Place, python: str, environ: Mapping[str, str]) -> str:
+    """Have a keeper started; return why that failed, or ""."""
+    try:
+        start_keeper(place, python, environ)
+    except OSError as error:
+        return f"the MLflow server could not be started: {error.strerror or error}"
+    return ""
+
+
+def _kept(place: Place, noted: Noted, holder: int) -> Serving:
+    if noted.machine not in ("", machine()):
+        problem = (
+            f"the MLflow server of {place.directory} runs on another machine, {noted.host}; set MLFLOW_TRACKING_URI to "
+            "a server that all of them reach"
+        )
+        return Serving("", False, problem)
+    is_its = noted.keeper == holder  # else what is written is its predecessor's
+    if not is_its:
+        return Serving(place.uri(noted), False, failures=noted.failures)
+    is_restarting = noted.stage == "starting" and bool(noted.problem)
+    return Serving(place.uri(noted), noted.stage == "ready", noted.problem, is_restarting, noted.failures)
+
+
+def _is_too_soon(noted: Noted, python: str, clock: Clock) -> bool:
+    if noted.stage != "failed":
+        return False
+    whole_s = pause_s(noted.failures)
+    left_s = (noted.retry_wall_ns - clock.wall_ns()) / 1e9
+    if python != noted.python:  # it may have what the other one lacks: it waits for the shortest pause only
+        left_s -= whole_s - pause_s(1)
+    return 0 < left_s <= whole_s  # else the clock was set
+
+
+def _holder(place: Place) -> int | None:
+    """Return the pid of a server's keeper: 0 in the moment before it has written that down, None without one."""
+    note = held_note(place.lock)
+    if note is None:
+        return None
+    return int(note) if note.strip().isdigit() else 0
+
+
+def _ending(place: Place) -> int | None:
+    """Return as `_holder` who keeps a server, after some time for one that has given up to end."""
+    for _ in range(_ENDING_LOOKS):
+        holder = _holder(place)
+        if holder is None or not place.noted().problem:
+            break
+        select.select([], [], [], _ENDING_PAUSE_S)
+    return holder
+
+
+def _memory_bytes(pid: int) -> int:
+    total = 0
+    for each in (pid, *descendants(pid)):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            total += int(Path(f"/proc/{each}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+    return total
+
+
+def _end(pid: int) -> None:
+    try:
+        process = os.pidfd_open(pid) if pid else -1
+    except ProcessLookupError:
+        return
+    if process < 0:
+        return
+    try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, number)
+            if select.select([process], [], [], _END_S)[0]:
+                return
+        raise AgentUnavailable(f"the keeper of the MLflow server (pid {pid}) does not end, although it was killed")
+    finally:
+        os.close(process)

@@ -1,0 +1,245 @@
+"""Where an MLflow server's files lie, which port it has, and what is written down about it.
+
+    $SERVERLESS_GPU_HOME/mlflow/<key>/     key: "default", or of a caller's own store
+    ├── server.json     what its keeper says of it; 0600
+    ├── store           whose server it is: the address of the store, which may hold a password; 0600
+    ├── lock            held by the keeper as long as it lives, with its pid in it
+    ├── used            touched by whoever uses the server
+    ├── server.log      what MLflow wrote
+    └── mlflow.db  artifacts/               only where the store is the home's own
+
+A server keeps its port over restarts, so that links stay good. The first one follows from the directory's name: it is
+the same even where `server.json` was lost, and lies below the ports that the kernel gives to those who do not care.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.node.base.home import Home
+
+DEFAULT = "default"
+HOST = "127.0.0.1"
+_PORTS = range(20_000, 30_000)
+_PORT_TRIES = 20
+_NOTE_BYTES_MAX = 1 << 16
+
+Stage = Literal["none", "starting", "ready", "failed", "stopped"]
+
+
+class Noted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a keeper says of its server, in `server.json`.
+
+    Attributes:
+        keeper: pid of the keeper.
+        server: pid of the server, and the first one of its session.
+        boot_id: of the boot in which these pids mean something.
+        machine: `ambient.machine()` of both, and `host` what people call it.
+        python: the interpreter whose MLflow it is.
+        served_by: the interpreter whose MLflow answered last.
+        version: of that MLflow, as the server says.
+        problem: why it does not answer.
+        failures: how often in a row it could not be started.
+        retry_wall_ns: it is not started again before.
+    """
+
+    stage: Stage = "none"
+    port: int = 0
+    keeper: int = 0
+    server: int = 0
+    boot_id: str = ""
+    machine: str = ""
+    host: str = ""
+    python: str = ""
+    served_by: str = ""
+    version: str = ""
+    problem: str = ""
+    failures: int = 0
+    retry_wall_ns: int = 0
+
+
+class Backing(NamedTuple):
+    """What a server is told about its store.
+
+    Attributes:
+        uri: of the store, as MLflow takes it.
+        artifacts: directory of files that come through the server, and of those that clients write themselves.
+        is_files: whether the store is a directory of files, which newer MLflow wants to be asked for.
+        is_own: whether it is the home's own, so that every file goes through the server.
+    """
+
+    uri: str
+    artifacts: str
+    is_files: bool
+    is_own: bool
+
+
+class Place:
+    """The files of one server.
+
+    Args:
+        directory: of the server, made with the first file.
+        store: of the caller; "" for one that lies in the directory.
+    """
+
+    def __init__(self, directory: Path, store: str = "") -> None:
+        self.directory, self.store = directory, store
+
+    @property
+    def lock(self) -> Path:
+        """Return the file whose lock the keeper holds."""
+        return self.directory / "lock"
+
+    @property
+    def log(self) -> Path:
+        """Return the file that holds what MLflow wrote."""
+        return self.directory / "server.log"
+
+    @property
+    def used(self) -> Path:
+        """Return the file that is touched by whoever uses the server."""
+        return self.directory / "used"
+
+    def make(self) -> None:
+        """Make the directory, and write down whose server it is.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _read(self.directory / "store") != self.store.encode():
+            self._write("store", self.store.encode())
+
+    def touch(self) -> None:
+        """Say that the server is used now.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        os.close(os.open(self.used, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.utime(self.used)
+
+    def note(self, noted: Noted) -> None:
+        """Write down what is to be known of the server.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        self._write("server.json", msgspec.json.encode(noted))
+
+    def noted(self) -> Noted:
+        """Return what was written down; nothing much where there is nothing."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            return from_json(_read(self.directory / "server.json"), Noted)
+        return Noted()
+
+    def uri(self, noted: Noted) -> str:
+        """Return the address of the server: the one it has, or will have if nothing is in the way."""
+        return f"http://{HOST}:{noted.port or next(self.ports(noted))}"
+
+    def ports(self, noted: Noted) -> Iterator[int]:
+        """Yield the ports to try in turn; 0, any, is the last."""
+        if noted.port:
+            yield noted.port
+        start = int.from_bytes(hashlib.sha256(os.fsencode(self.directory.resolve())).digest()[:4])
+        for number in range(_PORT_TRIES):
+            yield _PORTS[(start + 101 * number) % len(_PORTS)]
+        yield 0
+
+    def backing(self) -> Backing:
+        """Return what the server is told about its store."""
+        if not self.store:
+            return Backing(f"sqlite:///{self.directory / 'mlflow.db'}", str(self.directory / "artifacts"), False, True)
+        path = local_path(self.store)
+        if path is None:
+            return Backing(self.store, str(self.directory / "artifacts"), False, True)
+        if self.store.startswith("sqlite:"):
+            return Backing(self.store, str(path.parent / "mlruns"), False, False)
+        return Backing(str(path), str(path), True, False)
+
+    def _write(self, name: str, data: bytes) -> None:
+        temporary = self.directory / f"{name}.{secrets.token_hex(4)}"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+            temporary.replace(self.directory / name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def place_of(home: Home, store: str = "") -> Place:
+    """Return the place of the server of a store.
+
+    Args:
+        home: the home directory.
+        store: of the caller (``sqlite:////…``, ``file:///…``, a directory); "" for the home's own.
+    """
+    if not store:
+        return Place(home.root / "mlflow" / DEFAULT)
+    path = local_path(store)
+    known = store if path is None else os.path.realpath(path)
+    return Place(home.root / "mlflow" / hashlib.sha256(os.fsencode(known)).hexdigest()[:12], store)
+
+
+def places(home: Home) -> list[Place]:
+    """Return the places of all servers that this home has or had."""
+    found = sorted(path for path in (home.root / "mlflow").glob("*") if path.is_dir())
+    return [opened(path) for path in found]
+
+
+def opened(directory: Path) -> Place:
+    """Return a place that was made before, by its directory."""
+    return Place(directory, _read(directory / "store").decode("utf-8", "replace"))
+
+
+def local_path(store: str) -> Path | None:
+    """Return the file or directory that a store is, or None for one that is somewhere else."""
+    scheme = store.partition(":")[0] if "://" in store or store.startswith("file:") else ""
+    if not scheme:
+        return Path(store)
+    if scheme.startswith("sqlite"):
+        return Path(unquote(store.partition("///")[2].partition("?")[0]))
+    if scheme == "file":
+        return Path(unquote(urlsplit(store).path))
+    return None
+
+
+def held_port(place: Place, noted: Noted) -> socket.socket:
+    """Return a socket that is bound to the server's port and does not listen.
+
+    The kernel gives such a port to no one who does not ask for it with SO_REUSEADDR; MLflow's server does, and is let
+    in beside us. While it is started again nobody else gets the port.
+
+    Raises:
+        OSError: no port is free.
+    """
+    for port in place.ports(noted):
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((HOST, port))
+            return sock
+        except OSError:
+            sock.close()
+            if port == 0:
+                raise
+    raise AssertionError("unreachable: 0 is the last port")
+
+
+def _read(path: Path) -> bytes:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(_NOTE_BYTES_MAX)
+    return b""

@@ -1,0 +1,247 @@
+"""One attempt on its way to MLflow: the delivery's thread, what ranks read of it, and its news for the main thread.
+
+    thread: Delivery.run ──tracked, untracked, said──▶ tracking.json, for ranks that import mlflow
+                                                    └▶ news, and the main thread is woken
+
+    <attempt>/tracking.json    {"state": "pending" | "away" | "ready" | "failed", "environ": {…}, "run_id",
+                                "url", "sentence"}
+
+The file holds no credentials: where the caller's own `MLFLOW_TRACKING_URI` is used, ranks have that already. While it
+says "pending" it is touched every few seconds, so that a rank knows that somebody is at work. "away": MLflow does not
+answer now, and ranks need not wait; the home's own server that starts is "pending".
+
+Failure cases: the file cannot be written (ranks that started with the variables have them, the others do without); a
+mistake of ours in the thread (it is logged, the attempt is not tracked any more, everything else goes on).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.node.attempt.account import write_text
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.inside.mlflow import job as mlflow_job
+from serverless_gpu.node.mlflow_server.control import ensure_server
+from serverless_gpu.node.monitor import messages
+from serverless_gpu.node.monitor.backlog import Held, Kept
+from serverless_gpu.tracking.addresses import split_userinfo
+from serverless_gpu.tracking.base import Tracked, TrackerAway
+from serverless_gpu.tracking.delivery import Delivery, Job
+from serverless_gpu.tracking.mlflow import MlflowTracker
+
+_BYTES_MAX = 64 << 10
+_STARTING = "the home's MLflow server is starting"
+_TRIED = "the home's MLflow server could not be started and is tried again; `sgpu status` tells why"
+_AGAIN = "the home's MLflow server ended unexpectedly, and is starting again"
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tracking.json` holds.
+
+    Attributes:
+        environ: variables with which an MLflow in a rank finds the run.
+        sentence: why it is not known, or "".
+    """
+
+    state: Literal["pending", "away", "ready", "failed"] = "pending"
+    environ: dict[str, str] = {}
+    run_id: str = ""
+    url: str = ""
+    sentence: str = ""
+
+
+class Delivering:
+    """The delivery of one attempt.
+
+    Args:
+        home: the home directory.
+        kept: the attempt; its spec has a tracker.
+        environ: the caller's variables that say how MLflow is reached, credentials among them.
+        held: its file in the backlog; None where there is none.
+        wake: called in the thread when there is news.
+
+    Attributes:
+        word: what is known of where it is tracked, or None while nothing is.
+        held: as given.
+    """
+
+    def __init__(
+        self, home: Home, kept: Kept, environ: Mapping[str, str], held: Held | None, wake: Callable[[], None]
+    ) -> None:
+        observe = self._observe = kept.observe
+        self.word: messages.Tracked | messages.Untracked | None = None
+        self.held = held
+        self._answer: messages.Tracked | messages.Untracked | None = None
+        self._environ = environ
+        self._home = home
+        self._wake = wake
+        self._news: queue.SimpleQueue[messages.Word] = queue.SimpleQueue()
+        self._path = Path(observe.directory) / mlflow_job.FILE
+        self._asked = Path(observe.directory) / mlflow_job.ASKED
+        job = Job(
+            run_id=observe.run_id,
+            fence=observe.fence,
+            node_rank=observe.node_rank,
+            num_nodes=observe.num_nodes,
+            spec=observe.spec,
+            environment=observe.environment,
+            called_ns=kept.origin_ns,
+        )
+        self._delivery = Delivery(Path(observe.directory), job, self._tracker(), self)
+        self._thread = threading.Thread(target=self._run, name=f"deliver {observe.run_id}", daemon=True)
+
+    @property
+    def target(self) -> str:
+        """Return what tells its tracker from others."""
+        return target_of(self._observe)
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether nothing more is sent by this process."""
+        return not self._thread.is_alive()
+
+    @property
+    def over(self) -> str:
+        """Return why nothing is left to be sent, by any process, or ""."""
+        return self._delivery.over
+
+    def start(self) -> None:
+        """Begin to deliver."""
+        if not isinstance(self.word, messages.Tracked) and self._noted().state != "ready":
+            self._note(Note())
+        self._thread.start()
+
+    def ending(self, state: State, reason: Reason, sentence: str) -> None:
+        """Say that the attempt has ended; its logs and failures lie there."""
+        self._delivery.ending(state, reason, sentence)
+
+    def settled(self) -> None:
+        """Say that its receipt lies there, too, or never will."""
+        self._delivery.settled()
+
+    def stop(self) -> None:
+        """End the thread soon; another process, or this one later, goes on."""
+        self._delivery.stop()
+
+    def take_answer(self) -> messages.Tracked | messages.Untracked | None:
+        """Return what its tracker's last answer, or silence, came to, once."""
+        answer, self._answer = self._answer, None
+        return answer
+
+    def wake(self) -> None:
+        """Try again now."""
+        self._delivery.wake()
+
+    def tend(self) -> None:
+        """Show ranks that somebody is at work, and go on at once when the home's server has come up."""
+        if isinstance(self.word, messages.Tracked) or self.is_done:
+            return
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
+        with contextlib.suppress(OSError):
+            os.unlink(self._asked)  # a rank has seen that MLflow answers
+            self._delivery.wake()
+        if isinstance(self.word, messages.Untracked) and self._serves_here():
+            with contextlib.suppress(TrackerAway):
+                self._address()
+                self._delivery.wake()
+
+    def news(self) -> Iterator[messages.Word]:
+        """Yield what is new, once."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._news.get_nowait()
+
+    # --- the delivery's thread -----------------------------------------------------------------------------------
+
+    def tracked(self, tracked: Tracked) -> None:
+        """Hear which MLflow run it is."""
+        environ = {"MLFLOW_RUN_ID": tracked.run_id, "MLFLOW_EXPERIMENT_ID": tracked.experiment_id}
+        if split_userinfo(self._environ.get("MLFLOW_TRACKING_URI", ""))[0] != tracked.uri:
+            environ["MLFLOW_TRACKING_URI"] = tracked.uri
+        self._note(Note(state="ready", environ=environ, run_id=tracked.run_id, url=tracked.url))
+        self._tell(messages.Tracked(run_id=tracked.run_id, url=tracked.url, environ=environ))
+
+    def untracked(self, sentence: str, *, final: bool) -> None:
+        """Hear that there is none, yet or for good."""
+        is_starting = sentence in (_STARTING, _AGAIN)
+        self._note(Note(state="failed" if final else "pending" if is_starting else "away", sentence=sentence))
+        self._tell(messages.Untracked(sentence=sentence, final=final, is_starting=is_starting))
+
+    def said(self, sentence: str, *, note: bool) -> None:
+        """Hear a sentence."""
+        self._tell(messages.Said(sentence=sentence, note=note))
+
+    def _run(self) -> None:
+        try:
+            self._delivery.run()
+        except Exception:  # noqa: BLE001 - one attempt's delivery must not end those of the others
+            traceback.print_exc()
+            self._delivery.abandon("failed")  # it would fail again, for ever
+            self.untracked("the delivery to MLflow failed; the node's monitor.log says how", final=True)
+        self._wake()
+
+    def _tell(self, word: messages.Word) -> None:
+        if isinstance(word, messages.Tracked | messages.Untracked):
+            self.word = self._answer = word
+        self._news.put(word)
+        self._wake()
+
+    # --- where to ------------------------------------------------------------------------------------------------
+
+    def _tracker(self) -> MlflowTracker:
+        tracking = self._observe.spec.tracker
+        if tracking is None or not tracking.uri:
+            return MlflowTracker(self._address, {})
+        named = self._environ.get("MLFLOW_TRACKING_URI", "")
+        is_callers = split_userinfo(named)[0] == tracking.uri.rstrip("/")
+        return MlflowTracker(named if is_callers else tracking.uri, self._environ)
+
+    def _serves_here(self) -> bool:
+        return self._observe.spec.tracker is not None and not self._observe.spec.tracker.uri
+
+    def _address(self) -> str:
+        return address_of(self._home, self._observe, self._environ)
+
+    # --- tracking.json -------------------------------------------------------------------------------------------
+
+    def _noted(self) -> Note:
+        with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
+            return from_json(file.read(_BYTES_MAX), Note)
+        return Note()
+
+    def _note(self, note: Note) -> None:
+        with contextlib.suppress(OSError):
+            write_text(self._path, msgspec.json.encode(note).decode())
+
+
+def address_of(home: Home, observe: messages.Observe, environ: Mapping[str, str]) -> str:
+    """Return where the home's server for an attempt's store is, and see to it that there is one.
+
+    Raises:
+        TrackerAway: it is not up yet, or cannot be.
+    """
+    store = observe.spec.tracker.store if observe.spec.tracker is not None else ""
+    serving = ensure_server(home, observe.python, store, environ=environ)
+    if not serving.ready:
+        # One that could not be started before is nothing that ranks wait for, although it is being tried again.
+        starting = _TRIED if serving.failures else _STARTING
+        raise TrackerAway(_AGAIN if serving.is_restarting else serving.problem or starting)
+    return serving.uri
+
+
+def target_of(observe: messages.Observe) -> str:
+    """Return what tells an attempt's tracker from others."""
+    tracking = observe.spec.tracker
+    return "" if tracking is None else tracking.uri or f"store {tracking.store}"

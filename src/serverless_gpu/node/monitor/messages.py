@@ -1,0 +1,239 @@
+"""What is said to the monitor and what it says, one JSON object per packet (`inside/channel.py`).
+
+    supervisor ──Observe, Ranks, Ending, Settled──▶ monitor      its end of file: the attempt is over
+    supervisor ◀──Tracked, Untracked, Seen, Said─── monitor
+    agent ──────Prepare──▶ monitor                               have ready what such a run will need
+    top ────────Watch──▶ monitor ──Frame──▶ top                  while somebody looks
+    `sgpu stop` ──Retire──▶ monitor                              end; it does, or says why not yet
+
+Every supervisor, agent and `sgpu top` has a connection of its own to the socket `monitor-<PROTOCOL>-<version>.sock`.
+Nobody waits for the monitor but the start of programs, and the receipt of what was over at once, for 200 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.receipt import DeviceUse
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.telemetry.samples import Sample
+from serverless_gpu.model.tracking_context import Tracking
+from serverless_gpu.node.base.packets import decoded
+from serverless_gpu.node.base.protocol import PROTOCOL
+from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.version import __version__
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""
+
+
+class Prepare(Word, frozen=True, kw_only=True, tag="prepare"):
+    """A run with this tracking is likely to come: start the home's MLflow server if it is to be that.
+
+    Attributes:
+        python: the caller's interpreter, whose MLflow serves the home's store.
+        environ: the caller's variables, as `Observe` has them.
+    """
+
+    tracker: Tracking
+    python: str
+    environ: dict[str, str]
+
+
+class Observe(Word, frozen=True, kw_only=True, tag="observe"):
+    """An attempt begins on this node; the first word of a supervisor, said as soon as it has the launch.
+
+    Attributes:
+        directory: of the attempt.
+        devices: those it may get; `Ranks` says which it has.
+        node_rank: number of this node in the gang.
+        environ: the caller's variables whose names begin with ``MLFLOW_``, and those of proxies and certificates.
+        environment: what ranks import, in words.
+        called_ns: boottime of the call; steps of system metrics count seconds from here.
+    """
+
+    run_id: str
+    fence: int
+    directory: str
+    spec: RunSpec
+    world_size: int
+    node_rank: int = 0
+    num_nodes: int = 1
+    python: str
+    environ: dict[str, str]
+    environment: str = ""
+    called_ns: int
+
+
+class Ranks(Word, frozen=True, kw_only=True, tag="ranks"):
+    """The ranks run: their devices, in order of local rank, and their processes by global rank.
+
+    Attributes:
+        cgroup: directory of the attempt's cgroup, or "".
+    """
+
+    devices: tuple[Device, ...]
+    pids: dict[int, int]
+    cgroup: str = ""
+
+
+class Ending(Word, frozen=True, kw_only=True, tag="ending"):
+    """No rank runs any more; `stopped.json`, logs and failures lie in the attempt's directory."""
+
+    state: State
+    reason: Reason
+    sentence: str = ""
+
+
+class Settled(Word, frozen=True, kw_only=True, tag="settled"):
+    """`receipt.json` lies there, too; nothing more comes."""
+
+
+class Tracked(Word, frozen=True, kw_only=True, tag="tracked"):
+    """The run is tracked.
+
+    Attributes:
+        run_id: MLflow's.
+        url: what a person opens.
+        environ: variables with which any MLflow in a rank finds it.
+    """
+
+    run_id: str
+    url: str
+    environ: dict[str, str]
+
+
+class Untracked(Word, frozen=True, kw_only=True, tag="untracked"):
+    """The run is not tracked, as far as is known now, and why; `Tracked` may come yet where `final` is not set.
+
+    Attributes:
+        is_starting: whether that is because the home's own server starts, which takes seconds.
+    """
+
+    sentence: str
+    final: bool = False
+    is_starting: bool = False
+
+
+class Seen(Word, frozen=True, kw_only=True, tag="seen"):
+    """What was seen of the attempt, up to now; said after every sample.
+
+    Attributes:
+        uses: its devices, from its first to its last sample.
+        busy: whether a device, or on CPU slots a rank, did any work worth the name since the last one.
+    """
+
+    uses: tuple[DeviceUse, ...]
+    busy: bool
+
+
+class Said(Word, frozen=True, kw_only=True, tag="said"):
+    """A sentence for whoever watches the run, and for its receipt where it is to be kept there."""
+
+    sentence: str
+    note: bool = False
+
+
+class Watch(Word, frozen=True, kw_only=True, tag="watch"):
+    """Show me the node, once a second, until I am gone.
+
+    Attributes:
+        fakes: what `SERVERLESS_GPU_FAKE` is where I am: they are shown instead of the node's GPUs.
+    """
+
+    fakes: str = ""
+
+
+class Retire(Word, frozen=True, kw_only=True, tag="retire"):
+    """End once no attempt goes on any more; where one does, that is `Said`, and nobody need wait."""
+
+
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt in a frame; `devices` by uuid, `pids` by global rank.
+
+    Attributes:
+        began_ns: when its ranks began, nanoseconds since 1970; 0 before.
+        tracked: what a person opens, or "".
+    """
+
+    run_id: str
+    fence: int
+    name: str
+    state: State
+    devices: tuple[str, ...]
+    pids: dict[int, int]
+    began_ns: int
+    tracked: str = ""
+
+
+class Frame(Word, frozen=True, kw_only=True, tag="frame"):
+    """The node now; `sample` has all of its devices, and the ranks of all attempts in the order of `attempts`."""
+
+    devices: tuple[Device, ...]
+    sample: Sample
+    attempts: tuple[Watched, ...]
+
+
+AnyWord = Prepare | Observe | Ranks | Ending | Settled | Tracked | Untracked | Seen | Said | Watch | Retire | Frame
+
+_REACHING = frozenset(
+    {
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "no_proxy",
+        "ssl_cert_file",
+        "ssl_cert_dir",
+        "requests_ca_bundle",
+        "curl_ca_bundle",
+        "pythonpath",
+        "pythonhome",
+    }
+)
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyWord] = msgspec.json.Decoder(AnyWord)
+
+
+def tracking_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what of a caller's variables says where MLflow is, how it is reached, and what one is started with."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith("MLFLOW_") or name.lower() in _REACHING) and not value.startswith("\0")
+    }
+
+
+def monitor_socket(sockets: Path) -> Path:
+    """Return where the monitor listens."""
+    return sockets / f"monitor-{PROTOCOL}-{__version__}.sock"
+
+
+def say(channel: Channel, word: Word) -> None:
+    """Send a word.
+
+    Raises:
+        OSError: the peer is gone; `BlockingIOError` when it does not read.
+    """
+    channel.send(_encoder.encode(word), ())
+
+
+def hear(channel: Channel) -> AnyWord | None:
+    """Return the next word, or None when the peer is gone.
+
+    Raises:
+        msgspec.MsgspecError: the peer speaks another language.
+        OSError: nothing can be read; `BlockingIOError` when nothing is there.
+    """
+    received = channel.receive()
+    if received is None:
+        return None
+    word = decoded(_decoder, received)
+    close_all(received[1])  # nobody gives a monitor any
+    return word

@@ -1,0 +1,283 @@
+"""What ranks write: read from pipes, stored byte-exact up to a bound, passed on to whoever watches.
+
+    rank's fd 1, 2 ──pipe──▶ RankLog ─┬▶ logs/<rank>.stdout, .stderr   (every byte, up to a rate and a size per rank)
+                                      ├▶ Tail                          (last bytes as they came, for exceptions)
+                                      └▶ Live                          (text, if somebody watches this rank)
+
+A flood costs one read per chunk and nothing else: what is over the bounds is counted, not looked at. In the file a line
+stands where bytes are missing, and the last bytes before the end are always there:
+
+    head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── what came after, or the last 256 KiB
+
+A pipe is drained until it would block or a bound per turn is reached, so that one rank's flood does not starve the
+others. The end of file is not waited for: a grandchild may hold the pipe open for ever. A full disk loses log bytes,
+not the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from serverless_gpu.ambient import Clock, format_clock
+from serverless_gpu.node.base.token_bucket import Bucket
+from serverless_gpu.node.output.live import Live, Viewer
+from serverless_gpu.node.output.tail import KEPT_BYTES, Tail
+from serverless_gpu.units import format_bytes
+
+STREAMS = ("stdout", "stderr")
+STORED_BYTES_MAX = 1 << 30
+STORED_BYTES_PER_S = 10_000_000
+STORED_BURST_BYTES = 256 << 20  # a line of 100 MB is no flood
+_LIMIT = "limit 10 MB/s, 1 GiB per rank"
+_READ_BYTES = 1 << 16  # a pipe's capacity as it comes
+_FLOOD_BYTES = 1 << 18  # capacity and reads once a stream has filled its pipe; more is no faster
+_TURN_BYTES = 1 << 20
+_READS_PER_TURN = 16
+_CLOSING_TURNS_MAX = 64
+_TAIL_LINES = 50
+_TAIL_LINE_CHARACTERS_MAX = 2_000
+_HIDDEN_RANKS_MAX = 8
+_HIDDEN_LINES = 20
+_HIDDEN_LINE_CHARACTERS_MAX = 500
+
+
+class RankLog:
+    """The output of one rank.
+
+    Args:
+        rank: global rank.
+        directory: where the files go.
+        viewer: who is shown it live, if this rank is to be shown.
+        clock: where time comes from.
+    """
+
+    def __init__(self, rank: int, directory: Path, viewer: Viewer | None, clock: Clock) -> None:
+        self.rank = rank
+        self._clock = clock
+        self._allowance = _Allowance(clock.boottime_ns())
+        self._tail = Tail(STREAMS)
+        self._live = None if viewer is None else Live(rank, STREAMS, viewer, self._tail.last, clock.boottime_ns())
+        self._streams = {name: _Stream(name, directory / f"{rank}.{name}") for name in STREAMS}
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Return how much was not stored."""
+        return sum(stream.file.dropped_bytes for stream in self._streams.values())
+
+    @property
+    def unshown_bytes(self) -> int:
+        """Return how much was not shown live to anybody, though somebody watched this rank."""
+        return 0 if self._live is None else self._live.skipped_bytes
+
+    @property
+    def shown(self) -> bool:
+        """Return whether this rank is shown live."""
+        return self._live is not None
+
+    @property
+    def behind(self) -> bool:
+        """Return whether `tend` has something to say soon."""
+        return self._live is not None and self._live.behind
+
+    def write_ends(self) -> tuple[int, int]:
+        """Return the descriptors for the rank's stdout and stderr."""
+        return self._streams["stdout"].write_fd, self._streams["stderr"].write_fd
+
+    def close_write_ends(self) -> None:
+        """Close our copies once the rank has its own."""
+        for stream in self._streams.values():
+            stream.close_write_end()
+
+    def readers(self) -> list[tuple[int, Callable[[], bool]]]:
+        """Return descriptors to watch and what to call when they are readable (False: end of file)."""
+        return [(stream.read_fd, lambda s=stream: self._drain(s)) for stream in self._streams.values()]  # type: ignore[misc]  # mypy does not type a lambda's default
+
+    def tail(self, lines: int = _TAIL_LINES, characters: int = _TAIL_LINE_CHARACTERS_MAX) -> str:
+        """Return the last lines of both streams in order of arrival.
+
+        Args:
+            lines: how many.
+            characters: of a longer line, this many at its end.
+        """
+        return self._tail.text(lines, characters)
+
+    def tend(self) -> None:
+        """Tell watchers what was left out, once a flood is over."""
+        if self._live is not None and self._live.behind:
+            self._live.tend(self._clock.boottime_ns())
+
+    def close(self) -> None:
+        """Take what is in the pipes now and close everything."""
+        for stream in self._streams.values():
+            with contextlib.suppress(OSError):
+                for _ in range(_CLOSING_TURNS_MAX):  # whoever writes on may write faster than we read
+                    if not self._drain(stream) or not stream.more:
+                        break
+            stream.file.end(self._tail.last(stream.name, min(KEPT_BYTES, stream.file.missing)), self._clock.wall_ns())
+            stream.close()
+        if self._live is not None:
+            self._live.tend(self._clock.boottime_ns(), closing=True)
+
+    def _drain(self, stream: _Stream) -> bool:
+        stream.more = False
+        read = 0
+        for _ in range(_READS_PER_TURN):
+            try:
+                data = os.read(stream.read_fd, min(stream.read_bytes, _TURN_BYTES - read))
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._take(stream, data)
+            read += len(data)
+            if read >= _TURN_BYTES:
+                break
+        stream.more = True
+        return True
+
+    def _take(self, stream: _Stream, data: bytes) -> None:
+        if len(data) == _READ_BYTES == stream.read_bytes:
+            stream.expect_more()
+        now_ns = self._clock.boottime_ns()
+        allowed = self._allowance.take(len(data), now_ns)
+        kept = stream.file.store(data, allowed, self._clock)
+        self._allowance.stored += kept
+        self._tail.add(stream.name, data)
+        if self._live is not None:
+            self._live.take(stream.name, data, kept, now_ns)
+
+
+def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int, str]:
+    """Return the last output of a few ranks that were not shown live, for when a run has failed.
+
+    Args:
+        logs: all of them, by rank.
+        first: ranks to begin with, whose story it is.
+    """
+    tails: dict[int, str] = {}
+    for rank in dict.fromkeys([*first, *logs]):
+        if rank in logs and not logs[rank].shown and len(tails) < _HIDDEN_RANKS_MAX:
+            text = logs[rank].tail(_HIDDEN_LINES, _HIDDEN_LINE_CHARACTERS_MAX)
+            tails.update({rank: text} if text else {})
+    return tails
+
+
+def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
+    """Return what a receipt says about output that was not shown, or not kept.
+
+    Args:
+        logs: of all ranks.
+        dropped_bytes: what watchers were not shown because they did not read; None where a server shows it.
+    """
+    notes = []
+    unshown = 0 if dropped_bytes is None else dropped_bytes + sum(log.unshown_bytes for log in logs)
+    if unshown:
+        notes.append(f"{format_bytes(unshown)} of live output were not shown; what is kept is in logs/")
+    for log in logs:
+        if log.dropped_bytes:
+            dropped = format_bytes(log.dropped_bytes)
+            notes.append(f"{dropped} of rank {log.rank}'s output were not kept; its log says where")
+    return notes
+
+
+class _Allowance:
+    """How much one rank may still store, both streams together."""
+
+    def __init__(self, now_ns: int) -> None:
+        self.stored = 0
+        self._bucket = Bucket(
+            per_s=STORED_BYTES_PER_S, burst=STORED_BURST_BYTES, resume=STORED_BYTES_PER_S, now_ns=now_ns
+        )
+
+    def take(self, wanted: int, now_ns: int) -> int:
+        room = STORED_BYTES_MAX - self.stored
+        return self._bucket.take(min(wanted, room), now_ns) if room > 0 else 0
+
+
+class _File:
+    """One log file: made with the first byte, complete or with a line where bytes are missing."""
+
+    def __init__(self, path: Path) -> None:
+        self.missing = 0  # since the last byte that was stored
+        self._dropped = 0
+        self._path = path
+        self._fd = -1
+        self._why = _LIMIT
+
+    @property
+    def dropped_bytes(self) -> int:
+        return self._dropped + self.missing
+
+    def store(self, data: bytes, allowed: int, clock: Clock) -> int:
+        """Append the part of a chunk that is allowed; return how much is in the file."""
+        kept = 0
+        if allowed and (not self.missing or self._mark(self.missing, clock.wall_ns())):
+            kept = self._append(memoryview(data)[:allowed])
+        if kept < len(data):
+            self._why = _LIMIT if kept == allowed else self._why
+            self.missing += len(data) - kept
+        return kept
+
+    def end(self, last: bytes, wall_ns: int) -> None:
+        """Let the file end as the stream did: what was written last, after a line about what is missing before."""
+        if not self.missing:
+            return
+        missing = self.missing - len(last)
+        if not missing or self._mark(missing, wall_ns):
+            kept = self._append(memoryview(last))
+            self.missing = len(last) - kept
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def _mark(self, missing: int, wall_ns: int) -> bool:
+        line = f"\n— {format_bytes(missing)} dropped until {format_clock(wall_ns)} ({self._why}) —\n".encode()
+        if self._append(memoryview(line)) < len(line):
+            return False
+        self._dropped += missing
+        self.missing = 0
+        return True
+
+    def _append(self, data: memoryview) -> int:
+        """Write to the file; return how much of it was taken."""
+        written = 0
+        try:
+            if self._fd < 0:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._fd = os.open(self._path, flags, 0o600)
+            while written < len(data):  # less than asked for is what just fits on a disk
+                written += os.write(self._fd, data[written:])
+        except OSError as error:
+            self._why = error.strerror or type(error).__name__
+        return written
+
+
+class _Stream:
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.read_fd, False)
+        self.read_bytes = _READ_BYTES
+        self.more = False
+        self.file = _File(path)
+
+    def expect_more(self) -> None:
+        """Read in larger pieces from a larger pipe; pipes nobody floods stay small, for a user's share is limited."""
+        self.read_bytes = _FLOOD_BYTES
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _FLOOD_BYTES)
+
+    def close_write_end(self) -> None:
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
+
+    def close(self) -> None:
+        self.close_write_end()
+        os.close(self.read_fd)
+        self.file.close()

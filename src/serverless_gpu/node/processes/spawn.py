@@ -1,0 +1,268 @@
+"""Starting our own processes: clean interpreters that see nothing of the user's environment, and zygotes that see all
+of it.
+
+Agent and supervisor run under `-I -S`: no `PYTHON*` variables, no user site, and no `.pth` files, which execute code at
+start even under `-I`. Their search path is the standard library, then the directories our own few dependencies lie in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from serverless_gpu import faults
+from serverless_gpu.ambient import CLOCK_FAULT
+from serverless_gpu.node.base.entrypoint import launcher_program, zygote_program
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+# What a clean process gets of the caller's environment. HOME and the like are for libraries that insist on a home
+# directory. Others say where a user's patterns of git lie (captures look there) and interpreters (restores do), and the
+# last one where a test has them die.
+_CLEAN_VARIABLES = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "SERVERLESS_GPU_SOCKETS",
+    "LD_LIBRARY_PATH",
+    "SERVERLESS_GPU_CGROUPS",
+    "SERVERLESS_GPU_PRELOAD",
+    "SERVERLESS_GPU_TASKS_MAX",
+    "XDG_CONFIG_HOME",
+    "XDG_DATA_HOME",
+    "UV_PYTHON_INSTALL_DIR",
+    "PYENV_ROOT",
+    faults.VARIABLE,
+    CLOCK_FAULT,
+)
+
+_DEPENDENCIES = ("msgspec", "blake3", "backports", "pathspec", "obstore", "httpx2", "psutil", "pynvml")
+
+PRELOAD = ("numpy", "torch", "torch.distributed")
+PRELOAD_ROOTS = ("numpy", "torch")
+
+LOG_BYTES_MAX = 10_000_000
+
+STARTUP_PREFIXES = (
+    "LD_",
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "KMP_",
+    "GOMP_",
+    "MALLOC_",
+    "GLIBC_TUNABLES",
+    "TORCH",
+    "PYTORCH",
+)
+"""Variables that are read once, when an interpreter or a library starts: they are part of what a zygote is."""
+
+SET_BY_LIBRARIES = {
+    "KMP_DUPLICATE_LIB_OK": ("True", "TRUE"),  # scikit-learn and threadpoolctl; torch's inductor
+    "KMP_INIT_AT_FORK": ("FALSE",),  # scikit-learn and joblib
+    "PYTHONBREAKPOINT": ("ray.util.rpdb.set_trace", "ray.util.rpdb._driver_set_trace"),  # ray
+    "PYTORCH_ENABLE_MPS_FALLBACK": ("1",),  # accelerate
+    "PYTORCH_NVML_BASED_CUDA_CHECK": ("1",),  # Lightning
+    "TORCHINDUCTOR_CACHE_DIR": (),  # torch's inductor: any directory
+    "TORCH_WARM_POOL": ("0",),  # torch's inductor
+}
+"""Start-up variables that libraries set in their own process when they are imported, and the values; () for any.
+
+Such a value tells which libraries the caller has imported, not how an interpreter has to start: a warm interpreter
+without it serves the caller as well. Ranks have it, as all variables of the caller.
+"""
+
+
+def clean_process(
+    module: str, arguments: Sequence[object], *, fds: Sequence[int], log: int, environ: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start `main(*arguments)` of one of our modules in a clean interpreter and a session of its own.
+
+    Args:
+        module: full name of the module.
+        arguments: literals passed to its `main`.
+        fds: descriptors it inherits under the same numbers.
+        log: descriptor for its stdout and stderr.
+        environ: the caller's variables, of which a few are passed on.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    paths = search_path()
+    program = f"import sys; sys.path += {paths!r}; from {module} import main; main(*{list(arguments)!r})"
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", program],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd="/",
+        env=clean_variables(environ),
+        pass_fds=tuple(fds),
+        start_new_session=True,
+    )
+
+
+def preload(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what zygotes import before they are forked, of what is installed.
+
+    Args:
+        environ: `SERVERLESS_GPU_PRELOAD` names the modules, separated by commas; others than `PRELOAD` do not count.
+    """
+    wanted = environ.get("SERVERLESS_GPU_PRELOAD", "").replace(" ", "").split(",")
+    return tuple(name for name in PRELOAD if name in wanted) or PRELOAD
+
+
+def search_path() -> list[str]:
+    """Return the directories of this package and of its few dependencies, which may be in several places."""
+    found = [str(_PACKAGE.parent)]
+    for name in _DEPENDENCIES:
+        spec = importlib.util.find_spec(name)
+        places = (spec.submodule_search_locations or [spec.origin or ""]) if spec is not None else ()
+        found += [str(Path(place).parent) for place in places]
+    return list(dict.fromkeys(found))
+
+
+def clean_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the few variables that our own processes get."""
+    return {name: environ[name] for name in _CLEAN_VARIABLES if name in environ}
+
+
+def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that decide how an interpreter and its libraries start.
+
+    Python takes the encoding of file names from the locale when it starts: one that is not UTF-8 is among them.
+    """
+    found = {name: value for name, value in environ.items() if name.startswith(STARTUP_PREFIXES)}
+    locale = next((environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if environ.get(name)), "")
+    encoding = locale.partition(".")[2].partition("@")[0]
+    if encoding and encoding.replace("-", "").lower() != "utf8":
+        found["LC_ALL"] = locale
+    return dict(sorted(found.items()))
+
+
+def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the start-up variables that two callers of one zygote have in common: all but what libraries set."""
+    found = startup_variables(environ)
+    return {name: value for name, value in found.items() if not _is_set_by_library(name, value)}
+
+
+def _is_set_by_library(name: str, value: str) -> bool:
+    values = SET_BY_LIBRARIES.get(name)
+    return values is not None and (not values or value in values)
+
+
+def one_name(python: str) -> str:
+    """Return the same name for all names of an interpreter in its directory: `python` is `python3` there.
+
+    The directory stays as it is: by it an interpreter knows its environment.
+    """
+    for name in ("python3", "python"):
+        beside = os.path.join(os.path.dirname(python), name)
+        with contextlib.suppress(OSError):
+            if os.path.samefile(python, beside):
+                return beside
+    return python
+
+
+class Interpreter(NamedTuple):
+    """An interpreter as a caller has it.
+
+    Attributes:
+        python: its path.
+        flags: its options.
+        environ: the caller's variables; those read at start, and a few every program expects, are passed on.
+        mounts: what it lies in, as `inside/mounts.py` takes it; none where its path is there anyway.
+        cgroups: directories of those that it starts in.
+        namespace: whether it has a user namespace of its own: not at all, where that is possible, or else it is not
+            started.
+    """
+
+    python: str
+    flags: Sequence[str]
+    environ: Mapping[str, str]
+    mounts: Sequence[Mapping[str, object]] = ()
+    cgroups: Sequence[str] = ()
+    namespace: Literal["", "wanted", "required"] = ""
+
+
+def zygote_process(
+    interpreter: Interpreter, preload: Sequence[str], *, channel_fd: int, log: int
+) -> subprocess.Popen[bytes]:
+    """Start a zygote in the user's interpreter.
+
+    The launcher that enters what contains it is ours alone: of the user's variables it gets none, since the loader of
+    libraries would read them.
+
+    Args:
+        interpreter: the user's.
+        preload: modules to import ahead.
+        channel_fd: its end of the channel to the agent.
+        log: descriptor for its stdout and stderr.
+
+    Raises:
+        OSError: the interpreter cannot be started.
+    """
+    if not interpreter.mounts:
+        _check_program(interpreter.python)  # the launcher could only say it in the log
+    arguments = [interpreter.python, *interpreter.flags, "-c", zygote_program(channel_fd, preload)]
+    environ = {**clean_variables(interpreter.environ), **startup_variables(interpreter.environ)}
+    plan = os.memfd_create("sgpu-plan", os.MFD_CLOEXEC)
+    try:
+        text = json.dumps(
+            {
+                "cgroups": list(interpreter.cgroups),
+                "namespace": interpreter.namespace,
+                "mounts": list(interpreter.mounts),
+                "argv": arguments,
+                "environ": environ,
+            }
+        )
+        with open(os.dup(plan), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.lseek(plan, 0, os.SEEK_SET)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", launcher_program(plan, channel_fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=clean_variables(os.environ),
+            pass_fds=(plan, channel_fd),
+            start_new_session=True,
+        )
+    finally:
+        os.close(plan)
+
+
+def _check_program(python: str) -> None:
+    if not stat.S_ISREG(os.stat(python).st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), python)
+    if not os.access(python, os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), python)
+
+
+def open_log(path: Path) -> int:
+    """Return a descriptor that appends to a log file of bounded size."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    bound_log(fd)
+    return fd
+
+
+def bound_log(fd: int) -> None:
+    """Start a log file anew when it has grown over 10 MB."""
+    if os.fstat(fd).st_size > LOG_BYTES_MAX:
+        os.ftruncate(fd, 0)

@@ -1,0 +1,449 @@
+"""The supervisor's side of a stem: starting ranks, stopping them, and turning what stem and ranks say into lifecycle
+events.
+
+Thin: it holds descriptors and sends messages; what to do when is decided in `model/lifecycle/attempt_lifecycle.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import SystemClock
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import (
+    Event,
+    Failure,
+    RankExecuting,
+    RankExited,
+    RankFailed,
+    RankReturned,
+    Reason,
+    StemLost,
+)
+from serverless_gpu.model.placement import share_of_cores, threads_per_rank
+from serverless_gpu.model.spec import Command
+from serverless_gpu.node.attempt.account import Account, write_text
+from serverless_gpu.node.base import disk_reserve
+from serverless_gpu.node.base.pool import in_pool
+from serverless_gpu.node.base.protocol import Context, Launch, original
+from serverless_gpu.node.inside import protocol as inside
+from serverless_gpu.node.inside.channel import Channel, close_all
+from serverless_gpu.node.inside.linux import descendants
+from serverless_gpu.node.inside.training_evidence import SWITCH
+from serverless_gpu.node.output.live import Viewer
+from serverless_gpu.node.output.logs import RankLog
+from serverless_gpu.node.processes.process_tree import (
+    Left,
+    MemoryWatch,
+    cgroup_empty,
+    cgroup_pids,
+    kill_cgroup,
+    left_in,
+    remove_cgroup,
+)
+from serverless_gpu.node.supervisor.rank_environment import STOP_FILE, Network, RankEnvironment, place_of
+from serverless_gpu.node.supervisor.ray_cluster import Cluster
+from serverless_gpu.units import format_bytes
+
+RESULT_BYTES_MAX = 16 << 30
+_HOLDS_AT_ONCE = 200  # a packet carries 253 descriptors at most
+_SENTENCE_CHARACTERS_MAX = 1_000
+_SENTENCES_MAX = 50
+_DETAIL_CHARACTERS_MAX = 10_000
+
+_FAILURE_REASONS = {
+    "exception": Reason.RANK_RAISED,
+    "system_exit": Reason.SYSTEM_EXIT,
+    "interrupt": Reason.RANK_INTERRUPTED,
+    "cancelled": Reason.RANK_CANCELLED,
+    "base": Reason.RANK_CANCELLED,
+    "result_too_large": Reason.RESULT_TOO_LARGE,
+    "result_unserialisable": Reason.RESULT_UNSERIALISABLE,
+    "result_storage": Reason.RESULT_STORAGE,
+    "engine_head_lost": Reason.ENGINE_HEAD_LOST,
+    "start_failed": Reason.START_FAILED,
+}
+_OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
+
+
+class Gang:
+    """All ranks of one attempt on this node.
+
+    Args:
+        launch: what to run.
+        channel: the socket to the stem.
+        account: where peaks and marks go.
+        context: what ranks take on, where that is not the caller's own.
+        checkpoints: directory of all runs' checkpoints.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        channel: Channel,
+        account: Account,
+        context: Context | None = None,
+        *,
+        checkpoints: str = "",
+    ) -> None:
+        self.launch = launch
+        self.context = context or launch.context
+        self.channel = channel
+        self.account = account
+        self.numbers = launch.numbers
+        self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
+        self.environment = RankEnvironment(launch, self.context, checkpoints)
+        self._stop_file = Path(launch.directory) / STOP_FILE
+        self._failed: set[int] = set()
+        self._alone: set[int] = set()  # those that trained and never met another rank
+        self.logs: dict[int, RankLog] = {}
+        self.pids: dict[int, int] = {}
+        self.devices: tuple[Device, ...] = ()  # by rank, once they are started
+        self.stacks: dict[int, int] = {}  # the descriptor in each rank that it writes its stacks to
+        self.on_said: Callable[[str], None] = lambda sentence: None  # a rank's own word for whoever watches
+        self._sentences_left = _SENTENCES_MAX
+        self._cluster: Cluster | None = None  # of Ray's
+        self.stem_pid = 0
+        self.stem_pidfd = -1
+        self.memory: MemoryWatch | None = None
+        self._cgroups: tuple[Path, ...] = ()
+        self._cgroup: Path | None = None  # the one by which all can be ended
+        self.proven = False  # the kernel has said that no process of the attempt is left
+
+    @property
+    def cgroup(self) -> Path | None:
+        """Return the directory of the cgroup by which all can be ended, or None."""
+        return self._cgroup
+
+    @property
+    def standby(self) -> bool:
+        """Return whether the stem has said that it is ready."""
+        return self.stem_pidfd >= 0
+
+    def hear(self) -> list[Event] | None:
+        """Take one message from the stem or a rank and return what it means; None when nobody is left to speak.
+
+        Raises:
+            OSError: the message cannot be taken.
+            ValueError: it cannot be understood.
+        """
+        received = self.channel.receive()
+        if received is None:
+            return None
+        close_all(received[1])
+        try:
+            return list(self._events(inside.decode(received[0])))
+        except (TypeError, OverflowError) as error:  # what should be a number is a list, or has a thousand digits
+            raise ValueError(str(error)) from None
+
+    def _events(self, message: inside.Message) -> Iterator[Event]:
+        match message.get("event"):
+            case "standby":
+                self._meet_stem(message)
+            case "forked":
+                pids = message.get("pids")
+                if isinstance(pids, dict):
+                    self.pids = {int(rank): int(pid) for rank, pid in pids.items()}
+            case "problem":
+                yield StemLost(detail=inside.text(message, "detail")[:_DETAIL_CHARACTERS_MAX])
+            case "exec":
+                self.stacks[self._rank(message)] = inside.integer(message, "stack")
+                yield RankExecuting(self._rank(message))
+            case "enter":
+                self.account.mark("enter", inside.integer(message, "at"))
+            case "returned":
+                self._alone |= {self._rank(message)} if message.get("alone") is True else set()
+                yield RankReturned(self._rank(message))
+            case "failed":
+                self._store(message)
+                failure = self._explained(_failure(self._rank(message), message))
+                self._failed.add(self._rank(message))
+                yield RankFailed(failure)
+            case "exited":
+                exited = self._exited(message)
+                if self._command is not None and exited.signal is None and exited.rank not in self._failed:
+                    yield _command_ended(exited.rank, message)
+                yield exited
+            case "say":
+                self._pass_on(inside.text(message, "text"), note=message.get("note") is True)
+            case "empty":
+                self.proven = True
+
+    def start(self, devices: Sequence[Device], network: Network, holds: tuple[int, ...], viewer: Viewer) -> None:
+        """Fork all ranks.
+
+        Args:
+            devices: one per rank of this node, in LOCAL_RANK order.
+            network: how they reach each other, and those on other nodes.
+            holds: lock descriptors the stem keeps until it ends.
+            viewer: who is shown what the ranks to be shown live write.
+
+        Raises:
+            NoDirectory: none can be made for the files of Ray.
+            OSError: the stem is gone, or no descriptors are left.
+        """
+        spec, directory = self.launch.spec, Path(self.launch.directory)
+        self.devices = tuple(devices)
+        self._cgroup_memory()
+        if spec.ray is not None:
+            self._cluster = Cluster(self.launch, devices, network)
+            holds = (*holds, self._cluster.fd)
+        for start in range(0, len(holds), _HOLDS_AT_ONCE):
+            self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])
+        for local, rank in enumerate(self.numbers):
+            shown = spec.ranks_log is None or rank in spec.ranks_log
+            log = self.logs[rank] = RankLog(rank, directory / "logs", viewer if shown else None, SystemClock())
+            environment = self.environment.of(local, devices, network)
+            self._say({"op": "rank", "rank": rank, "local_rank": local, "env": environment}, log.write_ends())
+            log.close_write_ends()
+        context = self.context
+        self._say(
+            {
+                "op": "go",
+                "directory": self.launch.directory,
+                "world_size": place_of(self.launch, 0).world_size,
+                "local_world_size": len(self.numbers),
+                "command": None if self._command is None else self._argv(self._command),
+                "result_bytes_max": RESULT_BYTES_MAX,
+                "umask": context.umask,
+                "descriptors_max": context.descriptors_max,
+                "cwd": original(context.cwd),
+                "argv": [original(argument) for argument in context.argv],
+                "sys_path": [original(path) for path in context.sys_path],
+                "packages": {name: original(file) for name, file in context.packages.items()},
+                "copies": {original(copy): original(directory) for copy, directory in context.copies.items()},
+                "threads": self._threads(),
+                "tracked": self.launch.spec.tracker is not None,
+                "fenced": in_pool(directory),
+                "ray": None if self._cluster is None else self._cluster.share(),
+            }
+        )
+        if self._cluster is not None and self._cluster.note:
+            self._pass_on(self._cluster.note, note=True)
+
+    def release(self) -> None:
+        """Let the ranks, which have all returned, exit."""
+        with contextlib.suppress(OSError):
+            self._say({"op": "release"})
+
+    def terminate(self, why: str) -> None:
+        """Ask every rank to end; one that returns after that, its checkpoint saved, need not wait for the others.
+
+        Args:
+            why: what ranks are told, durable enough for them before the signal comes: a file, for a variable cannot be
+                set in a process that runs, and commands read it, too.
+        """
+        try:
+            write_text(self._stop_file, f"{why}\n")
+        except OSError as error:
+            self.account.notes.append(f"ranks could not be told why they were to stop: {error.strerror}")
+        self.release()
+        self.signal(signal.SIGTERM, self.numbers)
+
+    def signal(self, number: int, ranks: Collection[int]) -> None:
+        """Have a signal sent to those of some ranks that have not ended; nothing where there are none."""
+        with contextlib.suppress(OSError):
+            if ranks:
+                self._say({"op": "signal", "signal": int(number), "ranks": list(ranks)})
+
+    def kill(self) -> None:
+        """End everything below the stem, and the stem."""
+        if self._cgroup is not None:
+            kill_cgroup(self._cgroup)
+            return
+        with contextlib.suppress(OSError):
+            self._say({"op": "kill"})
+
+    def empty(self) -> bool:
+        """Return whether there is nothing left to wait for; `proven` says whether it is known that nothing is left."""
+        if not self.standby:
+            self.proven = True
+        elif self._cgroup is not None:
+            self.proven = cgroup_empty(self._cgroup)
+        elif self._stem_gone():
+            self._hear_the_rest()
+            return True
+        return self.proven
+
+    def left(self) -> tuple[Left, ...]:
+        """Return processes of the attempt that are still there."""
+        return left_in(self._cgroup, [*self.pids.values(), *descendants(self.stem_pid)] if self.stem_pid else [])
+
+    def processes(self) -> set[int]:
+        """Return the pids of the attempt's processes on this node, as far as they are known."""
+        known = {*self.pids.values(), *(descendants(self.stem_pid) if self.stem_pid else ())}
+        return known if self._cgroup is None else known.union(cgroup_pids(self._cgroup))
+
+    @property
+    def behind(self) -> bool:
+        """Return whether `tend` has something to say soon."""
+        return any(log.behind for log in self.logs.values())
+
+    def tend(self) -> None:
+        """Do for the logs what no descriptor announces."""
+        for log in self.logs.values():
+            log.tend()
+
+    def out_of_memory(self) -> bool:
+        """Return whether the kernel ended a process of this attempt for memory."""
+        return self.memory is not None and self.memory.out_of_memory()
+
+    def close(self) -> None:
+        """Take the last output, and close everything."""
+        for log in self.logs.values():
+            log.close()
+        if self.memory is not None:
+            self.account.peak_bytes = self.memory.peak_bytes()
+            self.memory.close()
+        for path in self._cgroups:
+            remove_cgroup(path)
+        if self._alone.issuperset(self.numbers):
+            count = place_of(self.launch, 0).world_size
+            self.account.notes.append(
+                f"its {count} ranks trained, and none has met another one (no process group, Ray or MPI): {count} "
+                f"models. Where that is meant, {SWITCH}=0 leaves this out"
+            )
+        if self._cluster is not None:
+            note = self._cluster.close()
+            self.account.notes += [note] if note else []
+        if self.stem_pidfd >= 0:
+            os.close(self.stem_pidfd)
+        self.channel.close()
+
+    def _meet_stem(self, message: inside.Message) -> None:
+        if message.get("version") != inside.VERSION:
+            raise ValueError(f"the stem speaks version {message.get('version')}, this supervisor {inside.VERSION}")
+        self.stem_pid = inside.integer(message, "pid")
+        self.stem_pidfd = os.pidfd_open(self.stem_pid)
+        self._cgroups = tuple(Path(path) for path in inside.strings(message, "cgroups"))
+        self._cgroup = next((path for path in self._cgroups if (path / "cgroup.kill").exists()), None)
+        self.account.mark("stem")
+
+    def _pass_on(self, text: str, *, note: bool) -> None:
+        """Tell whoever watches what a rank says of the run, in a line; with a note the receipt says it, too."""
+        if self._sentences_left > 0:
+            self._sentences_left -= 1
+            sentence = "".join(c if c.isprintable() else " " for c in text[:_SENTENCE_CHARACTERS_MAX]).strip()
+            self.on_said(sentence)
+            self.account.notes += [sentence] if note else []
+
+    def _cgroup_memory(self) -> None:
+        self.memory = MemoryWatch(self._cgroup, self.stem_pid, self.launch.spec.resources.memory_bytes)
+        if self.memory.note:
+            self.account.notes.append(self.memory.note)
+
+    def _argv(self, command: Command) -> list[str]:
+        """Return the program; the caller's interpreter is that of a restored environment, where there is one."""
+        program, *arguments = command.argv
+        is_callers = program == original(self.launch.context.python)
+        return [original(self.context.python) if is_callers else program, *arguments]
+
+    def _threads(self) -> int:
+        launch = self.launch
+        share = share_of_cores(len(os.sched_getaffinity(0)), launch.world_size, launch.of_type)
+        # Whoever drives Ray waits for it mostly; what it computes itself may use what the run has.
+        return threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
+
+    def _exited(self, message: inside.Message) -> RankExited:
+        rank, status = self._rank(message), inside.integer(message, "status")
+        self.account.peaks[rank] = inside.integer(message, "peak")
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        killed_for_memory = number == signal.SIGKILL and self.out_of_memory()
+        if killed_for_memory:
+            return RankExited(rank=rank, signal=number, out_of_memory=True, detail=self.memory_text())
+        detail = f"exited with code {os.WEXITSTATUS(status)}" if number is None else f"ended by {signal_name(number)}"
+        return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
+
+    def _rank(self, message: inside.Message) -> int:
+        """Return which of the run's ranks a message is about.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        rank = inside.integer(message, "rank")
+        if rank not in self.numbers:
+            raise ValueError(f"there is no rank {rank}")
+        return rank
+
+    def _store(self, message: inside.Message) -> None:
+        """Write what a rank raised and could not write itself, for the disk is full; never looked into."""
+        rank, unstored = self._rank(message), message.get("unstored")
+        for ending, text in unstored.items() if isinstance(unstored, dict) else ():
+            if ending in inside.UNSTORED and isinstance(text, str):
+                path = Path(self.launch.directory, "failures", f"{rank}.{ending}")
+                with contextlib.suppress(OSError, ValueError):
+                    disk_reserve.write(path, base64.b64decode(text), Path(self.launch.directory))
+
+    def _explained(self, failure: Failure) -> Failure:
+        """Return a rank's failure as what is known on this side makes of it."""
+        if failure.reason is Reason.START_FAILED and self.stacks:  # user code has begun, whatever the rank says
+            failure = msgspec.structs.replace(failure, reason=Reason.ENGINE_HEAD_LOST)
+        if failure.reason in _OF_A_CLUSTER and self.out_of_memory():
+            return msgspec.structs.replace(failure, reason=Reason.HOST_OOM, detail=self.memory_text())
+        return failure
+
+    def memory_text(self) -> str:
+        """Return what is known about an end for memory, to follow "was" or "were"."""
+        limit = self.launch.spec.resources.memory_bytes
+        peak = self.memory.peak_bytes() if self.memory is not None else None
+        parts = [f"limit {format_bytes(limit)}"] if limit is not None else []
+        parts += [f"peak {format_bytes(peak)}"] if peak is not None else []
+        return f"ended by the kernel because host memory ran out{' (' + ', '.join(parts) + ')' if parts else ''}"
+
+    def _hear_the_rest(self) -> None:
+        """Take what the stem said last; somebody who got away may hold the socket open, so without waiting."""
+        self.channel.sock.setblocking(False)
+        with contextlib.suppress(OSError, ValueError):
+            while self.hear() is not None:
+                pass
+
+    def _stem_gone(self) -> bool:
+        poll = select.poll()
+        poll.register(self.stem_pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _say(self, message: inside.Message, fds: tuple[int, ...] = ()) -> None:
+        self.channel.send(inside.encode(message), fds)
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, for example ``SIGSEGV``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _command_ended(rank: int, message: inside.Message) -> RankReturned | RankFailed:
+    code = os.WEXITSTATUS(inside.integer(message, "status"))
+    if code == 0:
+        return RankReturned(rank)
+    detail = f"exited with code {code}"
+    at_ns = inside.integer(message, "at")
+    return RankFailed(Failure(rank=rank, reason=Reason.COMMAND_FAILED, at_ns=at_ns, exit_code=code, detail=detail))
+
+
+def _failure(rank: int, message: inside.Message) -> Failure:
+    record = message.get("failure")
+    fields: dict[str, object] = record if isinstance(record, dict) else {}
+    reason = _FAILURE_REASONS.get(str(fields.get("kind")), Reason.RANK_RAISED)
+    if fields.get("gpu_oom") is True:
+        reason = Reason.GPU_OOM
+    detail = f"{fields.get('type', 'exception')}: {fields.get('message', '')}"
+    if reason in _OF_A_CLUSTER:
+        detail = str(fields.get("message", ""))
+    return Failure(
+        rank=rank,
+        reason=reason,
+        at_ns=inside.integer(message, "at"),
+        peer_lost=fields.get("peer_lost") is True,
+        detail=detail[:_DETAIL_CHARACTERS_MAX],
+    )

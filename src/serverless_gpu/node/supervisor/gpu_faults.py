@@ -1,0 +1,221 @@
+"""GPUs that fail, as the kernel's log tells of them: what is done on this node, at once.
+
+    kernel_log ─▶ model/xid ─▶ Fault ─┬─ ends the attempt that has the GPU     AttemptFaults, in its supervisor
+                                      ├─ quarantine, kept over a restart of ours, not lifted before the next boot
+                                      └─ a hit, where it is the user's own code: principals are counted
+
+    NodeFaults, in agent and uplink, reads the whole log: what fails while nobody has it is not lent either.
+
+Both may see the same line; who comes second finds the note written and leaves it. A note that somebody has lifted since
+the line was written (a GPU that was reset) stays lifted.
+
+Failure cases: the log cannot be read (nothing is known: `problem`, said by the doctor); the lock directory cannot be
+written (the attempt ends all the same, and the GPU is refused by whoever looks at it next, if it does not answer).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.errors import InvalidValue, StorageError
+from serverless_gpu.model.hardware import xid
+from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware.xid import ENDS_A_RUN, QUARANTINES, Fault, Hit, Kind
+from serverless_gpu.model.lifecycle.attempt import Attempt, GpuFailed, Reason, State
+from serverless_gpu.node.attempt.server_attempt import read_remote
+from serverless_gpu.node.base.configuration import read_configuration
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.protocol import Launch
+from serverless_gpu.node.devices.gpu_gate import Verdict
+from serverless_gpu.node.devices.kernel_log import AGAIN_S, KernelLog, Line, log_of
+from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.devices.xid_history import note_hit, read_hits
+
+_USERS_OWN = frozenset(
+    {Reason.RANK_RAISED, Reason.RANK_SIGNAL, Reason.NO_RESULT, Reason.COMMAND_FAILED, Reason.GPU_OOM}
+)
+
+
+class AttemptFaults:
+    """What the driver says of the GPUs of one attempt.
+
+    Args:
+        launch: the attempt.
+        home: the home directory.
+        clock: where time comes from.
+        notes: sentences for the receipt; added to.
+
+    Attributes:
+        hint: what a failure of user code is most likely about, or "".
+    """
+
+    def __init__(self, launch: Launch, home: Home, clock: Clock, notes: list[str]) -> None:
+        self.hint = ""
+        self._launch = launch
+        self._home = home
+        self._clock = clock
+        self._notes = notes
+        kind = launch.candidates[0].kind
+        watched = kind is not DeviceKind.CPU
+        self._kind = kind
+        self._log = KernelLog(log_of(kind, home.root), clock) if watched else None
+        self._told: dict[tuple[str, int], Fault] = {}
+
+    @property
+    def fd(self) -> int | None:
+        """Return a descriptor that says when there is more to hear."""
+        return None if self._log is None else self._log.fd
+
+    @property
+    def pause_s(self) -> float:
+        """Return how long to wait at most before it is asked again, in seconds."""
+        return AGAIN_S if self._kind is DeviceKind.FAKE else math.inf
+
+    def hear(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
+        """Take everything that is new; what cannot wait is done.
+
+        Args:
+            attempt: as it is.
+            devices: those that it has.
+
+        Returns:
+            What ends it.
+        """
+        if self._log is None:
+            return []
+        events: list[GpuFailed] = []
+        for line, fault in faults_of(self._log.lines(), devices, self._home):
+            if (fault.uuid, fault.number) in self._told:
+                continue  # the driver likes to say it again
+            self._told[fault.uuid, fault.number] = fault
+            if fault.kind is Kind.USER:
+                self._hit(attempt, fault)
+            elif fault.kind is not Kind.OTHER:
+                self._notes.append(fault.sentence)
+                quarantine(self._kind, self._home, fault, line, self._clock)
+            if fault.kind in ENDS_A_RUN:
+                events.append(GpuFailed(fault.sentence))
+        return events
+
+    def verdicts(self, devices: Iterable[Device]) -> dict[str, Verdict]:
+        """Return the devices that need no look to be known as not fit to be lent."""
+        broken = {fault.uuid: fault for fault in self._told.values() if fault.kind in QUARANTINES}
+        return {device.uuid: Verdict(False, broken[device.uuid].what) for device in devices if device.uuid in broken}
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._log is not None:
+            self._log.close()
+
+    def _hit(self, attempt: Attempt, fault: Fault) -> None:
+        """Note that user code failed on a GPU; what comes while ranks are ended for something else says nothing."""
+        if attempt.state is not State.RUNNING and attempt.reason not in _USERS_OWN:
+            return
+        self.hint = self.hint or f"{fault.sentence}: {xid.HINT}"
+        self._notes.append(f"{fault.sentence}: {xid.HINT}")
+        remote = read_remote(Path(self._launch.directory))
+        who = (remote.owner if remote is not None else "") or _user()
+        with contextlib.suppress(StorageError):
+            hit = Hit(principal=who, number=fault.number, at_ns=self._clock.wall_ns())
+            note_hit(lock_directory(self._kind, self._home.root), fault.uuid, hit)
+
+
+class NodeFaults:
+    """What the driver says of any GPU of this node, since its boot.
+
+    Args:
+        home: the home directory.
+        clock: where time comes from.
+    """
+
+    def __init__(self, home: Home, clock: Clock) -> None:
+        self._home = home
+        self._clock = clock
+        self._logs: dict[DeviceKind, KernelLog] = {}
+        self._known: dict[str, Device] = {}
+
+    def look(self, devices: Iterable[Device]) -> None:
+        """Have GPUs that failed not be lent any more.
+
+        Args:
+            devices: those that are there now; one that fell off the bus is known by what it was.
+        """
+        self._known |= {device.uuid: device for device in devices if device.kind is not DeviceKind.CPU}
+        for kind in {device.kind for device in self._known.values()}:
+            if kind not in self._logs:
+                self._logs[kind] = KernelLog(log_of(kind, self._home.root), self._clock, past=True)
+            own = [device for device in self._known.values() if device.kind is kind]
+            for line, fault in faults_of(self._logs[kind].lines(), own, self._home):
+                quarantine(kind, self._home, fault, line, self._clock)
+
+    def findings(self) -> tuple[str, ...]:
+        """Return what a person should know of the GPUs, a sentence each."""
+        found: list[str] = []
+        for kind in {device.kind for device in self._known.values()}:
+            with contextlib.suppress(StorageError):
+                found += suspects(lock_directory(kind, self._home.root), self._known, self._clock.wall_ns())
+        return tuple(found)
+
+
+def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
+    """Return which GPUs are suspected of being broken though nothing but user code failed on them, a sentence each.
+
+    Args:
+        directory: of the locks.
+        uuids: the GPUs.
+        now_ns: nanoseconds since 1970.
+
+    Raises:
+        StorageError: the lock directory cannot be used.
+    """
+    hits = read_hits(directory, uuids)
+    said = {uuid: xid.suspicion(of_one, now_ns) for uuid, of_one in hits.items()}
+    return [f"{uuid}: {why}" for uuid, why in said.items() if why]
+
+
+def faults_of(lines: Iterable[Line], devices: Sequence[Device], home: Home) -> Iterable[tuple[Line, Fault]]:
+    """Yield the Xids of these devices, as this node takes them.
+
+    Args:
+        lines: of the kernel's log.
+        devices: the devices.
+        home: where the node's own table of Xids is.
+    """
+    by_address = {device.pci: device.uuid for device in devices if device.pci}
+    own: Mapping[int, Kind] | None = None
+    for line in lines:
+        said = xid.read(line.text)
+        if said is None or said.pci not in by_address:
+            continue
+        if own is None:
+            own = {}
+            with contextlib.suppress(InvalidValue):  # whoever asks for devices is told what is wrong with it
+                own = read_configuration(home).xids
+        yield line, xid.fault(said, by_address[said.pci], own)
+
+
+def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: Line, clock: Clock) -> None:
+    """Keep a GPU that failed from being lent, unless it was noted, or lifted, after the line was written."""
+    if fault.kind not in QUARANTINES:
+        return
+    with contextlib.suppress(StorageError):
+        locks = _locks(kind, home, clock)
+        if locks.noted_ns(fault.uuid) < line.at_ns:
+            locks.quarantine(fault.uuid, fault.what, fault=fault.kind)
+
+
+def _locks(kind: DeviceKind, home: Home, clock: Clock) -> DeviceLocks:
+    return DeviceLocks(lock_directory(kind, home.root), clock=clock)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"

@@ -1,0 +1,314 @@
+"""The supervisor's line to the node's monitor: what it is told of an attempt, and what it says.
+
+    supervisor ──Observe, Ranks, Ending, Settled──▶ monitor      said again, in this order, to one that was started anew
+               ◀──Tracked, Untracked, Seen, Said───
+
+Nothing here blocks: a monitor that is not there yet, hangs or dies costs an attempt what it would have seen, nothing
+else. The start of a function's ranks waits for nothing: one that imports `mlflow` finds out by itself where the run is
+tracked (`inside/`). A program, in which nothing of ours runs, waits for that a little, since its environment cannot be
+changed later, and longer while the home's own MLflow server starts; so does a Ray cluster, for its workers' sake. The
+receipt of a run that was over before it was known waits for a blink: outcome and devices are with their owners by then.
+
+Failure cases: no monitor (asked for again, at most every two seconds; an attempt that is over before it is there, as
+the first one of a home may be, is left in its backlog); it dies (the next one hears everything again,
+and writes on in the same files); it does not read (what is to be said is kept, it is little); it talks nonsense (left
+alone for two seconds).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.gangs.crew import world_size
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.receipt import DeviceUse
+from serverless_gpu.model.spec import Command
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.protocol import Launch, original
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.inside.mlflow import job
+from serverless_gpu.node.monitor import messages
+from serverless_gpu.node.monitor.backlog import Backlog, origin_of
+
+_FIRST_NS = 100_000_000
+_AGAIN_NS = 2_000_000_000
+LINK_NS = 200_000_000
+"""How long after an attempt began its receipt waits for where it is tracked."""
+COMMAND_NS = 2_000_000_000
+"""How long a program or a Ray cluster does, unless it is known that the tracker does not answer."""
+SERVER_NS = 10_000_000_000
+"""How long a program does while the home's own MLflow server starts."""
+_STARTING = "the home's MLflow server starts; {} waits for it up to 10 s"
+_STARTED_LATE = "the home's MLflow server was still starting: the run will be in it, see `sgpu mlflow`"
+_FOR_GOOD = "; this run is not tracked"
+_KEPT = "what the node recorded is kept, and sent once MLflow answers (for 24 h)"
+_SILENT = "MLflow had not answered yet: the run will be in it once it does, see `sgpu show`"
+
+
+class Observation:
+    """One attempt, as the monitor sees it.
+
+    Args:
+        launch: the attempt.
+        sockets: where the monitor listens.
+        clock: where time comes from.
+        selector: the supervisor's; what the monitor says is heard there.
+        tell: takes a message for whoever watches the run.
+
+    Attributes:
+        tracked: where the run is tracked, once that is known.
+        uses: what the devices did, as far as was seen.
+        notes: sentences for the receipt.
+        on_seen: called with whether any device worked, whenever that was looked at.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        sockets: Path,
+        clock: Clock,
+        selector: selectors.BaseSelector,
+        tell: Callable[[protocol.Message], None],
+    ) -> None:
+        self.tracked: messages.Tracked | None = None
+        self.uses: tuple[DeviceUse, ...] = ()
+        self.notes: list[str] = []
+        self.on_seen: Callable[[bool], None] = lambda busy: None
+        self._launch = launch
+        self._path = messages.monitor_socket(sockets)
+        self._clock = clock
+        self._selector = selector
+        self._tell = tell
+        self._said: list[messages.Word] = []
+        self._pending: deque[messages.Word] = deque()
+        self._channel: Channel | None = None
+        self._untracked: messages.Untracked | None = None
+        self._began_ns = clock.boottime_ns()
+        self._pause_ns = _FIRST_NS
+        self._again_ns = 0
+        self._told_waiting = False
+
+    # --- what the supervisor says --------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Have the attempt observed."""
+        launch = self._launch
+        self._began_ns = self._clock.boottime_ns()
+        self._say(
+            messages.Observe(
+                run_id=launch.run_id,
+                fence=launch.fence,
+                directory=launch.directory,
+                spec=launch.spec,
+                world_size=world_size(launch.all_crews),
+                node_rank=launch.crew,
+                num_nodes=len(launch.all_crews),
+                python=original(launch.context.python),
+                environ=messages.tracking_variables(launch.context.environ),
+                environment="live" if launch.environment is None else f"snapshot {launch.environment.snapshot}",
+                called_ns=launch.called_ns,
+            )
+        )
+
+    def ranks(self, devices: tuple[Device, ...], pids: Mapping[int, int], cgroup: Path | None) -> None:
+        """Say which processes have which devices."""
+        self._say(messages.Ranks(devices=devices, pids=dict(pids), cgroup="" if cgroup is None else str(cgroup)))
+
+    def linger(self) -> None:
+        """Hear the last there is, and wait for a blink where a short attempt was over before it was tracked."""
+        self.hear()
+        until_ns = self._began_ns + LINK_NS
+        while self._is_undecided and (left_ns := until_ns - self._clock.boottime_ns()) > 0:
+            assert self._channel is not None
+            if not select.select([self._channel.sock], [], [], left_ns / 1e9)[0]:
+                return
+            self.hear()
+
+    def ending(self, state: State, reason: Reason, sentence: str) -> None:
+        """Say how the attempt ended; its files are written."""
+        self._say(messages.Ending(state=state, reason=reason, sentence=sentence))
+
+    def settled(self, backlog: Path) -> None:
+        """Say that the receipt is written, and hang up.
+
+        Args:
+            backlog: where it is left for the next monitor that the attempt is to be tracked, if none has heard of it.
+        """
+        self._say(messages.Settled())
+        self.close()
+        observe = self._said[0]
+        is_heard_of = Path(self._launch.directory, job.FILE).exists()
+        if self._launch.spec.tracker is None or is_heard_of or not isinstance(observe, messages.Observe):
+            return
+        with contextlib.suppress(OSError):
+            Backlog(backlog, self._clock).leave(observe, origin_of(observe, self._clock))
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._channel is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self._channel.sock)
+            self._channel.close()
+            self._channel = None
+
+    # --- what it asks --------------------------------------------------------------------------------------------
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Return the variables with which an MLflow in a rank finds its run."""
+        return {} if self.tracked is None else self.tracked.environ
+
+    @property
+    def url(self) -> str:
+        """Return what a person opens, or ""."""
+        return "" if self.tracked is None else self.tracked.url
+
+    @property
+    def told(self) -> protocol.Tracked | None:
+        """Return what watchers were told about where the run is tracked."""
+        tracked = self.tracked
+        return None if tracked is None else protocol.Tracked(run_id=tracked.run_id, url=tracked.url)
+
+    @property
+    def hold_ns(self) -> int | None:
+        """Return until when ranks wait for where they are tracked, or None once they need not."""
+        until_ns = self._began_ns + self._patience_ns()
+        return until_ns if self._clock.boottime_ns() < until_ns else None
+
+    @property
+    def wake_ns(self) -> int | None:
+        """Return when `tend` has something to do, or None while that is for the monitor to say."""
+        return self._again_ns if self._channel is None and self._said else None
+
+    def receipt_notes(self) -> list[str]:
+        """Return what a receipt says of all this beside the link."""
+        missing = self._missing()
+        return [*self.notes, missing] if missing else self.notes
+
+    def _missing(self) -> str:
+        """Return why there is no link, and what becomes of the run; "" where there is one, or is to be none."""
+        untracked = self._untracked
+        if self.tracked is not None or self._launch.spec.tracker is None:
+            return ""
+        if untracked is None:
+            return _SILENT
+        if untracked.is_starting:
+            return _STARTED_LATE
+        if untracked.final:
+            return f"{untracked.sentence}{_FOR_GOOD}" if untracked.sentence else ""
+        return f"{untracked.sentence}; {_KEPT}"
+
+    @property
+    def _is_undecided(self) -> bool:
+        is_told = self.tracked is not None or self._untracked is not None
+        return self._launch.spec.tracker is not None and self._channel is not None and not is_told
+
+    def _patience_ns(self) -> int:
+        tracker, untracked = self._launch.spec.tracker, self._untracked
+        if tracker is None or self.tracked is not None or (untracked is not None and untracked.final):
+            return 0
+        # Processes in which nothing of ours finds out by itself: what they are told at their start is all they know.
+        is_told_once = isinstance(self._launch.spec.payload, Command) or self._launch.spec.ray is not None
+        if untracked is not None:
+            return SERVER_NS if is_told_once and untracked.is_starting else 0
+        return COMMAND_NS if is_told_once else 0
+
+    # --- the line ------------------------------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Connect where there is no connection, and say what could not be said before."""
+        if self._channel is None and self._said and self._clock.boottime_ns() >= self._again_ns:
+            self._connect()
+        elif self._pending:
+            self._flush()
+
+    def hear(self) -> None:
+        """Take everything the monitor has said."""
+        while self._channel is not None:
+            try:
+                word = messages.hear(self._channel)
+            except BlockingIOError:
+                return
+            except (OSError, msgspec.MsgspecError):
+                word = None
+            if word is None:
+                self._lose()
+                return
+            self._pause_ns = _AGAIN_NS
+            self._understand(word)
+
+    def _understand(self, word: messages.AnyWord) -> None:
+        match word:
+            case messages.Tracked() if self.tracked is None:
+                self.tracked, self._untracked = word, None
+                self._tell(protocol.Tracked(run_id=word.run_id, url=word.url))
+            case messages.Untracked(sentence=sentence, final=final) if self.tracked is None:
+                if final and sentence and (self._untracked is None or not self._untracked.final):
+                    self._tell(protocol.Waiting(sentence=f"{sentence}{_FOR_GOOD}"))
+                self._untracked = word
+                if self._patience_ns() == SERVER_NS and not self._told_waiting:
+                    self._told_waiting = True
+                    who = "the program" if isinstance(self._launch.spec.payload, Command) else "the Ray cluster"
+                    self._tell(protocol.Waiting(sentence=_STARTING.format(who)))
+            case messages.Seen(uses=uses, busy=busy):
+                self.uses = uses
+                self.on_seen(busy)
+            case messages.Said(sentence=sentence, note=note):
+                self._tell(protocol.Waiting(sentence=sentence))
+                if note:
+                    self.notes.append(sentence)
+            case _:
+                pass
+
+    def _say(self, word: messages.Word) -> None:
+        self._said.append(word)
+        if self._channel is None:
+            self.tend()
+            return
+        self._pending.append(word)
+        self._flush()
+
+    def _connect(self) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        try:
+            sock.connect(str(self._path))
+        except OSError:
+            sock.close()
+            self._wait()
+            return
+        self._channel = Channel(sock)
+        self._selector.register(sock, selectors.EVENT_READ, self.hear)
+        self._pending = deque(self._said)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._channel is not None and self._pending:
+            try:
+                messages.say(self._channel, self._pending[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.hear()  # its last words
+                self._lose()
+                return
+            self._pending.popleft()
+
+    def _lose(self) -> None:
+        if self._channel is not None:
+            self.close()
+            self._wait()
+
+    def _wait(self) -> None:
+        self._again_ns = self._clock.boottime_ns() + self._pause_ns
+        self._pause_ns = min(2 * self._pause_ns, _AGAIN_NS)

@@ -1,0 +1,58 @@
+"""The wait for the last process of an attempt that was killed: told when it takes long, and over in any case.
+
+A process that the kernel cannot end (D state) must not keep a run from its end; its devices are another matter, and who
+gives them back looks at what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.node.supervisor.attempt_result import left_text
+from serverless_gpu.node.supervisor.gang import Gang
+
+LOOK_S = 0.002
+"""Between two looks at a tree that is being ended."""
+_LIMIT_S = 60.0
+_TOLD_S = 10.0
+
+
+class Emptying:
+    """Whether anything is left of an attempt.
+
+    Args:
+        clock: where time comes from.
+        say: called with a sentence for whoever watches the run.
+
+    Attributes:
+        since_ns: when it was killed, or None.
+    """
+
+    def __init__(self, clock: Clock, say: Callable[[str], None]) -> None:
+        self.since_ns: int | None = None
+        self._clock = clock
+        self._say = say
+        self._told = False
+
+    def begin(self, gang: Gang | None) -> int:
+        """Kill what there is; return when that was."""
+        self.since_ns = self._clock.boottime_ns()
+        if gang is not None:
+            gang.kill()
+        return self.since_ns
+
+    def is_over(self, gang: Gang | None) -> bool:
+        """Return whether nothing is left that would be waited for.
+
+        Args:
+            gang: what was killed.
+        """
+        assert self.since_ns is not None
+        waited_s = (self._clock.boottime_ns() - self.since_ns) / 1e9
+        if gang is None or gang.empty() or waited_s > _LIMIT_S:
+            return True
+        if waited_s > _TOLD_S and not self._told:
+            self._told = True
+            self._say(f"{left_text(gang.left())} does not end, though it was killed")
+        return False

@@ -1,0 +1,143 @@
+"""What is in a rank's environment, from the weakest to the strongest: presets, the caller's variables and secrets,
+where the run is tracked, and who the rank is.
+
+Secrets go from their files to the ranks, and are kept nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from serverless_gpu.model.gangs.crew import rank_places
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.placement import (
+    NODE_COMMAND_PRESETS,
+    TRACKED_PRESETS,
+    RankPlace,
+    default_variables,
+    node_variables,
+    rank_variables,
+)
+from serverless_gpu.model.secrets import DIRECTORY, Delivered
+from serverless_gpu.model.spec import Command
+from serverless_gpu.node.base.protocol import Context, Launch, original
+
+STOP_FILE = "stop_reason"
+PROCESS_GROUP = "SGPU_PROCESS_GROUP"
+
+
+class Network(NamedTuple):
+    """How the ranks of a node reach those of the others.
+
+    Attributes:
+        master: address and port of rank 0's rendezvous.
+        address: where the others reach this node.
+        variables: what says by which interface, unless the caller did.
+    """
+
+    master: tuple[str, int]
+    address: str = "127.0.0.1"
+    variables: Mapping[str, str] = {}
+
+
+def place_of(launch: Launch, local: int) -> RankPlace:
+    """Return where a process of the user's stands in its gang.
+
+    A driver of Ray is alone: no other process of the gang has a rank.
+
+    Args:
+        launch: the attempt.
+        local: the process's number among the node's; of a command that runs once per node, 0.
+    """
+    if launch.spec.ray is None:
+        return rank_places(launch.all_crews, launch.crew)[local]
+    nodes = len(launch.all_crews)
+    return RankPlace(rank=0, local_rank=0, node_rank=launch.crew, world_size=1, local_world_size=1, num_nodes=nodes)
+
+
+class RankEnvironment:
+    """The variables of one attempt's ranks on this node.
+
+    Args:
+        launch: what to run.
+        context: what ranks take on.
+        checkpoints: directory of all runs' checkpoints, or "".
+
+    Attributes:
+        tracked: variables with which an MLflow in a rank finds its run.
+    """
+
+    def __init__(self, launch: Launch, context: Context, checkpoints: str = "") -> None:
+        self.tracked: Mapping[str, str] = {}
+        self._launch = launch
+        self._context = context
+        self._checkpoints = checkpoints
+        self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
+
+    def of(self, local: int, devices: Sequence[Device], network: Network) -> dict[str, str]:
+        """Return the variables of one rank.
+
+        Args:
+            local: its number among the node's.
+            devices: all of the attempt's on this node, in LOCAL_RANK order.
+            network: how it reaches the others.
+
+        Raises:
+            OSError: a secret cannot be read.
+        """
+        launch = self._launch
+        per_node = self._command is not None and self._command.per == "node"
+        own = self._variables(place_of(launch, local), devices, network, per_node=per_node)
+        presets = NODE_COMMAND_PRESETS if per_node else {}
+        if launch.spec.tracker is not None:
+            presets = {**presets, **TRACKED_PRESETS}
+        weak = {**default_variables(devices), **presets, **network.variables}
+        return {**weak, **self._callers(), **self.tracked, **own, **self._places()}
+
+    def _variables(
+        self, place: RankPlace, devices: Sequence[Device], network: Network, *, per_node: bool
+    ) -> dict[str, str]:
+        run_id, fence, master = self._launch.run_id, self._launch.fence, network.master
+        if not per_node:
+            return rank_variables(place, devices=devices, run_id=run_id, fence=fence, master=master)
+        return node_variables(
+            place, devices=devices, run_id=run_id, fence=fence, master=master, address=network.address
+        )
+
+    def _places(self) -> dict[str, str]:
+        """Return where a rank finds what is the attempt's: why it is to stop, checkpoints, process group, secrets."""
+        launch = self._launch
+        places = {"SGPU_STOP_FILE": str(Path(launch.directory) / STOP_FILE)}
+        if self._checkpoints:
+            places["SGPU_CHECKPOINT_DIR"] = f"{self._checkpoints}/{launch.run_id}/{launch.fence}"
+        if self._command is not None:
+            places["CODE_SOURCE_PATH"] = original(self._context.cwd)
+        if launch.spec.init is not None:
+            places[PROCESS_GROUP] = launch.spec.init
+        if launch.secrets is not None:
+            places[DIRECTORY] = launch.secrets.directory
+        return places
+
+    def _callers(self) -> dict[str, str]:
+        caller = {original(name): original(value) for name, value in self._context.environ.items()}
+        caller.pop(PROCESS_GROUP, None)  # of the rank that makes this call
+        caller |= _secret_variables(self._launch.secrets)
+        if self._command is not None:
+            caller["PATH"] = program_path(caller.get("PATH", os.defpath), original(self._context.python))
+        return caller
+
+
+def _secret_variables(secrets: Delivered | None) -> dict[str, str]:
+    if secrets is None:
+        return {}
+    place = Path(secrets.directory)
+    return {variable: os.fsdecode((place / name).read_bytes()) for name, variable in secrets.variables.items()}
+
+
+def program_path(path: str, python: str) -> str:
+    """Return a PATH on which the environment's own programs are found, activated or not: `python`, `torchrun`."""
+    own = os.path.dirname(python)
+    return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"

@@ -1,0 +1,303 @@
+"""The supervisor's part of a run's private Ray cluster: what a node offers to it, and a directory that goes with it.
+
+    supervisor ─ Cluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/directory.py`)
+               ├─ share ─▶ "go" ─▶ the rank that makes the node's part of the cluster (`inside/raycluster/`)
+               └─ close, when no process is left: logs kept in the attempt (`ray_logs.py`), directory removed
+    agent ─ Sweeper ─▶ what nobody holds: a clean process removes it
+
+The flock says that the run goes on, whoever of it is left: supervisor and stem hold it, nothing of the user's does. It
+also keeps systemd-tmpfiles away from a run of many days.
+
+Failure cases: no room in /tmp (the run does not start, and says so); supervisor and stem are killed at once (the agent
+sweeps, at its next look, the next agent, or another home's of the same user); the sweeper is faster than a supervisor
+that has just made its directory (another name is tried); a directory that cannot be removed (left after a few tries).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.model.hardware.gpu_types import CPU, Device
+from serverless_gpu.model.placement import share_of_cores
+from serverless_gpu.model.ray_cluster import RayCluster, cluster_cpus, object_store_bytes, part_of_shared, store_note
+from serverless_gpu.node.attempt.account import write_text
+from serverless_gpu.node.attempt.ray_logs import save_logs
+from serverless_gpu.node.base.lock_files import is_taken
+from serverless_gpu.node.base.protocol import Launch
+from serverless_gpu.node.inside import linux
+from serverless_gpu.node.inside.raycluster import directory
+from serverless_gpu.node.inside.raycluster.words import Share, files_of, logs_of
+from serverless_gpu.node.processes.process_tree import memory_limit_bytes
+from serverless_gpu.node.supervisor.rank_environment import Network
+
+_ALONE = Network(("127.0.0.1", 0))
+_NAMES_TRIED = 20
+_LOOK_NS = 60_000_000_000
+_SWEEPS_MAX = 3  # of an agent's, for a directory that cannot be removed: a task has made files of another user in it
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SHARED_MEMORY = Path("/dev/shm")
+MEMORY_FIGURES = Path("/proc/meminfo")
+
+
+class NoDirectory(OSError):
+    """No directory can be made for a run's Ray cluster; the text says where, and why."""
+
+
+class Cluster:
+    """One attempt's cluster on this node, as far as it has to be there before and after its processes.
+
+    Args:
+        launch: the run.
+        devices: its devices on this node.
+        network: how its nodes reach each other.
+        clock: bounds how long its logs are copied.
+
+    Attributes:
+        path: its directory.
+        fd: holds the directory's flock.
+        note: what the caller is told of its share, once that was asked for; or "".
+
+    Raises:
+        NoDirectory: its directory cannot be made.
+        OSError: there is no room in the attempt's.
+    """
+
+    def __init__(
+        self, launch: Launch, devices: Sequence[Device], network: Network = _ALONE, clock: Clock | None = None
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._network = network
+        self._launch = launch
+        self._devices = tuple(devices)
+        files = Path(files_of(launch.directory))
+        files.mkdir(mode=0o700, exist_ok=True)
+        self.note = ""
+        self.path, self.fd = _make()
+        _make_spill(self.path, files)
+        with contextlib.suppress(OSError):  # for people
+            write_text(files / "directory", f"{self.path}\n")
+
+    def share(self) -> dict[str, object]:
+        """Return what this node is told of its share."""
+        spec, count = self._launch.spec, len(self._devices)
+        asked = spec.ray or RayCluster()
+        of_type = max(count, self._launch.of_type)
+        total, available = memory_bytes()
+        memory = spec.resources.memory_bytes or total * count // of_type
+        cores = spec.resources.cpus or share_of_cores(len(os.sched_getaffinity(0)), count, of_type)
+        kind = self._devices[0].type if self._devices else CPU
+        shared = part_of_shared(*shared_memory_bytes(), count, of_type)
+        store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
+        self.note = store_note(store, shared, asked.object_store_bytes)
+        return Share(
+            directory=self.path,
+            devices=0 if kind == CPU else count,
+            accelerator="" if kind == CPU else kind,
+            cpus=cluster_cpus(cores, count),
+            object_store_bytes=store,
+            dashboard=asked.dashboard,
+            node_rank=self._launch.crew,
+            num_nodes=len(self._launch.all_crews),
+            host=socket.gethostname(),
+            address=self._network.address,
+            head=self._network.master,
+            secret=_secret(self._launch),
+        )._asdict()
+
+    def close(self) -> str:
+        """Keep Ray's logs, now that no process of the attempt is left, remove the directory, and let go of it.
+
+        Returns:
+            What the receipt says about it, or "".
+        """
+        note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
+        directory.remove(self.path)
+        os.close(self.fd)
+        return note
+
+
+def _secret(launch: Launch) -> str:
+    """Return what the nodes of one cluster know and nobody else: the same on all of them."""
+    if not launch.nonce:
+        return secrets.token_hex(32)
+    return hashlib.sha256(f"{launch.nonce}:ray".encode()).hexdigest()
+
+
+class Process(Protocol):
+    """A process that sweeps."""
+
+    def poll(self) -> int | None: ...
+
+
+class Sweeper:
+    """The agent's look for directories of clusters that nobody holds: now and then, and when an attempt has ended.
+
+    Args:
+        clock: where time comes from.
+        start: starts the process that removes them.
+    """
+
+    def __init__(self, clock: Clock, start: Callable[[], Process]) -> None:
+        self._clock = clock
+        self._start = start
+        self._process: Process | None = None
+        self._due_ns = 0
+        self._tries: Counter[str] = Counter()  # directories that no look of ours has removed yet
+
+    def tend(self, *, ended: bool) -> None:
+        """Look if it is time to.
+
+        Args:
+            ended: an attempt has just ended, and may have left something.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+        now_ns = self._clock.boottime_ns()
+        if self._process is not None or (now_ns < self._due_ns and not ended):
+            return
+        self._due_ns = now_ns + _LOOK_NS
+        left = [path for path in _directories() if self._tries[path] < _SWEEPS_MAX and is_left(path)]
+        if left:
+            self._tries.update(left)
+            with contextlib.suppress(OSError):  # no process to be had now
+                self._process = self._start()
+
+
+def main() -> None:
+    """Remove the directories of this user's clusters that nobody holds."""
+    os.nice(10)
+    linux.be_ordinary()
+    sweep()
+
+
+def sweep() -> None:
+    """Remove the directories of this user's clusters that nobody holds; who makes one now is left alone."""
+    for path in _directories():
+        fd = _open(path)
+        if fd is None:
+            continue
+        with contextlib.suppress(OSError):  # somebody holds it
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            directory.remove(path)
+        os.close(fd)
+
+
+def is_left(path: str) -> bool:
+    """Return whether a directory is of a cluster that nobody looks after any more."""
+    fd = _open(path)
+    if fd is None:
+        return False
+    try:
+        return not is_taken(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Return the host memory there is for processes of ours, and what of it is available; 0 where nothing says it."""
+    found = {"MemTotal": 0, "MemAvailable": 0}
+    with contextlib.suppress(OSError, ValueError):
+        for line in MEMORY_FIGURES.read_text(encoding="ascii").splitlines():
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = int(rest.split()[0]) * 1024
+    total = min(found["MemTotal"], memory_limit_bytes() or found["MemTotal"])
+    return total, min(total, found["MemAvailable"])
+
+
+def _make() -> tuple[str, int]:
+    """Make a directory of a name that nobody has, and take its lock.
+
+    Raises:
+        NoDirectory: no room, or no name is free.
+    """
+    for _ in range(_NAMES_TRIED):
+        path = f"{directory.PARENT}/{directory.PREFIX}{secrets.token_hex(4)}"
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            problem = f"no directory can be made in {directory.PARENT} for the run's Ray cluster: {error.strerror}"
+            raise NoDirectory(problem) from error
+        fd = _taken(path)
+        if fd is not None:
+            return path, fd
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+    raise NoDirectory(f"no directory could be made for the run's Ray cluster: {_NAMES_TRIED} names were taken")
+
+
+def _make_spill(path: str, files: Path) -> None:
+    """Make the place where Ray spills objects: in the directory, or on the home's disk where that has more room.
+
+    Args:
+        path: the directory.
+        files: what is kept of the cluster, in the home.
+    """
+    spill = os.path.join(path, directory.SPILL)
+    elsewhere = files / os.path.basename(path)
+    with contextlib.suppress(OSError):
+        if os.stat(files).st_dev != os.stat(path).st_dev and free_bytes(files) > free_bytes(path):
+            elsewhere.mkdir(mode=0o700)
+            os.symlink(elsewhere, spill)
+            return
+    with contextlib.suppress(OSError):  # Ray tries, too
+        os.mkdir(spill, 0o700)
+
+
+def _taken(path: str) -> int | None:
+    """Return a descriptor that holds a directory's lock, or None where the sweeper was faster."""
+    fd = _open(path)
+    if fd is None:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+    os.close(fd)
+    return None
+
+
+def _open(path: str) -> int | None:
+    """Return a descriptor of a directory that is ours, or None."""
+    try:
+        fd = os.open(path, _OPEN)
+    except OSError:
+        return None
+    if os.fstat(fd).st_uid == os.getuid():
+        return fd
+    os.close(fd)
+    return None
+
+
+def _directories() -> list[str]:
+    with contextlib.suppress(OSError):
+        return [f"{directory.PARENT}/{name}" for name in os.listdir(directory.PARENT) if directory.is_name(name)]
+    return []
+
+
+def shared_memory_bytes() -> tuple[int, int]:
+    """Return how large /dev/shm is, and how much of it is free."""
+    with contextlib.suppress(OSError):
+        system = os.statvfs(_SHARED_MEMORY)
+        return system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
+    return 0, 0
+
+
+def free_bytes(path: str | Path) -> int:
+    """Return how many bytes the user may still write to the file system of a path."""
+    system = os.statvfs(path)
+    return system.f_bavail * system.f_frsize

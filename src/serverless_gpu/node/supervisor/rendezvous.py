@@ -1,0 +1,434 @@
+"""One crew meets the others of its gang: it listens, tries their addresses, and says what it reached.
+
+    this crew   ── connects ─▶ word(this, other) ─▶                              another crew
+                ◀─ word(other, this) ─┘          who it is, and how long that took
+                ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
+
+What is decided of that is `model/gangs/rendezvous.py`'s. The connections are those that ranks will make: any crew to
+any other, as NCCL and Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the
+very port of the rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
+
+Lives here: sockets, in the supervisor's loop; nothing blocks. Strangers may connect: they are told nothing before they
+have said a word that only a crew of the gang knows, and who says none is hung up on.
+
+Failure cases: an address where nobody answers costs `PROBE_S`, or `SETTLE_S` where every crew was reached at another
+one; a port on which somebody else answers counts as not reached; a flood of connections ends the oldest of those that
+have not said who they are; no descriptors (the address was not tried, and says so).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import selectors
+import socket
+from collections.abc import Callable, Sequence
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.model.gangs.rendezvous import ADDRESSES_MAX, PROBE_S, Address, Offer, Reach, Tried, word
+from serverless_gpu.node.base.addresses import is_loopback, own_addresses
+
+FILL_BYTES = 16 << 10
+"""More than a packet of any network: what is lost of that is lost for its size."""
+SETTLE_S = 0.25
+"""How long addresses are waited for when every crew was reached at another one."""
+CALLS_MAX = 256
+GUESTS_MAX = 256
+_ACCEPTED_AT_ONCE = 64
+_BREATH_S = 0.05
+_LOOK_NS = 5_000_000
+_BACKLOG = 1024
+_WORD_BYTES = 32
+_FILL = bytes(FILL_BYTES)
+_RECEIVE_BYTES = 64 << 10
+_TOO_LARGE = "it answers, but large packets get lost: has the network the same MTU everywhere?"
+
+
+class _Wire:
+    """One connection: what is to be sent on it, and what has come."""
+
+    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, until_ns: int) -> None:
+        sock.setblocking(False)
+        self.until_ns = until_ns
+        self.got = bytearray()
+        self.is_open = True
+        self._sock = sock
+        self._selector = selector
+        self._left = b""
+
+    def watch(self, events: int, callback: Callable[[], None]) -> None:
+        self._selector.register(self._sock, events, callback)
+
+    def rewatch(self, callback: Callable[[], None]) -> None:
+        """Have it called when there is something to hear, or room for what is left to say."""
+        if self.is_open:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._left else 0)
+            self._selector.modify(self._sock, events, callback)
+
+    def say(self, data: bytes) -> None:
+        """Send what the kernel takes, and keep the rest.
+
+        Raises:
+            OSError: the peer is gone.
+        """
+        self._left += data
+        with contextlib.suppress(BlockingIOError):
+            while self._left:
+                self._left = self._left[self._sock.send(self._left) :]
+
+    def hear(self) -> bool:
+        """Take what has come, and go on sending; return False when the peer has hung up.
+
+        Raises:
+            OSError: the peer is gone.
+        """
+        self.say(b"")
+        try:
+            data = self._sock.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return True
+        self.got += data
+        return bool(data)
+
+    @property
+    def has_said(self) -> bool:
+        return not self._left
+
+    def error(self) -> str:
+        """Return why it could not be made, or ""."""
+        code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            return os.strerror(code)
+        return "nobody listens there" if self._sock.getsockname() == self._sock.getpeername() else ""
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self._sock)
+            self._sock.close()
+
+
+class _Guest:
+    """Somebody who has connected, a stranger until it says otherwise."""
+
+    def __init__(self, wire: _Wire, answers: dict[bytes, bytes]) -> None:
+        self.wire = wire
+        self.is_known = False
+        self._answers = answers
+        self._is_filled = False
+        wire.watch(selectors.EVENT_READ, self.hear)
+
+    def hear(self) -> None:
+        wire = self.wire
+        if not wire.is_open:
+            return
+        try:
+            goes_on = wire.hear() and self._answer()
+        except OSError:
+            goes_on = False
+        if not goes_on:
+            wire.close()
+        wire.rewatch(self.hear)
+
+    def _answer(self) -> bool:
+        got = self.wire.got
+        if not self.is_known and len(got) >= _WORD_BYTES:
+            answer = self._answers.get(bytes(got[:_WORD_BYTES]))
+            if answer is None:
+                return False
+            self.is_known = True
+            del got[:_WORD_BYTES]
+            self.wire.say(answer)
+        if self.is_known and not self._is_filled and len(got) >= FILL_BYTES:
+            self._is_filled = True
+            self.wire.say(_FILL)
+        return len(got) <= FILL_BYTES and (self.is_known or len(got) < _WORD_BYTES)
+
+
+class _Call:
+    """One address of another crew that is being tried, on one of its ports."""
+
+    def __init__(self, crew: int, address: Address, port: int) -> None:
+        self.crew = crew
+        self.address = address
+        self.port = port
+        self.began_ns = 0
+        self.answered_ns: int | None = None
+        self.tried: Tried | None = None
+        self._wire: _Wire | None = None
+        self._expected = b""
+        self._own = b""
+
+    def begin(self, words: tuple[bytes, bytes], selector: selectors.BaseSelector, clock: Clock) -> None:
+        """Connect; `words` are what is to be said and what is to be answered."""
+        self._clock = clock
+        self._own, self._expected = words
+        self.began_ns = clock.boottime_ns()
+        family = socket.AF_INET6 if ":" in self.address.address else socket.AF_INET
+        try:
+            socket.inet_pton(family, self.address.address)  # names are never looked up: that would take its time
+            sock = socket.socket(family)
+        except OSError as error:
+            self.end(error.strerror or str(error))
+            return
+        self._wire = _Wire(sock, selector, self.began_ns + round(PROBE_S * 1e9))
+        try:
+            sock.connect((self.address.address, self.port))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.end(error.strerror or str(error))
+            return
+        self._wire.watch(selectors.EVENT_WRITE, self._connected)
+
+    @property
+    def until_ns(self) -> int:
+        return self._wire.until_ns if self._wire is not None else 0
+
+    def expire(self, waited_s: float) -> None:
+        """Count it as not reached, unless that is known."""
+        self.end(_TOO_LARGE if self.answered_ns is not None else f"no answer in {waited_s:.2g} s")
+
+    def end(self, problem: str = "") -> None:
+        """Note what came of it."""
+        if self._wire is not None:
+            self._wire.close()
+        took_us = None if self.answered_ns is None or problem else (self.answered_ns - self.began_ns) // 1000
+        self.tried = self.tried or Tried(
+            crew=self.crew, address=self.address.address, microseconds=took_us, problem=problem
+        )
+
+    def _connected(self) -> None:
+        wire = self._wire
+        if wire is None or not wire.is_open:
+            return
+        try:
+            problem = wire.error()
+            if not problem:
+                wire.say(self._own)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem:
+            self.end(problem)
+        wire.rewatch(self._hear)
+
+    def _hear(self) -> None:
+        wire = self._wire
+        if wire is None or not wire.is_open:
+            return
+        try:
+            goes_on = wire.hear()
+            problem = self._understand(wire)
+        except OSError as error:
+            goes_on, problem = True, error.strerror or str(error)
+        if problem is None and not goes_on:
+            problem = "it hung up"
+        if problem is not None:
+            self.end(problem)
+        wire.rewatch(self._hear)
+
+    def _understand(self, wire: _Wire) -> str | None:
+        """Return "" once it has been reached, why not once that is known, else None."""
+        if self.answered_ns is None and len(wire.got) >= _WORD_BYTES:
+            if bytes(wire.got[:_WORD_BYTES]) != self._expected:
+                return "somebody else answers there"
+            self.answered_ns = self._clock.boottime_ns()
+            del wire.got[:_WORD_BYTES]
+            wire.say(_FILL)
+        if len(wire.got) > FILL_BYTES:
+            return "somebody else answers there"
+        return "" if self.answered_ns is not None and wire.has_said and len(wire.got) == FILL_BYTES else None
+
+
+class Meeting:
+    """One crew's part of a meeting.
+
+    Args:
+        nonce: of the gang.
+        crew: this one's number.
+        crews: how many there are.
+        selector: the supervisor's.
+        clock: where time comes from.
+
+    Attributes:
+        reach: what it reached of the others, once that is known.
+    """
+
+    def __init__(self, nonce: str, crew: int, crews: int, selector: selectors.BaseSelector, clock: Clock) -> None:
+        self.reach: Reach | None = None
+        self._nonce = nonce
+        self._crew = crew
+        self._crews = crews
+        self._selector = selector
+        self._clock = clock
+        self._listeners: list[socket.socket] = []
+        self._guests: list[_Guest] = []
+        self._calls: list[_Call] = []
+        self._waiting: list[_Call] = []  # to be begun
+        self._offers: dict[int, Offer] = {}
+        self._enough_ns: int | None = None  # from then on what is missing is not waited for
+        self._look_ns = 0  # when it is next worth a look whether that is so
+
+    def offer(self, rendezvous_port: int = 0) -> Offer:
+        """Listen, and return where the others can try this crew.
+
+        Args:
+            rendezvous_port: held for rank 0, on its node.
+
+        Raises:
+            OSError: no port is to be had.
+        """
+        listeners = [listener()]
+        self._listeners = listeners
+        if rendezvous_port:
+            listeners.append(listener(rendezvous_port))  # beside who holds it, until the gang has met
+        others = [other for other in range(self._crews) if other != self._crew]
+        self._answers = {
+            word(self._nonce, frm=other, to=self._crew): word(self._nonce, frm=self._crew, to=other) for other in others
+        }
+        for one in listeners:
+            one.setblocking(False)
+            self._selector.register(one, selectors.EVENT_READ, functools.partial(self._accept, one))
+        return Offer(
+            crew=self._crew,
+            port=listeners[0].getsockname()[1],
+            rendezvous_port=rendezvous_port,
+            addresses=own_addresses(),
+        )
+
+    def try_all(self, offers: Sequence[Offer]) -> None:
+        """Try every address of the others, unless that was done; what is no list of all crews is left alone."""
+        if self._offers or [offer.crew for offer in offers] != list(range(self._crews)):
+            return
+        self._offers = {offer.crew: offer for offer in offers if offer.crew != self._crew}
+        places = [
+            (place, _Call(offer.crew, address, port))
+            for offer in self._offers.values()
+            for place, address in enumerate(offer.addresses[:ADDRESSES_MAX])
+            for port in (offer.port, offer.rendezvous_port)
+            if port
+        ]
+        self._waiting = [call for _, call in sorted(places, key=lambda one: one[0])]  # each crew's best one first
+        self.tend()
+
+    @property
+    def wake_ns(self) -> int | None:
+        """Return when `tend` has something to do, or None while that is for others to say."""
+        limits = [call.until_ns for call in self._calls if call.tried is None]
+        limits += [guest.wire.until_ns for guest in self._guests]
+        if self._offers and self.reach is None:
+            limits.append(self._look_ns if self._enough_ns is None else self._enough_ns)
+        return min(limits, default=None)
+
+    def tend(self) -> None:
+        """Begin, give up and count what is due."""
+        now_ns = self._clock.boottime_ns()
+        for guest in self._guests:
+            if now_ns >= guest.wire.until_ns:
+                guest.wire.close()
+        self._guests = [guest for guest in self._guests if guest.wire.is_open]
+        if self.reach is not None or not self._offers:
+            return
+        for call in self._calls:
+            if call.tried is None and now_ns >= call.until_ns:
+                call.expire(PROBE_S)
+        self._begin_calls()
+        self._look_for_enough(now_ns)
+        if not self._waiting and all(call.tried is not None for call in self._calls):
+            self.reach = Reach(crew=self._crew, tried=tuple(tried for _, tried in self._outcomes()))
+
+    def close(self) -> None:
+        """Listen no more, and hang up on all."""
+        for one in self._listeners:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(one)
+            one.close()
+        for guest in self._guests:
+            guest.wire.close()
+        for call in self._calls:
+            call.end("the meeting was over")
+        self._listeners, self._guests, self._calls, self._waiting = [], [], [], []
+
+    def _begin_calls(self) -> None:
+        free = CALLS_MAX - sum(call.tried is None for call in self._calls)
+        now, self._waiting = self._waiting[: max(0, free)], self._waiting[max(0, free) :]
+        for call in now:
+            self._calls.append(call)
+            words = (
+                word(self._nonce, frm=self._crew, to=call.crew),
+                word(self._nonce, frm=call.crew, to=self._crew),
+            )
+            call.begin(words, self._selector, self._clock)
+
+    def _outcomes(self) -> list[tuple[Address, Tried]]:
+        """Return what came of each address whose ports have all been tried."""
+        calls: dict[tuple[int, Address], list[_Call]] = {}
+        for call in (*self._calls, *self._waiting):
+            calls.setdefault((call.crew, call.address), []).append(call)
+        found: list[tuple[Address, Tried]] = []
+        for (_, address), ports in calls.items():
+            tried = [call.tried for call in ports if call.tried is not None]
+            if len(tried) == len(ports):
+                # One that was not reached, or the slowest.
+                found.append((address, max(tried, key=lambda one: (one.microseconds is None, one.microseconds or 0))))
+        return found
+
+    def _look_for_enough(self, now_ns: int) -> None:
+        """Wait no longer for dead addresses when every crew was reached at one that other machines have, too."""
+        if self._enough_ns is None and now_ns >= self._look_ns:
+            self._look_ns = now_ns + _LOOK_NS
+            times: dict[int, int] = {}
+            for address, tried in self._outcomes():
+                took_us = tried.microseconds
+                if took_us is not None and not is_loopback(address):
+                    times[tried.crew] = min(took_us, times.get(tried.crew, took_us))
+            if len(times) == len(self._offers):
+                self._enough_ns = now_ns + max(round(SETTLE_S * 1e9), 4_000 * max(times.values()))
+        elif self._enough_ns is not None and now_ns >= self._enough_ns:
+            for call in [*self._calls, *self._waiting]:
+                if call.began_ns:
+                    call.expire((now_ns - call.began_ns) / 1e9)
+                else:
+                    call.end("not tried, for another one had answered")
+            self._calls += self._waiting
+            self._waiting = []
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
+            if not self._has_room():
+                return  # those of ours that are here are soon through, and the others wait in the kernel's queue
+            try:
+                sock, _ = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # gone already; or no descriptors: whoever knocks would be heard again at once
+                select.select([], [], [], _BREATH_S)
+                return
+            until_ns = self._clock.boottime_ns() + round(PROBE_S * 1e9)
+            self._guests.append(_Guest(_Wire(sock, self._selector, until_ns), self._answers))
+
+    def _has_room(self) -> bool:
+        """Return whether one more may come; for that the oldest goes that has not said who it is."""
+        if len(self._guests) >= GUESTS_MAX:
+            self._guests = [guest for guest in self._guests if guest.wire.is_open]
+        if len(self._guests) < GUESTS_MAX:
+            return True
+        stranger = next((guest for guest in self._guests if not guest.is_known), None)
+        if stranger is not None:
+            stranger.wire.close()
+            self._guests.remove(stranger)
+        return stranger is not None
+
+
+def listener(port: int = 0) -> socket.socket:
+    """Return a socket that listens on every address of this node, on a port that the kernel chose, or this one.
+
+    Raises:
+        OSError: there is none, or somebody else has it.
+    """
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)

@@ -1,0 +1,380 @@
+"""A session's process: holds devices between runs, and lends them to the runs of the session.
+
+    owner (notebook, script) ──Launch──▶ agent ──▶ this process ◀──Borrow── supervisor of a run
+                             ◀──Held, Waiting, Finished──┘      ──Lent───▶
+
+Forked from the nursery like a supervisor, and like one it is independent of the agent. One thread, one loop; who gets
+what when is decided in `model/lifecycle/session.py`.
+
+Failure cases:
+- the owner goes away (its notebook's kernel was killed): the session ends at once, also where a process that the owner
+  forked lives on with a copy of its socket. Runs that still wait are cancelled; those that use devices of it go
+  on and keep those locked: their supervisors and stems have copies of the lock descriptors;
+- a supervisor is killed: its loan ends when its stem, too, is gone (the pipe's end of file), and the devices are looked
+  at before anyone else gets them;
+- this process is killed: idle devices are free at once, lent ones with the end of their runs; the owner's next call
+  says that the session has ended;
+- nobody needs the session: a warning at four fifths of the idle limit, then it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import selectors
+import socket
+import struct
+import time
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, SystemClock
+from serverless_gpu.errors import ServerlessGpuError, StorageError
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Failure, Reason, State
+from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.lifecycle.session import (
+    Asker,
+    Book,
+    ask,
+    idle_action,
+    leave,
+    mark_unfit,
+    settle,
+    waiting_text,
+    wake_ns,
+)
+from serverless_gpu.node.attempt.account import Account, write_json
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, verify
+from serverless_gpu.node.devices.gpus import Provider
+from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
+from serverless_gpu.node.devices.reservation import Reservation, quarantine
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.output.watchers import Audience, Watcher
+
+_RETRY_S = 0.05  # between two looks at devices that were taken
+_RETEST_S = 1.0  # between two looks at devices in quarantine that a run waits for
+_TURN_S = 5.0
+_LEAVING_S = 1.0  # for the stem of a run that has given its devices back
+
+
+class Keeper:
+    """One session's holder of devices.
+
+    Args:
+        assign: the session.
+        agent: the channel to the agent; its end means nothing here.
+        home: the home directory.
+        sockets: where its own socket is made.
+        machine: the provider of this machine's GPUs.
+    """
+
+    def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
+        self._launch = assign.launch
+        self._directory = Path(self._launch.directory)
+        self._agent = agent
+        self._home = home
+        self._machine = machine
+        self._clock: Clock = SystemClock()
+        self._account = Account(self._launch, self._clock)
+        self._account.runs = 0
+        self._account.mark("asked", assign.asked_ns)
+        self._selector = selectors.DefaultSelector()
+        self._audience = Audience(sockets / f"{self._launch.run_id}.sock", self._selector, self._snapshot, self._obey)
+        self._limit_ns = round((self._launch.idle_timeout_s or 0) * 1e9)
+        self._reservation: Reservation | None = None
+        self._book: Book | None = None
+        self._billed: tuple[Device, ...] = ()
+        self._borrowers: dict[str, Watcher] = {}
+        self._reported: dict[str, tuple[str, ...]] = {}  # what supervisors found when they gave back
+        self._said: dict[str, str] = {}
+        self._returning: list[str] = []
+        self._owner: Watcher | None = None
+        self._waiting = ""
+        self._look_again_ns = 0
+        self._ending: str | None = None  # why the session ends
+        self._leave_by_ns = 0
+        self._done = False
+
+    def serve(self, client: Channel) -> None:
+        """See the session through.
+
+        Args:
+            client: its owner; the session ends with this connection.
+        """
+        lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives, as a supervisor does
+        self._account.prepare()
+        self._owner = self._audience.add(client)
+        self._watch_owner(client)
+        self._audience.tell(protocol.Accepted(pid=os.getpid()))
+        problem = self._audience.listen()
+        if problem:
+            self._fail(problem)  # nobody could borrow
+        else:
+            self._reserve()
+        while not self._done:
+            for key, _ in self._selector.select(self._pause_s()):
+                key.data()
+            if self._owner.gone:
+                self._end("its owner is gone")
+            self._look()
+
+    def _watch_owner(self, client: Channel) -> None:
+        """Notice the owner's end even where something it forked keeps a copy of its socket."""
+        credentials = client.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid: int = struct.unpack("3i", credentials)[0]
+        with contextlib.suppress(OSError):  # gone already, which its socket says; or of another pid namespace
+            process = os.pidfd_open(pid)
+            self._selector.register(process, selectors.EVENT_READ, lambda: self._owner_ended(process))
+
+    def _owner_ended(self, process: int) -> None:
+        self._selector.unregister(process)
+        os.close(process)
+        self._end("its owner is gone")
+
+    # --- devices -------------------------------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        try:
+            self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
+        except ServerlessGpuError as error:
+            self._fail(error.message)
+
+    def _try_devices(self, reservation: Reservation) -> None:
+        try:
+            sentence = reservation.try_take()
+        except ServerlessGpuError as error:
+            self._fail(error.message)
+            return
+        if sentence is None:
+            self._account.mark("reserved")
+            self._account.mark("exec")
+            self._account.fact(FactKind.RESERVED, reservation.devices)
+            self._book = Book(devices=reservation.devices, idle_ns=self._clock.boottime_ns())
+            self._bill()
+            self._waiting = ""
+            self._audience.tell(protocol.Held(devices=reservation.devices))
+        elif sentence != self._waiting:
+            self._waiting = sentence
+            self._audience.tell(protocol.Waiting(sentence=sentence))
+
+    def _bill(self) -> None:
+        """Write down which devices stand idle from now on: the others are in the accounts of runs."""
+        idle = self._book.idle if self._book is not None else ()
+        if idle == self._billed:
+            return
+        if self._billed:
+            self._account.fact(FactKind.FREED, self._billed)
+        if idle:
+            self._account.fact(FactKind.HELD, idle)
+        self._billed = idle
+
+    # --- loans ---------------------------------------------------------------------------------------------------
+
+    def _obey(self, message: protocol.AnyMessage, watcher: Watcher) -> None:
+        match message:
+            case protocol.Cancel():
+                self._end("" if watcher is self._owner else "it was ended from elsewhere, with `sgpu cancel` perhaps")
+            case protocol.Borrow(run_id=run_id, count=count) if self._book is not None and self._ending is None:
+                self._borrowers[run_id] = watcher
+                self._book = ask(self._book, Asker(run_id, count))
+                self._lend(self._book)
+            case protocol.Returned(unfit=unfit):
+                for run_id, borrower in self._borrowers.items():
+                    if borrower is watcher:
+                        self._reported[run_id] = unfit
+            case _:
+                pass
+
+    def _lend(self, book: Book) -> None:
+        """Serve those whose turn it is, tell the others what they wait for."""
+        self._book, served = settle(mark_unfit(book, book.unfit | self._failed(book)))
+        self._bill()  # before they are in anyone else's account
+        for run_id in served:
+            self._hand_over(run_id, self._book.loans[run_id])
+        for asker in self._book.queue:
+            sentence = waiting_text(self._book, asker)
+            if self._said.get(asker.run_id) != sentence:
+                self._said[asker.run_id] = sentence
+                self._borrowers[asker.run_id].say(protocol.Waiting(sentence=sentence))
+
+    def _failed(self, book: Book) -> frozenset[str]:
+        """Return which idle devices the driver has said something of since they were taken."""
+        if self._reservation is None or not book.queue:
+            return frozenset()
+        try:
+            locks = DeviceLocks(lock_directory(self._launch.candidates[0].kind, self._home.root))
+            failed = {uuid for uuid, note in locks.quarantined().items() if locks.is_settled(note)}
+        except StorageError:
+            return frozenset()
+        return frozenset(device.uuid for device in book.idle if device.uuid in failed)
+
+    def _hand_over(self, run_id: str, devices: tuple[Device, ...]) -> None:
+        assert self._reservation is not None
+        read, write = os.pipe2(os.O_CLOEXEC)
+        borrower = self._borrowers[run_id]
+        fds = self._reservation.fds_of([device.uuid for device in devices])
+        try:
+            borrower.flush()  # what it waited for comes first
+            protocol.send(borrower.channel, protocol.Lent(devices=devices), (*fds, write))
+            self._account.runs = (self._account.runs or 0) + 1
+        except OSError:
+            borrower.gone = True  # it reads end of file instead
+            self._reported[run_id] = ()  # it never had them; the pipe says so as well
+        finally:
+            os.close(write)
+        self._selector.register(read, selectors.EVENT_READ, lambda: self._loan_over(read, run_id))
+
+    def _loan_over(self, read: int, run_id: str) -> None:
+        self._selector.unregister(read)
+        os.close(read)
+        self._returning.append(run_id)  # after this turn: its last words may not have been read yet
+
+    def _take_back(self, book: Book, run_id: str) -> Book:
+        devices = book.loans.get(run_id, ())
+        unfit = self._reported.pop(run_id, None)
+        if unfit is None:  # its supervisor was killed; one look, for who waits here holds up everybody
+            unfit = self._verified(devices, run_id, GatePolicy(pauses_s=()))[1]
+        self._borrowers.pop(run_id, None)
+        self._said.pop(run_id, None)
+        return mark_unfit(leave(book, run_id, self._clock.boottime_ns()), {*book.unfit, *unfit})
+
+    def _verified(
+        self, devices: tuple[Device, ...], run_id: str, policy: GatePolicy
+    ) -> tuple[dict[str, Verdict], tuple[str, ...]]:
+        """Return whether devices are free, and those now in quarantine because they are not."""
+        if self._reservation is None or not devices:
+            return {}, ()
+        provider = self._reservation.provider
+        uuids = [device.uuid for device in devices]
+        verdicts = verify(provider, uuids, self._reservation.before, policy, time.sleep)
+        locks = DeviceLocks(lock_directory(devices[0].kind, self._home.root))
+        return verdicts, quarantine(locks, verdicts, run_id)
+
+    # --- every turn ----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        if self._book is not None:
+            self._book = self._after_turn(self._book)
+            self._bill()
+            if self._ending is None:
+                self._lend(self._retested(self._book))
+                self._look_at_time(self._book)
+        elif self._reservation is not None and self._ending is None:
+            self._try_devices(self._reservation)
+        self._audience.tend()
+        if self._ending is not None and not self._leaving():
+            self._conclude(None)
+
+    def _after_turn(self, book: Book) -> Book:
+        """Return the book without those who gave back, or went away while they waited."""
+        returning, self._returning = self._returning, []
+        for run_id in returning:
+            book = self._take_back(book, run_id)
+        for asker in book.queue:
+            if self._borrowers[asker.run_id].gone:
+                book = leave(book, asker.run_id, self._clock.boottime_ns())
+                del self._borrowers[asker.run_id]
+        return book
+
+    def _retested(self, book: Book) -> Book:
+        """Look again at unfit devices while somebody waits for them."""
+        now_ns = self._clock.boottime_ns()
+        if not (book.unfit and book.queue and self._reservation is not None) or now_ns < self._look_again_ns:
+            return book
+        self._look_again_ns = now_ns + int(_RETEST_S * 1e9)
+        return mark_unfit(book, book.unfit & self._reservation.retest_quarantined().keys())
+
+    def _look_at_time(self, book: Book) -> None:
+        now_ns = self._clock.boottime_ns()
+        self._book, sentence, over = idle_action(book, self._limit_ns, now_ns)
+        if over:
+            self._end(sentence)
+        elif sentence:
+            self._audience.tell(protocol.Waiting(sentence=sentence))
+        elif self._billed:
+            self._account.alive(self._billed)
+
+    def _pause_s(self) -> float:
+        if self._returning or self._done:
+            return 0.0
+        if self._ending is not None:
+            return _RETRY_S
+        if self._book is None:
+            return _RETRY_S * min(20, 1 + (self._reservation.ahead if self._reservation is not None else 0))
+        pauses = [_RETRY_S if self._audience.waiting else _TURN_S]
+        if self._book.unfit and self._book.queue:
+            pauses.append(_RETEST_S)
+        wake = wake_ns(self._book, self._limit_ns)
+        if wake is not None:
+            pauses.append(max(0.0, (wake - self._clock.boottime_ns()) / 1e9))
+        return min(pauses)
+
+    def _snapshot(self) -> protocol.Snapshot:
+        return protocol.Snapshot(
+            run_id=self._launch.run_id,
+            fence=self._launch.fence,
+            state=State.QUEUED if self._book is None else State.RUNNING,
+            pid=os.getpid(),
+            waiting=self._waiting,
+            kind="session",
+        )
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def _fail(self, problem: str) -> None:
+        self._conclude(Failure(rank=None, reason=Reason.START_FAILED, at_ns=self._clock.boottime_ns(), detail=problem))
+
+    def _end(self, sentence: str) -> None:
+        """Have the session end at the end of this turn: what came back in the same turn is still looked at."""
+        if self._ending is not None:
+            return
+        self._ending = sentence
+        self._leave_by_ns = self._clock.boottime_ns() + int(_LEAVING_S * 1e9)
+        if sentence:
+            self._audience.tell(protocol.Waiting(sentence=sentence))
+            self._account.notes.append(sentence)
+
+    def _leaving(self) -> bool:
+        """Return whether a run has given its devices back and its stem still has to let go of them."""
+        loans = self._book.loans if self._book is not None else {}
+        return bool(loans.keys() & self._reported.keys()) and self._clock.boottime_ns() < self._leave_by_ns
+
+    def _conclude(self, failure: Failure | None) -> None:
+        """Tell how the session ended, prove what it still has free, give it back, tell that."""
+        reason = failure.reason if failure else (Reason.CANCELLED if self._book is None else Reason.COMPLETED)
+        state = MEANINGS[reason].state
+        idle = self._book.idle if self._book is not None else ()
+        for run_id, devices in self._book.loans.items() if self._book is not None else ():
+            self._account.notes.append(f"run {run_id} still uses {len(devices)} of its devices")
+        self._account.mark("stopping")
+        stopped = protocol.Stopped(state=state, reason=reason, cause=failure, consequences=())
+        write_json(self._directory / "stopped.json", stopped)
+        self._audience.tell(stopped)
+        self._account.mark("exited")
+        verdicts, unfit = self._verified(idle, self._launch.run_id, GatePolicy())
+        all_lent = self._book is not None and not idle
+        self._account.mark("freed")
+        if self._billed:
+            self._account.fact(FactKind.FREED, self._billed)
+        if self._reservation is not None:
+            self._reservation.close()
+        attempt = Attempt(
+            run_id=self._launch.run_id,
+            fence=self._launch.fence,
+            world_size=len(idle),
+            limits=self._launch.spec.limits(),
+            state=state,
+            reason=reason,
+        )
+        gate = "its runs have all of its devices, and hand them back" if all_lent else ""
+        self._audience.tell(protocol.Finished(receipt=self._account.receipt(attempt, idle, verdicts, unfit, gate)))
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            self._audience.drain()
+        self._audience.close()
+        self._done = True

@@ -1,0 +1,538 @@
+"""The supervisor: looks after one attempt on this node, from its devices to its receipt.
+
+    agent ──Assign, Stem──▶ supervisor ◀──events── stem, ranks
+                              │  ▲
+    client ◀──what happens────┘  └── pipes: what ranks write
+
+A clean interpreter without anything of the user's, forked ahead of time (`nursery.py`). One thread, one loop: it feeds
+events to `model/lifecycle/attempt_lifecycle.py`, carries out what comes back, and sleeps until the next descriptor. It
+never unpickles.
+
+Failure cases:
+- the agent or the client goes away: a new agent finds this process by its socket, and so does `attach`;
+- this process dies: the stem reads end of file and ends every rank at once; the stem's copies of the lock descriptors
+  keep the devices taken until it has;
+- the stem dies: ranks die with it, the attempt fails as `runtime_lost`;
+- no stem comes: the attempt fails as `start_failed` with what the zygote wrote, or as the environment's reason;
+- a device fails: the attempt ends with its rank, or a minute later, and the device is not lent any more;
+- the client goes away, or cancels, before it has confirmed the environment: the attempt ends without user code;
+- the server does not answer for longer than the lease says: the attempt is stopped, by this process's own clock, for
+  another one may run elsewhere soon;
+- the attempt comes a second time: one supervisor has the lock, and what has ended does not begin again;
+- the attempt has ranks on other nodes: `peers.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
+from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, SessionEnded, StorageError
+from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.lifecycle.attempt import (
+    TERMINAL,
+    Event,
+    LeaseExpired,
+    Placed,
+    Preparing,
+    RankExecuting,
+    Reason,
+    StartFailed,
+    State,
+    StemLost,
+    StopReason,
+    StopRequested,
+    Tick,
+    TreeEmpty,
+    stop_word,
+)
+from serverless_gpu.model.lifecycle.attempt_lifecycle import IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.node.attempt.account import Account
+from serverless_gpu.node.attempt.claim import first_of, take_attempt
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.devices.borrowed import Borrowed
+from serverless_gpu.node.devices.gpu_gate import Verdict
+from serverless_gpu.node.devices.gpus import Provider
+from serverless_gpu.node.devices.reservation import Reservation
+from serverless_gpu.node.inside.channel import Channel
+from serverless_gpu.node.output.logs import cut_output
+from serverless_gpu.node.output.watchers import Audience, Watcher
+from serverless_gpu.node.processes.process_tree import Left
+from serverless_gpu.node.processes.rendezvous_port import NoPort
+from serverless_gpu.node.processes.shared_memory import LeftSegments
+from serverless_gpu.node.supervisor.attempt_result import (
+    killed_text,
+    left_text,
+    make_stopped,
+    stopped_sentence,
+    verdicts_of,
+)
+from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.monitor_link import Observation
+from serverless_gpu.node.supervisor.peers import Peers
+from serverless_gpu.node.supervisor.process_drain import LOOK_S, Emptying
+from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
+from serverless_gpu.node.supervisor.watchdogs import Eyes
+
+_RETRY_S = 0.05  # between two looks at devices that were taken
+_TURN_S = 5.0
+
+Callback = Callable[[], None]
+
+
+class Supervisor:
+    """One attempt's guardian.
+
+    Args:
+        assign: the attempt.
+        agent: the channel to the agent, on which the stem comes.
+        home: the home directory.
+        sockets: where its own socket is made.
+        machine: the provider of this machine's GPUs.
+    """
+
+    def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
+        launch = self._launch = assign.launch
+        self._directory = Path(launch.directory)
+        self._agent = agent
+        self._home = home
+        self._sockets = sockets
+        self._machine = machine
+        self._checkpoints = assign.checkpoints
+        self._clock: Clock = SystemClock()
+        self._attempt = first_of(launch)
+        self._account = Account(launch, self._clock)
+        self._account.mark("asked", assign.asked_ns)
+        self._selector = selectors.DefaultSelector()
+        self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
+        self._eyes = Eyes(launch, home, self._clock, self._say, self._account.notes)
+        self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
+        self._observation.on_seen = self._eyes.idleness.seen
+        self._reservation: Reservation | Borrowed | None = None
+        self._gang: Gang | None = None
+        self._peers = Peers(launch, assign.checkpoints, self._clock, self._selector, self._audience.tell)
+        self._eyes.judged_by(self._peers)
+        self._waiting = ""
+        self._preparing = ""
+        self._begin_pending = False
+        self._confirmed = launch.confirmed
+        self._client: Watcher | None = None
+        self._emptying = Emptying(self._clock, self._say)
+        self._segments = LeftSegments()
+        self._lease_ns = launch.lease_ns
+        self._done = False
+
+    def serve(self, client: Channel) -> None:
+        """See the attempt through.
+
+        Args:
+            client: whoever launched it; the first watcher.
+        """
+        refused = self._refusal()
+        if refused is not None:
+            for channel in (self._agent, client):
+                with contextlib.suppress(OSError):
+                    protocol.send(channel, refused)
+            return
+        self._account.prepare()
+        problem = self._audience.listen()
+        if problem:  # the run itself does not need it
+            self._account.notes.append(problem)
+        self._watch(self._agent.fileno(), self._hear_agent)
+        if self._eyes.gpus.fd is not None:
+            self._watch(self._eyes.gpus.fd, self._hear_gpus)
+        self._client = self._audience.add(client)
+        self._observation.begin()
+        self._reserve()
+        while not self._done:
+            for key, _ in self._selector.select(self._pause_s()):
+                callback: Callback = key.data
+                if not self._done:  # an earlier one of this turn may have closed what this one is about
+                    callback()
+            if not self._done:
+                self._look()
+
+    def _refusal(self) -> protocol.Refused | None:
+        """Take the attempt; return why that is not possible."""
+        try:
+            problem = take_attempt(self._directory)
+        except StorageError as error:
+            return protocol.Refused(code=error.code, message=error.message, hint=error.hint)
+        return protocol.Refused(code=AgentUnavailable.code, message=problem) if problem else None
+
+    # --- the agent -----------------------------------------------------------------------------------------------
+
+    def _hear_agent(self) -> None:
+        try:
+            received = protocol.receive(self._agent)
+        except (OSError, msgspec.MsgspecError):
+            received = None
+        if received is None:
+            self._unwatch(self._agent.fileno())
+            self._agent.close()
+            if self._gang is None and self._attempt.state in (State.QUEUED, State.STARTING):
+                self._withdraw()
+        elif isinstance(received[0], protocol.Stem):
+            self._meet_stem(received[0], received[1])
+        elif isinstance(received[0], protocol.Preparing):
+            self._preparing = received[0].sentence
+            self._audience.tell(protocol.Waiting(sentence=self._preparing, passing=True))
+            self._apply(Preparing())
+
+    def _meet_stem(self, message: protocol.Stem, fds: tuple[int, ...]) -> None:
+        self._audience.tell(protocol.Accepted(pid=os.getpid()))
+        if message.problem or not fds:
+            self._apply(StartFailed(message.reason, message.problem))
+            return
+        self._account.warm = (message.warm, message.warm_reason)
+        self._account.environment = message.environment
+        self._gang = Gang(
+            self._launch, Channel.adopt(fds[0]), self._account, message.context, checkpoints=self._checkpoints
+        )
+        self._gang.on_said = lambda said: self._audience.tell(protocol.Waiting(sentence=said, lasting=True))
+        self._watch(fds[0], self._hear_gang)
+
+    def _withdraw(self) -> None:
+        """Leave an attempt that no stem will come for: not accepted yet, so its client takes it to the next agent."""
+        if self._reservation is not None:
+            self._reservation.close()
+        (self._directory / "facts.jsonl").unlink(missing_ok=True)
+        self._leave()
+
+    # --- devices and start ---------------------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        try:
+            if self._launch.session:
+                self._reservation = Borrowed(self._launch, self._home, self._sockets, self._machine)
+            else:
+                self._reservation = Reservation(self._launch, self._home, self._clock, self._machine)
+        except ServerlessGpuError as error:
+            self._refuse_start(error)
+        else:
+            self._try_devices()
+
+    def _refuse_start(self, error: ServerlessGpuError) -> None:
+        ended = isinstance(error, SessionEnded)
+        self._apply(StartFailed(Reason.SESSION_ENDED if ended else Reason.START_FAILED, error.message))
+
+    def _try_devices(self) -> None:
+        if self._reservation is None or self._attempt.state is not State.QUEUED:
+            return
+        try:
+            sentence = self._reservation.try_take()
+        except ServerlessGpuError as error:
+            self._refuse_start(error)
+            return
+        if sentence is None:
+            self._fact(FactKind.RESERVED)
+            self._account.mark("reserved")
+            if self._gang is None or not self._gang.standby:
+                self._fact(FactKind.HYDRATING)  # the devices wait for the environment
+            self._apply(Placed())
+        elif sentence != self._waiting:
+            self._waiting = sentence
+            self._audience.tell(protocol.Waiting(sentence=sentence, queued_ns=created_wall_ns(self._launch.run_id)))
+
+    def _begin(self) -> None:
+        """Start the ranks once devices, stem and other nodes are there, and the environment is known to be right."""
+        if not self._begin_pending or self._gang is None or not self._gang.standby or self._reservation is None:
+            return
+        try:
+            if not self._peers.met() or not self._confirmed or self._observation.hold_ns is not None:
+                return
+            self._begin_pending = False
+            self._account.starting(self._devices)
+            self._gang.environment.tracked = self._observation.environ
+            self._gang.start(self._reservation.devices, self._peers.network(), self._reservation.fds, self._audience)
+        except NoPort as error:
+            self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
+            return
+        except OSError as error:
+            told = "" if isinstance(error, NoDirectory) else "the ranks' parent process could not be told what to run: "
+            self._apply(StartFailed(Reason.START_FAILED, f"{told}{error}"))
+            return
+        for log in self._gang.logs.values():
+            for fd, drain in log.readers():
+                self._watch(fd, lambda fd=fd, drain=drain: self._drain(fd, drain))  # type: ignore[misc]  # mypy does not type a lambda's defaults
+
+    def _hear_gang(self) -> None:
+        assert self._gang is not None
+        met, forked = self._gang.standby, bool(self._gang.pids)
+        try:
+            events = self._gang.hear()
+        except (OSError, ValueError) as error:
+            events = [StemLost(detail=f"it cannot be understood: {error}")]
+        if events is None:
+            self._unwatch(self._gang.channel.fileno())
+            events = [] if met else [StemLost(detail="it ended before it could start the ranks")]
+        if self._gang.standby and not met:
+            self._watch(self._gang.stem_pidfd, self._stem_ended)
+            self._begin()
+        if self._gang.pids and not forked:
+            self._observation.ranks(self._gang.devices, self._gang.pids, self._gang.cgroup)
+        for event in events:
+            if isinstance(event, RankExecuting) and "exec" not in self._account.marks:
+                self._account.mark("exec")
+                self._fact(FactKind.EXEC)
+                self._audience.tell(protocol.Started(at_ns=self._account.marks["exec"]))
+            self._eyes.heard(event)
+            try:
+                self._apply(event)
+            except IllegalTransition as error:
+                self._apply(StemLost(detail=f"it says what cannot be: {error}"))
+
+    def _stem_ended(self) -> None:
+        assert self._gang is not None
+        self._unwatch(self._gang.stem_pidfd)
+        if self._emptying.since_ns is not None:
+            self._look_for_empty()
+        else:
+            out_of_memory = self._gang.out_of_memory()
+            detail = self._gang.memory_text() if out_of_memory else ""
+            self._apply(StemLost(detail=detail, out_of_memory=out_of_memory))
+
+    # --- the lifecycle -------------------------------------------------------------------------------------------
+
+    def _apply(self, event: Event) -> None:
+        try:
+            self._attempt, instructions = advance(self._attempt, event, self._clock.boottime_ns())
+        except IllegalTransition:
+            if self._attempt.state in TERMINAL:
+                return  # a late word of a rank; the outcome stands
+            raise
+        if self._attempt.state is State.STOPPING:
+            self._account.stopping(self._attempt, self._devices)
+        self._peers.watch(self._attempt)
+        for instruction in instructions:
+            match instruction:
+                case Instruction.START_RANKS:
+                    self._begin_pending = True
+                    self._begin()
+                case Instruction.RELEASE_RANKS:
+                    if self._gang is not None:
+                        self._gang.release()
+                case Instruction.TERMINATE_RANKS:
+                    if self._gang is not None:
+                        self._gang.terminate(stop_word(self._attempt.reason))
+                case Instruction.KILL_TREE:
+                    self._kill()
+                case Instruction.CONCLUDE:
+                    self._conclude()
+
+    def _kill(self) -> None:
+        self._begin_pending = False
+        self._look_at_segments()
+        kill_ns = self._emptying.begin(self._gang)
+        if self._attempt.killed:
+            self._account.notes.append(killed_text(self._attempt, kill_ns))
+
+    def _hear_gpus(self) -> None:
+        """Take what the driver says of the devices; before a rank's death is judged, for it may be what it died of."""
+        for event in self._eyes.faults(self._attempt, self._devices):
+            if self._attempt.state not in TERMINAL:
+                self._apply(event)
+
+    def _look(self) -> None:
+        """What has to be looked at because no descriptor announces it."""
+        if not self._confirmed and self._client is not None and self._client.gone:
+            self._leave_unconfirmed()
+        self._audience.tend()
+        self._observation.tend()
+        self._peers.tend()
+        if self._gang is not None:
+            self._gang.tend()
+        self._begin()
+        if self._attempt.state is State.QUEUED:
+            self._try_devices()
+        self._hear_gpus()
+        if self._emptying.since_ns is not None and self._attempt.state is State.STOPPING:
+            self._look_for_empty()
+        if self._lease_ns is not None and self._clock.boottime_ns() > self._lease_ns:
+            self._expire()
+        if self._attempt.state not in TERMINAL:
+            self._apply(Tick())
+        for event in self._eyes.look(self._attempt, self._gang):
+            if self._attempt.state not in TERMINAL:
+                self._apply(event)
+        if self._attempt.state is State.RUNNING and self._attempt.fault_ns is None:  # from then on it is not the user's
+            self._account.alive(self._devices)
+            if self._segments.is_due(self._clock.boottime_ns()):
+                self._look_at_segments()
+
+    def _look_at_segments(self) -> None:
+        """Note which shared memory is the attempt's, while its processes can be seen with it."""
+        if self._gang is not None and "exec" in self._account.marks:
+            self._segments.look(self._exec_wall_ns(), self._gang.processes)
+
+    def _exec_wall_ns(self) -> int:
+        return self._clock.wall_ns() - (self._clock.boottime_ns() - self._account.marks["exec"])
+
+    def _expire(self) -> None:
+        """Stop the run because the server is silent; an answer that comes later changes nothing any more."""
+        self._lease_ns = None
+        if self._attempt.state not in TERMINAL:
+            self._account.notes.append("the server did not answer for as long as the run may go on without it")
+            self._apply(LeaseExpired())
+
+    def _look_for_empty(self) -> None:
+        self._hear_gpus()
+        if self._emptying.is_over(self._gang):
+            self._apply(TreeEmpty())
+
+    def _conclude(self) -> None:
+        """Tell how it ended, prove the devices free, give them back, tell that."""
+        self._account.mark("exited")
+        gang = self._gang
+        proven = gang is None or gang.proven or self._reservation is None or not self._reservation.devices
+        # What cannot be ended, or has failed, is not the user's to pay for: their time ends before, nothing is freed.
+        lost_ns = self._attempt.fault_ns if self._attempt.reason is Reason.GPU_LOST else None
+        if "exec" in self._account.marks:
+            self._fact(FactKind.EXITED, lost_ns or (None if proven else self._emptying.since_ns))
+        left = gang.left() if gang is not None and not proven else ()
+        if left:
+            self._account.notes.append(f"{left_text(left)} of this run cannot be ended; no device is lent before it is")
+        if gang is not None:
+            self._unwatch_gang(gang)
+            gang.close()
+        secret_files.remove(self._directory)
+        logs = gang.logs if gang is not None else {}
+        dropped_bytes = None if self._launch.spec.remote else self._audience.dropped_bytes
+        self._account.notes += cut_output(list(logs.values()), dropped_bytes)
+        self._peers.close()
+        stopped = make_stopped(self._attempt, logs, self._eyes.ended(), self._eyes.gpus.hint, proven=proven)
+        self._account.ended(stopped)
+        self._audience.tell(stopped)
+        self._observation.ending(stopped.state, stopped.reason, stopped_sentence(stopped))
+        if proven and "exec" in self._account.marks:
+            self._segments.remove(self._exec_wall_ns())
+        self._hand_back(proven=proven, left=left)
+        self._audience.drain()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._observation.close()
+        self._audience.close()
+        self._done = True
+
+    def _hand_back(self, *, proven: bool, left: tuple[Left, ...]) -> None:
+        reservation = self._reservation
+        devices = self._devices
+        verdicts: dict[str, Verdict] = {}
+        quarantined: tuple[str, ...] = ()
+        if reservation is not None and devices:
+            verdicts = verdicts_of(reservation, self._eyes.gpus.verdicts(devices), proven=proven, left=left)
+            self._account.mark("freed")
+            if proven and self._attempt.reason is not Reason.GPU_LOST:
+                self._fact(FactKind.FREED)  # before they can be anyone else's: no device is ever in two accounts
+            quarantined = reservation.give_back(verdicts, left)
+        elif reservation is not None:
+            self._account.mark("freed")
+            reservation.close()
+        self._observation.linger()  # the last sample, and of a short run where it is tracked
+        self._account.observed(self._observation.uses, self._observation.url, self._observation.receipt_notes())
+        receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
+        self._audience.tell(protocol.Finished(receipt=receipt))
+        self._observation.settled(self._home.tracking)
+
+    # --- watchers and output -------------------------------------------------------------------------------------
+
+    def _greet(self) -> protocol.Snapshot:
+        self._eyes.idleness.heard()  # somebody looks at the run
+        return protocol.Snapshot(
+            run_id=self._launch.run_id,
+            fence=self._launch.fence,
+            state=self._attempt.state,
+            pid=os.getpid(),
+            waiting={State.QUEUED: self._waiting, State.STARTING: self._preparing}.get(self._attempt.state)
+            or self._eyes.said,
+            tracked=self._observation.told,
+            crew=self._peers.news,
+        )
+
+    def _obey(self, message: protocol.AnyMessage, watcher: Watcher) -> None:
+        if isinstance(message, protocol.Cancel) and self._attempt.state not in TERMINAL:
+            self._apply(StopRequested(message.reason))
+        elif isinstance(message, protocol.Lease):
+            if self._lease_ns is not None:
+                self._lease_ns = message.deadline_ns
+            if self._peers.are_awaited and self._attempt.state is State.STARTING:
+                self._apply(Preparing())  # how long others may take is the server's to say
+        elif isinstance(message, protocol.GangNews):
+            for event in self._peers.hear(message):
+                if self._attempt.state not in TERMINAL:
+                    self._apply(event)
+            self._begin()
+        elif isinstance(message, protocol.Confirm) and watcher is self._client and not self._confirmed:
+            self._confirmed = True
+            self._account.mark("confirmed")
+            self._begin()
+
+    def _leave_unconfirmed(self) -> None:
+        """End an attempt whose caller went away before it knew that the environment is what the launch says."""
+        self._client = None
+        if self._attempt.state not in (State.QUEUED, State.STARTING):
+            return
+        if self._lease_ns is not None:
+            self._apply(StartFailed(Reason.REFUSED, "the node's uplink ended before the server had confirmed the run"))
+            return
+        self._account.notes.append("its caller ended before the environment was confirmed; no user code ran")
+        self._apply(StopRequested(StopReason.CANCEL))
+
+    def _say(self, sentence: str) -> None:
+        self._audience.tell(protocol.Waiting(sentence=sentence))
+
+    def _drain(self, fd: int, drain: Callable[[], bool]) -> None:
+        self._eyes.heard()
+        if not drain():
+            self._unwatch(fd)
+
+    @property
+    def _devices(self) -> tuple[Device, ...]:
+        return self._reservation.devices if self._reservation is not None else ()
+
+    def _fact(self, kind: FactKind, at_ns: int | None = None) -> None:
+        self._account.fact(kind, self._devices, at_ns)
+
+    def _pause_s(self) -> float:
+        if self._attempt.state is State.QUEUED:
+            ahead = self._reservation.ahead if self._reservation is not None else 0
+            return _RETRY_S * min(20, 1 + ahead)
+        if self._emptying.since_ns is not None:
+            return LOOK_S
+        behind = self._audience.waiting or (self._gang is not None and self._gang.behind)
+        pauses = [_RETRY_S if behind else min(_TURN_S, self._eyes.gpus.pause_s)]
+        hold_ns = self._observation.hold_ns if self._begin_pending else None
+        for wake_ns in (
+            self._attempt.wake_ns,
+            self._eyes.hangs.wake_ns,
+            self._lease_ns,
+            self._observation.wake_ns,
+            self._peers.wake_ns,
+            hold_ns,
+        ):
+            if wake_ns is not None:
+                pauses.append(max(0.0, (wake_ns - self._clock.boottime_ns()) / 1e9))
+        return min(pauses)
+
+    def _watch(self, fd: int, callback: Callback) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def _unwatch_gang(self, gang: Gang) -> None:
+        """Watch none of its descriptors any more: once they are closed, others have their numbers."""
+        outputs = (fd for log in gang.logs.values() for fd, _ in log.readers())
+        for fd in (gang.channel.fileno(), gang.stem_pidfd, *outputs):
+            self._unwatch(fd)
+
+    def _unwatch(self, fd: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(fd)

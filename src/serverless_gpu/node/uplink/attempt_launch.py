@@ -1,0 +1,226 @@
+"""From an order to a launch: the attempt's directory, the call, the devices of this node.
+
+    Start ─▶ directory + remote.json (then the order is taken) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
+
+The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may
+have lain somewhere for an hour, and another attempt may run by now.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock, created_wall_ns
+from serverless_gpu.environment.service_messages import Where
+from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, ServerProblem
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.model.billing.pricing import UNPRICED
+from serverless_gpu.model.placement import candidates, restrict
+from serverless_gpu.model.secrets import Delivered, check_name, check_variable
+from serverless_gpu.model.spec import BlobReference, Function
+from serverless_gpu.node.attempt import secret_files
+from serverless_gpu.node.attempt.server_attempt import Remote, has_remote, write_remote
+from serverless_gpu.node.attempt.submission import write_submission
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home, storage_error
+from serverless_gpu.node.devices.inventory import offered
+from serverless_gpu.node.uplink.interpreters import check_flags, check_python
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.agents import Start
+from serverless_gpu.wire.connection import Connection
+
+_FAKE = "SERVERLESS_GPU_FAKE"
+_OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
+"""What a captured environment's ranks have of this node where the caller sent none: another machine's would mislead."""
+
+
+def take(home: Home, order: Start, profile: Path) -> tuple[Path, Remote] | None:
+    """Make the attempt's directory, or return None when it was made before; the order need not come again.
+
+    What a process that was killed in the middle of this has left is made anew: nothing can have been launched. A server
+    names a directory of this node's by its run, so only what can be an identifier is taken, and no run of the node's
+    own is touched.
+
+    Args:
+        home: the home directory.
+        order: the order.
+        profile: of the server.
+
+    Raises:
+        InvalidValue: it is no run's identifier, or that of a run of this node's own; or its gang cannot be.
+        StorageError: the disk is full, or the home is not writable.
+        OSError: whether it was made before cannot be said now; nothing follows from that.
+    """
+    if created_wall_ns(order.run_id) is None or order.fence < 1:
+        raise InvalidValue(f"{order.run_id[:64]!r} (fence {order.fence}) is no attempt's name")
+    if has_remote(home.attempt(order.run_id, order.fence)):
+        return None
+    _check_crews(order)
+    if (home.attempt(order.run_id, order.fence) / "spec.json").exists():
+        raise InvalidValue(f"run {order.run_id} is one of this node's own")
+    remote = Remote(
+        run_id=order.run_id,
+        fence=order.fence,
+        profile=str(profile),
+        token=order.token,
+        gpu_type=order.gpu_type,
+        world_size=order.gpus,
+        partition_grace_s=order.partition_grace_s,
+        owner=order.owner,
+        tariff=order.tariff or UNPRICED,
+    )
+    shutil.rmtree(home.attempt(order.run_id, order.fence), ignore_errors=True)
+    directory = home.make_attempt(order.run_id, order.fence)
+    try:
+        write_remote(directory, remote)
+    except OSError as error:
+        raise storage_error(error, directory) from None
+    return directory, remote
+
+
+def make_launch(
+    order: Start, directory: Path, greeting: protocol.Greeting, *, clock: Clock, waited_ns: int, store: Where
+) -> protocol.Launch:
+    """Return the launch for an order.
+
+    Args:
+        order: the order.
+        directory: of the attempt.
+        greeting: what the agent offers.
+        clock: where time comes from.
+        waited_ns: how long ago the client asked, by the server's clock.
+        store: in which environments lie.
+
+    Raises:
+        HardwareError: this node has not what the order needs.
+        InvalidValue: the node's configuration, or the order, cannot be used.
+    """
+    devices = offered(greeting, os.environ)
+    there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = [device for device in there if device.uuid not in order.without]
+    chosen = candidates(gpus=order.gpus, gpu_type=order.gpu_type, devices=visible, own=greeting.own_types)
+    now_ns = clock.boottime_ns()
+    return protocol.Launch(
+        run_id=order.run_id,
+        fence=order.fence,
+        directory=str(directory),
+        spec=order.spec,
+        candidates=chosen.devices,
+        world_size=order.gpus,
+        of_type=sum(device.type == chosen.devices[0].type for device in devices),
+        context=_context(order),
+        called_ns=max(0, now_ns - max(0, waited_ns)),
+        tariff=order.tariff or greeting.prices.get(chosen.devices[0].type, UNPRICED),
+        environment=_wanted(order, store),
+        confirmed=False,
+        lease_ns=now_ns + round(order.partition_grace_s * 1e9),
+        crews=order.crews,
+        crew=order.crew,
+        nonce=order.nonce,
+        owner=f"{order.owner} of {store.url}" if order.owner else protocol.UNKNOWN_OWNER,
+    )
+
+
+def write_call(order: Start, directory: Path, connection: Connection) -> None:
+    """Write `call.pkl`, which came with the order or lies on the server; a command has none.
+
+    Raises:
+        StorageError: the disk is full.
+        ServerProblem: the server does not have it, or does not answer.
+    """
+    reference = order.spec.payload.call if isinstance(order.spec.payload, Function) else None
+    try:
+        if reference is not None:
+            _fetch(reference, directory / "call.pkl", f"/attempts/{order.run_id}/{order.fence}/blobs", connection)
+        elif order.call is not None:
+            (directory / "call.pkl").write_bytes(order.call)
+    except OSError as error:
+        raise storage_error(error, directory) from None
+
+
+def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
+    """Return the launch with its secrets, which are written where its ranks find them.
+
+    Raises:
+        SecretMissing: one was deleted since the attempt was placed; nothing of it may start.
+        InvalidValue: one is to be a variable, and cannot.
+        StorageError: there is no room.
+    """
+    if not order.secrets:
+        return launch
+    values: dict[str, bytes] = {}
+    for one in order.secrets:
+        check_name(one.name)  # it becomes a file's
+        if one.value is None:
+            raise SecretMissing(f"the secret {one.text} was deleted after the attempt was placed")
+        values[one.name] = check_variable(one.text, one.value) if one.variable else one.value
+    place = secret_files.write(Path(launch.directory), values)
+    secrets = Delivered(
+        directory=str(place),
+        texts=tuple(one.text for one in order.secrets),
+        variables={one.name: one.variable for one in order.secrets if one.variable},
+        note=secret_files.note(place),
+    )
+    return msgspec.structs.replace(launch, secrets=secrets)
+
+
+def write_run(launch: protocol.Launch) -> None:
+    """Write what makes the run readable; as `write_submission`."""
+    write_submission(launch, __version__)
+
+
+def _check_crews(order: Start) -> None:
+    """Refuse an order whose gang cannot be.
+
+    Raises:
+        InvalidValue: it is no list of crews with this one among them, or they have nothing to know each other by.
+    """
+    if not order.crews:
+        return
+    numbers = [crew.number for crew in order.crews]
+    first = 0
+    for crew in order.crews:
+        if crew.first_rank != first or crew.gpus < 1:
+            raise InvalidValue(f"crew {crew.number} of the order cannot begin with rank {crew.first_rank}")
+        first += crew.gpus
+    if numbers != list(range(len(numbers))) or not 0 <= order.crew < len(numbers) or first != order.world_size:
+        raise InvalidValue(f"crew {order.crew} of {numbers[:8]} with {first} of {order.world_size} devices cannot be")
+    if len(numbers) > 1 and not order.nonce:
+        raise InvalidValue("the order has a gang on several nodes, and nothing by which they know each other")
+
+
+def _fetch(reference: BlobReference, path: Path, route: str, connection: Connection) -> None:
+    size = 0
+    with path.open("wb") as file:
+        for digest in reference.parts:
+            data = connection.get(f"{route}/{digest}")
+            size += file.write(data)
+    if size != reference.size:
+        raise HashMismatch(f"the call has {reference.size} bytes, and {size} came")
+
+
+def _context(order: Start) -> protocol.Context:
+    """Return what ranks take on; which devices are declared, and where its user lives, is this node's own matter."""
+    try:
+        context = from_json(order.context, protocol.Context)
+    except msgspec.MsgspecError as error:
+        raise InvalidValue(f"the caller's context cannot be understood: {error}") from None
+    check_flags(context.flags)
+    if not order.snapshot:
+        check_python(context.python)
+    environ = {name: value for name, value in context.environ.items() if name != _FAKE}
+    own = (_FAKE, *(_OF_THE_NODE if order.snapshot else ()))
+    environ = {**{name: os.environ[name] for name in own if name in os.environ}, **environ}
+    return msgspec.structs.replace(context, environ=environ)
+
+
+def _wanted(order: Start, store: Where) -> protocol.Wanted | None:
+    if order.spec.environment != "snapshot":
+        return None
+    if not order.snapshot:
+        raise ServerProblem("the run is to have a captured environment, and the order names none")
+    return protocol.Wanted(snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca)

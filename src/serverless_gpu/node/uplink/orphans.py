@@ -1,0 +1,98 @@
+"""What becomes of an attempt that no supervisor looks after: decided under the attempt's own lock, so that none can
+come and begin it meanwhile.
+
+    nobody ever had it (no facts)   refused: nothing of the user's ran, and nothing will
+    facts, even damaged ones        its supervisor was lost; its devices' locks say when its processes are gone
+    an ending, and no receipt       a receipt that says what is known
+
+Written like a supervisor would have written it, so that whoever reads the directory need not know.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.json_codec import from_json
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason
+from serverless_gpu.node.attempt.history import first_facts
+from serverless_gpu.node.attempt.server_attempt import Remote
+from serverless_gpu.node.attempt.supervisor_loss import Lost, settle_loss
+from serverless_gpu.node.base import protocol
+from serverless_gpu.node.base.home import Home
+from serverless_gpu.node.base.lock_files import held_note
+from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, Holder
+
+
+def refusal(detail: str, clock: Clock) -> protocol.Stopped:
+    """Return the ending of an attempt that this node has not started.
+
+    Args:
+        detail: why.
+        clock: where time comes from.
+    """
+    return _stopped(Reason.REFUSED, detail, clock)
+
+
+def lost_upload(detail: str, clock: Clock) -> protocol.Stopped:
+    """Return the ending of an attempt whose results could not be sent."""
+    return _stopped(Reason.RESULT_UPLOAD, detail, clock)
+
+
+def cancelled_upload(detail: str, clock: Clock) -> protocol.Stopped:
+    """Return the ending of an attempt that was cancelled while its results were sent."""
+    return _stopped(Reason.CANCELLED, detail, clock)
+
+
+def still_held(home: Home, directory: Path) -> bool:
+    """Return whether a process of an attempt still holds one of its devices."""
+    run_id = directory.parent.name
+    uuids = {uuid for fact in first_facts(directory) for uuid in fact.gpus}
+    for base in (home.locks, *MACHINE_DIRECTORIES):
+        for uuid in uuids:
+            note = held_note(base / f"{uuid}.lock")
+            if note is not None and _holder(note) in (run_id, ""):
+                return True
+    return False
+
+
+def settle(
+    directory: Path, remote: Remote, detail: str, clock: Clock, *, seen_ns: int | None = None
+) -> protocol.Stopped:
+    """Write the ending and the receipt that are missing; the attempt's lock is held.
+
+    Args:
+        directory: of the attempt.
+        remote: whose it is.
+        detail: why it was never started, if it was not.
+        clock: where time comes from.
+        seen_ns: boottime at which something of it was seen last; None where nobody watched.
+
+    Returns:
+        How it ended.
+    """
+    # A damaged record, or a file of facts without one, is no proof that nothing began.
+    may_have_begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
+    stopped = None if may_have_begun else refusal(detail, clock)
+    lost = Lost(
+        run_id=remote.run_id,
+        fence=remote.fence,
+        gpu_type=remote.gpu_type,
+        world_size=remote.world_size,
+        tariff=remote.tariff,
+    )
+    return settle_loss(directory, clock, seen_ns=seen_ns, stopped=stopped, lost=lost)
+
+
+def _stopped(reason: Reason, detail: str, clock: Clock) -> protocol.Stopped:
+    cause = Failure(rank=None, reason=reason, at_ns=clock.boottime_ns(), detail=detail) if detail else None
+    return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=cause, consequences=())
+
+
+def _holder(note: bytes) -> str:
+    try:
+        return from_json(note, Holder).run_id
+    except msgspec.MsgspecError:
+        return ""
