@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CODE := $(wildcard src tests scripts examples benchmarks)
 
+# Tests start hundreds of processes that import this package: each module is compiled once, not by each of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo notebook test test-quick test-part-local test-part-remote test-part-server test-part-packages test-spot test-heavy test-long test-all rows fuzz crash network upgrade-check check sim format docs bench picture gpu-check clean distclean
 

@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator
 from fractions import Fraction
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -273,6 +274,7 @@ def test_nothing_is_overspent_while_server_and_nodes_talk(seed: int) -> None:
         assert used <= world.budget.limit, f"SEED={seed}: {float(used)} of {world.budget.limit}"
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**32))
 def test_22D6_only_runs_that_take_longer_than_their_like_overspend_by_their_grace(seed: int) -> None:
@@ -296,6 +298,7 @@ def test_F71_whoever_is_cut_off_overspends_by_the_time_it_is_alone_at_most(seed:
         )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 2**32))
 @example(0)

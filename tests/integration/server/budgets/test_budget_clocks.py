@@ -20,6 +20,7 @@ from tests.support.server.stored import T0
 MONTH_S = 31 * 86_400
 
 
+@pytest.mark.any_database
 def test_F39_a_clock_that_jumps_begins_no_month_and_one_that_is_believed_does(
     database: Database, tmp_path: Path
 ) -> None:

@@ -188,6 +188,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
 }
 
 
+@pytest.mark.any_database
 def test_what_is_wrong_is_found(people: Database) -> None:
     add_node(people, "node-2", name="n2")
     not_found = []

@@ -79,6 +79,7 @@ class Clients:
             connection.close()
 
 
+@pytest.mark.long
 def test_F53_restarts_lose_no_request_and_no_run(home: Path) -> None:
     (home / "server.toml").write_text(f"runs_waiting = 1000000\nport = {own_port()}\n")
     process = Process(home)

@@ -430,6 +430,7 @@ def hello_many(count: int) -> tuple[object, ...]:
     return tuple(msgspec.structs.replace(H100[0], uuid=f"FAKE-H100-{number}", index=number) for number in range(count))
 
 
+@pytest.mark.any_database
 @pytest.mark.slow
 def test_ten_thousand_runs_wait_and_a_new_server_schedules(
     services: Services, node_id: str, database: Database
