@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, Unpack, cast, ove
 import msgspec
 
 from serverless_gpu.client.caller.interrupts import terminable
-from serverless_gpu.client.launch import launch
-from serverless_gpu.client.launch.launch import prewarm, should_prewarm
+from serverless_gpu.client.launch.launch import launch, prewarm, should_prewarm
 from serverless_gpu.client.launch.preflight import check_function
 from serverless_gpu.client.launch.snapshot_environment import shared
 from serverless_gpu.client.runs.rank_failures import in_notebooks, without_own_frames

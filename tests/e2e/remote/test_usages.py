@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.client import decorator
-from serverless_gpu.client.launch import launch
+from serverless_gpu.client.launch.launch import launch
 from serverless_gpu.errors import RunCancelled
 from serverless_gpu.model.spec import RunSpec
 from tests.support.local import usages

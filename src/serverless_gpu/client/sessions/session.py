@@ -26,8 +26,7 @@ import msgspec
 
 from serverless_gpu.client.decorator import DistributedFunction, parse_options
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay, again, make_display
-from serverless_gpu.client.launch import launch
-from serverless_gpu.client.launch.launch import Lender, hold
+from serverless_gpu.client.launch.launch import Lender, hold, launch
 from serverless_gpu.client.launch.preflight import bind_arguments, check_function
 from serverless_gpu.client.runs.open_sessions import own_sessions
 from serverless_gpu.client.runs.run import Run

@@ -29,10 +29,10 @@ from serverless_gpu.environment.restore.cache.cache_layout import (
     write_document,
 )
 from serverless_gpu.environment.restore.cache.exposure import exposed_since, linking
+from serverless_gpu.environment.restore.cache.shared_metadata import Sharing, make_layers
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.link_tree import Source, fill, link_new, write_generated
 from serverless_gpu.environment.restore.pythons import Python
-from serverless_gpu.environment.restore.shared_metadata import Sharing, make_layers
 from serverless_gpu.environment.restore.tree_stamp import Watched, change, watch
 from serverless_gpu.errors import EnvironmentCorrupt
 

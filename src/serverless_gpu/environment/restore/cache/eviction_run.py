@@ -18,7 +18,7 @@ from serverless_gpu.environment.restore.cache.cache_layout import Places, delete
 from serverless_gpu.environment.restore.cache.cache_locks import locked, try_lock
 from serverless_gpu.environment.restore.cache.eviction_plan import CachedEnvironment, CachedUnit, Step, plan
 from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since, linking_lock, suspects
-from serverless_gpu.environment.restore.shared_metadata import sweep_layers
+from serverless_gpu.environment.restore.cache.shared_metadata import sweep_layers
 
 LOCK_WAIT_S = 60.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}")

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from serverless_gpu.environment.restore.cache.cache_layout import Places
 from serverless_gpu.environment.restore.cache.cache_locks import locked
+from serverless_gpu.environment.restore.cache.shared_metadata import is_added
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
-from serverless_gpu.environment.restore.shared_metadata import is_added
 
 _MTIME_NS = MTIME_S * 10**9
 _LINKING_S_MAX = 3600.0

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from serverless_gpu.environment.documents import Row
+from serverless_gpu.environment.restore.cache.shared_metadata import is_added
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
-from serverless_gpu.environment.restore.shared_metadata import is_added
 
 _THREADS = 2
 _READ_BYTES = 1024 * 1024

@@ -27,7 +27,7 @@ import msgspec
 from blake3 import blake3
 
 from serverless_gpu.environment.restore.cache.cache_layout import read_document, write_document
-from serverless_gpu.environment.restore.shared_metadata import is_added
+from serverless_gpu.environment.restore.cache.shared_metadata import is_added
 
 LOOK_S = 600
 """How long a unit that was looked at in this boot of the machine is not looked at again."""
