@@ -21,7 +21,7 @@ from benchmarks.databases import held
 from benchmarks.ranks import GIGABYTE, now_ns, stamps
 from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.base.home import Home

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from serverless_gpu import Receipt, Run, distributed
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.node.devices.gpus import NvmlProvider
 from serverless_gpu.node.monitor.devices import NvmlSampler

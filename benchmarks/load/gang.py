@@ -17,7 +17,7 @@ from benchmarks.contestants import ContestantFailed
 from benchmarks.load.asking import Asker
 from benchmarks.load.probe import request
 from benchmarks.load.servers import MeasuredServer
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.version import __version__

@@ -17,7 +17,7 @@ import msgspec
 from benchmarks.load.asking import Asker
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.model.hardware.gpu_types import parse_fake
+from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat

@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu import compute, launcher, runtime
 from serverless_gpu.client.decorator import distributed
-from serverless_gpu.model.hardware.gpu_types import find_type
+from serverless_gpu.model.hardware import find_type
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 FUNCTIONS: dict[str, Callable[[], int]] = {

@@ -30,7 +30,7 @@ from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_list import RunList
 from serverless_gpu.errors import ArgumentMismatch, InvalidOption, ServerlessGpuError, UnknownGpuType
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.hardware.gpu_types import GpuType
+from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Options, RunSpec, make_spec
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import find_home

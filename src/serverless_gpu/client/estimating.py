@@ -1,7 +1,7 @@
 """When would this call start, and what would it cost? `fn.estimate(*args)`: checked as the call, nothing is started.
 
-    arguments ─▶ the same checks ─▶ remote? ── no ──▶ who has this machine's devices (`node/agent/availability.py`) ─▶ Estimate
-                                       └────── yes ─▶ POST /estimates of the server (`remote/estimating.py`) ─▶
+    arguments ─▶ the same checks ─▶ remote? ── no ──▶ devices of this machine (`node/agent/availability.py`) ─▶ Estimate
+                                       └────── yes ─▶ POST /estimates of the server (`remote/estimate.py`) ─▶
                                                       with the price of the devices (`model/cost.py`)
 
 Failure cases: what would refuse the call refuses the question. What cannot be known is an answer: no time, and why.

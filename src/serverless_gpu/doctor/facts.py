@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.base.statuses import ZygoteStatus
 from serverless_gpu.node.base.usages import Unavailable, Usage
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 
 
 class EngineNode(msgspec.Struct, frozen=True, kw_only=True):

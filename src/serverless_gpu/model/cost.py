@@ -19,7 +19,7 @@ from serverless_gpu.model.billing import pricing
 from serverless_gpu.model.billing.ledger import Line
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
-from serverless_gpu.model.hardware.gpu_types import CPU, time_unit
+from serverless_gpu.model.hardware import CPU, time_unit
 from serverless_gpu.model.receipt import TextPrinter
 
 _MICROS_MAX = 10**18  # a million million units of money: it has to travel in 64 bits

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from serverless_gpu.errors import GpuTypeMismatch, HardwareError, InvalidValue, NoGpu, NotEnoughGpus
-from serverless_gpu.model.hardware.gpu_types import CPU, Device, DeviceKind, GpuType, find_type, is_listed, matches
+from serverless_gpu.model.hardware import CPU, Device, DeviceKind, GpuType, find_type, is_listed, matches
 
 _UUID_PREFIXES = ("GPU-", "MIG-", "FAKE-")
 

@@ -13,7 +13,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.model import markup
-from serverless_gpu.model.hardware.gpu_types import CPU, DeviceKind, time_unit
+from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
 
 # A terminal's two lines: a receipt is read, not scrolled.
 _TEXT_LINE_MAX = 200

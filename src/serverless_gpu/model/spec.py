@@ -18,7 +18,7 @@ import msgspec
 
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model import secrets
-from serverless_gpu.model.hardware.gpu_types import CPU, GpuType, find_type
+from serverless_gpu.model.hardware import CPU, GpuType, find_type
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX, Limits
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.tracking_context import Tracking

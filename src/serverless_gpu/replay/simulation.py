@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware.gpu_types import matches
+from serverless_gpu.model.hardware import matches
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, Pool
 from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay.baselines import KEYS, Nodes, Spans, in_order, placed_again

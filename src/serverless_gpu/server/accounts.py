@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.billing.budget import Subject
-from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.hardware import CPU
 from serverless_gpu.server import pools
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.runs import StoredRun

@@ -15,7 +15,7 @@ from serverless_gpu.model.access.roles import Reach, Resource
 from serverless_gpu.model.billing import pricing
 from serverless_gpu.model.billing.budget import NOTHING, Subject, Use, first_hold
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.hardware.gpu_types import CPU, matches
+from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.server import prices
 from serverless_gpu.server.allowing import Allowed

@@ -24,7 +24,7 @@ from serverless_gpu import units
 from serverless_gpu.model.billing import spend_forecast
 from serverless_gpu.model.billing.budget import NOTHING, Use, Window, used
 from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
-from serverless_gpu.model.hardware.gpu_types import time_unit
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from serverless_gpu.server import accounts, audit, budgets, charges, notices, runs, transitions

@@ -19,7 +19,7 @@ from serverless_gpu.errors import EnvironmentMissing, PolicyViolation
 from serverless_gpu.model.access.policy_defaults import with_defaults
 from serverless_gpu.model.access.roles import Reach, Resource, reach
 from serverless_gpu.model.access.usage_policy import NamedPolicy, UsagePolicy, apply, choose, where
-from serverless_gpu.model.hardware.gpu_types import FAMILIES
+from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import dividing, nodes, policies, pools, secret_store
 from serverless_gpu.server.callers import Caller

@@ -9,9 +9,9 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import EnvironmentMissing, InvalidValue, NotFound, UnknownGpuType
+from serverless_gpu.model import hardware
 from serverless_gpu.model.access.roles import Reach, Resource, reach
 from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, Holder, UsagePolicy, format_span
-from serverless_gpu.model.hardware import gpu_types
 from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX
 from serverless_gpu.server import audit, dividing, identity, nodes, policies
 from serverless_gpu.server.audit import Action
@@ -78,7 +78,7 @@ def put_policy(services: Services, who: Caller, name: str, asked: UsagePolicy) -
     _check(asked)
     _check_environments(services, asked.environments)
     at_ns = services.clock.wall_ns()
-    types = tuple(dict.fromkeys(gpu_types.canonical(kind) for kind in asked.gpu_types))
+    types = tuple(dict.fromkeys(hardware.canonical(kind) for kind in asked.gpu_types))
     policy = StoredPolicy(name=name, policy=msgspec.structs.replace(asked, gpu_types=types), set_ns=at_ns)
 
     def work(connection: sa.Connection) -> PolicyView:
@@ -273,7 +273,7 @@ def _check_tags(policy: UsagePolicy) -> None:
 
 def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
     """Refuse a type that is in no catalogue and that no node has: a slip would refuse everybody."""
-    strange = [kind for kind in types if not gpu_types.is_listed(kind)]
+    strange = [kind for kind in types if not hardware.is_listed(kind)]
     if not strange:
         return
     there = {device.type for node in nodes.every(connection) for device in node.hello.devices}

@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.model.billing import budget_messages
 from serverless_gpu.model.billing.budget import Standing, Subject, Use, keys, may_start
-from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import pools

@@ -12,7 +12,7 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import Reach
 from serverless_gpu.model.billing import budget_messages, spend_forecast
 from serverless_gpu.model.billing.budget import Budget, Scope, Standing
-from serverless_gpu.model.hardware.gpu_types import time_unit
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import audit, budgets, identity, notices, policies, pools

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import Line
 from serverless_gpu.model.cost import AttemptUse, Cost, CostEstimate, Devices, Lasting, estimated, together
-from serverless_gpu.model.hardware.gpu_types import CPU, census, matches
+from serverless_gpu.model.hardware import CPU, census, matches
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.spec import RunSpec

@@ -10,7 +10,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import ambient
-from serverless_gpu.model.hardware.gpu_types import census
+from serverless_gpu.model.hardware import census
 from serverless_gpu.model.scheduling.values import Node
 from serverless_gpu.server import active_runs, node_rules, nodes, pools
 from serverless_gpu.server.active_runs import Active, ActiveCrew

@@ -19,7 +19,7 @@ import msgspec
 
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware import sharing_calendar
+from serverless_gpu.model import sharing_calendar
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 

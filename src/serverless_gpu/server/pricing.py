@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.billing.pricing import CORE, MEMORY, MICROS_MAX, Price, check_book, is_in_force, of_dbus
-from serverless_gpu.model.hardware.gpu_types import FAMILIES, canonical, is_listed
+from serverless_gpu.model.hardware import FAMILIES, canonical, is_listed
 from serverless_gpu.server import attempts, audit, charges, dividing, nodes, prices
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller

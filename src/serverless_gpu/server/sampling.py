@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from serverless_gpu.model.hardware.gpu_types import census
+from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server import audit, draining, floor, nodes, uncharged
 from serverless_gpu.server.crews import CrewId

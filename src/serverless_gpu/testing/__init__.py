@@ -18,7 +18,7 @@ import msgspec
 from serverless_gpu.client.agent_control import stop_agent
 from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.errors import InvalidOption
-from serverless_gpu.model.hardware.gpu_types import parse_fake
+from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.telemetry.samples import GpuSample
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.devices.kernel_log import FAKE_FILE

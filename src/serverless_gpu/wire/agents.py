@@ -22,7 +22,7 @@ import msgspec
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.gangs.crew import CrewPlace
 from serverless_gpu.model.gangs.rendezvous import Chosen, Offer
-from serverless_gpu.model.hardware.gpu_types import Device, GpuType
+from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.units import format_duration_ms

@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.agent import connection

@@ -10,8 +10,8 @@ import pytest
 
 from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
-from serverless_gpu.model.hardware.xid import Kind
 from serverless_gpu.model.lifecycle.facts import FactKind
+from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.locks import DeviceLocks

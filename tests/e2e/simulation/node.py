@@ -13,7 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerlessGpuError, StaleAttempt
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.spec import BlobReference

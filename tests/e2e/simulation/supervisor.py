@@ -19,7 +19,7 @@ from serverless_gpu.model.billing.ledger import charge
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.gangs.crew import numbered
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, Failure, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Receipt, Segments

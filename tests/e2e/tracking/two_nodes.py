@@ -13,7 +13,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, Work
 from serverless_gpu.engines.simulated.simulated_telemetry import Telemetry
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing import FakeClock

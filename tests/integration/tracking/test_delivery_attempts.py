@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.testing import FakeClock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.cli.top.table import Around, Owner
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample, Sample
 from serverless_gpu.node.monitor.messages import Frame, Watched

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Failure, Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.telemetry.samples import GpuSample, Header, HostSample, RankSample, Sample, Sampled, encode

@@ -15,7 +15,7 @@ from serverless_gpu.doctor.facts import (
 )
 from serverless_gpu.doctor.findings import Finding, Outcome
 from serverless_gpu.doctor.table import TABLE
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.usages import Usage
 
 GIB = 2**30

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import Receipt, Segments
 
 GPUS = ("GPU-a", "GPU-b")

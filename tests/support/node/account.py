@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.base.protocol import Context, Launch
 

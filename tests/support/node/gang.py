@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Event
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec

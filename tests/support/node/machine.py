@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.monitor.devices import NvmlSampler
 from serverless_gpu.node.monitor.sampler import Wanted
 from serverless_gpu.testing import FakeClock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, Header, HostSample, RankSample, Sample, Sampled
 
 GB = 10**9

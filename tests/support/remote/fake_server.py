@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import machine
 from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict, NotAuthenticated, NotFound, ServerlessGpuError
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.model.spec import RunSpec

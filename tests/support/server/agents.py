@@ -6,7 +6,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.access.node_identity import Identity
-from serverless_gpu.model.hardware.gpu_types import parse_fake
+from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp, StopAsked
 from serverless_gpu.model.spec import Resources

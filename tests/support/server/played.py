@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Order, OrdersTaken, Start, Stop
 from serverless_gpu.wire.attempts import Report, ReportAnswer

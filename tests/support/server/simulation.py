@@ -21,7 +21,7 @@ from serverless_gpu.engines.base import Engine, EngineNode
 from serverless_gpu.engines.simulated.simulated_agents import Execution, Gang, SimulatedAgent, Work
 from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.model.hardware.gpu_types import parse_fake
+from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.spec import Resources

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled, encode
 from serverless_gpu.model.tracking_context import Tracking

@@ -14,7 +14,7 @@ from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.cli.planning import advice_tables
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
-from serverless_gpu.model.hardware.gpu_types import GIB, DeviceKind
+from serverless_gpu.model.hardware import GIB, DeviceKind
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import DeviceUse, Receipt, Segments
 from tests.support.golden import golden

@@ -1,10 +1,10 @@
 """`sgpu env`: what Python sees, captured into a store, restored from it, compared, and what nobody needs deleted.
 
-    looking.py     show · fingerprint · diff     nothing is written but what makes the next look fast
-    moving.py      capture · restore
-    collecting.py  gc
-    places.py      which interpreter, which store, which snapshot is meant
-    describing.py  a snapshot as text and JSON · meter.py how far it is
+    show.py           show · fingerprint · diff     writes nothing but the index that makes the next scan fast
+    capture.py        capture · restore
+    gc.py             gc
+    locations.py      the interpreter, the store and the snapshot that the options name
+    snapshot_text.py  a snapshot as text and JSON · progress_meter.py the progress of a capture or restore
 
 The commands are declared here; what they need is loaded when one is called, so that `sgpu status` does not pay for it.
 A result goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failure, 2 for a wrong command line, 130
@@ -66,11 +66,11 @@ def show(address: str | None, everything: bool, python: str | None, store: str |
     Without ADDRESS that of the interpreter as it is now; with ADDRESS a captured one.
     """
     with _interruptible("nothing was changed"):
-        looking = _room("looking")
+        module = _room("show")
         if address is None:
-            looking.show_now(python, as_json=as_json, everything=everything)
+            module.show_now(python, as_json=as_json, everything=everything)
         else:
-            looking.show_stored(address, store, as_json=as_json, everything=everything)
+            module.show_stored(address, store, as_json=as_json, everything=everything)
 
 
 @env.command()
@@ -82,7 +82,7 @@ def fingerprint(python: str | None, as_json: bool) -> None:
     Nothing is captured.
     """
     with _interruptible("nothing was changed"):
-        _room("looking").fingerprint(python, as_json=as_json)
+        _room("show").fingerprint(python, as_json=as_json)
 
 
 @env.command()
@@ -96,7 +96,7 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
     What was sent stays when it is interrupted: the next capture goes on from there.
     """
     with _interruptible("what was sent stays, and the next capture goes on from there; no snapshot was made"):
-        _room("moving").capture(python, store, repair=repair, as_json=as_json)
+        _room("capture").capture(python, store, repair=repair, as_json=as_json)
 
 
 @env.command()
@@ -112,7 +112,7 @@ def restore(address: str, directory: str, copies: bool, python: str | None, stor
     --python names the interpreter to put it on; default: one of the same version that is found on this machine.
     """
     with _interruptible("the directory was not made; what was fetched stays, and the next restore goes on from there"):
-        _room("moving").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
+        _room("capture").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
 
 
 @env.command()
@@ -129,7 +129,7 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
     """
     with _interruptible("nothing was changed"):
         try:
-            differs = _room("looking").differences(first, second, python, store, as_json=as_json)
+            differs = _room("show").differences(first, second, python, store, as_json=as_json)
         except (ServerlessGpuError, OSError) as error:
             say_lines(f"sgpu: {error}", err=True)
             sys.exit(_TROUBLE)
@@ -159,7 +159,7 @@ def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: boo
     deleted by a later gc, at least --grace after that.
     """
     with _interruptible("what was deleted is gone, the rest is as it was, and the next gc goes on"):
-        _room("collecting").collect_garbage((keep, grace, cache), store, **flags)
+        _room("gc").collect_garbage((keep, grace, cache), store, **flags)
 
 
 def _room(name: str) -> ModuleType:

@@ -13,7 +13,7 @@ from serverless_gpu.cli.server.state import server_status
 from serverless_gpu.client.agent_control import stop_agent
 from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.engines.ray.head_keeper import stop_ray
-from serverless_gpu.model.hardware.gpu_types import DeviceKind, parse_fake
+from serverless_gpu.model.hardware import DeviceKind, parse_fake
 from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.base.protocol import Status

@@ -18,7 +18,7 @@ from serverless_gpu.cli.server_connection import server
 from serverless_gpu.model import utc_days
 from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.usage_report import Amounts, Group, Unit, Window
-from serverless_gpu.model.hardware.gpu_types import time_unit
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.units import format_gpu_ms, format_micros, is_any_below_cent
 from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RecordPage, UsageView
 

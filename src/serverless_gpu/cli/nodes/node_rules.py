@@ -17,7 +17,7 @@ from serverless_gpu.cli.nodes.nodes import find_node, node
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import InvalidValue, ServerProblem
-from serverless_gpu.model.hardware.gpu_types import CPU, Device
+from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.wire.agents import NodeList, NodeView
 from serverless_gpu.wire.base import Request
 from serverless_gpu.wire.connection import Connection

@@ -14,7 +14,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware.gpu_types import time_unit
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.model.scheduling.shared_uid_messages import REVOKE
 from serverless_gpu.units import format_days_ms, format_duration_ms, format_gpu_ms

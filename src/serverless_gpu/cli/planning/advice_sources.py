@@ -25,7 +25,7 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.model.billing.advice import Use
 from serverless_gpu.model.billing.oversized_runs import Ran
 from serverless_gpu.model.billing.pricing import Price, tariff
-from serverless_gpu.model.hardware.gpu_types import FAMILIES, canonical, matches
+from serverless_gpu.model.hardware import FAMILIES, canonical, matches
 from serverless_gpu.model.receipt import Receipt, observed
 from serverless_gpu.node.attempt.history import Record, read_run
 from serverless_gpu.node.base.configuration import Configuration

@@ -12,7 +12,7 @@ from serverless_gpu.cli.planning.advice_sources import Kind, Past, remarks
 from serverless_gpu.model.billing.advice import Advice, Mix, Slot
 from serverless_gpu.model.billing.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, percent, price
 from serverless_gpu.model.billing.oversized_runs import Unneeded
-from serverless_gpu.model.hardware.gpu_types import time_unit
+from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.replay.queue_cost import Queue
 from serverless_gpu.units import format_duration_ms, format_gpu_ms, format_micros, is_any_below_cent
 

@@ -34,7 +34,7 @@ from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.model.billing.advice import Advice, Curve, Rates, advise, curve_of
 from serverless_gpu.model.billing.oversized_runs import unneeded
-from serverless_gpu.model.hardware.gpu_types import GpuType, canonical
+from serverless_gpu.model.hardware import GpuType, canonical
 from serverless_gpu.node.base.configuration import Configuration, read_configuration
 from serverless_gpu.replay import read_trace
 from serverless_gpu.replay.queue_cost import queues

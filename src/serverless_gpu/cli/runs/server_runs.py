@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon, format_utc
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.receipt import nodes_text
 from serverless_gpu.model.scheduling import wait_messages

@@ -21,7 +21,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.cli.top.table import Around, Owner
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.devices.locks import DeviceLocks, Holder, lock_directory
 from serverless_gpu.node.inside.channel import Channel

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from serverless_gpu.cli.top.table import DeviceRow, RunRow, Table
 from serverless_gpu.client.display.terminal import fit, safe
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.telemetry.samples import RankSample, throttle_words
 from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_memory
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample
 from serverless_gpu.node.monitor.messages import Frame, Watched
 

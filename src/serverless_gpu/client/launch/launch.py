@@ -38,7 +38,7 @@ from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_source import Supervised
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
 from serverless_gpu.model.billing.pricing import UNPRICED
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.placement import Candidates, candidates, restrict
 from serverless_gpu.model.spec import HANG_WARNING, Command, Function, RunSpec, check_command, hang_warning_s, no_nccl
 from serverless_gpu.node.agent.connection import connect

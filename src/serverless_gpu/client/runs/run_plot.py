@@ -13,7 +13,7 @@ from serverless_gpu.client.runs.result_files import refuse_other
 from serverless_gpu.client.runs.run_source import Source
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.telemetry.samples import Header, Sample, Sampled, decode
 from serverless_gpu.units import format_duration_ms

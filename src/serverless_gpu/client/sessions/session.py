@@ -34,7 +34,7 @@ from serverless_gpu.client.runs.run_list import RunList
 from serverless_gpu.client.runs.run_source import Note
 from serverless_gpu.client.sessions.actors import Actors
 from serverless_gpu.errors import NotDistributable, ServerlessGpuError, SessionEnded, UsageError
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec, SessionOptions, seconds
 from serverless_gpu.node.base import protocol

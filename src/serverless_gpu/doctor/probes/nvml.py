@@ -11,7 +11,7 @@ import msgspec
 
 from serverless_gpu.doctor.facts import GpuFacts, Health
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.hardware.gpu_types import GpuType
+from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpus import NvmlProvider

@@ -27,7 +27,7 @@ from serverless_gpu.engines.ray import start_arguments
 from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
 from serverless_gpu.engines.ray.ray_keeper import Plan, clean, log_path
 from serverless_gpu.errors import InvalidValue, ServerProblem
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.inside.raycluster import ray_installation

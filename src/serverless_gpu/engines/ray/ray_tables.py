@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.engines.base import EngineNode, Gang, Impossible, NodeLost, NodeUp, Share, Waiting
 from serverless_gpu.engines.ray.start_arguments import DEVICES, RESOURCE
-from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.hardware import CPU
 
 PIN = 0.001
 """How much of a node's own resource a bundle takes: enough to be nowhere else, however many there are."""

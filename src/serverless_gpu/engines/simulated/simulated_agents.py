@@ -23,7 +23,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotFound, ServerUnavailable, StaleAttempt
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State, StopReason
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.version import __version__

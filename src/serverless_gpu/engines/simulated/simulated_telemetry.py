@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled
 from serverless_gpu.node.monitor.records import Recording

@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.errors import PolicyViolation
-from serverless_gpu.model.hardware import gpu_types as hardware
+from serverless_gpu.model import hardware
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
 from serverless_gpu.model.spec import TAGS_MAX, Priority, RunSpec
 

@@ -24,7 +24,7 @@ from serverless_gpu import units
 from serverless_gpu.model.billing.ledger import Entry, EntryKind
 from serverless_gpu.model.billing.pricing import CORE, MEMORY, Price, Tariff, tariff
 from serverless_gpu.model.billing.usage_report import Accounted
-from serverless_gpu.model.hardware.gpu_types import CPU, families_of
+from serverless_gpu.model.hardware import CPU, families_of
 from serverless_gpu.model.utc_days import format_day
 
 CLOUD = "OWN"

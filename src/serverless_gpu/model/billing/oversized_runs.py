@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu import units
-from serverless_gpu.model.hardware.gpu_types import CATALOGUE, CPU, FAMILIES, GpuType, canonical, find_type, is_listed
+from serverless_gpu.model.hardware import CATALOGUE, CPU, FAMILIES, GpuType, canonical, find_type, is_listed
 
 BUSY_MIN_PERCENT = 5
 """A device that works for a smaller part of the time is not needed."""

@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu import units
 from serverless_gpu.errors import InvalidOption, InvalidValue
-from serverless_gpu.model.hardware.gpu_types import CPU, FAMILIES, canonical, families_of
+from serverless_gpu.model.hardware import CPU, FAMILIES, canonical, families_of
 
 CORE = "core"
 MEMORY = "memory"

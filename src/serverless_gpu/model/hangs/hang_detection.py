@@ -33,7 +33,7 @@ from enum import StrEnum
 import msgspec
 
 from serverless_gpu.model.hangs.stacks import Frame, Stack, at_socket, delegates, in_backward, in_collective, uses_torch
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State
 
 WARNINGS_MAX = 5

@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.units import format_duration_ms
 
 _WARN_AT = 0.8  # of the idle limit

@@ -18,7 +18,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from serverless_gpu.model.hardware.gpu_types import CPU, GpuType, matches
+from serverless_gpu.model.hardware import CPU, GpuType, matches
 from serverless_gpu.model.scheduling.availability_timeline import Book, Ends, Profile
 from serverless_gpu.model.scheduling.device_holders import Held
 from serverless_gpu.model.scheduling.duration_estimates import Medians

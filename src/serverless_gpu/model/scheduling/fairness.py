@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TypeVar
 
-from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.values import QueuePolicy, Share, TeamUse, Used, Wanted
 
 CPU_WEIGHT = 1 / 32

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.impossible_requests import ELSEWHERE_REMEDY, NO_GPU_REMEDY
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import Node, NodeSeen, Pool, PoolSeen, Wanted

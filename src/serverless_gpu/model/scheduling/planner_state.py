@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.capacity import Floor
 from serverless_gpu.model.scheduling.fairness import Fairness
 from serverless_gpu.model.scheduling.queue import Queue

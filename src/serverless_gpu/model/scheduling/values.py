@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from serverless_gpu.model.hardware.gpu_types import GpuType
+from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Priority
 
 CLASSES = tuple(Priority)

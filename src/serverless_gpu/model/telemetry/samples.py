@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.telemetry.ray_telemetry import RaySample, ray_series
 

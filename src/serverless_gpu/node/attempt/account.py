@@ -18,7 +18,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing.ledger import bill_of, priced, sum_of
 from serverless_gpu.model.billing.metering import Meter
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Attempt, Phase, Reason
 from serverless_gpu.model.lifecycle.attempt_lifecycle import ASKED
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind

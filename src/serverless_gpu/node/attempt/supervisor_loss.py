@@ -22,7 +22,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure
 from serverless_gpu.model.lifecycle.facts import FactKind, alive_after
 from serverless_gpu.model.lifecycle.supervisor_loss import LossEvidence, judge_loss

@@ -15,7 +15,7 @@ A100 = {dbu_per_gpu_hour = 4.5, usd_per_dbu = 0.70}    # or made of DBUs
 days = 30
 gib = 20
 
-[xids]                                    # what follows from an Xid, where not what model/hardware/xid.py says
+[xids]                                    # what follows from an Xid, where not what model/xid.py says
 63 = "other"
 
 [checkpoints]                             # on several nodes: a directory that all of them see under this path
@@ -34,10 +34,10 @@ import msgspec
 from serverless_gpu.errors import InvalidValue, UsageError
 from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.billing.pricing import OfDbus, Tariff, parse_prices
-from serverless_gpu.model.hardware.gpu_types import GpuType
-from serverless_gpu.model.hardware.xid import Kind
+from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.lifecycle.retention import DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.model.utc_days import DAY_NS
+from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.base.home import Home
 
 

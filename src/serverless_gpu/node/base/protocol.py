@@ -25,7 +25,7 @@ from serverless_gpu.model.gangs.crew import CrewPlace, numbered
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.gangs.rendezvous import Chosen, Offer, Reach
 from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen
-from serverless_gpu.model.hardware.gpu_types import Device, GpuType
+from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.model.secrets import Delivered

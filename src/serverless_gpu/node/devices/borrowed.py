@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.errors import AgentUnavailable, SessionEnded
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Launch

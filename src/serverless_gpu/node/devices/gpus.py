@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Struct
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
+from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
 from serverless_gpu.node.base.usages import MIB, GpuProcess, Unavailable, Usage, unknown_usage
 from serverless_gpu.node.devices.nvml import NO_DRIVER, Answer, Asker, Bounded, Nvml, NvmlReader, Silent
 from serverless_gpu.node.devices.nvml_process import NvmlProcess

@@ -13,7 +13,7 @@ from pathlib import Path
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType, parse_fake
+from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, parse_fake
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.configuration import Configuration, read_configuration
 from serverless_gpu.node.base.home import Home

@@ -1,4 +1,4 @@
-"""The kernel's log, where the NVIDIA driver says what becomes of its GPUs (`model/hardware/xid.py` reads the lines).
+"""The kernel's log, where the NVIDIA driver says what becomes of its GPUs (`model/xid.py` reads the lines).
 
     /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
     <home>/fake_kmsg      the same lines, of declared GPUs: a test writes them (`testing.FakeGpus.xid`)
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 
 KERNEL = Path("/dev/kmsg")
 FAKE_FILE = "fake_kmsg"

@@ -38,7 +38,7 @@ from msgspec import Struct
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.base.lock_files import (
     OPEN,
     PAUSE_S,

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.errors import StorageError
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Launch

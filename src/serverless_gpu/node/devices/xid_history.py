@@ -1,6 +1,6 @@
 """On which GPUs whose own code failed lately, beside their locks: `<directory>/<uuid>.xids`, for the whole machine.
 
-Lives here: the files. Must not: say what follows (`model/hardware/xid.py`).
+Lives here: the files. Must not: say what follows (`model/xid.py`).
 
 Failure cases: as those of locks (`lock_files.py`); what is not written by us counts as nothing.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.hardware.xid import Hit
+from serverless_gpu.model.xid import Hit
 from serverless_gpu.node.base.lock_files import OPEN, opened, opened_directory, read_note
 
 _HITS_MAX = 16

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType
+from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, RankSample
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home

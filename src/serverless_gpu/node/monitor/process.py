@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from serverless_gpu.ambient import Clock, SystemClock, format_moment
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import hold
 from serverless_gpu.node.inside import linux

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.telemetry.samples import GpuSample, Header, RankSample, Sample, Sampled, works
 from serverless_gpu.node.attempt.history import is_live, read_ending

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import (
     Event,
     Failure,

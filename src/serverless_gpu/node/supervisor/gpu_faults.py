@@ -24,10 +24,10 @@ from pathlib import Path
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, StorageError
-from serverless_gpu.model.hardware import xid
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
-from serverless_gpu.model.hardware.xid import ENDS_A_RUN, QUARANTINES, Fault, Hit, Kind
+from serverless_gpu.model import xid
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Attempt, GpuFailed, Reason, State
+from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Fault, Hit, Kind
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home

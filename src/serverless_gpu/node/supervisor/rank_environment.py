@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serverless_gpu.model.gangs.crew import rank_places
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.placement import (
     NODE_COMMAND_PRESETS,
     TRACKED_PRESETS,

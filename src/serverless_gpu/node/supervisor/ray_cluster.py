@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Protocol
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.model.hardware.gpu_types import CPU, Device
+from serverless_gpu.model.hardware import CPU, Device
 from serverless_gpu.model.placement import share_of_cores
 from serverless_gpu.model.ray_cluster import RayCluster, cluster_cpus, object_store_bytes, part_of_shared, store_note
 from serverless_gpu.node.attempt.account import write_text

@@ -34,7 +34,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
 from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, SessionEnded, StorageError
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import (
     TERMINAL,
     Event,

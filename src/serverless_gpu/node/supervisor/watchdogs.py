@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.hardware.gpu_types import Device
+from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, GpuFailed, Hang
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews, Launch

@@ -23,10 +23,10 @@ from serverless_gpu.ambient import SystemClock, machine, new_run_id
 from serverless_gpu.environment.restore.pythons import minors
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, GpuType
-from serverless_gpu.model.hardware.xid import Kind
+from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.placement import restrict
+from serverless_gpu.model.xid import Kind
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.private_files import write_private

@@ -32,7 +32,7 @@ from serverless_gpu.model.billing.budget import (
 )
 from serverless_gpu.model.billing.ledger import Line, lines
 from serverless_gpu.model.billing.pricing import Tariff, rate
-from serverless_gpu.model.hardware.gpu_types import CPU
+from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 
 USD = 1_000_000

@@ -23,7 +23,7 @@ def test_machine_wide_directory_closed_to_this_user_says_how_to_open_it() -> Non
             "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
             + """
 from serverless_gpu.errors import StorageError
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.devices.locks import lock_directory
 try:
     lock_directory(DeviceKind.GPU, directory, machine=(directory / "locks",))

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, cpu_slots
+from serverless_gpu.model.hardware import Device, DeviceKind, cpu_slots
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, RankSample
 from serverless_gpu.node.monitor import ranks
 from serverless_gpu.node.monitor.machine import ThisMachine

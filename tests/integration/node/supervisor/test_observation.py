@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.receipt import DeviceUse

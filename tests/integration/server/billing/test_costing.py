@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.cost import Cost, CostEstimate
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, Started

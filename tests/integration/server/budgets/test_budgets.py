@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.errors import BudgetExhausted, InvalidValue, NotFound
 from serverless_gpu.model.billing.budget import Period
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
 from serverless_gpu.server import (

@@ -10,7 +10,7 @@ import pytest
 
 from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
 from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
-from serverless_gpu.model.hardware.gpu_types import parse_fake
+from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
 from serverless_gpu.model.spec import Resources

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import NoSuitableNode
-from serverless_gpu.model.hardware.gpu_types import parse_fake
+from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from serverless_gpu.server import draining, operating, runs, submitting

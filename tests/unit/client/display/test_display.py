@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.client.display import run_display as display
 from serverless_gpu.client.display.live_block import LIVE_ROWS_MAX
 from serverless_gpu.client.display.run_display import TerminalDisplay, make_display
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.testing import FakeClock
 from tests.support.client.display import Terminal

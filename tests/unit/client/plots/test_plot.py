@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from serverless_gpu.errors import InvalidValue, StorageError
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from tests.support.client.plot import handle
 from tests.support.client.plotted import ORIGIN_NS, attempt, telemetry
 from tests.support.golden import golden

@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.client.runs.local_costs import cost_here
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt, Segments

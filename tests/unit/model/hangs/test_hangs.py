@@ -28,7 +28,7 @@ from serverless_gpu.model.hangs.hang_detection import (
     spared,
     warned,
 )
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State
 from tests.support.model.hangs import HERE, THERE, Calls, S, look
 from tests.support.model.stacks import ACCEPT, ALL_REDUCE, BACKWARD, BARRIER, CHILD, EVENT, LOADER, SLEEP, USERS_FORWARD

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue, UnknownGpuType
-from serverless_gpu.model.hardware.gpu_types import (
+from serverless_gpu.model.hardware import (
     CATALOGUE,
     FAKE_DEVICES_MAX,
     FAMILIES,

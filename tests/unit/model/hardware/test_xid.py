@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.hardware import xid
-from serverless_gpu.model.hardware.gpu_types import parse_fake
-from serverless_gpu.model.hardware.xid import ENDS_A_RUN, QUARANTINES, Hit, Kind, Said
+from serverless_gpu.model import xid
+from serverless_gpu.model.hardware import parse_fake
+from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Hit, Kind, Said
 
 HOUR_NS = 3600 * 10**9
 

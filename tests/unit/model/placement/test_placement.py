@@ -14,7 +14,7 @@ from serverless_gpu.errors import (
     ServerlessGpuError,
     UnknownGpuType,
 )
-from serverless_gpu.model.hardware.gpu_types import CATALOGUE, GIB, Device, DeviceKind, GpuType, cpu_slots, parse_fake
+from serverless_gpu.model.hardware import CATALOGUE, GIB, Device, DeviceKind, GpuType, cpu_slots, parse_fake
 from serverless_gpu.model.placement import (
     Candidates,
     RankPlace,

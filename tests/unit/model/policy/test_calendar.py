@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware.sharing_calendar import Calendar, Window, is_shared, parse, parse_window, turns_at
+from serverless_gpu.model.sharing_calendar import Calendar, Window, is_shared, parse, parse_window, turns_at
 
 _BERLIN = ZoneInfo("Europe/Berlin")
 _NIGHTS = ("mon-fri 19:00-07:00", "sat-sun")

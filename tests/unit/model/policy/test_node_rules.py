@@ -14,7 +14,7 @@ from serverless_gpu.ambient import format_soon_zoned
 from serverless_gpu.cli.nodes.node_rules import calendar_lines, find_device, local_zone
 from serverless_gpu.cli.nodes.nodes import for_whom
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.server.node_rules import Leave, Sharing, leaves, may_concern, sharing
 from serverless_gpu.wire.agents import NodeView
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import PolicyViolation
+from serverless_gpu.model import hardware
 from serverless_gpu.model.access import usage_policy
 from serverless_gpu.model.access.usage_policy import MAX_RUN_S, Attached, NamedPolicy, UsagePolicy, choose, describe
-from serverless_gpu.model.hardware import gpu_types
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
 from serverless_gpu.model.spec import TAGS_MAX, Priority, Resources, RunSpec
 from serverless_gpu.wire import policies as wire
@@ -263,7 +263,7 @@ def test_what_comes_out_is_within_the_policy_and_once_more_changes_nothing(
     most = [cap for cap in (said.gpus_per_run, said.gpus_at_once) if cap is not None]
     gpus, gpu_type = got.resources.gpus, got.resources.gpu_type
     assert not most or (gpus is not None and gpus <= min(most))
-    assert not said.gpu_types or any(gpu_types.matches(kind, gpu_type or "") for kind in said.gpu_types)
+    assert not said.gpu_types or any(hardware.matches(kind, gpu_type or "") for kind in said.gpu_types)
     for key, values in said.required_tags.items():
         assert key in got.tags and (not values or got.tags[key] in values)
     assert said.default_tags.keys() <= got.tags.keys()

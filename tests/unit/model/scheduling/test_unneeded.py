@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.billing.oversized_runs import Ran, Unneeded, unneeded
-from serverless_gpu.model.hardware.gpu_types import GIB, GpuType
+from serverless_gpu.model.hardware import GIB, GpuType
 from tests.support.golden import golden
 
 HOUR = 3_600_000

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.model.spec import Command, Resources, RunSpec

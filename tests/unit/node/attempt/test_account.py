@@ -10,7 +10,7 @@ import pytest
 
 from serverless_gpu.model.billing.ledger import charge, lines
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, Phase, Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt, Segments

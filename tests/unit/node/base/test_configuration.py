@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.pricing import Tariff
-from serverless_gpu.model.hardware.gpu_types import GpuType, recognise
+from serverless_gpu.model.hardware import GpuType, recognise
 from serverless_gpu.node.base.configuration import Configuration, read_configuration
 from serverless_gpu.node.base.home import Home
 from tests.support.golden import golden

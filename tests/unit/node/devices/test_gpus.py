@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.base.usages import IDLE_MEMORY_BYTES, MIB, GpuProcess, Unavailable, Usage
 from serverless_gpu.node.devices.gpu_gate import Verdict, judge
 from serverless_gpu.node.devices.gpus import CpuProvider, FakeProvider, NvmlProvider, providers

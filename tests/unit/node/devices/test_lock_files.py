@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import StorageError
-from serverless_gpu.model.hardware.gpu_types import DeviceKind
+from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.node.devices.locks import DeviceLocks, Holder, Locked, Ticket, lock_directory
 from tests.support.golden import golden
 

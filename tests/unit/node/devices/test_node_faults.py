@@ -10,10 +10,10 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind, parse_fake
-from serverless_gpu.model.hardware.xid import Hit, Kind
+from serverless_gpu.model.hardware import Device, DeviceKind, parse_fake
 from serverless_gpu.model.lifecycle.attempt import Attempt, GpuFailed, Limits, Reason, State
 from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.model.xid import Hit, Kind
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Context, Launch

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from serverless_gpu.errors import InvalidOption
-from serverless_gpu.model.hardware.gpu_types import DeviceKind, cpu_slots, parse_fake
+from serverless_gpu.model.hardware import DeviceKind, cpu_slots, parse_fake
 from serverless_gpu.model.telemetry.samples import SECOND_NS, THROTTLED, GpuSample, RankSample
 from serverless_gpu.node.devices.gpus import FAKE_STATE_FILE, NvmlProvider
 from serverless_gpu.node.monitor import devices

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from serverless_gpu.client.metrics import read_metrics
-from serverless_gpu.model.hardware.gpu_types import Device, DeviceKind
+from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry.ray_telemetry import RAY_BYTES_MAX, RaySample, read_ray

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.model.hardware.gpu_types import CPU, Device, DeviceKind
+from serverless_gpu.model.hardware import CPU, Device, DeviceKind
 from serverless_gpu.model.ray_cluster import OBJECT_STORE_BYTES_MIN, RayCluster, store_note
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.base.protocol import Context, Launch
