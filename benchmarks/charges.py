@@ -15,11 +15,11 @@ import sqlalchemy as sa
 from benchmarks.databases import new_postgresql
 from benchmarks.report import Row, Timing
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.model.billing.ledger import Entry, lines, post
+from serverless_gpu.model.billing.ledger import LedgerEntry, lines, post
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server import tables, transitions
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.database import Database
@@ -80,7 +80,7 @@ def ledger(quick: bool) -> Row:
 
 
 def _charged(texts: Sequence[bytes]) -> int:
-    posted: tuple[Entry, ...] = ()
+    posted: tuple[LedgerEntry, ...] = ()
     return len(post(posted, lines(map(_decode, texts), _TARIFF), final=True))
 
 
@@ -137,8 +137,8 @@ def _fill(database: Database, charging: Charging, attempts: int) -> int:
     add_node(database)
     first = add_run(database)
     place(database, first)
-    tell(database, first, Started(), exec_ns=T0 + 2 * S)
-    tell(database, first, Ended(Reason.COMPLETED, began=True), at_ns=T0 + 3 * S)
+    tell(database, first, UserCodeStarted(), exec_ns=T0 + 2 * S)
+    tell(database, first, AttemptEnded(Reason.COMPLETED, began=True), at_ns=T0 + 3 * S)
     database.write(lambda connection: transitions.settle(connection, (first, 1, 0), receipt="{}", at_ns=T0 + 4 * S))
     charging.tick(0)  # it has an account from now on, as one that a scheduler places
     run, attempt = dict(rows(database, tables.runs)[0]), dict(rows(database, tables.attempts)[0])

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from benchmarks.report import Row, Timing
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 
 VERSION_RATIO_MAX = 6.0
 RUNS_RATIO_MAX = 14.0
@@ -45,7 +45,7 @@ def version(quick: bool) -> Row:
 def runs(quick: bool) -> Row:
     """`sgpu runs` in a home with 20 runs; beside it the same with a server that has none."""
     with _home() as environ, _home() as other, _server() as url:
-        write_profile(Path(other["SERVERLESS_GPU_HOME"]), Profile(url=url, token="sgpu_benchmark"))
+        write_profile(Path(other["SERVERLESS_GPU_HOME"]), ServerProfile(url=url, token="sgpu_benchmark"))
         found = _in_turns(
             {
                 "nothing": (("-c", "pass"), environ),

@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.report import Row, Timing
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.values import Arrived, Change, Gone, Node, NodeSeen, Wanted
+from serverless_gpu.model.scheduling.values import Arrived, Change, Gone, Node, NodeSeen, QueuedRun
 
 _NS = 1_000_000_000
 _NODES, _WAITING, _USERS, _TEAMS = 1250, 10_000, 200, 20
@@ -28,11 +28,11 @@ class _Pool:
 
     def __init__(self, *, declared: bool, preemptible: bool = False) -> None:
         self._chance, self._declared, self._numbers = random.Random(1), declared, 0
-        self._preemptible, self._leaving, self._runs = preemptible, set[str](), dict[str, Wanted]()
+        self._preemptible, self._leaving, self._runs = preemptible, set[str](), dict[str, QueuedRun]()
         self.planner, self.now_ns = Planner(), 1000 * _NS
         self._nodes = [Node(id=f"n{i}", name=f"n{i:04}", total={"H100": 8}) for i in range(_NODES)]
         self._running: list[str] = []
-        self.waiting: dict[str, Wanted] = {}
+        self.waiting: dict[str, QueuedRun] = {}
         self.planner.apply(NodeSeen(node) for node in self._nodes)
         while len(self.waiting) < _WAITING:
             self.planner.apply([self._comes() for _ in range(500)])
@@ -73,7 +73,7 @@ class _Pool:
         self._numbers += 1
         chance, user = self._chance, self._chance.randrange(_USERS)
         gpus = chance.choices([1, 2, 4, 8, 16], [60, 10, 10, 16, 4])[0]
-        run = Wanted(
+        run = QueuedRun(
             run_id=f"r{self._numbers:06}",
             title=f"u{user}/x",
             owner=f"u{user}",

@@ -19,7 +19,7 @@ from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
 from serverless_gpu.environment.scan.scan import Recogniser
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.node.inside import mounts
 
@@ -159,8 +159,8 @@ def _known() -> Path:
     return index
 
 
-def _blobs(store: Path) -> Blobs:
-    return Blobs(open_store(str(store), os.environ))
+def _blobs(store: Path) -> StoreBlobs:
+    return StoreBlobs(open_store(str(store), os.environ))
 
 
 def _store() -> Path:

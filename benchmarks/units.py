@@ -25,13 +25,13 @@ from benchmarks.environment_sets import now_ns
 from serverless_gpu.environment.compression import LEVEL_LOCAL, compress
 from serverless_gpu.environment.documents import (
     BLOCK_BYTES,
-    Block,
-    Facts,
+    ContentPlace,
+    FileRow,
     Interpreter,
-    Member,
-    Place,
+    PackBlock,
     Root,
-    Row,
+    SnapshotMember,
+    SnapshotOrigin,
     Unit,
     make_snapshot,
     unit_address,
@@ -39,10 +39,10 @@ from serverless_gpu.environment.documents import (
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.pythons import ask
 from serverless_gpu.environment.restore.restore import Way, restore
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
-from serverless_gpu.testing.bandwidth import Bandwidth, Bucket, Line
+from serverless_gpu.testing.bandwidth import Bandwidth, FakeBucket, SharedLine
 
 BUCKET_BYTES_S = 200e6
 LINE_BYTES_S = 125e6
@@ -91,7 +91,7 @@ def _round(nodes: int, *, nearby: bool, line_bytes_s: float) -> dict[str, object
         home.mkdir(mode=0o700)
         url = stack.enter_context(_server(home, bucket, nearby=nearby))
         if line_bytes_s:
-            url = stack.enter_context(Line(url, Bandwidth(line_bytes_s))).url
+            url = stack.enter_context(SharedLine(url, Bandwidth(line_bytes_s))).url
         token = (home / "server" / "node.token").read_text(encoding="ascii").strip()
         waiting = [
             stack.enter_context(_node(url, token, snapshot, Path(scratch) / f"node{number}")) for number in range(nodes)
@@ -117,14 +117,16 @@ def _round(nodes: int, *, nearby: bool, line_bytes_s: float) -> dict[str, object
 
 
 @functools.cache
-def _stored() -> tuple[Bucket, str]:
+def _stored() -> tuple[FakeBucket, str]:
     """Return a bucket with an environment of 128 MiB that cannot be compressed, and the snapshot's address."""
-    bucket = Bucket(Bandwidth(BUCKET_BYTES_S))
+    bucket = FakeBucket(Bandwidth(BUCKET_BYTES_S))
     bucket.__enter__()
-    blobs = Blobs(open_store(_STORE, bucket.variables()))
+    blobs = StoreBlobs(open_store(_STORE, bucket.variables()))
     units = [_unit(blobs, number) for number in range(UNITS)]
     members = tuple(
-        Member(address=unit.address, kind="distribution", name=f"d{number}", version="1", size=UNIT_BYTES, files=4)
+        SnapshotMember(
+            address=unit.address, kind="distribution", name=f"d{number}", version="1", size=UNIT_BYTES, files=4
+        )
         for number, unit in enumerate(units)
     )
     python = ask(str(getattr(sys, "_base_executable", sys.executable)))
@@ -133,27 +135,27 @@ def _stored() -> tuple[Bucket, str]:
     interpreter = Interpreter(
         implementation=python.implementation, version=python.version, abi=python.abi, platform=python.platform
     )
-    snapshot = make_snapshot(interpreter, (Root(kind="own", members=members),), Facts())
+    snapshot = make_snapshot(interpreter, (Root(kind="own", members=members),), SnapshotOrigin())
     blobs.write_snapshot(snapshot)
     return bucket, snapshot.address
 
 
-def _unit(blobs: Blobs, number: int) -> Unit:
+def _unit(blobs: StoreBlobs, number: int) -> Unit:
     """Put a unit of four files of a block each, in one pack."""
     contents = [random.Random(4 * number + file).randbytes(BLOCK_BYTES) for file in range(4)]
     frames = [compress(content, LEVEL_LOCAL) for content in contents]
     starts = [sum(map(len, frames[:index])) for index in range(4)]
     pack = b"".join(frames)
     rows = tuple(
-        Row(f"site/d{number}_{file}.bin", "f", BLOCK_BYTES, hashlib.sha256(contents[file]).digest())
+        FileRow(f"site/d{number}_{file}.bin", "f", BLOCK_BYTES, hashlib.sha256(contents[file]).digest())
         for file in range(4)
     )
     unit = Unit(
         address=unit_address(rows),
         rows=rows,
         packs=(blake3(pack).hexdigest(),),
-        blocks=tuple(Block(0, starts[index], len(frames[index]), BLOCK_BYTES) for index in range(4)),
-        places=tuple(Place(index, 0) for index in range(4)),
+        blocks=tuple(PackBlock(0, starts[index], len(frames[index]), BLOCK_BYTES) for index in range(4)),
+        places=tuple(ContentPlace(index, 0) for index in range(4)),
     )
     blobs.write_pack(pack)
     blobs.write_unit(unit)
@@ -180,7 +182,7 @@ def _process(command: list[str], **environ: str) -> Iterator[subprocess.Popen[st
 
 
 @contextlib.contextmanager
-def _server(home: Path, bucket: Bucket, *, nearby: bool) -> Iterator[str]:
+def _server(home: Path, bucket: FakeBucket, *, nearby: bool) -> Iterator[str]:
     command = [sys.executable, "-m", "serverless_gpu.cli", "up", "--no-node", "--port", "0", "--store", _STORE]
     command += [] if nearby else ["--nearby-gib", "0"]
     with _process(command, SERVERLESS_GPU_HOME=str(home), **bucket.variables()) as process:
@@ -210,7 +212,7 @@ def main(url: str, token: str, snapshot: str, home: str) -> None:
     store = ServedStore(f"sgpu+{url}", token)
     print("ready")
     sys.stdin.readline()
-    restore(snapshot, Blobs(store), Cache(Path(home)), way=Way(mode="links", why="asked"))
+    restore(snapshot, StoreBlobs(store), Cache(Path(home)), way=Way(mode="links", why="asked"))
     print(now_ns())
     store.close()
 

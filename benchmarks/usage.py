@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from benchmarks.databases import held, new_postgresql
 from benchmarks.report import Row, Timing
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.billing.usage_report import Window
+from serverless_gpu.model.billing.usage_report import DayRange
 from serverless_gpu.server import tables, usage_sums
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.usage_folding import fold
@@ -58,7 +58,7 @@ def report(kind: str, quick: bool) -> Row:
 
 
 def _timed(database: Database, by: tuple[str, ...], rounds: int, prefix: str = "") -> Timing:
-    wanted = Wanted(by=by, window=Window(_DAY, _DAY + _DAYS), limit=_LIMIT)
+    wanted = Wanted(by=by, window=DayRange(_DAY, _DAY + _DAYS), limit=_LIMIT)
     found = []
     for _ in range(rounds):
         began = time.perf_counter()

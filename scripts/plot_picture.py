@@ -14,7 +14,7 @@ from PIL import Image
 
 from serverless_gpu.client.metrics import Series
 from serverless_gpu.client.plots import curves, run_figure
-from serverless_gpu.client.plots.curves import Mark
+from serverless_gpu.client.plots.curves import CurveMark
 
 TARGET = Path(__file__).parents[1] / "docs" / "images" / "plot.png"
 BEGAN = 1_800_000_000
@@ -26,8 +26,8 @@ def main() -> None:
     """Write the picture."""
     metrics = {name: series for gpu in range(8) for name, series in _gpu(gpu).items()}
     marks = [
-        Mark(BEGAN + FAILED_S - 2, "failure", "FAILED (rank_signal, rank 5): a signal ended a rank"),
-        Mark(BEGAN + AGAIN_S, "attempt", "attempt 2 began"),
+        CurveMark(BEGAN + FAILED_S - 2, "failure", "FAILED (rank_signal, rank 5): a signal ended a rank"),
+        CurveMark(BEGAN + AGAIN_S, "attempt", "attempt 2 began"),
     ]
     titles = run_figure.Titles("train · run 01kaqw3e5r7t9y2u4i6o8p0a1s", "8 H100 · 50 min 00 s · SUCCEEDED")
     totals = {(0, gpu): 81_559 << 20 for gpu in range(8)}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from serverless_gpu.doctor.findings import Check, Group
+from serverless_gpu.doctor.findings import Check, CheckGroup
 from serverless_gpu.doctor.table import TABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
@@ -26,13 +26,13 @@ its ranks wrote.
 """
 
 _GROUPS = {
-    Group.MACHINE: "The machine",
-    Group.AGENT: "The agent",
-    Group.SERVER: "The server",
-    Group.GPUS: "GPUs",
-    Group.ENVIRONMENT: "The Python environment",
-    Group.TRACKING: "Tracking",
-    Group.RUNS: "Runs",
+    CheckGroup.MACHINE: "The machine",
+    CheckGroup.AGENT: "The agent",
+    CheckGroup.SERVER: "The server",
+    CheckGroup.GPUS: "GPUs",
+    CheckGroup.ENVIRONMENT: "The Python environment",
+    CheckGroup.TRACKING: "Tracking",
+    CheckGroup.RUNS: "Runs",
 }
 
 

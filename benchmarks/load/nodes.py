@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks.load.asking import Asker
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated.simulated_agents import Gang, SimulatedAgent, Work
+from serverless_gpu.engines.simulated.simulated_agents import Gang, SimulatedAgent, SimulatedWork
 from serverless_gpu.errors import NotFound, ServerUnavailable
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
@@ -127,7 +127,7 @@ def main() -> None:
     """Be nodes until standard input ends."""
     asked = msgspec.json.decode(sys.stdin.readline(), type=Nodes)
     answers: Counter[str] = Counter()
-    work = Work(run_s=asked.run_s, output=asked.output.encode())
+    work = SimulatedWork(run_s=asked.run_s, output=asked.output.encode())
     agents = [
         SimulatedAgent(
             OverHttp(asked.url, token, answers),

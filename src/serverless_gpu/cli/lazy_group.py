@@ -14,7 +14,7 @@ import click
 from serverless_gpu.lazy_import import load
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """One command of the table.
 
     Attributes:
@@ -34,7 +34,7 @@ class LazyGroup(click.Group):
         **settings: as for `click.Group`.
     """
 
-    def __init__(self, *, table: Mapping[str, Entry], **settings: Any) -> None:
+    def __init__(self, *, table: Mapping[str, CommandEntry], **settings: Any) -> None:
         super().__init__(**settings)
         self.table = table
 

@@ -30,104 +30,112 @@ from typing import Any, NoReturn
 import click
 
 from serverless_gpu.cli.exit_codes import CANCELLED, exit_code
-from serverless_gpu.cli.lazy_group import Entry, LazyGroup
+from serverless_gpu.cli.lazy_group import CommandEntry, LazyGroup
 from serverless_gpu.errors import ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.lazy_import import load
 from serverless_gpu.version import __version__
 
 COMMANDS = {
-    "advise": Entry(
+    "advise": CommandEntry(
         "planning.advise:advise_command",
         "Say how many GPUs to reserve, and which runs had more GPU than they used.",
     ),
-    "attach": Entry(
+    "attach": CommandEntry(
         "runs.attach:attach",
         "Show a run until it ends, as the call itself does; Ctrl-C leaves it to itself.",
     ),
-    "audit": Entry(
+    "audit": CommandEntry(
         "access.audit:audit",
         "See who did what on the server, keep a copy, and check that nobody has changed it.",
     ),
-    "budget": Entry(
+    "budget": CommandEntry(
         "money.budgets:budget",
         "List, make and delete budgets: money or GPU-hours per day, week or month.",
     ),
-    "cancel": Entry("runs.cancel:cancel", "Stop a run and wait until its devices were handed back."),
-    "clean": Entry(
+    "cancel": CommandEntry("runs.cancel:cancel", "Stop a run and wait until its devices were handed back."),
+    "clean": CommandEntry(
         "runs.clean:clean",
         "Delete directories of ended runs, with their results and logs, and copies of results of a server's runs.",
     ),
-    "doctor": Entry("machine.doctor:doctor", "Look for what keeps runs from working here, and say what mends it."),
-    "env": Entry("environments:env", "Capture what Python sees, restore it elsewhere, and tell what changed."),
-    "gpus": Entry("machine.node:gpus", "List the GPUs and CPU slots of this node, and GPUs in quarantine."),
-    "join": Entry("nodes.join:join", "Make this machine a node of the pool of HOST, for as long as this runs."),
-    "login": Entry(
+    "doctor": CommandEntry(
+        "machine.doctor:doctor", "Look for what keeps runs from working here, and say what mends it."
+    ),
+    "env": CommandEntry("environments:env", "Capture what Python sees, restore it elsewhere, and tell what changed."),
+    "gpus": CommandEntry("machine.node:gpus", "List the GPUs and CPU slots of this node, and GPUs in quarantine."),
+    "join": CommandEntry("nodes.join:join", "Make this machine a node of the pool of HOST, for as long as this runs."),
+    "login": CommandEntry(
         "access.principals:login",
         "Use a server for remote calls from now on: its address and a token that it knows.",
     ),
-    "logs": Entry("runs.logs:logs", "Show what a run wrote: stdout on stdout, stderr on stderr."),
-    "metrics": Entry("runs.metrics:metrics", "Show what was sampled of a run's nodes, GPUs and ranks."),
-    "mlflow": Entry(
+    "logs": CommandEntry("runs.logs:logs", "Show what a run wrote: stdout on stdout, stderr on stderr."),
+    "metrics": CommandEntry("runs.metrics:metrics", "Show what was sampled of a run's nodes, GPUs and ranks."),
+    "mlflow": CommandEntry(
         "machine.mlflow_server:mlflow",
         "Print the address of the MLflow server in front of this home's runs; start it if it is not running.",
     ),
-    "node": Entry("nodes.node_rules:node", "Act on one machine of the server."),
-    "nodes": Entry(
+    "node": CommandEntry("nodes.node_rules:node", "Act on one machine of the server."),
+    "nodes": CommandEntry(
         "nodes.nodes:nodes",
         "List the machines of the server: whether they answer, and what they have.",
     ),
-    "policy": Entry(
+    "policy": CommandEntry(
         "access.policies:policy",
         "List, make and attach usage policies: what runs have to have, and may ask for.",
     ),
-    "pool": Entry("nodes.pools:pool", "List, make and change pools."),
-    "pools": Entry("nodes.pools:pools", "List pools: their machines, what is free, and how many runs wait."),
-    "price": Entry("money.prices:price", "List, set and end prices."),
-    "queue": Entry(
+    "pool": CommandEntry("nodes.pools:pool", "List, make and change pools."),
+    "pools": CommandEntry("nodes.pools:pools", "List pools: their machines, what is free, and how many runs wait."),
+    "price": CommandEntry("money.prices:price", "List, set and end prices."),
+    "queue": CommandEntry(
         "nodes.pools:queue",
         "List runs that wait, in the order in which they are looked at: what for, for whom, until when.",
     ),
-    "result": Entry("runs.results:result", "Copy what ranks returned to <rank>.pkl in a directory; prints the paths."),
-    "run": Entry("runs.attach:run_group", "Look at one run, or act on it."),
-    "runs": Entry(
+    "result": CommandEntry(
+        "runs.results:result", "Copy what ranks returned to <rank>.pkl in a directory; prints the paths."
+    ),
+    "run": CommandEntry("runs.attach:run_group", "Look at one run, or act on it."),
+    "runs": CommandEntry(
         "runs.run_table:runs", "List runs, newest first: those of this home, and those of the server if there is one."
     ),
-    "secret": Entry("access.secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'),
-    "server": Entry("server.operations:server_group", "Look after a server: its settings, its unit, its backups."),
-    "share": Entry("nodes.pools:share", "List and set who gets how much while others want devices, too."),
-    "show": Entry(
+    "secret": CommandEntry(
+        "access.secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'
+    ),
+    "server": CommandEntry(
+        "server.operations:server_group", "Look after a server: its settings, its unit, its backups."
+    ),
+    "share": CommandEntry("nodes.pools:share", "List and set who gets how much while others want devices, too."),
+    "show": CommandEntry(
         "runs.run_details:show",
         "Show everything about one run: what was asked for, how it ended, its receipt, its files.",
     ),
-    "simulate": Entry(
+    "simulate": CommandEntry(
         "planning.simulate:simulate_command",
         "Replay a trace on a cluster, and show what each scheduler makes of it.",
     ),
-    "status": Entry(
+    "status": CommandEntry(
         "machine.node:status",
         "Show what the agent of this node keeps warm and looks after, and how the servers are if there are any.",
     ),
-    "stop": Entry(
+    "stop": CommandEntry(
         "machine.node:stop",
         "End the agent of this node and what it keeps warm, and the Ray of a server here; running attempts go on.",
     ),
-    "submit": Entry(
+    "submit": CommandEntry(
         "submit.submit:submit",
         "Run a Python script (PROGRAM ends in .py), a module (-m) or any program; show its output to the end.",
     ),
-    "team": Entry("access.principals:team", "List, make and fill teams; a member may read the runs of a team."),
-    "token": Entry("access.tokens:token", "Make, list and revoke tokens of a server."),
-    "top": Entry(
+    "team": CommandEntry("access.principals:team", "List, make and fill teams; a member may read the runs of a team."),
+    "token": CommandEntry("access.tokens:token", "Make, list and revoke tokens of a server."),
+    "top": CommandEntry(
         "top.command:top",
         "Show what this node does now: each GPU, who has it, each run and its ranks; once a second.",
     ),
-    "up": Entry("server.up:up", "Start a server: a queue in front of this machine's GPUs, or a team's."),
-    "usage": Entry(
+    "up": CommandEntry("server.up:up", "Start a server: a queue in front of this machine's GPUs, or a team's."),
+    "usage": CommandEntry(
         "money.usage:usage",
         "Show what was used and what it cost, of yourself and your teams; an operator sees everybody's.",
     ),
-    "user": Entry("access.principals:user", "List, add and change users and services of a server."),
-    "whoami": Entry("access.principals:whoami", "Say who you are on the server, and what your role is."),
+    "user": CommandEntry("access.principals:user", "List, add and change users and services of a server."),
+    "whoami": CommandEntry("access.principals:whoami", "Say who you are on the server, and what your role is."),
 }
 
 

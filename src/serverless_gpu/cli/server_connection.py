@@ -20,7 +20,7 @@ import click
 
 from serverless_gpu.cli.output import say
 from serverless_gpu.client.launch.remedies import no_server
-from serverless_gpu.client.remote.profile import Profile, find_profile, is_configured, remote_home, reread
+from serverless_gpu.client.remote.profile import ServerProfile, find_profile, is_configured, remote_home, reread
 from serverless_gpu.client.remote.profile import patience_s as configured_patience_s
 from serverless_gpu.errors import ServerNotConfigured
 from serverless_gpu.lazy_import import load
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
 
 
-def connect(profile: Profile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
+def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
     """Return a connection; HTTP is loaded here, 60 ms that other commands need not wait for.
 
     Args:
@@ -45,7 +45,7 @@ def connect(profile: Profile, *, patience_s: float = 0.0, home: Path | None = No
     return connection
 
 
-def connect_briefly(profile: Profile) -> BriefConnection:
+def connect_briefly(profile: ServerProfile) -> BriefConnection:
     """Return a connection for a question or two of a command that is to be quick; it waits for nothing."""
     connection: BriefConnection = load("serverless_gpu.wire.brief").BriefConnection(
         profile.url, profile.token, ca=profile.ca
@@ -53,11 +53,11 @@ def connect_briefly(profile: Profile) -> BriefConnection:
     return connection
 
 
-def _latest(profile: Profile, home: Path | None) -> Callable[[], Profile]:
+def _latest(profile: ServerProfile, home: Path | None) -> Callable[[], ServerProfile]:
     """Return what says how the server is reached by now."""
     known = profile
 
-    def latest() -> Profile:
+    def latest() -> ServerProfile:
         nonlocal known
         if home is not None:
             known = reread(home, known, os.environ)
@@ -103,7 +103,7 @@ def server(*, patience_s: float = 0.0) -> Iterator[Connection]:
         connection.close()
 
 
-def _profile(home: Path) -> Profile:
+def _profile(home: Path) -> ServerProfile:
     try:
         return find_profile(home, os.environ)
     except ServerNotConfigured:

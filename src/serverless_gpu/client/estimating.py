@@ -76,7 +76,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     def start_text(self) -> str:
         """Return when in words, for example ``"at 14:20 at the latest on n3: …; 2nd in line"``."""
-        estimate = values.Estimate(
+        estimate = values.StartEstimate(
             at_ns=None if self.start is None else round(self.start.timestamp() * 1e9),
             is_bound=self.is_bound,
             node=self.node,
@@ -124,7 +124,7 @@ def estimate_run(spec: RunSpec) -> Estimate:
     return _here(spec)
 
 
-def made(estimate: values.Estimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
+def made(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
     """Return an estimate for people.
 
     Args:
@@ -147,7 +147,7 @@ def made(estimate: values.Estimate, now_ns: int, cost: CostEstimate | None = Non
     )
 
 
-def _basis(estimate: values.Estimate) -> str:
+def _basis(estimate: values.StartEstimate) -> str:
     """Return what an estimate rests on: who has the devices and until when, with the times of this place."""
     if estimate.wait is None:
         return estimate.basis

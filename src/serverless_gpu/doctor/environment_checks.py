@@ -10,10 +10,10 @@ import re
 import shlex
 from collections.abc import Callable
 
-from serverless_gpu.doctor.facts import Facts, Imported, ImportFacts, InterpreterFacts, Unknown
-from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
+from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts, MachineFacts, UnknownFact
+from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, failed, ok, unknown, warning
 
-_Mend = Callable[[Facts, str], str]
+_Mend = Callable[[MachineFacts, str], str]
 
 _TEXT_MAX = 200
 _MORE_TIME = "sgpu doctor --limit 60"
@@ -28,9 +28,9 @@ _TROUBLE = ("raised", "crashed", "hung")
 TORCH_FAMILY = frozenset({"torch", "torchvision", "torchaudio", "numpy", "triton"})
 
 
-def _interpreter(facts: Facts) -> list[Finding]:
+def _interpreter(facts: MachineFacts) -> list[Finding]:
     found = facts.interpreter
-    if isinstance(found, Unknown):
+    if isinstance(found, UnknownFact):
         return unknown(f"{facts.python}: {found.why}")
     kind = "virtual environment" if found.prefix != found.base_prefix else "no virtual environment"
     sentence = f"Python {found.version}, {found.executable}, {kind}"
@@ -46,7 +46,7 @@ def _interpreter(facts: Facts) -> list[Finding]:
 
 
 @about(lambda facts: facts.imports)
-def _imports(facts: Facts, imports: ImportFacts) -> list[Finding]:
+def _imports(facts: MachineFacts, imports: ImportFacts) -> list[Finding]:
     found: list[Finding] = []
     for name, imported in imports.modules.items():
         if imported.outcome == "hung":
@@ -65,24 +65,24 @@ def _imports(facts: Facts, imports: ImportFacts) -> list[Finding]:
     )
 
 
-def _numpy_abi(facts: Facts) -> list[Finding]:
+def _numpy_abi(facts: MachineFacts) -> list[Finding]:
     return _matching(facts, _NUMPY_ABI, "NumPy and what is compiled against it fit", _mend_numpy)
 
 
-def _torchvision(facts: Facts) -> list[Finding]:
+def _torchvision(facts: MachineFacts) -> list[Finding]:
     return _matching(facts, _TORCHVISION, "torchvision fits torch", _mend_torchvision, only="torchvision")
 
 
-def _cuda_libraries(facts: Facts) -> list[Finding]:
+def _cuda_libraries(facts: MachineFacts) -> list[Finding]:
     return _matching(facts, _CUDA_LIBRARY, "torch finds its libraries", _mend_cuda_libraries, only="torch")
 
 
-def _libstdcxx(facts: Facts) -> list[Finding]:
+def _libstdcxx(facts: MachineFacts) -> list[Finding]:
     return _matching(facts, _LIBSTDCXX, "", _mend_libstdcxx)
 
 
 @about(lambda facts: facts.interpreter)
-def _requirements(facts: Facts, found: InterpreterFacts) -> list[Finding]:
+def _requirements(facts: MachineFacts, found: InterpreterFacts) -> list[Finding]:
     if found.broken_problem:
         return unknown(found.broken_problem, f"{facts.python_command} -m pip check")
     findings = []
@@ -94,7 +94,7 @@ def _requirements(facts: Facts, found: InterpreterFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.interpreter)
-def _shadowed(facts: Facts, found: InterpreterFacts) -> list[Finding]:
+def _shadowed(facts: MachineFacts, found: InterpreterFacts) -> list[Finding]:
     if not facts.cwd:
         return warning("the working directory does not exist any more; calls from here are refused", "cd")
     findings = []
@@ -107,7 +107,7 @@ def _shadowed(facts: Facts, found: InterpreterFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.imports)
-def _openmp(facts: Facts, imports: ImportFacts) -> list[Finding]:
+def _openmp(facts: MachineFacts, imports: ImportFacts) -> list[Finding]:
     intel = [path for path in imports.openmp if re.search(r"libi?omp\d*[-.]", path.rpartition("/")[2])]
     gnu = [path for path in imports.openmp if path not in intel]
     if len(intel) > 1 or (intel and gnu):
@@ -118,7 +118,7 @@ def _openmp(facts: Facts, imports: ImportFacts) -> list[Finding]:
     return ok(f"{imports.openmp[0].rpartition('/')[2]}{copies}")
 
 
-def _pythonpath(facts: Facts) -> list[Finding]:
+def _pythonpath(facts: MachineFacts) -> list[Finding]:
     value = facts.environ.get("PYTHONPATH", "")
     if not value:
         return ok("not set")
@@ -133,10 +133,10 @@ def _pythonpath(facts: Facts) -> list[Finding]:
     return findings or ok(value)
 
 
-def _hf_transfer(facts: Facts) -> list[Finding]:
+def _hf_transfer(facts: MachineFacts) -> list[Finding]:
     if facts.environ.get("HF_HUB_ENABLE_HF_TRANSFER", "").upper() not in ("1", "ON", "YES", "TRUE"):
         return []
-    if isinstance(facts.interpreter, Unknown):
+    if isinstance(facts.interpreter, UnknownFact):
         return unknown(facts.interpreter.why)
     packages = facts.interpreter.packages
     hub = packages.get("huggingface-hub", "")
@@ -150,10 +150,10 @@ def _hf_transfer(facts: Facts) -> list[Finding]:
     return failed("HF_HUB_ENABLE_HF_TRANSFER=1, and the package hf_transfer is not installed", mend)
 
 
-def _matching(facts: Facts, pattern: re.Pattern[str], fine: str, mend: _Mend, only: str = "") -> list[Finding]:
+def _matching(facts: MachineFacts, pattern: re.Pattern[str], fine: str, mend: _Mend, only: str = "") -> list[Finding]:
     """Return a failure for each module whose import failed with such a text, and a warning where it only wrote it."""
     imports = facts.imports
-    if isinstance(imports, Unknown):
+    if isinstance(imports, UnknownFact):
         return unknown(imports.why)
     found: list[Finding] = []
     for name, imported in imports.modules.items():
@@ -174,7 +174,7 @@ def _matching(facts: Facts, pattern: re.Pattern[str], fine: str, mend: _Mend, on
     return ok(fine)
 
 
-def _mend_numpy(facts: Facts, name: str) -> str:
+def _mend_numpy(facts: MachineFacts, name: str) -> str:
     text = _text(facts.imports.modules[name]) if isinstance(facts.imports, ImportFacts) else ""
     older = (
         f"   (or, while there is no newer one: {facts.python_command} -m pip install 'numpy<2')"
@@ -184,21 +184,21 @@ def _mend_numpy(facts: Facts, name: str) -> str:
     return f"{facts.python_command} -m pip install --upgrade --force-reinstall numpy {_package(name)}{older}"
 
 
-def _mend_torchvision(facts: Facts, name: str) -> str:
+def _mend_torchvision(facts: MachineFacts, name: str) -> str:
     command = f"{facts.python_command} -m pip install --upgrade --force-reinstall torch torchvision"
     return f"{command}   (both, from the same index)"
 
 
-def _mend_cuda_libraries(facts: Facts, name: str) -> str:
+def _mend_cuda_libraries(facts: MachineFacts, name: str) -> str:
     return f"{facts.python_command} -m pip install --force-reinstall torch"
 
 
-def _mend_libstdcxx(facts: Facts, name: str) -> str:
+def _mend_libstdcxx(facts: MachineFacts, name: str) -> str:
     command = f"{facts.python_command} -m pip install --force-reinstall {_package(name)}"
     return f"{command}   (or unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng)"
 
 
-def _reinstall(facts: Facts, name: str) -> str:
+def _reinstall(facts: MachineFacts, name: str) -> str:
     return f"{facts.python_command} -m pip install --force-reinstall {_package(name)}"
 
 
@@ -206,7 +206,7 @@ def _package(name: str) -> str:
     return {"sklearn": "scikit-learn", "cv2": "opencv-python"}.get(name, name)
 
 
-def _versioned(facts: Facts, name: str) -> str:
+def _versioned(facts: MachineFacts, name: str) -> str:
     packages = facts.interpreter.packages if isinstance(facts.interpreter, InterpreterFacts) else {}
     return f"{name} {packages.get(_package(name), '')}".strip()
 
@@ -227,7 +227,7 @@ def _short(text: str) -> str:
 CHECKS = (
     Check(
         code="interpreter",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="The interpreter",
         symptoms=(
             "ModuleNotFoundError: No module named 'serverless_gpu'",
@@ -239,7 +239,7 @@ CHECKS = (
     ),
     Check(
         code="imports",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="Importing the usual packages",
         symptoms=("ImportError: … undefined symbol: …", "a rank that dies of SIGSEGV or SIGILL while importing"),
         cause="A package is broken, half upgraded, or built for another processor or another torch.",
@@ -248,7 +248,7 @@ CHECKS = (
     ),
     Check(
         code="numpy-abi",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="NumPy and what is compiled against it",
         symptoms=(
             "ValueError: numpy.dtype size changed, may indicate binary incompatibility. "
@@ -261,7 +261,7 @@ CHECKS = (
     ),
     Check(
         code="torchvision",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="torchvision against torch",
         symptoms=("RuntimeError: operator torchvision::nms does not exist",),
         cause="torch was upgraded and torchvision was not, or they come from different indexes (CPU and CUDA).",
@@ -270,7 +270,7 @@ CHECKS = (
     ),
     Check(
         code="cuda-libraries",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="CUDA libraries of torch",
         symptoms=("ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory",),
         cause="torch looks for cuDNN, NCCL and the like beside itself; another installation replaced or removed them.",
@@ -279,7 +279,7 @@ CHECKS = (
     ),
     Check(
         code="libstdcxx",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="An old C++ runtime",
         symptoms=("ImportError: …/libstdc++.so.6: version `GLIBCXX_3.4.29' not found",),
         cause="LD_LIBRARY_PATH or an old distribution brings a C++ runtime that is older than the package needs.",
@@ -288,7 +288,7 @@ CHECKS = (
     ),
     Check(
         code="requirements",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="Requirements of torch's family",
         symptoms=("pip: … requires torch==…, but you have torch … which is incompatible",),
         cause="pip installs what it was asked for last, also when that breaks what was there.",
@@ -297,7 +297,7 @@ CHECKS = (
     ),
     Check(
         code="shadowed-modules",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="A file that hides a module",
         symptoms=(
             "AttributeError: partially initialized module 'torch' has no attribute … "
@@ -310,7 +310,7 @@ CHECKS = (
     ),
     Check(
         code="openmp",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="Two OpenMP runtimes",
         symptoms=(
             "OMP: Error #15: Initializing libiomp5.so, but found libiomp5.so already initialized.",
@@ -322,7 +322,7 @@ CHECKS = (
     ),
     Check(
         code="pythonpath",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="PYTHONPATH",
         symptoms=("a package of another version than `pip show` says", "SyntaxError in a package of another Python"),
         cause="PYTHONPATH comes before the environment's own packages, in ranks as in the caller.",
@@ -331,7 +331,7 @@ CHECKS = (
     ),
     Check(
         code="hf-transfer",
-        group=Group.ENVIRONMENT,
+        group=CheckGroup.ENVIRONMENT,
         title="Downloads from the Hugging Face hub",
         symptoms=(
             "ValueError: Fast download using 'hf_transfer' is enabled (HF_HUB_ENABLE_HF_TRANSFER=1) but 'hf_transfer' "

@@ -1,6 +1,6 @@
 """What was seen on this machine, as values: what checks judge, and what tests write down by hand.
 
-An area that could not be looked at is `Unknown`, with the reason; so is every area that nobody gathered.
+An area that could not be looked at is `UnknownFact`, with the reason; so is every area that nobody gathered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from serverless_gpu.node.base.usages import Unavailable, Usage
 NO_HOME = "there is no home to look at"
 
 
-class Unknown(msgspec.Struct, frozen=True):
+class UnknownFact(msgspec.Struct, frozen=True):
     """Why an area could not be looked at."""
 
     why: str = "it was not looked at"
@@ -218,7 +218,7 @@ class MountFacts(msgspec.Struct, frozen=True, kw_only=True):
     is_root: bool = False
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
+class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
     """What a card says about its own memory, and what it can run; None where it does not say."""
 
     capability: tuple[int, int] | None = None
@@ -250,7 +250,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...] = ()
     unavailable: tuple[Unavailable, ...] = ()
     usage: dict[str, Usage] = {}
-    health: dict[str, Health] = {}
+    health: dict[str, GpuHealth] = {}
     held: dict[str, str] = {}
     quarantined: dict[str, tuple[str, str]] = {}
     kernel_log: str = ""
@@ -366,7 +366,7 @@ class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[TrackingServer, ...] = ()
 
 
-class Listener(msgspec.Struct, frozen=True, kw_only=True, order=True):
+class ListeningPort(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """A port that a process listens on; `address` is "*" for all."""
 
     port: int
@@ -393,32 +393,32 @@ class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     without_token: tuple[str, ...] = ()
     token_problem: str = ""
-    listeners: tuple[Listener, ...] = ()
+    listeners: tuple[ListeningPort, ...] = ()
     addresses: tuple[str, ...] = ()
     unfenced: str = ""
     processes: int = 0
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was seen; `cwd` is where the caller stands, "" when that place does not exist any more."""
 
     environ: Mapping[str, str] = {}
     python: str = ""
     cwd: str = ""
-    home: HomeFacts | Unknown = Unknown()
-    runs: RunsFacts | Unknown = Unknown()
-    agent: AgentFacts | Unknown = Unknown()
-    cgroups: CgroupFacts | Unknown = Unknown()
-    server: ServerFacts | Unknown = Unknown()
-    pool: PoolFacts | Unknown = Unknown()
-    limits: LimitFacts | Unknown = Unknown()
-    kernel: KernelFacts | Unknown = Unknown()
-    network: NetworkFacts | Unknown = Unknown()
-    mounts: MountFacts | Unknown = Unknown()
-    gpus: GpuFacts | Unknown = Unknown()
-    interpreter: InterpreterFacts | Unknown = Unknown()
-    imports: ImportFacts | Unknown = Unknown()
-    tracking: TrackingFacts | Unknown = Unknown()
+    home: HomeFacts | UnknownFact = UnknownFact()
+    runs: RunsFacts | UnknownFact = UnknownFact()
+    agent: AgentFacts | UnknownFact = UnknownFact()
+    cgroups: CgroupFacts | UnknownFact = UnknownFact()
+    server: ServerFacts | UnknownFact = UnknownFact()
+    pool: PoolFacts | UnknownFact = UnknownFact()
+    limits: LimitFacts | UnknownFact = UnknownFact()
+    kernel: KernelFacts | UnknownFact = UnknownFact()
+    network: NetworkFacts | UnknownFact = UnknownFact()
+    mounts: MountFacts | UnknownFact = UnknownFact()
+    gpus: GpuFacts | UnknownFact = UnknownFact()
+    interpreter: InterpreterFacts | UnknownFact = UnknownFact()
+    imports: ImportFacts | UnknownFact = UnknownFact()
+    tracking: TrackingFacts | UnknownFact = UnknownFact()
 
     @property
     def python_command(self) -> str:

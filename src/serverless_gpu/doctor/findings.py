@@ -9,10 +9,10 @@ from typing import TypeVar
 
 import msgspec
 
-from serverless_gpu.doctor.facts import Facts, Unknown
+from serverless_gpu.doctor.facts import MachineFacts, UnknownFact
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """What a check says."""
 
     OK = "ok"
@@ -21,7 +21,7 @@ class Outcome(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Group(StrEnum):
+class CheckGroup(StrEnum):
     """Where a check looks, in the order of the report."""
 
     MACHINE = "machine"
@@ -36,12 +36,12 @@ class Group(StrEnum):
 class Finding(msgspec.Struct, frozen=True):
     """One thing a check saw; `mend` is the command or sentence that helps, where the row's own is not exact enough."""
 
-    outcome: Outcome
+    outcome: CheckOutcome
     sentence: str
     mend: str = ""
 
 
-Probe = Callable[[Facts], Sequence[Finding]]
+Probe = Callable[[MachineFacts], Sequence[Finding]]
 A = TypeVar("A")
 
 
@@ -59,7 +59,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     code: str
-    group: Group
+    group: CheckGroup
     title: str
     symptoms: tuple[str, ...]
     cause: str
@@ -67,18 +67,20 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     probe: Probe | None = None
 
 
-def about(look: Callable[[Facts], A | Unknown]) -> Callable[[Callable[[Facts, A], Sequence[Finding]]], Probe]:
+def about(
+    look: Callable[[MachineFacts], A | UnknownFact],
+) -> Callable[[Callable[[MachineFacts, A], Sequence[Finding]]], Probe]:
     """Return a decorator for a probe that judges one area: where that could not be looked at, nothing is known.
 
     Args:
         look: picks the area.
     """
 
-    def decorate(judge: Callable[[Facts, A], Sequence[Finding]]) -> Probe:
+    def decorate(judge: Callable[[MachineFacts, A], Sequence[Finding]]) -> Probe:
         @wraps(judge)
-        def probe(facts: Facts) -> Sequence[Finding]:
+        def probe(facts: MachineFacts) -> Sequence[Finding]:
             area = look(facts)
-            return unknown(area.why) if isinstance(area, Unknown) else judge(facts, area)
+            return unknown(area.why) if isinstance(area, UnknownFact) else judge(facts, area)
 
         return probe
 
@@ -87,19 +89,19 @@ def about(look: Callable[[Facts], A | Unknown]) -> Callable[[Callable[[Facts, A]
 
 def ok(sentence: str) -> list[Finding]:
     """Return the one finding of a check that is fine."""
-    return [Finding(Outcome.OK, sentence)]
+    return [Finding(CheckOutcome.OK, sentence)]
 
 
 def warning(sentence: str, mend: str = "") -> list[Finding]:
     """Return the one finding of a check that will bite sooner or later."""
-    return [Finding(Outcome.WARNING, sentence, mend)]
+    return [Finding(CheckOutcome.WARNING, sentence, mend)]
 
 
 def failed(sentence: str, mend: str = "") -> list[Finding]:
     """Return the one finding of a check that keeps runs from working."""
-    return [Finding(Outcome.FAILED, sentence, mend)]
+    return [Finding(CheckOutcome.FAILED, sentence, mend)]
 
 
 def unknown(sentence: str, mend: str = "") -> list[Finding]:
     """Return the one finding of a check that could not see what it needs."""
-    return [Finding(Outcome.UNKNOWN, sentence, mend)]
+    return [Finding(CheckOutcome.UNKNOWN, sentence, mend)]

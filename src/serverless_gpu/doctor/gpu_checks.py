@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor.facts import Facts, GpuFacts, ImportFacts, TorchFacts, Unknown
-from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
+from serverless_gpu.doctor.facts import GpuFacts, ImportFacts, MachineFacts, TorchFacts, UnknownFact
+from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, failed, ok, unknown, warning
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.placement import restrict
 from serverless_gpu.node.devices.gpu_gate import foreign
@@ -14,7 +14,7 @@ OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 
 
 @about(lambda facts: facts.gpus)
-def _driver(facts: Facts, gpus: GpuFacts) -> list[Finding]:
+def _driver(facts: MachineFacts, gpus: GpuFacts) -> list[Finding]:
     if gpus.binding_problem:
         mend = f"{facts.python_command} -m pip install --force-reinstall nvidia-ml-py"
         return failed(f"GPUs cannot be looked for: {gpus.binding_problem}", mend)
@@ -32,9 +32,9 @@ def _driver(facts: Facts, gpus: GpuFacts) -> list[Finding]:
     return ok("no NVIDIA GPU and no driver here; runs use CPU slots or declared GPUs")
 
 
-def _cuda_driver(facts: Facts) -> list[Finding]:
+def _cuda_driver(facts: MachineFacts) -> list[Finding]:
     gpus, torch = facts.gpus, _torch(facts)
-    if isinstance(gpus, Unknown) or not gpus.driver or not torch or not torch.cuda:
+    if isinstance(gpus, UnknownFact) or not gpus.driver or not torch or not torch.cuda:
         return []
     major = _numbers(torch.cuda)[0]
     oldest = OLDEST_DRIVERS.get(major)
@@ -57,9 +57,9 @@ def _cuda_driver(facts: Facts) -> list[Finding]:
 _WHEELS = {11: "cu118", 12: "cu126", 13: "cu130"}
 
 
-def _torch_cpu_only(facts: Facts) -> list[Finding]:
+def _torch_cpu_only(facts: MachineFacts) -> list[Finding]:
     gpus, torch = facts.gpus, _torch(facts)
-    if isinstance(gpus, Unknown) or not gpus.devices or not torch:
+    if isinstance(gpus, UnknownFact) or not gpus.devices or not torch:
         return []
     if torch.cuda or torch.hip:
         return ok(f"torch {torch.version} is built for {'CUDA ' + torch.cuda if torch.cuda else 'ROCm ' + torch.hip}")
@@ -68,9 +68,9 @@ def _torch_cpu_only(facts: Facts) -> list[Finding]:
     return failed(f"torch {torch.version} is a CPU build, and this machine has {len(gpus.devices)} GPUs", mend)
 
 
-def _torch_sees_fewer(facts: Facts) -> list[Finding]:
+def _torch_sees_fewer(facts: MachineFacts) -> list[Finding]:
     gpus, torch = facts.gpus, _torch(facts)
-    if isinstance(gpus, Unknown) or not gpus.devices or not torch or not (torch.cuda or torch.hip):
+    if isinstance(gpus, UnknownFact) or not gpus.devices or not torch or not (torch.cuda or torch.hip):
         return []
     if torch.devices is None:
         return unknown(f"torch could not be asked how many GPUs it sees: {torch.problem}")
@@ -84,9 +84,9 @@ def _torch_sees_fewer(facts: Facts) -> list[Finding]:
     return failed(f"{sentence}{'; ' + torch.problem if torch.problem else ''}")
 
 
-def _architectures(facts: Facts) -> list[Finding]:
+def _architectures(facts: MachineFacts) -> list[Finding]:
     gpus, torch = facts.gpus, _torch(facts)
-    if isinstance(gpus, Unknown) or not torch or not torch.architectures:
+    if isinstance(gpus, UnknownFact) or not torch or not torch.architectures:
         return []
     found = []
     for device in gpus.devices:
@@ -97,9 +97,9 @@ def _architectures(facts: Facts) -> list[Finding]:
     return found or ok(f"torch has code for them: {', '.join(torch.architectures)}")
 
 
-def _visible_devices(facts: Facts) -> list[Finding]:
+def _visible_devices(facts: MachineFacts) -> list[Finding]:
     visible, gpus = facts.environ.get("CUDA_VISIBLE_DEVICES"), facts.gpus
-    if visible is None or isinstance(gpus, Unknown) or not gpus.devices:
+    if visible is None or isinstance(gpus, UnknownFact) or not gpus.devices:
         return []
     try:
         left = restrict(gpus.devices, visible)
@@ -109,9 +109,9 @@ def _visible_devices(facts: Facts) -> list[Finding]:
     return ok(sentence) if left else warning(sentence, "unset CUDA_VISIBLE_DEVICES")
 
 
-def _unusable(facts: Facts) -> list[Finding]:
+def _unusable(facts: MachineFacts) -> list[Finding]:
     gpus = facts.gpus
-    if isinstance(gpus, Unknown):
+    if isinstance(gpus, UnknownFact):
         return []
     return [
         finding
@@ -121,9 +121,9 @@ def _unusable(facts: Facts) -> list[Finding]:
     ]
 
 
-def _busy(facts: Facts) -> list[Finding]:
+def _busy(facts: MachineFacts) -> list[Finding]:
     gpus = facts.gpus
-    if isinstance(gpus, Unknown) or not gpus.devices:
+    if isinstance(gpus, UnknownFact) or not gpus.devices:
         return []
     found: list[Finding] = []
     for device in gpus.devices:
@@ -138,9 +138,9 @@ def _busy(facts: Facts) -> list[Finding]:
     return found or ok(f"no foreign process on {len(gpus.devices)} GPUs{held}")
 
 
-def _quarantine(facts: Facts) -> list[Finding]:
+def _quarantine(facts: MachineFacts) -> list[Finding]:
     gpus = facts.gpus
-    if isinstance(gpus, Unknown):
+    if isinstance(gpus, UnknownFact):
         return []
     found = []
     for uuid, (reason, file) in gpus.quarantined.items():
@@ -148,9 +148,9 @@ def _quarantine(facts: Facts) -> list[Finding]:
     return found or (ok("no GPU") if gpus.devices else [])
 
 
-def _health(facts: Facts) -> list[Finding]:
+def _health(facts: MachineFacts) -> list[Finding]:
     gpus = facts.gpus
-    if isinstance(gpus, Unknown) or not gpus.devices:
+    if isinstance(gpus, UnknownFact) or not gpus.devices:
         return []
     found = []
     for device in gpus.devices:
@@ -167,33 +167,33 @@ def _health(facts: Facts) -> list[Finding]:
     return found or (unknown("the cards do not say whether they had memory errors") if silent else ok("no errors"))
 
 
-def _kernel_log(facts: Facts) -> list[Finding]:
+def _kernel_log(facts: MachineFacts) -> list[Finding]:
     gpus = facts.gpus
-    if isinstance(gpus, Unknown) or not gpus.devices:
+    if isinstance(gpus, UnknownFact) or not gpus.devices:
         return []
     if gpus.kernel_log:
         return unknown(f"whether GPUs fail is not heard of: {gpus.kernel_log}")
     return ok("the driver's word about GPUs that fail is heard")
 
 
-def _suspects(facts: Facts) -> list[Finding]:
+def _suspects(facts: MachineFacts) -> list[Finding]:
     gpus = facts.gpus
-    if isinstance(gpus, Unknown) or not gpus.devices:
+    if isinstance(gpus, UnknownFact) or not gpus.devices:
         return []
     return [finding for said in gpus.suspects for finding in warning(said)] or ok("none")
 
 
-def _fakes(facts: Facts) -> list[Finding]:
+def _fakes(facts: MachineFacts) -> list[Finding]:
     fakes, gpus = facts.environ.get(FAKE_VARIABLE), facts.gpus
     if not fakes:
         return []
     sentence = f"{FAKE_VARIABLE}={fakes}: declared GPUs are used"
-    if not isinstance(gpus, Unknown) and gpus.devices:
+    if not isinstance(gpus, UnknownFact) and gpus.devices:
         return warning(f"{sentence} instead of the {len(gpus.devices)} real ones")
     return ok(sentence)
 
 
-def _torch(facts: Facts) -> TorchFacts | None:
+def _torch(facts: MachineFacts) -> TorchFacts | None:
     return facts.imports.torch if isinstance(facts.imports, ImportFacts) else None
 
 
@@ -235,7 +235,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 CHECKS = (
     Check(
         code="driver",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="The NVIDIA driver",
         symptoms=("NoGpu: this machine has no usable GPU", "NVML: Driver/library version mismatch"),
         cause="GPUs are found through NVML, which comes with the driver and must be of the loaded driver's version.",
@@ -244,7 +244,7 @@ CHECKS = (
     ),
     Check(
         code="cuda-driver",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="Driver against torch's CUDA",
         symptoms=(
             "RuntimeError: The NVIDIA driver on your system is too old (found version …)",
@@ -256,7 +256,7 @@ CHECKS = (
     ),
     Check(
         code="torch-cpu-only",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="A CPU build of torch on a machine with GPUs",
         symptoms=("AssertionError: Torch not compiled with CUDA enabled",),
         cause="The installed torch wheel has no CUDA in it (its version ends in +cpu).",
@@ -265,7 +265,7 @@ CHECKS = (
     ),
     Check(
         code="torch-sees-fewer",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="torch sees fewer GPUs than there are",
         symptoms=("RuntimeError: CUDA error: invalid device ordinal", "torch.cuda.device_count() is too small"),
         cause="CUDA_VISIBLE_DEVICES leaves some out, MIG slices count otherwise, or a card cannot be opened.",
@@ -274,7 +274,7 @@ CHECKS = (
     ),
     Check(
         code="architectures",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="A card that torch has no code for",
         symptoms=("CUDA error: no kernel image is available for execution on the device",),
         cause="torch is built for some generations of GPUs; this card is older or newer than those.",
@@ -283,7 +283,7 @@ CHECKS = (
     ),
     Check(
         code="visible-devices",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="CUDA_VISIBLE_DEVICES",
         symptoms=("NotEnoughGpus: …",),
         cause="A run takes only GPUs that the caller's CUDA_VISIBLE_DEVICES names.",
@@ -292,7 +292,7 @@ CHECKS = (
     ),
     Check(
         code="gpu-unusable",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="A GPU that is not lent",
         symptoms=("not usable: … in `sgpu gpus`",),
         cause="The card is cut into MIG slices, closed to this user, or does not answer.",
@@ -301,7 +301,7 @@ CHECKS = (
     ),
     Check(
         code="gpu-busy",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="Foreign processes on a GPU",
         symptoms=("waiting for 1 H100: GPU-…: pid … (python) holds 40.0 GiB",),
         cause="A process that is no run of serverless-gpu uses the card, so it is not lent.",
@@ -310,7 +310,7 @@ CHECKS = (
     ),
     Check(
         code="quarantine",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="GPUs in quarantine",
         symptoms=("quarantined: … in a receipt or in `sgpu gpus`",),
         cause="After a run the card could not be proven free: whoever wants it next looks again, and lifts the "
@@ -321,7 +321,7 @@ CHECKS = (
     ),
     Check(
         code="gpu-health",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="Memory errors of a card",
         symptoms=("CUDA error: uncorrectable ECC error encountered", "Xid 48, 63, 64 or 79 in `dmesg`"),
         cause="The card's own memory is failing, or it fell off the bus.",
@@ -330,7 +330,7 @@ CHECKS = (
     ),
     Check(
         code="kernel-log",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="The driver's word about GPUs that fail",
         symptoms=("a run whose GPU failed ends as rank_raised or rank_signal, and not as gpu_lost",),
         cause="The driver tells of failing GPUs (Xid) in the kernel's log, which not everybody may read.",
@@ -339,7 +339,7 @@ CHECKS = (
     ),
     Check(
         code="gpu-suspect",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="A GPU on which everybody's code fails",
         symptoms=("illegal memory accesses in runs of 4 principals within 24 h: suspect hardware",),
         cause="Illegal memory accesses (Xid 13, 31, 43) are mistakes of user code; of several people's on one card "
@@ -349,7 +349,7 @@ CHECKS = (
     ),
     Check(
         code="fake-gpus",
-        group=Group.GPUS,
+        group=CheckGroup.GPUS,
         title="Declared GPUs",
         symptoms=("torch.cuda.is_available() is False in a run on `H100 (fake)`",),
         cause="SERVERLESS_GPU_FAKE declares GPUs that behave like real ones in everything but CUDA.",

@@ -6,16 +6,16 @@ from serverless_gpu.doctor.facts import (
     NO_HOME,
     AgentFacts,
     CgroupFacts,
-    Facts,
     HomeFacts,
     KernelFacts,
     LimitFacts,
+    MachineFacts,
     MountFacts,
     NetworkFacts,
     RunsFacts,
-    Unknown,
+    UnknownFact,
 )
-from serverless_gpu.doctor.findings import Check, Finding, Group, Outcome, about, failed, ok, unknown, warning
+from serverless_gpu.doctor.findings import Check, CheckGroup, CheckOutcome, Finding, about, failed, ok, unknown, warning
 from serverless_gpu.node.base.kernel import OLDEST
 from serverless_gpu.units import format_bytes
 
@@ -46,7 +46,7 @@ _AS_ROOT = (
 
 
 @about(lambda facts: facts.home)
-def _home(facts: Facts, home: HomeFacts) -> list[Finding]:
+def _home(facts: MachineFacts, home: HomeFacts) -> list[Finding]:
     if home.problem:
         return failed(home.problem, home.hint)
     if home.note:
@@ -54,9 +54,9 @@ def _home(facts: Facts, home: HomeFacts) -> list[Finding]:
     return ok(f"{home.root}, writable")
 
 
-def _home_filesystem(facts: Facts) -> list[Finding]:
+def _home_filesystem(facts: MachineFacts) -> list[Finding]:
     home = facts.home
-    if isinstance(home, Unknown) or not home.root:
+    if isinstance(home, UnknownFact) or not home.root:
         return unknown(NO_HOME)
     if not home.filesystem:
         return unknown(f"the file system of {home.root} is not known")
@@ -67,9 +67,9 @@ def _home_filesystem(facts: Facts) -> list[Finding]:
     return ok(home.filesystem)
 
 
-def _locks(facts: Facts) -> list[Finding]:
+def _locks(facts: MachineFacts) -> list[Finding]:
     home = facts.home
-    if isinstance(home, Unknown) or not home.root:
+    if isinstance(home, UnknownFact) or not home.root:
         return unknown(NO_HOME)
     if home.flock_refusal:
         return failed(f"the file system of {home.root} refuses file locks: flock: {home.flock_refusal}")
@@ -79,7 +79,7 @@ def _locks(facts: Facts) -> list[Finding]:
 
 
 @about(lambda facts: facts.home)
-def _disk_space(facts: Facts, home: HomeFacts) -> list[Finding]:
+def _disk_space(facts: MachineFacts, home: HomeFacts) -> list[Finding]:
     if not home.disks:
         return unknown("no file system could be asked")
     found = []
@@ -97,12 +97,12 @@ def _disk_space(facts: Facts, home: HomeFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.home)
-def _temporary_files(facts: Facts, home: HomeFacts) -> list[Finding]:
+def _temporary_files(facts: MachineFacts, home: HomeFacts) -> list[Finding]:
     return failed(home.temporary_problem) if home.temporary_problem else ok("can be made")
 
 
 @about(lambda facts: facts.limits)
-def _shared_memory(facts: Facts, limits: LimitFacts) -> list[Finding]:
+def _shared_memory(facts: MachineFacts, limits: LimitFacts) -> list[Finding]:
     if limits.shared_memory is None:
         return failed("/dev/shm does not exist")
     sentence = f"/dev/shm has {format_bytes(limits.shared_memory.free_bytes)} free"
@@ -110,21 +110,21 @@ def _shared_memory(facts: Facts, limits: LimitFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.home)
-def _sockets(facts: Facts, home: HomeFacts) -> list[Finding]:
+def _sockets(facts: MachineFacts, home: HomeFacts) -> list[Finding]:
     if home.sockets_problem:
         return failed(home.sockets_problem)
     return ok(home.sockets) if home.sockets else unknown(NO_HOME)
 
 
 @about(lambda facts: facts.kernel)
-def _kernel(facts: Facts, kernel: KernelFacts) -> list[Finding]:
+def _kernel(facts: MachineFacts, kernel: KernelFacts) -> list[Finding]:
     if kernel.pidfd_refusal:
         return failed(f"no run can start: {kernel.pidfd_refusal}", kernel.hint)
     return ok(f"Linux {kernel.release}")
 
 
 @about(lambda facts: facts.limits)
-def _limits(facts: Facts, limits: LimitFacts) -> list[Finding]:
+def _limits(facts: MachineFacts, limits: LimitFacts) -> list[Finding]:
     found = []
     if limits.descriptors is not None and limits.descriptors < _DESCRIPTORS_LOW:
         hard = limits.descriptors_hard
@@ -143,14 +143,14 @@ def _limits(facts: Facts, limits: LimitFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.mounts)
-def _mounts(facts: Facts, mounts: MountFacts) -> list[Finding]:
+def _mounts(facts: MachineFacts, mounts: MountFacts) -> list[Finding]:
     if mounts.problem:
         return warning(f"environments are made of links: {mounts.problem}", _AS_ROOT if mounts.is_root else "")
     return ok("environments can be mounted")
 
 
 @about(lambda facts: facts.network)
-def _ports(facts: Facts, network: NetworkFacts) -> list[Finding]:
+def _ports(facts: MachineFacts, network: NetworkFacts) -> list[Finding]:
     if network.loopback_problem:
         return failed(f"127.0.0.1 cannot be used: {network.loopback_problem}", "ip link set lo up")
     if network.port_problem:
@@ -163,22 +163,22 @@ def _ports(facts: Facts, network: NetworkFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.network)
-def _hostname(facts: Facts, network: NetworkFacts) -> list[Finding]:
+def _hostname(facts: MachineFacts, network: NetworkFacts) -> list[Finding]:
     if network.hostname_problem:
         mend = f"echo 127.0.1.1 {network.hostname} | sudo tee -a /etc/hosts   (or: export GLOO_SOCKET_IFNAME=lo)"
         return warning(f"{network.hostname} does not resolve: {network.hostname_problem}", mend)
     return ok(network.hostname)
 
 
-def _configuration(facts: Facts) -> list[Finding]:
+def _configuration(facts: MachineFacts) -> list[Finding]:
     home = facts.home
-    if isinstance(home, Unknown) or not home.root:
+    if isinstance(home, UnknownFact) or not home.root:
         return unknown(NO_HOME)
     return failed(home.configuration_problem) if home.configuration_problem else ok("config.toml is fine, or not there")
 
 
 @about(lambda facts: facts.runs)
-def _retention(facts: Facts, runs: RunsFacts) -> list[Finding]:
+def _retention(facts: MachineFacts, runs: RunsFacts) -> list[Finding]:
     days = "for ever" if runs.days is None else f"{runs.days:g} days"
     size = "" if runs.size_bytes_max is None else f", ended ones at most {runs.size_bytes_max / GIB:g} GiB"
     counted = f"{runs.count} run{'' if runs.count == 1 else 's'}, {format_bytes(runs.size_bytes)}"
@@ -187,7 +187,7 @@ def _retention(facts: Facts, runs: RunsFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.agent)
-def _agent(facts: Facts, agent: AgentFacts) -> list[Finding]:
+def _agent(facts: MachineFacts, agent: AgentFacts) -> list[Finding]:
     if agent.problem:
         return failed(agent.problem, agent.hint)
     if agent.pid is None:
@@ -195,16 +195,16 @@ def _agent(facts: Facts, agent: AgentFacts) -> list[Finding]:
     return ok(f"pid {agent.pid}, version {agent.version}, {agent.attempts} running, {agent.queued} queued")
 
 
-def _other_agents(facts: Facts) -> list[Finding]:
+def _other_agents(facts: MachineFacts) -> list[Finding]:
     agent = facts.agent
-    if isinstance(agent, Unknown) or not agent.others:
+    if isinstance(agent, UnknownFact) or not agent.others:
         return []
     named = ", ".join(f"version {version} (pid {pid})" for pid, version in agent.others.items())
     return warning(f"there are others beside that of this version: {named}", f"kill {' '.join(agent.others)}")
 
 
 @about(lambda facts: facts.cgroups)
-def _cgroups(facts: Facts, cgroups: CgroupFacts) -> list[Finding]:
+def _cgroups(facts: MachineFacts, cgroups: CgroupFacts) -> list[Finding]:
     limits = ", ".join(cgroups.controllers) or "none"
     if not cgroups.path:
         return warning(f"none: {cgroups.problem}; limits: {limits}")
@@ -213,7 +213,7 @@ def _cgroups(facts: Facts, cgroups: CgroupFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.agent)
-def _zygote(facts: Facts, agent: AgentFacts) -> list[Finding]:
+def _zygote(facts: MachineFacts, agent: AgentFacts) -> list[Finding]:
     if agent.problem:
         return unknown("the agent does not answer")
     mine = [zygote for zygote in agent.zygotes if zygote.python == agent.python]
@@ -226,17 +226,17 @@ def _zygote(facts: Facts, agent: AgentFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.runs)
-def _last_start(facts: Facts, runs: RunsFacts) -> list[Finding]:
+def _last_start(facts: MachineFacts, runs: RunsFacts) -> list[Finding]:
     if not runs.last_run:
         return ok("no run yet")
     how = "warm" if runs.warm else f"cold: {runs.warm_reason or 'no reason was written down'}"
-    return [Finding(Outcome.OK, f"run {runs.last_run} started {how}")]
+    return [Finding(CheckOutcome.OK, f"run {runs.last_run} started {how}")]
 
 
 CHECKS = (
     Check(
         code="home",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="The home directory",
         symptoms=("StorageError: neither … nor … can be written to", "UserWarning: … cannot be written to"),
         cause="Run directories, locks and configuration live in the home directory, which must be yours and writable.",
@@ -245,7 +245,7 @@ CHECKS = (
     ),
     Check(
         code="home-filesystem",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="The file system of the home",
         symptoms=(
             "runs start slowly, results of many GB take long",
@@ -259,7 +259,7 @@ CHECKS = (
     ),
     Check(
         code="locks",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="Locks in the home",
         symptoms=(
             "StorageError: … cannot be used: its file system refuses file locks (flock: Function not implemented)",
@@ -274,7 +274,7 @@ CHECKS = (
     ),
     Check(
         code="disk-space",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="Free space",
         symptoms=(
             "StorageError: no space left for …",
@@ -288,7 +288,7 @@ CHECKS = (
     ),
     Check(
         code="temporary-files",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="Temporary files",
         symptoms=("FileNotFoundError: [Errno 2] No usable temporary directory found in ['/tmp', '/var/tmp', …]",),
         cause="Sockets of runs lie in /tmp, and libraries make temporary files in ranks. In a container with a "
@@ -299,7 +299,7 @@ CHECKS = (
     ),
     Check(
         code="shared-memory",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="Shared memory",
         symptoms=(
             "RuntimeError: DataLoader worker (pid …) is killed by signal: Bus error. "
@@ -312,7 +312,7 @@ CHECKS = (
     ),
     Check(
         code="sockets",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="The sockets' directory",
         symptoms=("StorageError: … belongs to somebody else or is a link",),
         cause="Client, agent and supervisors meet on Unix sockets in a private directory with a short path.",
@@ -321,7 +321,7 @@ CHECKS = (
     ),
     Check(
         code="kernel",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="The kernel",
         symptoms=(
             "HardwareError: this machine cannot run ranks: Linux … refuses pidfd_open here: Function not implemented",
@@ -335,7 +335,7 @@ CHECKS = (
     ),
     Check(
         code="limits",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="Limits of processes",
         symptoms=(
             "OSError: [Errno 24] Too many open files",
@@ -348,7 +348,7 @@ CHECKS = (
     ),
     Check(
         code="ports",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="Loopback and ports",
         symptoms=(
             "RunError: no free rendezvous port was found",
@@ -360,7 +360,7 @@ CHECKS = (
     ),
     Check(
         code="hostname",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="This machine's name",
         symptoms=("RuntimeError: … gloo … Unable to resolve hostname to a (local) address",),
         cause="gloo looks up the machine's own name to find the address it listens on.",
@@ -369,7 +369,7 @@ CHECKS = (
     ),
     Check(
         code="mounts",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="Mounting environments",
         symptoms=(
             "environment: snapshot …, links (no mounts: …) in the receipt",
@@ -387,7 +387,7 @@ CHECKS = (
     ),
     Check(
         code="configuration",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="config.toml",
         symptoms=("InvalidValue: …/config.toml has unknown tables: …",),
         cause="The configuration is read as a whole; a mistake in it is refused rather than passed over.",
@@ -396,7 +396,7 @@ CHECKS = (
     ),
     Check(
         code="retention",
-        group=Group.MACHINE,
+        group=CheckGroup.MACHINE,
         title="How long runs are kept",
         symptoms=(
             "ResultUnavailableHere: rank 0 returned a value, but the files of run … were deleted",
@@ -408,7 +408,7 @@ CHECKS = (
     ),
     Check(
         code="agent",
-        group=Group.AGENT,
+        group=CheckGroup.AGENT,
         title="The agent",
         symptoms=(
             "AgentUnavailable: the agent of this node did not come up within 30 s",
@@ -420,7 +420,7 @@ CHECKS = (
     ),
     Check(
         code="other-agents",
-        group=Group.AGENT,
+        group=CheckGroup.AGENT,
         title="Agents of other versions",
         symptoms=("after an upgrade, notebooks that were started before behave as before",),
         cause="Each version of this package has an agent of its own; one that nobody uses ends after ten minutes.",
@@ -429,7 +429,7 @@ CHECKS = (
     ),
     Check(
         code="cgroups",
-        group=Group.AGENT,
+        group=CheckGroup.AGENT,
         title="Cgroups",
         symptoms=("notes: memory= is not enforced: no memory controller can be written to on this machine",),
         cause="With a writable cgroup v2 a run's process tree is ended at once and limited as a whole; "
@@ -440,7 +440,7 @@ CHECKS = (
     ),
     Check(
         code="zygote",
-        group=Group.AGENT,
+        group=CheckGroup.AGENT,
         title="Warm starts",
         symptoms=("cold start (…) in the receipt",),
         cause="Ranks are forked from an interpreter that has imported torch already, if it can be forked from: "
@@ -452,7 +452,7 @@ CHECKS = (
     ),
     Check(
         code="last-start",
-        group=Group.AGENT,
+        group=CheckGroup.AGENT,
         title="The last start",
         symptoms=("the first call takes seconds, later ones milliseconds",),
         cause="The first run of an interpreter, and each after a package that it imports has changed, starts cold.",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor.facts import Facts, PoolFacts
-from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
+from serverless_gpu.doctor.facts import MachineFacts, PoolFacts
+from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, failed, ok, unknown, warning
 from serverless_gpu.engines.ray.start_arguments import OLDEST
 from serverless_gpu.node.inside.raycluster.ray_installation import release
 
 
 @about(lambda facts: facts.pool)
-def _token(facts: Facts, pool: PoolFacts) -> list[Finding]:
+def _token(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
     if not pool.directory:
         return []
     if pool.token_problem:
@@ -23,7 +23,7 @@ def _token(facts: Facts, pool: PoolFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.pool)
-def _version(facts: Facts, pool: PoolFacts) -> list[Finding]:
+def _version(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
     if not pool.version:
         return []
     if release(pool.version) < OLDEST:
@@ -34,7 +34,7 @@ def _version(facts: Facts, pool: PoolFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.pool)
-def _listeners(facts: Facts, pool: PoolFacts) -> list[Finding]:
+def _listeners(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
     if not pool.listeners:
         return []
     everywhere = [each for each in pool.listeners if each.address == "*"]
@@ -47,7 +47,7 @@ def _listeners(facts: Facts, pool: PoolFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.pool)
-def _fence(facts: Facts, pool: PoolFacts) -> list[Finding]:
+def _fence(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
     if not pool.directory:
         return []
     if pool.unfenced:
@@ -59,7 +59,7 @@ def _fence(facts: Facts, pool: PoolFacts) -> list[Finding]:
 CHECKS = (
     Check(
         code="pool-token",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="Who gets into the pool's Ray",
         symptoms=("sgpu doctor says that Ray lets in everybody who reaches it",),
         cause="A Ray without a token runs code for whoever reaches its ports. `sgpu up --engine ray` and `sgpu join` "
@@ -69,7 +69,7 @@ CHECKS = (
     ),
     Check(
         code="pool-version",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="The pool's Ray",
         symptoms=(
             "sgpu join: this machine has Ray …, and the pool has …",
@@ -81,7 +81,7 @@ CHECKS = (
     ),
     Check(
         code="pool-ports",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="Where the pool's Ray listens",
         symptoms=(
             "sgpu join: the server answers, and Ray at … does not: …",
@@ -95,7 +95,7 @@ CHECKS = (
     ),
     Check(
         code="pool-fence",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="Whether a rank can end the pool's Ray",
         symptoms=("sgpu join: Ray ended after …; it is started again",),
         cause="Ranks run as the user whose Ray it is, and `ray stop` ends every Ray it finds. From Linux 6.12 on ranks "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from serverless_gpu.doctor.findings import Check, Finding, Group, Outcome
+from serverless_gpu.doctor.findings import Check, CheckGroup, CheckOutcome, Finding
 from serverless_gpu.version import __version__
 
 Judged = Sequence[tuple[Check, Sequence[Finding]]]
-Paint = Callable[[str, Outcome], str]
+Paint = Callable[[str, CheckOutcome], str]
 
 _WORD = 7
 _CODE = 16
@@ -16,7 +16,7 @@ _CODE = 16
 
 def has_failed(judged: Judged) -> bool:
     """Return whether a check found what keeps runs from working."""
-    return any(finding.outcome is Outcome.FAILED for _, findings in judged for finding in findings)
+    return any(finding.outcome is CheckOutcome.FAILED for _, findings in judged for finding in findings)
 
 
 def lines(judged: Judged, paint: Paint) -> Iterator[str]:
@@ -36,14 +36,14 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
             yield str(group)
         for finding in findings:
             codes = unseen.get((check.group, finding.sentence), [check.code])
-            if finding.outcome is Outcome.UNKNOWN and codes[0] != check.code:
+            if finding.outcome is CheckOutcome.UNKNOWN and codes[0] != check.code:
                 continue  # said with the first of them
             word = paint(f"{finding.outcome:<{_WORD}}", finding.outcome)
-            named = ", ".join(codes if finding.outcome is Outcome.UNKNOWN else [check.code])
+            named = ", ".join(codes if finding.outcome is CheckOutcome.UNKNOWN else [check.code])
             yield f"  {word}  {named:<{_CODE}}  {_one_line(finding.sentence)}"
-            if finding.outcome is not Outcome.OK:
+            if finding.outcome is not CheckOutcome.OK:
                 indent = " " * (_WORD + 4)
-                if finding.outcome is not Outcome.UNKNOWN:
+                if finding.outcome is not CheckOutcome.UNKNOWN:
                     yield f"{indent}cause: {check.cause}"
                 if mend := _mend(check, finding):
                     yield f"{indent}mend:  {_one_line(mend)}"
@@ -51,12 +51,12 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
     yield _summary(judged)
 
 
-def _unseen(judged: Judged) -> dict[tuple[Group, str], list[str]]:
+def _unseen(judged: Judged) -> dict[tuple[CheckGroup, str], list[str]]:
     """Return which checks of a group could not see anything, by the reason: those that have one share a line."""
-    codes: dict[tuple[Group, str], list[str]] = {}
+    codes: dict[tuple[CheckGroup, str], list[str]] = {}
     for check, findings in judged:
         for finding in findings:
-            if finding.outcome is Outcome.UNKNOWN and not finding.mend:
+            if finding.outcome is CheckOutcome.UNKNOWN and not finding.mend:
                 codes.setdefault((check.group, finding.sentence), []).append(check.code)
     return codes
 
@@ -94,16 +94,20 @@ def as_builtins(judged: Judged, python: str) -> dict[str, object]:
 
 def _mend(check: Check, finding: Finding) -> str:
     """Return what helps; where nothing could be seen, the row's own advice would be a guess."""
-    general = check.mend if finding.outcome in (Outcome.WARNING, Outcome.FAILED) else ""
+    general = check.mend if finding.outcome in (CheckOutcome.WARNING, CheckOutcome.FAILED) else ""
     return finding.mend or general
 
 
 def _summary(judged: Judged) -> str:
     found = [finding.outcome for _, findings in judged for finding in findings]
-    counts = [(found.count(outcome), outcome) for outcome in (Outcome.FAILED, Outcome.WARNING, Outcome.UNKNOWN)]
+    counts = [
+        (found.count(outcome), outcome) for outcome in (CheckOutcome.FAILED, CheckOutcome.WARNING, CheckOutcome.UNKNOWN)
+    ]
     if not any(count for count, _ in counts):
         return f"all {len(judged)} checks are ok"
-    return ", ".join(f"{count} {outcome}" for count, outcome in counts if count) + f", {found.count(Outcome.OK)} ok"
+    return (
+        ", ".join(f"{count} {outcome}" for count, outcome in counts if count) + f", {found.count(CheckOutcome.OK)} ok"
+    )
 
 
 def _one_line(text: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from serverless_gpu.doctor.findings import Check, Group
+from serverless_gpu.doctor.findings import Check, CheckGroup
 
 
 def _row(code: str, title: str, symptoms: tuple[str, ...], cause: str, mend: str) -> Check:
-    return Check(code=code, group=Group.RUNS, title=title, symptoms=symptoms, cause=cause, mend=mend)
+    return Check(code=code, group=CheckGroup.RUNS, title=title, symptoms=symptoms, cause=cause, mend=mend)
 
 
 CHECKS = (

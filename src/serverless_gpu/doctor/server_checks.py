@@ -6,8 +6,8 @@ not six.
 
 from __future__ import annotations
 
-from serverless_gpu.doctor.facts import Facts, ServerFacts
-from serverless_gpu.doctor.findings import Check, Finding, Group, about, failed, ok, unknown, warning
+from serverless_gpu.doctor.facts import MachineFacts, ServerFacts
+from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, failed, ok, unknown, warning
 from serverless_gpu.model.scheduling.shared_uid_messages import REMEDY, REVOKE
 from serverless_gpu.units import format_days_ms
 from serverless_gpu.version import __version__
@@ -19,7 +19,7 @@ _CERTIFICATE_S = 21 * 86_400
 
 
 @about(lambda facts: facts.server)
-def _profile(facts: Facts, server: ServerFacts) -> list[Finding]:
+def _profile(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.problem:
         return failed(server.problem, server.hint)
     if not server.url:
@@ -31,7 +31,7 @@ def _profile(facts: Facts, server: ServerFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.server)
-def _answers(facts: Facts, server: ServerFacts) -> list[Finding]:
+def _answers(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.away:
         mend = (
             "sgpu up" if server.embedded else f"is it running, and can it be reached? curl {server.url}/api/v1/health"
@@ -45,14 +45,14 @@ def _answers(facts: Facts, server: ServerFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.server)
-def _token(facts: Facts, server: ServerFacts) -> list[Finding]:
+def _token(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.token_problem:
         return failed(server.token_problem)
     return ok(f"you are {server.principal}") if server.principal else []
 
 
 @about(lambda facts: facts.server)
-def _protocol(facts: Facts, server: ServerFacts) -> list[Finding]:
+def _protocol(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if not server.version:
         return []
     if server.own_protocol != server.protocol and server.own_protocol not in server.protocols:
@@ -68,7 +68,7 @@ def _protocol(facts: Facts, server: ServerFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.server)
-def _nodes(facts: Facts, server: ServerFacts) -> list[Finding]:
+def _nodes(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if not server.principal:
         return []
     if server.nodes is None:
@@ -89,7 +89,7 @@ def _nodes(facts: Facts, server: ServerFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.server)
-def _isolation(facts: Facts, server: ServerFacts) -> list[Finding]:
+def _isolation(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if not server.principal:
         return []
     if server.closed_pools is None:
@@ -109,7 +109,7 @@ def _isolation(facts: Facts, server: ServerFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.server)
-def _clock(facts: Facts, server: ServerFacts) -> list[Finding]:
+def _clock(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if not server.version:
         return []
     if server.clock_ahead_s is None:
@@ -122,7 +122,7 @@ def _clock(facts: Facts, server: ServerFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.server)
-def _certificate(facts: Facts, server: ServerFacts) -> list[Finding]:
+def _certificate(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     left_s = server.certificate_left_s
     if left_s is None:
         if not server.version:
@@ -139,7 +139,7 @@ def _certificate(facts: Facts, server: ServerFacts) -> list[Finding]:
 CHECKS = (
     Check(
         code="server",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="Which server",
         symptoms=(
             "ServerNotConfigured: remote=True needs a server, and none is configured",
@@ -152,7 +152,7 @@ CHECKS = (
     ),
     Check(
         code="server-answers",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="Whether the server answers",
         symptoms=(
             "ServerUnavailable: the server at http://127.0.0.1:7878 does not answer (ConnectError: …)",
@@ -164,7 +164,7 @@ CHECKS = (
     ),
     Check(
         code="server-token",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="The token",
         symptoms=("NotAuthenticated: …",),
         cause="The token is not known there: it has expired, was revoked, or is another server's.",
@@ -173,7 +173,7 @@ CHECKS = (
     ),
     Check(
         code="server-protocol",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="Versions of server and client",
         symptoms=("ServerProblem: the answer of … cannot be understood: …",),
         cause="Server and client are versions of this package that do not speak the same protocol.",
@@ -182,7 +182,7 @@ CHECKS = (
     ),
     Check(
         code="server-nodes",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="The server's machines",
         symptoms=(
             "a remote run stays QUEUED: no node has joined",
@@ -200,7 +200,7 @@ CHECKS = (
     ),
     Check(
         code="server-isolation",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="Whether users are kept apart",
         symptoms=(
             "a run stays QUEUED: pool 'default' runs the code of one principal only, because all runs there share one "
@@ -214,7 +214,7 @@ CHECKS = (
     ),
     Check(
         code="server-clock",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="Clocks of server and client",
         symptoms=("`sgpu runs` shows moments that lie ahead, or negative times",),
         cause="The machines do not agree what time it is. Limits and leases do not depend on it; what is shown, and "
@@ -224,7 +224,7 @@ CHECKS = (
     ),
     Check(
         code="server-tls",
-        group=Group.SERVER,
+        group=CheckGroup.SERVER,
         title="The server's certificate",
         symptoms=("ServerUnavailable: … CERTIFICATE_VERIFY_FAILED …",),
         cause="The certificate has ended, is for another name, or is of an authority that this machine does not know.",

@@ -11,7 +11,7 @@ from serverless_gpu.doctor import (
     server_checks,
     tracking_checks,
 )
-from serverless_gpu.doctor.facts import Facts
+from serverless_gpu.doctor.facts import MachineFacts
 from serverless_gpu.doctor.findings import Check, Finding
 
 TABLE: tuple[Check, ...] = (
@@ -25,7 +25,7 @@ TABLE: tuple[Check, ...] = (
 )
 
 
-def judge(facts: Facts) -> list[tuple[Check, tuple[Finding, ...]]]:
+def judge(facts: MachineFacts) -> list[tuple[Check, tuple[Finding, ...]]]:
     """Return what each check that applies here found, in the order of the table.
 
     Args:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 
-from serverless_gpu.doctor.facts import Facts, TrackingFacts, TrackingServer
-from serverless_gpu.doctor.findings import Check, Finding, Group, about, ok, warning
+from serverless_gpu.doctor.facts import MachineFacts, TrackingFacts, TrackingServer
+from serverless_gpu.doctor.findings import Check, CheckGroup, Finding, about, ok, warning
 from serverless_gpu.node.mlflow_server.error_summary import NO_DATABASE, OTHER_VERSION
 
 
 @about(lambda facts: facts.tracking)
-def _where(facts: Facts, tracking: TrackingFacts) -> list[Finding]:
+def _where(facts: MachineFacts, tracking: TrackingFacts) -> list[Finding]:
     if tracking.off:
         return ok(f"off: {tracking.off}")
     if not tracking.installed:
@@ -24,7 +24,7 @@ def _where(facts: Facts, tracking: TrackingFacts) -> list[Finding]:
 
 
 @about(lambda facts: facts.tracking)
-def _servers(facts: Facts, tracking: TrackingFacts) -> list[Finding]:
+def _servers(facts: MachineFacts, tracking: TrackingFacts) -> list[Finding]:
     found: list[Finding] = []
     for server in tracking.servers:
         if server.problem:
@@ -51,7 +51,7 @@ def _mend(server: TrackingServer) -> str:
 CHECKS = (
     Check(
         code="tracking",
-        group=Group.TRACKING,
+        group=CheckGroup.TRACKING,
         title="Where runs are tracked",
         symptoms=("MLflow at http://… does not answer: …",),
         cause="MLFLOW_TRACKING_URI names a server that is away. Runs go on without it; what was to be written is kept, "
@@ -61,7 +61,7 @@ CHECKS = (
     ),
     Check(
         code="mlflow-server",
-        group=Group.TRACKING,
+        group=CheckGroup.TRACKING,
         title="MLflow's server in front of this home's runs",
         symptoms=(
             "… is not a database; once that file is moved away a new one is made",

@@ -32,7 +32,7 @@ from serverless_gpu.engines.base import (
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
 
 
 class LocalEngine(Engine):
@@ -45,7 +45,7 @@ class LocalEngine(Engine):
         environ: variables that say what the node offers.
     """
 
-    def __init__(self, home: Home, directory: Path, *, profile: Profile, environ: Mapping[str, str]) -> None:
+    def __init__(self, home: Home, directory: Path, *, profile: UplinkProfile, environ: Mapping[str, str]) -> None:
         self._home, self._environ = home, dict(environ)
         self._node = EngineNode(name=profile.name)
         self._profile_path = directory / "node.json"

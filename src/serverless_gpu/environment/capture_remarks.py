@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serverless_gpu.environment.documents import Member, Root, Snapshot
+from serverless_gpu.environment.documents import Root, Snapshot, SnapshotMember
 from serverless_gpu.environment.scan.code.ignored_files import same_matter
-from serverless_gpu.environment.scan.scan import Scan, Source
+from serverless_gpu.environment.scan.scan import LocalUnit, Scan
 from serverless_gpu.units import format_bytes
 
 CODE_STEP_BYTES = 100_000_000
@@ -35,7 +35,7 @@ def remarks(last: Snapshot | None, scan: Scan) -> tuple[str, ...]:
     return (*said, *_left_out(last, scan.snapshot))
 
 
-def _large(member: Member, directory: str, before: int, source: Source) -> str:
+def _large(member: SnapshotMember, directory: str, before: int, source: LocalUnit) -> str:
     rows = [row for row in source.rows if row.has_content]
     largest = sorted(rows, key=lambda row: -row.size)[:_LARGEST]
     listed = ", ".join(f"{row.path.partition('/')[2]} {format_bytes(row.size)}" for row in largest)
@@ -62,7 +62,7 @@ def _left_out(last: Snapshot | None, now: Snapshot) -> Sequence[str]:
     return (*said, f"left out: {more} more, which `sgpu env show --all` names") if more else said
 
 
-def _code(root: Root) -> list[Member]:
+def _code(root: Root) -> list[SnapshotMember]:
     return [member for member in root.members if member.kind == "code"]
 
 

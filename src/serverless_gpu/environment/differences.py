@@ -10,16 +10,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from serverless_gpu.environment.documents import Member, Row, Snapshot
+from serverless_gpu.environment.documents import FileRow, Snapshot, SnapshotMember
 from serverless_gpu.environment.scan.canonical import parse_record
 from serverless_gpu.environment.scan.changes import Change, compare, with_files
 from serverless_gpu.environment.scan.distributions import read_text
-from serverless_gpu.environment.scan.scan import Source
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.scan.scan import LocalUnit
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentProblem
 
 
-def differences(old: Snapshot, new: Snapshot, sources: Mapping[str, Source], blobs: Blobs) -> tuple[Change, ...]:
+def differences(
+    old: Snapshot, new: Snapshot, sources: Mapping[str, LocalUnit], blobs: StoreBlobs
+) -> tuple[Change, ...]:
     """Return what differs.
 
     Args:
@@ -35,7 +37,7 @@ def differences(old: Snapshot, new: Snapshot, sources: Mapping[str, Source], blo
 
 
 def _of_files(
-    change: Change, old: Snapshot, new: Snapshot, sources: Mapping[str, Source], blobs: Blobs
+    change: Change, old: Snapshot, new: Snapshot, sources: Mapping[str, LocalUnit], blobs: StoreBlobs
 ) -> tuple[Change, ...]:
     before, after = _members(old, change), _members(new, change)
     if change.what != "edited" or len(before) != 1 or len(after) != 1:
@@ -47,12 +49,12 @@ def _of_files(
     return with_files(change, rows[0], rows[1], {} if source is None else _installed(source))
 
 
-def _members(snapshot: Snapshot, change: Change) -> list[Member]:
+def _members(snapshot: Snapshot, change: Change) -> list[SnapshotMember]:
     members = (member for root in snapshot.roots for member in root.members)
     return [member for member in members if (member.kind, member.name) == (change.kind, change.name)]
 
 
-def _rows(address: str, sources: Mapping[str, Source], blobs: Blobs) -> tuple[Row, ...] | None:
+def _rows(address: str, sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> tuple[FileRow, ...] | None:
     if address in sources:
         return sources[address].rows
     try:
@@ -61,7 +63,7 @@ def _rows(address: str, sources: Mapping[str, Source], blobs: Blobs) -> tuple[Ro
         return None
 
 
-def _installed(source: Source) -> dict[str, bytes]:
+def _installed(source: LocalUnit) -> dict[str, bytes]:
     """Return what RECORD of a distribution says of its files, by path of the row; nothing where there is none."""
     files = iter(source.files)
     for row in source.rows:

@@ -42,7 +42,7 @@ UnitKind = Literal["distribution", "unowned", "code"]
 RootKind = Literal["own", "library", "code"]
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One file, link or empty directory of a unit.
 
     Attributes:
@@ -65,7 +65,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.kind in ("f", "x")
 
 
-class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PackBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One zstd frame in a pack.
 
     Attributes:
@@ -81,7 +81,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     size: int
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ContentPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a file's content starts: a block, and a byte in it. A file of more than a block starts at 0 and goes on in
     the blocks that follow, which hold nothing else."""
 
@@ -101,10 +101,10 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     address: str
-    rows: tuple[Row, ...]
+    rows: tuple[FileRow, ...]
     packs: tuple[str, ...] = ()
-    blocks: tuple[Block, ...] = ()
-    places: tuple[Place, ...] = ()
+    blocks: tuple[PackBlock, ...] = ()
+    places: tuple[ContentPlace, ...] = ()
     version: int = VERSION
 
 
@@ -131,7 +131,7 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
         return ".".join(self.version.split(".")[:2])
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
     """A unit as a snapshot lists it.
 
     Attributes:
@@ -182,13 +182,13 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: RootKind
-    members: tuple[Member, ...]
+    members: tuple[SnapshotMember, ...]
     generated: tuple[Generated, ...] = ()
     before: bool = False
     on_path: bool = True
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """Where a snapshot came from. Its address covers all but `UNADDRESSED_FACTS`.
 
     Attributes:
@@ -219,7 +219,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     interpreter: Interpreter
     roots: tuple[Root, ...]
-    facts: Facts = Facts()
+    facts: SnapshotOrigin = SnapshotOrigin()
     version: int = SNAPSHOT_VERSION
 
     @property
@@ -237,7 +237,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(member.address for root in self.roots for member in root.members))
 
 
-def unit_address(rows: Iterable[Row]) -> str:
+def unit_address(rows: Iterable[FileRow]) -> str:
     """Return the address of a unit: BLAKE3 over its rows in order of their paths.
 
     Args:
@@ -299,17 +299,17 @@ def snapshot_address_1(interpreter: Interpreter, roots: Iterable[Root]) -> str:
     return digest.hexdigest()
 
 
-def in_order(members: Iterable[Member]) -> tuple[Member, ...]:
+def in_order(members: Iterable[SnapshotMember]) -> tuple[SnapshotMember, ...]:
     """Return members in the order in which a root lists them: of kind, name and address."""
     return tuple(sorted(members, key=lambda member: (member.kind, member.name, member.address)))
 
 
-def make_snapshot(interpreter: Interpreter, roots: tuple[Root, ...], facts: Facts) -> Snapshot:
+def make_snapshot(interpreter: Interpreter, roots: tuple[Root, ...], facts: SnapshotOrigin) -> Snapshot:
     """Return a snapshot with its address, the units of each root in their order."""
     roots = tuple(msgspec.structs.replace(root, members=in_order(root.members)) for root in roots)
     made = Snapshot(address="", interpreter=interpreter, roots=roots, facts=facts)
     return msgspec.structs.replace(made, address=snapshot_address(made))
 
 
-def _path(item: Row | Generated) -> bytes:
+def _path(item: FileRow | Generated) -> bytes:
     return item.path.encode()

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from serverless_gpu.environment.documents import Member, Snapshot
+from serverless_gpu.environment.documents import Snapshot, SnapshotMember
 
 _TOLD_MAX = 5
 
@@ -60,7 +60,7 @@ def difference(asked: Packages, accepted: Packages) -> str:
     return ", ".join(parts)
 
 
-def _called(member: Member) -> str:
+def _called(member: SnapshotMember) -> str:
     return f"{member.name} {member.version}".strip() or "files of no distribution"
 
 

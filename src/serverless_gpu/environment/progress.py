@@ -10,7 +10,7 @@ import msgspec
 Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
     """A point on the way.
 
     Attributes:
@@ -34,8 +34,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: str = ""
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[ProgressPoint], None]
 
 
-def nobody(progress: Progress) -> None:
+def nobody(progress: ProgressPoint) -> None:
     """Take a report and show it to nobody."""

@@ -16,11 +16,11 @@ answers it, and so all that came while the last one ran.
 Lives here: who is answered what, and when. Must not: transports (`client/launch/environment_process.py`), or how things
 are recognised and captured (`scan.py`, `snapshot_capture.py`).
 
-Failure cases: an environment that cannot travel, a full disk, a store that does not answer (`Failed` with the error's
-code); a child that is killed (`Failed`, said here); the caller is gone (end of file, or its process has ended: children
-end with this process); no watches, or they tell of a change (every file is looked at, the reason is logged); the caller
-gives up (`Abandon`: a capture that nobody wants any more ends, and what it sent is
-there for the next).
+Failure cases: an environment that cannot travel, a full disk, a store that does not answer (`CaptureFailed` with the
+error's code); a child that is killed (`CaptureFailed`, said here); the caller is gone (end of file, or its process has
+ended: children end with this process); no watches, or they tell of a change (every file is looked at, the reason is
+logged); the caller gives up (`Abandon`: a capture that nobody wants any more ends, and what it sent is there for the
+next).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from serverless_gpu.environment.capture_remarks import remarks
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
 from serverless_gpu.environment.differences import differences
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.index import ENTRIES_MAX
 from serverless_gpu.environment.scan.scan import Recogniser, Scan
@@ -53,21 +53,21 @@ from serverless_gpu.environment.service_messages import (
     Abandon,
     Answer,
     Ask,
+    CapturedEnvironment,
+    CaptureFailed,
     Checked,
-    Failed,
-    Found,
-    Known,
     Taken,
     Taking,
-    Unknown,
+    Unchanged,
+    UnknownEnvironment,
     decode_answer,
     decode_question,
     encode,
 )
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import is_remote, is_served, open_store
-from serverless_gpu.environment.watch_process import Patience, Watch
+from serverless_gpu.environment.watch_process import Patience, WatchProcess
 from serverless_gpu.errors import EnvironmentProblem, ServerlessGpuError, StorageError
 from serverless_gpu.inodes import lacks_inodes
 from serverless_gpu.threads import is_thread_limit, thread_limit
@@ -101,7 +101,7 @@ class _Task(msgspec.Struct, kw_only=True):
     sock: socket.socket
     asks: list[Ask]
     checks: bool
-    found: Found | None = None
+    found: CapturedEnvironment | None = None
     over: bool = False
     unchanged: bool = False  # whether the index says what is there now
 
@@ -121,7 +121,7 @@ class Service:
         self._tasks: list[_Task] = []
         self._pending: dict[bytes, list[Ask]] = {}  # questions that the check which runs began too early for
         self._put_off: dict[bytes, list[Ask]] = {}  # questions that came while a capture was being written down
-        self._watches: dict[bytes, Watch] = {}
+        self._watches: dict[bytes, WatchProcess] = {}
         self._patience: dict[bytes, Patience] = {}
         self._ended: list[int] = []  # watching processes that are to be reaped: closing watches takes them a while
         self._selector = selectors.DefaultSelector()
@@ -184,7 +184,7 @@ class Service:
         watched = self._watched(key)
         snapshot = self._recogniser.gate(description, watched)
         if snapshot is not None and _is_stored(ask, snapshot):
-            self._say(Known(number=ask.number, snapshot=snapshot.address))
+            self._say(Unchanged(number=ask.number, snapshot=snapshot.address))
             if not watched or self._recogniser.generation() != watched:
                 self._check([ask], key, fresh=True)
                 return
@@ -194,7 +194,7 @@ class Service:
             else:
                 self._say(Checked(number=ask.number))
             return
-        self._say(Unknown(number=ask.number))
+        self._say(UnknownEnvironment(number=ask.number))
         if ask.capture:
             self._take(ask, key)
 
@@ -217,14 +217,14 @@ class Service:
         while len(self._watches) >= WATCHED_MAX:
             self._unwatch(next(iter(self._watches)))
         try:
-            watch = Watch(self._recogniser, description, self._leave)
+            watch = WatchProcess(self._recogniser, description, self._leave)
         except OSError as error:
             self._log(key, str(error))
             return
         self._watches[key] = watch
         self._selector.register(watch.sock, selectors.EVENT_READ, lambda: self._hear_watch(key, watch))
 
-    def _hear_watch(self, key: bytes, watch: Watch) -> bool:
+    def _hear_watch(self, key: bytes, watch: WatchProcess) -> bool:
         if self._watches.get(key) is watch and not watch.hear():
             self._unwatch(key)
         return True
@@ -314,8 +314,8 @@ class Service:
             self._bury(task)
             return True
         answer = decode_answer(data)
-        task.over = task.over or not isinstance(answer, Found | Taking)
-        task.found = answer if isinstance(answer, Found) else task.found
+        task.over = task.over or not isinstance(answer, CapturedEnvironment | Taking)
+        task.found = answer if isinstance(answer, CapturedEnvironment) else task.found
         task.unchanged = isinstance(answer, Taken) or (isinstance(answer, Checked) and not answer.changes)
         for ask in task.asks:
             self._say(msgspec.structs.replace(answer, number=ask.number))
@@ -336,7 +336,7 @@ class Service:
             doing = "checked" if task.checks else "captured"
             message = f"the process that {doing} the environment {told}"
             for ask in task.asks:
-                self._say(Failed(number=ask.number, code=EnvironmentProblem.code, message=message))
+                self._say(CaptureFailed(number=ask.number, code=EnvironmentProblem.code, message=message))
         waiting = self._pending.pop(task.key, []) if task.checks else []
         if waiting:
             self._safely(waiting, partial(self._check, waiting, task.key, fresh=False))
@@ -404,14 +404,14 @@ def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:
     started_ns = clock.boottime_ns()
     told_ns = [0]
 
-    def report(progress: Progress) -> None:
+    def report(progress: ProgressPoint) -> None:
         now_ns = clock.boottime_ns()
         if now_ns - told_ns[0] >= _REPORT_S * 1e9:
             told_ns[0] = now_ns
             tell(Taking(number=ask.number, progress=progress))
 
     description: Description = read_description(ask.description)
-    blobs = Blobs(_store(ask))
+    blobs = StoreBlobs(_store(ask))
     level = LEVEL_REMOTE if is_remote(ask.store) else LEVEL_LOCAL
     recogniser = Recogniser(index)
     last = recogniser.last(description)
@@ -422,17 +422,17 @@ def _take(index: Path, ask: Ask, tell: Callable[[Answer], None]) -> None:
     recogniser.remember(taken.scan)  # nobody waits for this; the next question does, if it comes before the end
 
 
-def _found(ask: Ask, last: Snapshot | None, scan: Scan, blobs: Blobs) -> Found:
+def _found(ask: Ask, last: Snapshot | None, scan: Scan, blobs: StoreBlobs) -> CapturedEnvironment:
     """Return what is to be said of an environment before it is captured."""
     told = remarks(last, scan)
     if last is None:
-        return Found(number=ask.number, first=True, remarks=told)
+        return CapturedEnvironment(number=ask.number, first=True, remarks=told)
     changes = tuple(change.sentence() for change in differences(last, scan.snapshot, scan.sources, blobs))
     if not changes and is_served(ask.store) and not _has(ask, last):
         told = (f"the environment is captured for the server: {_NOT_THERE}", *told)
     elif not changes and not _is_stored(ask, last):
         told = ("the environment is captured again: it is not in the store any more", *told)
-    return Found(number=ask.number, first=False, changes=_told(changes), remarks=told)
+    return CapturedEnvironment(number=ask.number, first=False, changes=_told(changes), remarks=told)
 
 
 def _summary(number: int, taken: Captured, ms: int) -> Taken:
@@ -472,8 +472,8 @@ def _store(ask: Ask) -> Store:
     return open_store(ask.store, ask.environ, token=ask.token, ca=ask.ca)
 
 
-def _failed(number: int, error: ServerlessGpuError) -> Failed:
-    return Failed(number=number, code=error.code, message=error.message, hint=error.hint)
+def _failed(number: int, error: ServerlessGpuError) -> CaptureFailed:
+    return CaptureFailed(number=number, code=error.code, message=error.message, hint=error.hint)
 
 
 def capture_error(error: OSError) -> StorageError:

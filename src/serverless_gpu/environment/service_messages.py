@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.progress import ProgressPoint
 
 _STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
@@ -57,14 +57,14 @@ class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Unchanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It looks unchanged; whether every file is will be said by `Checked`."""
 
     number: int
     snapshot: str
 
 
-class Unknown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class UnknownEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It was never seen, has changed, or is not in the store."""
 
     number: int
@@ -77,7 +77,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     changes: tuple[str, ...] = ()
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CapturedEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It was looked at, and is captured now.
 
     Attributes:
@@ -96,7 +96,7 @@ class Taking(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How far the capture is."""
 
     number: int
-    progress: Progress
+    progress: ProgressPoint
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -124,7 +124,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ms: int
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CaptureFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It cannot be captured."""
 
     number: int
@@ -134,7 +134,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Question = Ask | Abandon
-Answer = Known | Unknown | Checked | Found | Taking | Taken | Failed
+Answer = Unchanged | UnknownEnvironment | Checked | CapturedEnvironment | Taking | Taken | CaptureFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)

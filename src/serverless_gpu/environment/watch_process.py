@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.scan import Recogniser
-from serverless_gpu.environment.scan.watcher import Unwatchable, Watcher
+from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 from serverless_gpu.errors import ServerlessGpuError
 
 ANSWER_S_MAX = 1.0
@@ -37,7 +37,7 @@ _REASON_CHARACTERS_MAX = 500
 _NAME = "sgpu-watch"
 
 
-class Watch:
+class WatchProcess:
     """The service's end of one watching process.
 
     Args:
@@ -156,7 +156,7 @@ def _be_watcher(
         os._exit(code)
 
 
-def _answer(sock: socket.socket, watcher: Watcher) -> str:
+def _answer(sock: socket.socket, watcher: LibraryWatcher) -> str:
     """Answer questions until something happens; return what."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)

@@ -16,7 +16,7 @@ import msgspec
 from serverless_gpu import units
 from serverless_gpu.model import markup
 from serverless_gpu.model.billing import pricing
-from serverless_gpu.model.billing.ledger import Line
+from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.hardware import CPU, time_unit
@@ -129,7 +129,7 @@ class AttemptUse(msgspec.Struct, frozen=True, kw_only=True):
         is_final: whether nothing more of it will come.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[LedgerLine, ...]
     currency: str = "USD"
     gpu_type: str = ""
     queued_ms: int = 0

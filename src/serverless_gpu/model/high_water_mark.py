@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Position(msgspec.Struct, frozen=True, kw_only=True):
+class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
     """How far a database has come; each number only grows.
 
     Attributes:
@@ -38,12 +38,12 @@ class HighWaterMark(msgspec.Struct, frozen=True, kw_only=True):
         place: where the database was, where the mark does not lie beside it; without a password.
     """
 
-    position: Position
+    position: DatabasePosition
     at_ns: int
     place: str = ""
 
 
-def rollback(mark: HighWaterMark | None, found: Position | None, *, place: str = "") -> str:
+def rollback(mark: HighWaterMark | None, found: DatabasePosition | None, *, place: str = "") -> str:
     """Return how a database has less than its mark says, or "" when it has not.
 
     Args:

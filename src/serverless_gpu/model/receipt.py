@@ -77,7 +77,7 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     throttled_s: float | None = None
 
 
-class Sampled(Protocol):
+class SampledDevice(Protocol):
     """What is looked at of a `DeviceUse`."""
 
     @property
@@ -101,7 +101,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: int | None = None
 
 
-def observed(uses: Iterable[Sampled]) -> Observed:
+def observed(uses: Iterable[SampledDevice]) -> Observed:
     """Return what telemetry saw; a sample is about one second of one device."""
     seen = list(uses)
     busy = [(use.samples, use.busy_percent) for use in seen if use.busy_percent is not None]

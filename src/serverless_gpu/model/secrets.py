@@ -43,7 +43,7 @@ class Pinned(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.team}/{self.name}@{self.version}" if self.team else f"{self.name}@{self.version}"
 
 
-class Delivered(msgspec.Struct, frozen=True, kw_only=True):
+class DeliveredSecrets(msgspec.Struct, frozen=True, kw_only=True):
     """A run's secrets, which lie on its node already.
 
     Attributes:

@@ -28,7 +28,7 @@ _TIMES = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})", re.ASCII)
 _FORMS = 'write days, times or both: "mon-fri 19:00-07:00", "sat-sun", "sat,sun 08:00-24:00", "22:00-06:00"'
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True):
+class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
     """Times of a week.
 
     Attributes:
@@ -57,7 +57,7 @@ class Calendar(msgspec.Struct, frozen=True, kw_only=True):
         zone: whose time that is.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[WeeklyWindow, ...]
     zone: tzinfo
 
 
@@ -76,7 +76,7 @@ def parse(texts: Sequence[str], zone: tzinfo) -> Calendar:
     return Calendar(windows=tuple(parse_window(text) for text in texts), zone=zone)
 
 
-def parse_window(text: str) -> Window:
+def parse_window(text: str) -> WeeklyWindow:
     """Return what people write as ``"mon-fri 19:00-07:00"``.
 
     Args:
@@ -93,9 +93,9 @@ def parse_window(text: str) -> Window:
     else:
         days = tuple(range(len(_DAYS)))
     if len(words) == 1 and not _is_times(words[0]):
-        return Window(days=days)
+        return WeeklyWindow(days=days)
     begins, ends = _parse_times(words[-1], text)
-    return Window(days=days, begins=begins, ends=ends)
+    return WeeklyWindow(days=days, begins=begins, ends=ends)
 
 
 def is_shared(calendar: Calendar, at_ns: int) -> bool:

@@ -25,7 +25,7 @@ _LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F
 _ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.[0-7])?")
 
 
-class Kind(StrEnum):
+class XidKind(StrEnum):
     """What follows from an Xid."""
 
     LOST = "lost"  # the run ends, the GPU is not lent any more, the node takes nothing new
@@ -36,38 +36,38 @@ class Kind(StrEnum):
     OTHER = "other"  # nothing: it is written down
 
 
-ENDS_A_RUN = frozenset({Kind.LOST, Kind.UNCORRECTABLE, Kind.CONTAINED})
-QUARANTINES = frozenset({Kind.LOST, Kind.UNCORRECTABLE, Kind.PENDING})
+ENDS_A_RUN = frozenset({XidKind.LOST, XidKind.UNCORRECTABLE, XidKind.CONTAINED})
+QUARANTINES = frozenset({XidKind.LOST, XidKind.UNCORRECTABLE, XidKind.PENDING})
 
 HINT = "illegal memory access in your kernel"
 
-TABLE: Mapping[int, tuple[Kind, str]] = {
-    11: (Kind.USER, "invalid or corrupted push buffer stream"),
-    13: (Kind.USER, "graphics engine exception"),
-    31: (Kind.USER, "GPU memory page fault"),
-    32: (Kind.USER, "invalid or corrupted push buffer stream"),
-    43: (Kind.USER, "the GPU stopped processing"),
-    45: (Kind.OTHER, "clean-up after an earlier error, or after a process that was killed"),
-    46: (Kind.UNCORRECTABLE, "the GPU stopped processing"),
-    48: (Kind.UNCORRECTABLE, "double-bit memory error"),
-    62: (Kind.UNCORRECTABLE, "the GPU's micro-controller halted"),
-    63: (Kind.PENDING, "broken memory is replaced at the next reset"),
-    64: (Kind.UNCORRECTABLE, "broken memory could not be noted for replacement"),
-    74: (Kind.UNCORRECTABLE, "NVLink error"),
-    79: (Kind.LOST, "the GPU has fallen off the bus"),
-    92: (Kind.OTHER, "high rate of corrected memory errors"),
-    94: (Kind.CONTAINED, "memory error, contained in one process"),
-    95: (Kind.UNCORRECTABLE, "memory error that was not contained"),
-    119: (Kind.UNCORRECTABLE, "the GPU's system processor does not answer"),
-    120: (Kind.UNCORRECTABLE, "error of the GPU's system processor"),
-    136: (Kind.UNCORRECTABLE, "NVLink could not be trained"),
-    140: (Kind.UNCORRECTABLE, "memory error that could not be recovered from"),
-    143: (Kind.UNCORRECTABLE, "the GPU could not be initialised"),
-    158: (Kind.UNCORRECTABLE, "fatal time-out in the GPU"),
+TABLE: Mapping[int, tuple[XidKind, str]] = {
+    11: (XidKind.USER, "invalid or corrupted push buffer stream"),
+    13: (XidKind.USER, "graphics engine exception"),
+    31: (XidKind.USER, "GPU memory page fault"),
+    32: (XidKind.USER, "invalid or corrupted push buffer stream"),
+    43: (XidKind.USER, "the GPU stopped processing"),
+    45: (XidKind.OTHER, "clean-up after an earlier error, or after a process that was killed"),
+    46: (XidKind.UNCORRECTABLE, "the GPU stopped processing"),
+    48: (XidKind.UNCORRECTABLE, "double-bit memory error"),
+    62: (XidKind.UNCORRECTABLE, "the GPU's micro-controller halted"),
+    63: (XidKind.PENDING, "broken memory is replaced at the next reset"),
+    64: (XidKind.UNCORRECTABLE, "broken memory could not be noted for replacement"),
+    74: (XidKind.UNCORRECTABLE, "NVLink error"),
+    79: (XidKind.LOST, "the GPU has fallen off the bus"),
+    92: (XidKind.OTHER, "high rate of corrected memory errors"),
+    94: (XidKind.CONTAINED, "memory error, contained in one process"),
+    95: (XidKind.UNCORRECTABLE, "memory error that was not contained"),
+    119: (XidKind.UNCORRECTABLE, "the GPU's system processor does not answer"),
+    120: (XidKind.UNCORRECTABLE, "error of the GPU's system processor"),
+    136: (XidKind.UNCORRECTABLE, "NVLink could not be trained"),
+    140: (XidKind.UNCORRECTABLE, "memory error that could not be recovered from"),
+    143: (XidKind.UNCORRECTABLE, "the GPU could not be initialised"),
+    158: (XidKind.UNCORRECTABLE, "fatal time-out in the GPU"),
 }
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class XidEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One Xid of the kernel's log.
 
     Attributes:
@@ -91,7 +91,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     uuid: str
     number: int
-    kind: Kind
+    kind: XidKind
     what: str
 
     @property
@@ -118,7 +118,7 @@ def address(text: str) -> str:
     return "" if found is None else f"{int(found[1], 16):04x}:{found[2].lower()}:{found[3].lower()}"
 
 
-def read(line: str) -> Said | None:
+def read(line: str) -> XidEvent | None:
     """Return the Xid that a line of the kernel's log reports, or None.
 
     The driver's message is the whole line. A line that only contains one quotes it: a file's or a process's name.
@@ -127,10 +127,10 @@ def read(line: str) -> Said | None:
     if found is None:
         return None
     text = "".join(letter for letter in found[3] if letter.isprintable())
-    return Said(pci=address(found[1]), number=int(found[2]), text=text[:_TEXT_MAX].rstrip(". "))
+    return XidEvent(pci=address(found[1]), number=int(found[2]), text=text[:_TEXT_MAX].rstrip(". "))
 
 
-def fault(said: Said, uuid: str, own: Mapping[int, Kind]) -> Fault:
+def fault(said: XidEvent, uuid: str, own: Mapping[int, XidKind]) -> Fault:
     """Return what an Xid means.
 
     Args:
@@ -138,7 +138,7 @@ def fault(said: Said, uuid: str, own: Mapping[int, Kind]) -> Fault:
         uuid: of the GPU at that address.
         own: what this node decided otherwise.
     """
-    kind, meaning = TABLE.get(said.number, (Kind.OTHER, said.text or "not in the table of this version"))
+    kind, meaning = TABLE.get(said.number, (XidKind.OTHER, said.text or "not in the table of this version"))
     return Fault(
         uuid=uuid,
         number=said.number,

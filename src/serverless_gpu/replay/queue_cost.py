@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.billing.advice import Rates, Use, curve_of, micros_of, mix
+from serverless_gpu.model.billing.advice import GpuRates, GpuUse, curve_of, micros_of, mix
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.replay.simulation import simulate
 from serverless_gpu.replay.values import Job, cluster_of, trace_of
@@ -25,7 +25,7 @@ SIZES_MAX = 6
 _SECOND_NS = 1_000_000_000
 
 
-class Queue(msgspec.Struct, frozen=True, kw_only=True):
+class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What comes of a reserved pool without anything on demand.
 
     Attributes:
@@ -50,7 +50,9 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
     worth_micros: int | None
 
 
-def queues(uses: Sequence[Use], rates: Rates, sizes: Iterable[int], *, waiting: int | None = None) -> tuple[Queue, ...]:
+def queues(
+    uses: Sequence[GpuUse], rates: GpuRates, sizes: Iterable[int], *, waiting: int | None = None
+) -> tuple[QueueOutcome, ...]:
     """Return what comes of pools of some sizes, as far as a run fits into them.
 
     Args:
@@ -65,7 +67,7 @@ def queues(uses: Sequence[Use], rates: Rates, sizes: Iterable[int], *, waiting: 
     return tuple(queue for queue in found if queue is not None)
 
 
-def _queue(uses: Sequence[Use], rates: Rates, slots: int, waiting: int | None) -> Queue | None:
+def _queue(uses: Sequence[GpuUse], rates: GpuRates, slots: int, waiting: int | None) -> QueueOutcome | None:
     begin = uses[0].start_ns if uses else 0
     jobs = (
         Job(
@@ -92,7 +94,7 @@ def _queue(uses: Sequence[Use], rates: Rates, slots: int, waiting: int | None) -
     served = (use for use in uses if use.gpus <= slots)
     end = max(use.end_ns for use in uses)
     avoided = mix(curve_of(served, begin, end), rates, slots).on_demand_micros
-    return Queue(
+    return QueueOutcome(
         slots=slots,
         runs=len(outcome.jobs),
         too_large=sum(use.gpus > slots for use in uses),

@@ -30,7 +30,7 @@ from serverless_gpu.model.scheduling.values import (
     Node,
     NodeSeen,
     PoolSeen,
-    Wanted,
+    QueuedRun,
 )
 from serverless_gpu.model.scheduling.values import QueuePolicy as Scheduling
 from serverless_gpu.replay.baselines import Spans
@@ -106,7 +106,7 @@ class Drive:
             # Nothing will change any more: what was not placed now never is.
             wake_ns = math.inf if decision.wake_ns is None or idle else max(decision.wake_ns, now_ns + 1)
 
-    def _arriving(self, place: int) -> Wanted:
+    def _arriving(self, place: int) -> QueuedRun:
         """Return what a job wants, with what was learned until it came."""
         job, wanted = self._jobs[place], self._wanted[place]
         if self._durations == "learned" and (past := self._past.get((job.user, job.name))):
@@ -169,8 +169,8 @@ class Drive:
     def _ns(self, at_s: float) -> int:
         return round((at_s - self._zero_s) * _NS)
 
-    def _wanted_of(self, place: int, job: Job) -> Wanted:
-        return Wanted(
+    def _wanted_of(self, place: int, job: Job) -> QueuedRun:
+        return QueuedRun(
             run_id=str(place),
             title=f"{job.user or job.team or 'job'}/{job.name or job.job_id}",
             owner=job.user,

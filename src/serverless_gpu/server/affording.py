@@ -11,9 +11,9 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.model.access import roles
-from serverless_gpu.model.access.roles import Reach, Resource
+from serverless_gpu.model.access.roles import AccessReach, Resource
 from serverless_gpu.model.billing import pricing
-from serverless_gpu.model.billing.budget import NOTHING, Subject, Use, first_hold
+from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, Subject, first_hold
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
@@ -74,7 +74,7 @@ def left(services: Services, allowed: Allowed, who: Caller) -> tuple[str, ...]:
         allowed: the run, under its usage policy.
         who: asks, and would own it.
     """
-    sees_all = roles.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is Reach.ALL
+    sees_all = roles.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
     subject, currency = (
         _subject(allowed, who),
         services.settings.currency,
@@ -115,7 +115,7 @@ def rooms(connection: sa.Connection, services: Services, there: Floor) -> Rooms 
             ]
         return known[wanted, pool]
 
-    def hold(one: Candidate) -> Use:
+    def hold(one: Candidate) -> BudgetUse:
         """Return what a run holds at first; of the dearest where it takes whatever there is."""
         gpus = one.gpus or max(1, gpus_max)
         rates = [

@@ -28,7 +28,7 @@ from anyio import to_thread
 
 from serverless_gpu import ambient, faults
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull
-from serverless_gpu.model.access.node_identity import Answer
+from serverless_gpu.model.access.node_identity import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
@@ -61,8 +61,8 @@ from serverless_gpu.wire.agents import (
     AttemptSeen,
     Heartbeat,
     HeartbeatAnswer,
-    Look,
     Order,
+    ReportNow,
     Start,
     Stop,
     clock_text,
@@ -107,7 +107,7 @@ class Agents:
         _check(said)
         try:
             answer = self._services.database.read(lambda connection: node_admission.check(connection, who, said))
-            if answer is Answer.PENDING:
+            if answer is HelloDecision.PENDING:
                 raise node_admission.ask(self._services, who, said)
             return self._joined(who, said)
         except NotAllowed as error:
@@ -216,7 +216,7 @@ class Agents:
         deliveries = self._services.deliveries
         return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
-    def looks(self, who: Caller, node_id: str) -> list[Look]:
+    def looks(self, who: Caller, node_id: str) -> list[ReportNow]:
         """Return which crews on a node are to report now, with what each is to hear at once.
 
         There are none where the node does not know of crews.
@@ -228,15 +228,15 @@ class Agents:
         if not asked:
             return []
 
-        def work(connection: sa.Connection) -> list[Look]:
+        def work(connection: sa.Connection) -> list[ReportNow]:
             node = _own(connection, who, node_id)
             return [self._look(connection, crew) for crew in asked] if node.takes_crews else []
 
         return self._services.database.read(work)
 
-    def _look(self, connection: sa.Connection, crew: CrewId) -> Look:
+    def _look(self, connection: sa.Connection, crew: CrewId) -> ReportNow:
         news = reporting.gang_news(self._services, connection, crew)
-        return Look(
+        return ReportNow(
             run_id=crew[0],
             fence=crew[1],
             offers=news.offers,

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import units
 from serverless_gpu.model.billing import spend_forecast
-from serverless_gpu.model.billing.budget import NOTHING, Use, Window, used
+from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, BudgetWindow, used
 from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
@@ -127,8 +127,8 @@ class Alarms:
     def _look_at_teams(self, going: Iterable[GoingOn]) -> None:
         now_ns = self._services.clock.wall_ns()
         # What goes on is posted when its day is over: of that, yesterday's part counts as that.
-        last = Window(start_ns=max(now_ns - HOUR_NS, now_ns // DAY_NS * DAY_NS), end_ns=now_ns)
-        uses: dict[str, Use] = {}
+        last = BudgetWindow(start_ns=max(now_ns - HOUR_NS, now_ns // DAY_NS * DAY_NS), end_ns=now_ns)
+        uses: dict[str, BudgetUse] = {}
         for one in going:
             for team in one.subject.teams:
                 uses[team] = uses.get(team, NOTHING) + used(one.spender, last)

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from serverless_gpu.environment.packages import Packages, are_same, difference
 from serverless_gpu.errors import EnvironmentMissing, PolicyViolation
 from serverless_gpu.model.access.policy_defaults import with_defaults
-from serverless_gpu.model.access.roles import Reach, Resource, reach
+from serverless_gpu.model.access.roles import AccessReach, Resource, reach
 from serverless_gpu.model.access.usage_policy import NamedPolicy, UsagePolicy, apply, choose, where
 from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RunSpec
@@ -92,7 +92,7 @@ def allow(
         spec,
         present=_present(connection, under, spec, pool),
         max_run_s=services.settings.max_run_s,
-        may_be_critical=reach(who.role, Resource.POLICIES.value, write=True) is Reach.ALL,
+        may_be_critical=reach(who.role, Resource.POLICIES.value, write=True) is AccessReach.ALL,
     )
     if brought is not None:
         for each in under:

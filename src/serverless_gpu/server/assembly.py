@@ -31,7 +31,7 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
-from serverless_gpu.node.uplink.profile import Profile
+from serverless_gpu.node.uplink.profile import UplinkProfile
 from serverless_gpu.server import (
     audit,
     isolation,
@@ -250,7 +250,7 @@ def _node_of(settings: Settings) -> Identity:
 
 def _this_machine(settings: Settings, *, url: str, token: str) -> Engine:
     """Return the engine of the machine the server is on; its uplink is started by the first tick."""
-    profile = Profile(url=url, token=token, name=socket.gethostname(), upload_s=settings.upload_s)
+    profile = UplinkProfile(url=url, token=token, name=socket.gethostname(), upload_s=settings.upload_s)
     return LocalEngine(Home(settings.home), settings.directory, profile=profile, environ=os.environ)
 
 

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import EnvironmentMissing, InvalidValue, NotFound, UnknownGpuType
 from serverless_gpu.model import hardware
-from serverless_gpu.model.access.roles import Reach, Resource, reach
-from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, Holder, UsagePolicy, format_span
+from serverless_gpu.model.access.roles import AccessReach, Resource, reach
+from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, PolicySubject, UsagePolicy, format_span
 from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX
 from serverless_gpu.server import audit, dividing, identity, nodes, policies
 from serverless_gpu.server.audit import Action
@@ -149,7 +149,7 @@ def detach(services: Services, who: Caller, name: str, kind: str, holder: str) -
     return _change(services, who, name, _holder(kind, holder), attached=False)
 
 
-def _change(services: Services, who: Caller, name: str, holder: Holder, *, attached: bool) -> PolicyView:
+def _change(services: Services, who: Caller, name: str, holder: PolicySubject, *, attached: bool) -> PolicyView:
     at_ns = services.clock.wall_ns()
 
     def work(connection: sa.Connection) -> PolicyView:
@@ -179,14 +179,14 @@ def _find(connection: sa.Connection, name: str) -> StoredPolicy:
     return found
 
 
-def _holder(kind: str, name: str) -> Holder:
+def _holder(kind: str, name: str) -> PolicySubject:
     for known in HOLDER_KINDS:
         if kind == known:
-            return Holder(kind=known, name=name)
+            return PolicySubject(kind=known, name=name)
     raise InvalidValue(f"a policy is attached to no {kind[:64]!r}", hint=f"to one of: {', '.join(HOLDER_KINDS)}")
 
 
-def _find_somebody(connection: sa.Connection, holder: Holder) -> None:
+def _find_somebody(connection: sa.Connection, holder: PolicySubject) -> None:
     if holder.kind == "team":
         identity.team(connection, holder.name)
         return
@@ -195,9 +195,9 @@ def _find_somebody(connection: sa.Connection, holder: Holder) -> None:
         raise InvalidValue(f"{holder.name} is a {kind}", hint=f"--{kind} {holder.name}")
 
 
-def _view(policy: StoredPolicy, holders: tuple[Holder, ...], who: Caller) -> PolicyView:
+def _view(policy: StoredPolicy, holders: tuple[PolicySubject, ...], who: Caller) -> PolicyView:
     """Return a policy with those it is attached to; who may not decide that sees themselves and their teams."""
-    if reach(who.role, Resource.POLICIES.value, write=True) is not Reach.ALL:
+    if reach(who.role, Resource.POLICIES.value, write=True) is not AccessReach.ALL:
         holders = tuple(one for one in holders if one.name in (who.teams if one.kind == "team" else (who.name,)))
     return view_of(policy.name, policy.policy, holders)
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access.audit_chain import Head, Link, digest
+from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, digest
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.tables import audit, audit_links
 
@@ -164,7 +164,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     subject: str = ""
 
 
-def links(connection: sa.Connection, wanted: Wanted) -> list[Link]:
+def links(connection: sa.Connection, wanted: Wanted) -> list[ChainedEntry]:
     """Return entries of the chain in order; one whose row is gone has nothing but its number and digest."""
     number = audit_links.c.number
     query = sa.select(audit_links, *_TOLD).select_from(audit_links.outerjoin(audit)).where(number > wanted.after)
@@ -175,11 +175,11 @@ def links(connection: sa.Connection, wanted: Wanted) -> list[Link]:
     return [_link(row) for row in (reversed(rows) if wanted.newest else rows)]
 
 
-def head(connection: sa.Connection) -> Head:
+def head(connection: sa.Connection) -> ChainHead:
     """Return the last entry of the chain."""
     query = sa.select(audit_links.c.number, audit_links.c.sha256).order_by(audit_links.c.number.desc()).limit(1)
     row = connection.execute(query).first()
-    return Head() if row is None else Head(row.number, row.sha256)
+    return ChainHead() if row is None else ChainHead(row.number, row.sha256)
 
 
 def chained_seq(connection: sa.Connection) -> int:
@@ -223,8 +223,8 @@ def chain(connection: sa.Connection, *, after_seq: int, limit: int) -> int:
     last = head(connection)
     made = []
     for row in connection.execute(query.order_by(audit.c.seq).limit(limit)).all():
-        link = Link(number=last.number + 1, detail=_decode(row.detail_json), **_plain(row))
-        last = Head(link.number, digest(last.sha256, link))
+        link = ChainedEntry(number=last.number + 1, detail=_decode(row.detail_json), **_plain(row))
+        last = ChainHead(link.number, digest(last.sha256, link))
         made.append({"number": last.number, "seq": row.seq, "sha256": last.sha256})
     if made:
         connection.execute(sa.insert(audit_links), made)
@@ -240,8 +240,8 @@ def _plain(row: sa.Row[Any]) -> dict[str, Any]:
     return {name: getattr(row, name) for name in ("seq", "at_ns", "principal", "action", "subject", "token")}
 
 
-def _link(row: sa.Row[Any]) -> Link:
+def _link(row: sa.Row[Any]) -> ChainedEntry:
     said = {name: getattr(row, name) for name in ("number", "seq", "sha256")}
     if row.action is None:  # somebody has removed the row: whoever follows the chain will see
-        return Link(at_ns=0, principal="", action="", subject="", detail={}, token="", **said)
-    return Link(detail=_decode(row.detail_json), **{**_plain(row), **said})
+        return ChainedEntry(at_ns=0, principal="", action="", subject="", detail={}, token="", **said)
+    return ChainedEntry(detail=_decode(row.detail_json), **{**_plain(row), **said})

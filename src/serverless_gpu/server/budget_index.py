@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from serverless_gpu.model.billing import budget_messages
-from serverless_gpu.model.billing.budget import Standing, Subject, Use, keys, may_start
+from serverless_gpu.model.billing.budget import BudgetUse, Standing, Subject, keys, may_start
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
@@ -57,7 +57,7 @@ class Rooms:
         self,
         index: BudgetIndex,
         standings: dict[str, Standing],
-        holds: Callable[[Candidate], Use],
+        holds: Callable[[Candidate], BudgetUse],
     ) -> None:
         self._index, self._standings, self._hold = index, standings, holds
 
@@ -77,7 +77,7 @@ class Rooms:
         """Take it for a run that is about to be placed, whether it is there or not."""
         self._count(self._index.names_of_waiting(candidate.subject), self._hold(candidate))
 
-    def _count(self, names: Iterable[str], hold: Use) -> None:
+    def _count(self, names: Iterable[str], hold: BudgetUse) -> None:
         for name in names:
             self._standings[name] = with_hold(self._standings[name], hold)
 
@@ -101,6 +101,6 @@ def subject_of_run(run: StoredRun) -> Subject:
     return subject_of(run.owner, run.spec, team=run.team, pool=run.pool, member_of=run.member_of)
 
 
-def with_hold(standing: Standing, hold: Use) -> Standing:
+def with_hold(standing: Standing, hold: BudgetUse) -> Standing:
     """Return a standing with what one more holds."""
     return msgspec.structs.replace(standing, held=standing.held + hold, ahead=standing.ahead + hold)

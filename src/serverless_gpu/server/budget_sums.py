@@ -7,9 +7,9 @@ from collections.abc import Set as AbstractSet
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.billing.budget import NOTHING, Subject, Use
+from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, Subject
 from serverless_gpu.model.billing.budget_periods import part_until
-from serverless_gpu.model.billing.ledger import Line
+from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import accounts, charges
 from serverless_gpu.server.budget_index import BudgetIndex
@@ -25,21 +25,21 @@ class _Cut:
 
     def __init__(self) -> None:
         self.seq = 0
-        self.uses: dict[str, Use] = {}
+        self.uses: dict[str, BudgetUse] = {}
 
-    def add(self, names: Iterable[str], use: Use) -> None:
+    def add(self, names: Iterable[str], use: BudgetUse) -> None:
         """Count a use for budgets."""
         for name in names:
             self.uses[name] = self.uses.get(name, NOTHING) + use
 
 
-def use_until(line: Line, use: Use, at_ns: int) -> Use:
+def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
     """Return what of the use of a line lies before a moment."""
     micros, gpu_ms, unpriced_ms = (
         part_until(amount, line.gpu_ms, line.gpus, line.start_ns, line.end_ns, at_ns)
         for amount in (use.micros, use.gpu_ms, use.unpriced_ms)
     )
-    return Use(micros=micros, gpu_ms=gpu_ms, unpriced_ms=unpriced_ms)
+    return BudgetUse(micros=micros, gpu_ms=gpu_ms, unpriced_ms=unpriced_ms)
 
 
 class Sums:
@@ -55,20 +55,20 @@ class Sums:
         self.first_day = first_day
         self._index, self._currency = index or BudgetIndex(()), currency
         self._seq = 0
-        self._days: dict[str, dict[int, Use]] = {name: {} for name in self._index.budgets}
+        self._days: dict[str, dict[int, BudgetUse]] = {name: {} for name in self._index.budgets}
         self._accounts: dict[int, tuple[Subject, tuple[str, ...], bool]] = {}
-        self._posted: dict[Gang, list[tuple[Line, Use]]] = {}
+        self._posted: dict[Gang, list[tuple[LedgerLine, BudgetUse]]] = {}
         self._cuts: dict[int, _Cut] = {}
 
-    def days(self, name: str) -> Mapping[int, Use]:
+    def days(self, name: str) -> Mapping[int, BudgetUse]:
         """Return what is posted for a budget, by day."""
         return self._days[name]
 
-    def posted_of(self, gang: Gang) -> Sequence[tuple[Line, Use]]:
+    def posted_of(self, gang: Gang) -> Sequence[tuple[LedgerLine, BudgetUse]]:
         """Return what is posted of an attempt that goes on, by line."""
         return self._posted.get(gang, ())
 
-    def before(self, name: str, at_ns: int) -> Use:
+    def before(self, name: str, at_ns: int) -> BudgetUse:
         """Return what is posted for a budget of a moment's day of UTC, before that moment."""
         cut = self._cuts.get(at_ns)
         return NOTHING if cut is None else cut.uses.get(name, NOTHING)
@@ -142,14 +142,14 @@ class Sums:
             is_foreign = account.currency != self._currency
             self._accounts[number] = (account.subject, self._index.names(account.subject), is_foreign)
 
-    def _use_of(self, posted: charges.Posted) -> Use:
+    def _use_of(self, posted: charges.Posted) -> BudgetUse:
         return self._use_of_line(posted.account_id, posted.entry.line)
 
-    def _use_of_line(self, account_id: int, line: Line) -> Use:
+    def _use_of_line(self, account_id: int, line: LedgerLine) -> BudgetUse:
         unpriced_ms = line.billed_ms if line.micros is None else 0
         return self._use(account_id, line.micros or 0, line.billed_ms, unpriced_ms)
 
-    def _use(self, account_id: int, micros: int, billed_ms: int, unpriced_ms: int) -> Use:
+    def _use(self, account_id: int, micros: int, billed_ms: int, unpriced_ms: int) -> BudgetUse:
         if self._accounts[account_id][2]:
-            return Use(gpu_ms=billed_ms, unpriced_ms=billed_ms)
-        return Use(micros=micros, gpu_ms=billed_ms, unpriced_ms=unpriced_ms)
+            return BudgetUse(gpu_ms=billed_ms, unpriced_ms=billed_ms)
+        return BudgetUse(micros=micros, gpu_ms=billed_ms, unpriced_ms=unpriced_ms)

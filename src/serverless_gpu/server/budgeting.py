@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
 from serverless_gpu.model.access import roles
-from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.billing import budget_messages, spend_forecast
 from serverless_gpu.model.billing.budget import Budget, Scope, Standing
 from serverless_gpu.model.hardware import time_unit
@@ -103,7 +103,7 @@ def put_budget(services: Services, who: Caller, name: str, asked: BudgetRequest)
 
     services.database.write(work)
     _ring(services)
-    return view_budget(services, who, Reach.ALL, name)
+    return view_budget(services, who, AccessReach.ALL, name)
 
 
 def reopen_budget(services: Services, who: Caller, name: str) -> BudgetView:
@@ -135,7 +135,7 @@ def reopen_budget(services: Services, who: Caller, name: str) -> BudgetView:
 
     services.database.write(work)
     _ring(services)
-    return view_budget(services, who, Reach.ALL, name)
+    return view_budget(services, who, AccessReach.ALL, name)
 
 
 def delete_budget(services: Services, who: Caller, name: str) -> BudgetView:
@@ -145,7 +145,7 @@ def delete_budget(services: Services, who: Caller, name: str) -> BudgetView:
         NotFound: there is none of that name.
     """
     at_ns = services.clock.wall_ns()
-    view = view_budget(services, who, Reach.ALL, name)
+    view = view_budget(services, who, AccessReach.ALL, name)
 
     def work(connection: sa.Connection) -> None:
         before = budgets.find(connection, name)

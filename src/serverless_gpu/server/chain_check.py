@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access.audit_chain import Head, Link, follow
+from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.server import audit
 from serverless_gpu.server.audit import Wanted
 
@@ -39,12 +39,12 @@ class ChainCheck:
     """
 
     def __init__(self) -> None:
-        self._at = self._last = Head()
+        self._at = self._last = ChainHead()
         self.done = False
 
     def begin_again(self) -> None:
         """Follow it from its first entry on."""
-        self._at, self.done = Head(), False
+        self._at, self.done = ChainHead(), False
 
     def look(self, read: Read, *, limit: int = PAGE_LINKS) -> list[Broken]:
         """Follow the next page; return what is wrong with it.
@@ -54,7 +54,7 @@ class ChainCheck:
             limit: entries of a page.
         """
         try:
-            page: list[Link] = read(partial(audit.links, wanted=Wanted(after=self._at.number, limit=limit)))
+            page: list[ChainedEntry] = read(partial(audit.links, wanted=Wanted(after=self._at.number, limit=limit)))
         except msgspec.MsgspecError as error:
             self.done = True
             return [(self._at.number + 1, f"it, or one of the {limit - 1} behind it, cannot be read: {error}")]
@@ -67,7 +67,7 @@ class ChainCheck:
             self._last = self._at
         return wrong
 
-    def _followed(self, page: list[Link]) -> list[Broken]:
+    def _followed(self, page: list[ChainedEntry]) -> list[Broken]:
         wrong: list[Broken] = []
         while page:
             head, problem = follow(page, after=self._at)
@@ -76,12 +76,12 @@ class ChainCheck:
             self._at, page = head, page[whole:]
             if problem:
                 wrong.append((page[0].number, problem))
-                self._at, page = Head(page[0].number, page[0].sha256), page[1:]
+                self._at, page = ChainHead(page[0].number, page[0].sha256), page[1:]
         return wrong
 
-    def _remember(self, whole: list[Link], wrong: list[Broken]) -> None:
+    def _remember(self, whole: list[ChainedEntry], wrong: list[Broken]) -> None:
         for link in whole:
             if link.number == self._last.number and link.sha256 != self._last.sha256:
                 wrong.append((link.number, "it is another one than before, or one before it is"))
             if link.number >= self._last.number:
-                self._last = Head(link.number, link.sha256)
+                self._last = ChainHead(link.number, link.sha256)

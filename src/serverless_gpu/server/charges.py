@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.billing.ledger import Entry, EntryKind, Line, standing
+from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, LedgerLine, standing
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.accounts import plain_ids
 from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.tables import accounts, charges, utilisations
 
-_OF_LINE = Line.__struct_fields__
+_OF_LINE = LedgerLine.__struct_fields__
 
 
 class Posted(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
     account_id: int
     posted_ns: int
     queued_ms: int
-    entry: Entry
+    entry: LedgerEntry
 
 
 class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class New(msgspec.Struct, frozen=True, kw_only=True):
     account_id: int
     posted: Sequence[Posted]
     queued_ms: int
-    entries: Sequence[Entry]
+    entries: Sequence[LedgerEntry]
 
 
 def insert(connection: sa.Connection, new: Sequence[New], *, at_ns: int) -> int:
@@ -199,7 +199,9 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
     ]
 
 
-def before(connection: sa.Connection, at_ns: int, *, after_seq: int = 0) -> tuple[list[Sum], list[tuple[int, Line]]]:
+def before(
+    connection: sa.Connection, at_ns: int, *, after_seq: int = 0
+) -> tuple[list[Sum], list[tuple[int, LedgerLine]]]:
     """Return what entries of a moment's day were before it: sums by account, and the lines that go on beyond it.
 
     Args:
@@ -281,10 +283,10 @@ def from_row(row: sa.Row[Any]) -> Posted:
         account_id=row.account_id,
         posted_ns=row.posted_ns,
         queued_ms=row.queued_ms,
-        entry=Entry(
+        entry=LedgerEntry(
             number=row.number,
             kind=EntryKind(row.kind),
             provisional=row.provisional,
-            line=Line(**{name: values[name] for name in _OF_LINE}),
+            line=LedgerLine(**{name: values[name] for name in _OF_LINE}),
         ),
     )

@@ -31,7 +31,7 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.billing.ledger import Entry, Line, post
+from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.model.utc_days import DAY_NS
@@ -253,7 +253,7 @@ def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, 
     return ChargeOutcome(entries=written, failed=failed)
 
 
-def _doubt(one: Due, lines: Sequence[Line], at_ns: int) -> None:
+def _doubt(one: Due, lines: Sequence[LedgerLine], at_ns: int) -> None:
     """Say of a crew that its node counted more time than there was since it was placed; it is charged so."""
     held_s = (max(line.end_ns for line in lines) - min(line.start_ns for line in lines)) / 1e9 if lines else 0.0
     there_s = (at_ns - one.attempt.created_ns) / 1e9
@@ -266,14 +266,14 @@ def _doubt(one: Due, lines: Sequence[Line], at_ns: int) -> None:
         )
 
 
-def _missing(one: Due, lines: Sequence[Line], *, final_before_ns: int) -> tuple[Entry, ...]:
+def _missing(one: Due, lines: Sequence[LedgerLine], *, final_before_ns: int) -> tuple[LedgerEntry, ...]:
     posted = [each.entry for each in one.posted]
     if not one.is_over:  # its last day goes on
         return post(posted, lines[:-1], final=True)
     return post(posted, lines, final=one.is_final(final_before_ns))
 
 
-def _check(lines: Sequence[Line], entries: Sequence[Entry]) -> None:
+def _check(lines: Sequence[LedgerLine], entries: Sequence[LedgerEntry]) -> None:
     """Refuse what no database takes.
 
     Raises:
@@ -287,7 +287,7 @@ def _check(lines: Sequence[Line], entries: Sequence[Entry]) -> None:
                 raise InvalidValue(f"{name} of day {entry.line.day} would be {value}")
 
 
-def _utilisation(lines: Sequence[Line], uses: Sequence[_Use]) -> Utilisation:
+def _utilisation(lines: Sequence[LedgerLine], uses: Sequence[_Use]) -> Utilisation:
     """Return what telemetry saw of devices that were used so."""
     seen = observed(uses)
     return Utilisation(

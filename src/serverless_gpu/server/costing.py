@@ -19,7 +19,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.billing.ledger import Line
+from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.cost import AttemptUse, Cost, CostEstimate, Devices, Lasting, estimated, together
 from serverless_gpu.model.hardware import CPU, census, matches
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
@@ -77,10 +77,10 @@ def _is_charged(crew: StoredCrew) -> bool:
 
 
 def _used(
-    attempt: StoredAttempt, posted: Sequence[Posted], so_far: Sequence[tuple[Line, ...]], waited_ms: int
+    attempt: StoredAttempt, posted: Sequence[Posted], so_far: Sequence[tuple[LedgerLine, ...]], waited_ms: int
 ) -> AttemptUse:
     """Return what one attempt used, crew by crew: as the ledger says, or as facts do that are not in it yet."""
-    lines: list[Line] = []
+    lines: list[LedgerLine] = []
     is_final = True
     for crew, used in zip(attempt.crews, so_far, strict=True):
         own = [one for one in posted if one.crew == crew.number]
@@ -98,7 +98,7 @@ def _used(
 
 def _lines(
     attempt: StoredAttempt, crew: StoredCrew, told: Mapping[CrewId, Sequence[Fact]], at: Now
-) -> tuple[Line, ...]:
+) -> tuple[LedgerLine, ...]:
     """Return what facts say of a crew that is not charged."""
     facts_of_it = told.get(crew.id, ())
     try:

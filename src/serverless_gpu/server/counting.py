@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from serverless_gpu.model.billing.ledger import Line, lines
+from serverless_gpu.model.billing.ledger import LedgerLine, lines
 from serverless_gpu.model.lifecycle.attempt import MEANINGS
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind, alive_after
 from serverless_gpu.server.attempts import StoredAttempt
@@ -53,7 +53,7 @@ def now(services: Services) -> Now:
     return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=services.leases)
 
 
-def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tuple[Line, ...]:
+def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tuple[LedgerLine, ...]:
     """Return what a crew has used on each day, up to its last sign of life, and what that costs.
 
     Args:
@@ -68,7 +68,7 @@ def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tup
     return lines(on_our_calendar(attempt, crew, facts), attempt.tariff, is_billed=is_billed)
 
 
-def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: Now) -> tuple[Line, ...]:
+def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: Now) -> tuple[LedgerLine, ...]:
     """Return the same up to when a crew that goes on was heard of last, which is later than its last fact.
 
     It is later by `AHEAD_NS` at most: that is how often it says that it lives, and a clock that was set since it began

@@ -43,7 +43,7 @@ from serverless_gpu.errors import (
     ServerStorageFull,
     ServerUnavailable,
 )
-from serverless_gpu.model.high_water_mark import Position
+from serverless_gpu.model.high_water_mark import DatabasePosition
 from serverless_gpu.server import generations, migrations, tables
 from serverless_gpu.server.claim import Claim
 from serverless_gpu.server.group_commit import GroupCommit, WriterClosed
@@ -132,7 +132,7 @@ class Database:
         with self._told():
             self.claim.take()
 
-    def number(self, *, now_ns: int) -> Position:
+    def number(self, *, now_ns: int) -> DatabasePosition:
         """Give this server a generation of its own: no older one commits anything from now on.
 
         Args:

@@ -29,8 +29,8 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Snapshot, Unit
 from serverless_gpu.environment.packages import Packages, packages_of
 from serverless_gpu.environment.stores.base import Store, Stored, check_key
-from serverless_gpu.environment.stores.blobs import Blobs as Documents
-from serverless_gpu.environment.stores.collection import Collected, collect
+from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
+from serverless_gpu.environment.stores.collection import CollectionResult, collect
 from serverless_gpu.environment.stores.condemned_objects import read_condemned
 from serverless_gpu.environment.stores.content import Unequal
 from serverless_gpu.environment.stores.repair import damaged
@@ -278,7 +278,7 @@ class Environments:
             self._packages[snapshot] = known
         return known
 
-    def collect(self, in_use: Collection[str]) -> Collected:
+    def collect(self, in_use: Collection[str]) -> CollectionResult:
         """Condemn what no snapshot needs, and delete what was condemned long enough ago.
 
         Args:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.scheduling.values import Estimate
+from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
 from serverless_gpu.server import (
     affording,
@@ -77,7 +77,7 @@ def estimate(services: Services, who: Caller, request: EstimateRequest) -> Estim
     allowed, run, held_back, before = services.database.read(work)
     expected_s = before.expected_s
     asked = wanted(run, before, now_ns=now_ns)
-    found = Estimate(at_ns=None, basis=held_back) if held_back else services.sentences.estimate(asked)
+    found = StartEstimate(at_ns=None, basis=held_back) if held_back else services.sentences.estimate(asked)
     wish = Wish(
         spec=allowed.spec,
         pool=allowed.pool,

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import NoSuitableNode
 from serverless_gpu.model.scheduling.feasibility import Shortage, like, shortage
-from serverless_gpu.model.scheduling.values import Wanted
+from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server import floor, isolation, nodes, pools
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
@@ -50,7 +50,7 @@ def refuse(connection: sa.Connection, services: Services, run: StoredRun) -> boo
     return is_decided
 
 
-def decide(connection: sa.Connection, services: Services, asked: Wanted) -> tuple[bool, Shortage | None]:
+def decide(connection: sa.Connection, services: Services, asked: QueuedRun) -> tuple[bool, Shortage | None]:
     """Return whether the known nodes are enough to decide, and why none of them could ever serve a run."""
     alike, now_ns = like(asked), services.clock.boottime_ns()
     if services.feasible.knows(alike, now_ns):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from serverless_gpu.model.scheduling.values import Wanted
+from serverless_gpu.model.scheduling.values import QueuedRun
 
 KEPT_S = 10.0
 _ALIKE_MAX = 1_000
@@ -16,15 +16,15 @@ class FeasibilityMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._until_ns: dict[Wanted, int] = {}
+        self._until_ns: dict[QueuedRun, int] = {}
         self._undecided: dict[str, None] = {}
 
-    def knows(self, alike: Wanted, now_ns: int) -> bool:
+    def knows(self, alike: QueuedRun, now_ns: int) -> bool:
         """Return whether some node could serve such a run a moment ago."""
         with self._lock:
             return now_ns < self._until_ns.get(alike, 0)
 
-    def note(self, alike: Wanted, now_ns: int) -> None:
+    def note(self, alike: QueuedRun, now_ns: int) -> None:
         """Remember that some node could serve such a run."""
         with self._lock:
             if len(self._until_ns) >= _ALIKE_MAX:

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import ACTIVE
-from serverless_gpu.model.lifecycle.run_lifecycle import IllegalTransition
+from serverless_gpu.model.lifecycle.run_lifecycle import IllegalRunTransition
 from serverless_gpu.server import active_runs, gangs, runs, transitions
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
@@ -44,7 +44,7 @@ def look(services: Services, run_ids: Sequence[str] | None = None) -> None:
             continue
         try:
             told = services.database.write(partial(_mend, run_id=run.id, at_ns=services.clock.wall_ns()))
-        except (StaleAttempt, IllegalTransition) as error:
+        except (StaleAttempt, IllegalRunTransition) as error:
             _log.error("run %s is not what its crews amount to, and cannot be made so: %s", run.id, error)
             continue
         if told is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from serverless_gpu.model.hangs.gang_hang_detection import GangWatch
-from serverless_gpu.model.telemetry.idleness import Verdict
+from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.server.crews import Gang
 
 
@@ -27,8 +27,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
     hangs: GangWatch = GangWatch()
-    idle: Mapping[int, Verdict] = msgspec.field(default_factory=dict)
-    told: Verdict | None = None
+    idle: Mapping[int, IdleVerdict] = msgspec.field(default_factory=dict)
+    told: IdleVerdict | None = None
 
 
 class GangProgress:

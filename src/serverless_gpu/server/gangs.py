@@ -18,14 +18,14 @@ from serverless_gpu.model.gangs import gang_lifecycle
 from serverless_gpu.model.gangs.gang_lifecycle import Cause, Fold, Halt, Over
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import (
-    Ended,
+    AttemptEnded,
     Event,
     Forgotten,
     GivenUp,
     Heard,
     Silent,
-    Started,
     Stopping,
+    UserCodeStarted,
     over_because,
 )
 from serverless_gpu.server.attempts import StoredAttempt
@@ -53,7 +53,7 @@ def after(crew: StoredCrew, event: Event, *, at_ns: int, exec_ns: int | None = N
     if exec_ns is not None and crew.started_ns is None:
         crew = msgspec.structs.replace(crew, started_ns=exec_ns)
     match event:
-        case Started():
+        case UserCodeStarted():
             return msgspec.structs.replace(crew, began=True, state=_later(crew.state, State.RUNNING))
         case Stopping():
             return msgspec.structs.replace(crew, state=State.STOPPING)
@@ -62,21 +62,21 @@ def after(crew: StoredCrew, event: Event, *, at_ns: int, exec_ns: int | None = N
         case Heard() if crew.state is State.UNREACHABLE:
             state = _later(crew.before or State.STARTING, event.state)
             return msgspec.structs.replace(crew, state=state, before=None)
-        case Ended() | GivenUp() | Forgotten():
+        case AttemptEnded() | GivenUp() | Forgotten():
             return _over(crew, event, at_ns)
     return crew
 
 
-def _over(crew: StoredCrew, event: Ended | GivenUp | Forgotten, at_ns: int) -> StoredCrew:
+def _over(crew: StoredCrew, event: AttemptEnded | GivenUp | Forgotten, at_ns: int) -> StoredCrew:
     reason = over_because(event)
-    is_word = isinstance(event, Ended)
+    is_word = isinstance(event, AttemptEnded)
     return msgspec.structs.replace(
         crew,
         state=MEANINGS[reason].state,
         before=None,
         reason=reason,
-        began=crew.began or (isinstance(event, Ended) and event.began),
-        proven=not isinstance(event, Ended) or event.proven,
+        began=crew.began or (isinstance(event, AttemptEnded) and event.began),
+        proven=not isinstance(event, AttemptEnded) or event.proven,
         ended_ns=at_ns,
         settled_ns=crew.settled_ns if is_word else at_ns,
         uncharged=True,
@@ -176,7 +176,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
         happened += _on_its_way(run, folded, is_start=is_start)
     over = folded.over
     if isinstance(over, GivenUp) and len(crews) > 1:  # which does not say whether user code began on another node
-        over = Ended(over.reason, began=folded.began)
+        over = AttemptEnded(over.reason, began=folded.began)
     if over is not None:
         happened.append(over)
     return folded, happened
@@ -198,7 +198,7 @@ def _on_its_way(run: StoredRun, folded: Fold, *, is_start: bool) -> list[Event]:
         return [] if was_silent else [Silent()]
     happened: list[Event] = [Heard(folded.state)] if was_silent else []
     if is_start:
-        happened.append(Started())
+        happened.append(UserCodeStarted())
     known = run.life.before if was_silent else run.state
     if folded.state is State.STOPPING and known is not State.STOPPING:
         happened.append(Stopping())

@@ -23,8 +23,8 @@ from serverless_gpu.model.gangs.rendezvous import (
     SAVED_MAX,
     Apart,
     Chosen,
+    CrewReach,
     Offer,
-    Reach,
     choose,
     is_interface,
 )
@@ -54,10 +54,10 @@ class Gathered(msgspec.Struct, frozen=True, kw_only=True):
     since_ns: int
     offered_ns: int | None = None
     offers: Mapping[int, Offer] = msgspec.field(default_factory=dict)
-    reaches: Mapping[int, Reach] = msgspec.field(default_factory=dict)
+    reaches: Mapping[int, CrewReach] = msgspec.field(default_factory=dict)
     heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
 
-    def heard(self, number: int, *, of: int, offer: Offer | None, reach: Reach | None, now_ns: int) -> Gathered:
+    def heard(self, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int) -> Gathered:
         """Return what is known after a crew reported; what it said first stays.
 
         Args:
@@ -129,7 +129,7 @@ class Meetings:
         self._gathered: dict[Gang, Gathered] = {}
 
     def hear(
-        self, crew: CrewId, *, of: int, offer: Offer | None, reach: Reach | None, now_ns: int
+        self, crew: CrewId, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
     ) -> tuple[Gathered, bool]:
         """Note what a crew said.
 
@@ -176,7 +176,7 @@ def gone(nodes: Sequence[str], silent: Sequence[int]) -> str:
     return f"{_named(nodes, silent)} gone silent before the run's nodes had met"
 
 
-def check(gang: str, number: int, *, of: int, offer: Offer | None, reach: Reach | None) -> None:
+def check(gang: str, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None) -> None:
     """Refuse what no crew can have said; the others are told it, and some of it becomes their ranks' variables.
 
     Args:
@@ -214,7 +214,7 @@ def _check_offer(gang: str, number: int, offer: Offer) -> None:
         raise InvalidValue(f"crew {number} of attempt {gang} offers an address that cannot be")
 
 
-def _check_reach(gang: str, number: int, reach: Reach, *, of: int) -> None:
+def _check_reach(gang: str, number: int, reach: CrewReach, *, of: int) -> None:
     if len(reach.tried) > (of - 1) * ADDRESSES_MAX:
         raise InvalidValue(f"crew {number} of attempt {gang} has tried more addresses than there can be")
     for one in reach.tried:

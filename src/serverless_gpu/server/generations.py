@@ -22,7 +22,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from serverless_gpu.model.high_water_mark import Position
+from serverless_gpu.model.high_water_mark import DatabasePosition
 from serverless_gpu.server import audit
 from serverless_gpu.server.tables import server_identity
 
@@ -39,7 +39,7 @@ class Superseded(Exception):
     """Another server has claimed the database since."""
 
 
-def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> Position:
+def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePosition:
     """Number this server, one higher than the last; return where the database stands then.
 
     Args:
@@ -62,14 +62,14 @@ def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> Position:
     return found
 
 
-def position(connection: sa.Connection) -> Position | None:
+def position(connection: sa.Connection) -> DatabasePosition | None:
     """Return where a database stands, or None where no server of a version with generations has claimed it."""
     if not sa.inspect(connection).has_table(server_identity.name):
         return None
     row = connection.execute(sa.select(server_identity).where(server_identity.c.name == ROW)).first()
     if row is None:
         return None
-    return Position(
+    return DatabasePosition(
         database_id=row.database_id,
         generation=row.generation,
         commits=row.commits,

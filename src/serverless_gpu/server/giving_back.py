@@ -7,7 +7,7 @@ import logging
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, STOPPED_BY, Reason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.server import runs, transitions
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
@@ -40,7 +40,7 @@ def give_back(services: Services, run_id: str, fence: int, why: str) -> bool:
         reason, note = Reason.REFUSED, Note(at_ns=at_ns, detail=why)
         if run.stop is not None:
             reason, note = STOPPED_BY[run.stop], Note(at_ns=at_ns, detail=run.detail)
-        told = transitions.tell(connection, run, Ended(reason=reason, began=False), note=note)
+        told = transitions.tell(connection, run, AttemptEnded(reason=reason, began=False), note=note)
         transitions.settle_all(connection, run.attempt, at_ns=at_ns)  # nothing comes of what was nowhere
         return told
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.scheduling.values import Wanted
+from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server import audit, owners, pools
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.pools import NO_ISOLATION, UNSET, StoredPool
@@ -50,7 +50,7 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether some pool is closed to the runs of a principal."""
         return bool(self.closed) and owner != self.first
 
-    def is_closed(self, wanted: Wanted) -> bool:
+    def is_closed(self, wanted: QueuedRun) -> bool:
         """Return whether every pool that a run may use is closed to it."""
         return wanted.second_principal and (wanted.pool in self.closed if wanted.pool else not self.opened)
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 import msgspec
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.billing.ledger import EntryKind, Line, charge, reversed_line, standing, sum_of
+from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, reversed_line, standing, sum_of
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.server import counting
@@ -143,6 +143,6 @@ def _is_alike(of: _OfCrew, receipt: SeenReceipt) -> bool:
     return receipt.bill is not msgspec.UNSET and receipt.reason == reason
 
 
-def _told(lines: Iterable[Line]) -> str:
+def _told(lines: Iterable[LedgerLine]) -> str:
     """Return lines in few words."""
     return ", ".join(f"{line.gpu_ms} ms ({line.micros} micros) on day {line.day}" for line in lines) or "nothing"

@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.model.high_water_mark import HighWaterMark, Position
+from serverless_gpu.model.high_water_mark import DatabasePosition, HighWaterMark
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server.database import Database
 
@@ -75,7 +75,7 @@ class MarkFile:
         OSError: the file cannot be made.
     """
 
-    def __init__(self, path: Path | None, position: Position, *, now_ns: int, place: str = "") -> None:
+    def __init__(self, path: Path | None, position: DatabasePosition, *, now_ns: int, place: str = "") -> None:
         self._path = path
         self._lock = threading.Lock()
         self._mark = HighWaterMark(position=position, at_ns=now_ns, place=place)
@@ -89,7 +89,7 @@ class MarkFile:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     @property
-    def position(self) -> Position:
+    def position(self) -> DatabasePosition:
         """Return how far the mark is."""
         return self._mark.position
 
@@ -127,7 +127,7 @@ class MarkFile:
                 os.close(self._fd)
                 self._fd = -1
 
-    def _move(self, position: Position, at_ns: int) -> None:
+    def _move(self, position: DatabasePosition, at_ns: int) -> None:
         self._mark = msgspec.structs.replace(self._mark, position=position, at_ns=at_ns)
         if self._fd < 0:
             return

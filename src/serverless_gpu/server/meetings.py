@@ -38,7 +38,7 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.gangs.rendezvous import Apart, Chosen
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason, State
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, IllegalTransition
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, IllegalRunTransition
 from serverless_gpu.server import attempts, gathering, runs, transitions
 from serverless_gpu.server.active_runs import Active
 from serverless_gpu.server.attempts import StoredAttempt
@@ -229,7 +229,7 @@ def _end_silent(services: Services, gang: Active, silent: Sequence[int]) -> None
 
     try:
         told = services.database.write(work)
-    except (StaleAttempt, IllegalTransition) as error:
+    except (StaleAttempt, IllegalRunTransition) as error:
         _log.info("silent crews of %s:%s were not ended: %s", gang.id, gang.fence, error)
         return
     for one in told:
@@ -301,7 +301,7 @@ def call_off(
 
     try:
         done = services.database.write(work)
-    except (StaleAttempt, IllegalTransition) as error:
+    except (StaleAttempt, IllegalRunTransition) as error:
         _log.info("attempt %s was not called off: %s", attempt.gang, error)
         return
     if done is None:
@@ -318,7 +318,7 @@ def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> Told:
     run_id, _, number = crew
     run = runs.find(connection, run_id)
     assert run is not None
-    told = transitions.tell_crew(connection, run, number, Ended(Reason.REFUSED, began=False), note=note)
+    told = transitions.tell_crew(connection, run, number, AttemptEnded(Reason.REFUSED, began=False), note=note)
     transitions.settle(connection, crew, receipt=None, at_ns=note.at_ns)
     return told
 

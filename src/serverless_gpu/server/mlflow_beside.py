@@ -30,7 +30,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.control import kept, look, start_keeper, stop_server
-from serverless_gpu.node.mlflow_server.files import Place, place_of
+from serverless_gpu.node.mlflow_server.files import ServerFiles, place_of
 from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.listening import names
 from serverless_gpu.server.settings import Settings
@@ -87,7 +87,7 @@ def mlflow_checks(settings: Settings) -> tuple[Callable[[], str], ...]:
     return (problem,)
 
 
-def _place(settings: Settings) -> Place:
+def _place(settings: Settings) -> ServerFiles:
     return place_of(Home(settings.home), settings.mlflow_store)
 
 
@@ -113,7 +113,7 @@ class _Beside:
         hosts: further names it answers to, with commas.
     """
 
-    def __init__(self, place: Place, hosts: str) -> None:
+    def __init__(self, place: ServerFiles, hosts: str) -> None:
         self._place, self._hosts = place, hosts
         # It has the end that is read: when ours is closed, however that happens, it ends.
         self._its, self._ours = os.pipe()

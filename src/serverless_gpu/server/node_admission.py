@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import node_identity
-from serverless_gpu.model.access.node_identity import Answer, Identity, Refused
+from serverless_gpu.model.access.node_identity import HelloDecision, HelloRefused, Identity
 from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.server import audit, first_start, identity, node_tokens, nodes
 from serverless_gpu.server.audit import Action
@@ -39,17 +39,17 @@ def identity_of(said: AgentHello) -> Identity:
     return Identity(name=said.name, machine=said.machine, instance=said.instance)
 
 
-def check(connection: sa.Connection, who: Caller, said: AgentHello) -> Answer:
+def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDecision:
     """Return what becomes of a hello.
 
     Raises:
         NotAllowed: its token is another node's.
     """
     if not who.token_id:
-        return Answer.ADMITTED
+        return HelloDecision.ADMITTED
     found = node_tokens.find(connection, who.token_id)
     answer = node_identity.judge(None if found is None else found.binding, identity_of(said))
-    if isinstance(answer, Refused):
+    if isinstance(answer, HelloRefused):
         raise NotAllowed(answer.why, hint=answer.hint)
     return answer
 
@@ -72,19 +72,19 @@ def ask(services: Services, who: Caller, said: AgentHello) -> NotAllowed:
     return services.database.write(work)
 
 
-def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: Answer, *, at_ns: int) -> None:
+def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: HelloDecision, *, at_ns: int) -> None:
     """Write down what a hello that is let in changes about its token.
 
     Raises:
         NotAllowed: another hello was faster.
     """
-    if answer is Answer.ADMITTED:
+    if answer is HelloDecision.ADMITTED:
         return
     found, node = node_tokens.find(connection, who.token_id), identity_of(said)
-    if found is None or answer is Answer.PENDING:
+    if found is None or answer is HelloDecision.PENDING:
         raise NotAllowed(f"the node {said.name!r} waits for an administrator to approve it")
     node_tokens.rebind(connection, found, node)
-    action = Action.NODE_MOVE if answer is Answer.MOVED else Action.NODE_BIND
+    action = Action.NODE_MOVE if answer is HelloDecision.MOVED else Action.NODE_BIND
     _record(connection, who, action, node, who.token_id, at_ns)
 
 

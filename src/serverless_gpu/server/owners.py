@@ -14,7 +14,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
-from serverless_gpu.model.access.roles import ROLES, Reach, reach
+from serverless_gpu.model.access.roles import ROLES, AccessReach, reach
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
 from serverless_gpu.server import audit, stopping
 from serverless_gpu.server.services import Services
@@ -23,7 +23,7 @@ from serverless_gpu.server.transitions import Told
 from serverless_gpu.wire.principals import OnDisabled, PrincipalView
 
 AT_ONCE = 200
-_WITHOUT = tuple(role for role in ROLES if reach(role, "runs", write=True) is Reach.NONE)
+_WITHOUT = tuple(role for role in ROLES if reach(role, "runs", write=True) is AccessReach.NONE)
 _SHUT_OUT = sa.or_(principals.c.disabled_ns.is_not(None), principals.c.role.in_(_WITHOUT))
 _GOES_ON = tuple(state.value for state in State if state not in TERMINAL)
 

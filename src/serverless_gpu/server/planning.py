@@ -29,6 +29,7 @@ from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,
     Decision,
+    DevicesTaken,
     Gone,
     Node,
     NodeGone,
@@ -37,12 +38,11 @@ from serverless_gpu.model.scheduling.values import (
     Pool,
     PoolSeen,
     Promised,
+    QueuedRun,
     QueuePolicy,
     QueuePolicySet,
     Reservation,
-    Running,
-    Started,
-    Wanted,
+    RunningRun,
 )
 from serverless_gpu.server import floor, runs
 from serverless_gpu.server.hub import run_key
@@ -72,8 +72,8 @@ class Planning:
         self._policy: QueuePolicy | None = None
         self._nodes: dict[str, Node] = {}
         self._pools: dict[str, Pool] = {}
-        self._waiting: dict[str, Wanted] = {}
-        self._running: dict[str, Running] = {}
+        self._waiting: dict[str, QueuedRun] = {}
+        self._running: dict[str, RunningRun] = {}
         self._unseen: set[str] = set()  # of those: placed by a decision, and not found in the database yet
         self._underway: dict[str, Placement] = {}  # of those: nobody has tried to write it down
         self._promised: dict[str, Reservation] = {}  # as the database has them
@@ -146,7 +146,7 @@ class Planning:
             self._services.sentences.forget(placement.run_id for placement in decision.placements)
         for placement in decision.placements:
             wanted = self._waiting.pop(placement.run_id)
-            self._running[placement.run_id] = Running(wanted=wanted, shares=placement.shares, since_ns=now_ns)
+            self._running[placement.run_id] = RunningRun(wanted=wanted, shares=placement.shares, since_ns=now_ns)
             self._unseen.add(placement.run_id)
             self._underway[placement.run_id] = placement
         for preemption in decision.preemptions:
@@ -165,7 +165,7 @@ class Planning:
             self._services.database.write(lambda connection: runs.promise(connection, news))
         self._promised = promises
 
-    def _runs(self, reading: Reading) -> Iterator[Gone | Started | Arrived]:
+    def _runs(self, reading: Reading) -> Iterator[Gone | DevicesTaken | Arrived]:
         """Return what is different about runs; first who is gone: their devices are free for the others."""
         waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in self._underway}
         running = {**reading.running, **{run_id: self._running[run_id] for run_id in self._underway}}
@@ -177,7 +177,7 @@ class Planning:
                 yield Gone(run_id)
         for run_id, now_running in running.items():
             if self._running.get(run_id) != now_running:
-                yield Started(now_running)
+                yield DevicesTaken(now_running)
         for run_id, wanted in waiting.items():
             if self._waiting.get(run_id) != wanted:
                 yield Arrived(wanted)
@@ -194,11 +194,11 @@ class Planning:
             self.forget()
 
 
-def _about(change: Gone | Started | Arrived) -> str:
+def _about(change: Gone | DevicesTaken | Arrived) -> str:
     match change:
         case Gone(run_id):
             return run_id
-        case Started(running):
+        case DevicesTaken(running):
             return running.wanted.run_id
         case Arrived(wanted):
             return wanted.run_id

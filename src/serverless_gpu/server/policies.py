@@ -9,7 +9,7 @@ from functools import lru_cache
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access.usage_policy import Attached, Holder, UsagePolicy
+from serverless_gpu.model.access.usage_policy import Attached, PolicySubject, UsagePolicy
 from serverless_gpu.server.tables import policies, policy_holders
 
 POLICIES_MAX = 1_000
@@ -71,7 +71,7 @@ def attached(connection: sa.Connection, principal: str, teams: Collection[str]) 
     return Attached(own=tuple(mine), teams={team: tuple(names) for team, names in sorted(of_teams.items())})
 
 
-def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tuple[Holder, ...]]:
+def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tuple[PolicySubject, ...]]:
     """Return whom policies are attached to, by policy; those that are attached to nobody are not in it.
 
     Args:
@@ -81,13 +81,13 @@ def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tup
     query = sa.select(policy_holders).order_by(policy_holders.c.kind, policy_holders.c.name)
     if name is not None:
         query = query.where(policy_holders.c.policy == name)
-    found: dict[str, list[Holder]] = defaultdict(list)
+    found: dict[str, list[PolicySubject]] = defaultdict(list)
     for row in connection.execute(query):
-        found[row.policy].append(Holder(kind=row.kind, name=row.name))
+        found[row.policy].append(PolicySubject(kind=row.kind, name=row.name))
     return {policy: tuple(who) for policy, who in found.items()}
 
 
-def attach(connection: sa.Connection, name: str, holder: Holder) -> bool:
+def attach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
     """Attach a policy to somebody; return whether it was not before."""
     this = {"policy": name, "kind": holder.kind, "name": holder.name}
     if connection.execute(sa.select(policy_holders.c.name).where(_is(name, holder))).first() is not None:
@@ -96,7 +96,7 @@ def attach(connection: sa.Connection, name: str, holder: Holder) -> bool:
     return True
 
 
-def detach(connection: sa.Connection, name: str, holder: Holder) -> bool:
+def detach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
     """Detach a policy from somebody; return whether it was attached."""
     return connection.execute(policy_holders.delete().where(_is(name, holder))).rowcount == 1
 
@@ -109,7 +109,7 @@ def count_holders(connection: sa.Connection) -> int:
 _DOCUMENTS = sa.select(policies.c.name, policies.c.document_json)
 
 
-def _is(name: str, holder: Holder) -> sa.ColumnElement[bool]:
+def _is(name: str, holder: PolicySubject) -> sa.ColumnElement[bool]:
     columns = policy_holders.c
     return sa.and_(columns.policy == name, columns.kind == holder.kind, columns.name == holder.name)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation, TeamUse, WaitReason
 from serverless_gpu.server import runs, shares, views
@@ -76,7 +76,7 @@ def view_shares(services: Services, who: Caller, reach: str) -> ShareList:
     """
     found = share_views(services.database.read(shares.every), services.sentences.usage())
     mine = {("team", team) for team in who.teams} | {("user", who.name)}
-    seen = [each for each in found if reach == Reach.ALL or (each.kind, each.name) in mine]
+    seen = [each for each in found if reach == AccessReach.ALL or (each.kind, each.name) in mine]
     return ShareList(shares=tuple(seen), half_life_s=services.settings.queue.half_life_s)
 
 

@@ -26,12 +26,12 @@ from urllib.parse import urlsplit
 from serverless_gpu.ambient import machine
 from serverless_gpu.engines.ray import head_keeper, ray_machine, start_arguments
 from serverless_gpu.engines.ray.join_file import NAME, JoinFile, write_join_file
-from serverless_gpu.engines.ray.ray_keeper import Plan, unreachable
-from serverless_gpu.engines.ray.start_arguments import Cluster
+from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, unreachable
+from serverless_gpu.engines.ray.start_arguments import ClusterAddress
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import readers
-from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
 from serverless_gpu.server import tls
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.ray_settings import RaySettings
@@ -119,11 +119,11 @@ class RayBeside:
         self._ensure()
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> ClusterAddress:
         """Return the cluster, as this machine reaches it."""
         head = self._ray.address or start_arguments.joined(self._address, self._ray.port)
         token_file = str(self.directory / ray_machine.TOKEN)
-        return Cluster(address=head, token_file=token_file, node_address=self._address)
+        return ClusterAddress(address=head, token_file=token_file, node_address=self._address)
 
     @property
     def key(self) -> str:
@@ -154,12 +154,12 @@ class RayBeside:
         log = self.directory / "keeper.log"
         return f"Ray's head at {self.cluster.address} does not answer: {why}; {log}" if why else ""
 
-    def _prepared(self, url: str, node_token: str) -> Plan:
+    def _prepared(self, url: str, node_token: str) -> KeeperPlan:
         settings, name = self._settings, socket.gethostname()
         profile = settings.directory / "node.json" if settings.node else None
-        files = ray_machine.Files(home=Home(settings.home), directory=self.directory, profile=profile)
+        files = ray_machine.RayMachineFiles(home=Home(settings.home), directory=self.directory, profile=profile)
         if profile is not None:
-            write_profile(profile, Profile(url=url, token=node_token, name=name, upload_s=settings.upload_s))
+            write_profile(profile, UplinkProfile(url=url, token=node_token, name=name, upload_s=settings.upload_s))
         devices = ray_machine.devices_of(files.home) if settings.node else ()
         node = ray_machine.node_of(name, self._address, self._ray.port, files, devices)
         return ray_machine.prepared(node, files, self._token, os.environ, head=self._ray.address)

@@ -30,7 +30,7 @@ import sqlalchemy as sa
 from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.lifecycle.run_lifecycle import Event, GivenUp, IllegalTransition, Silent
+from serverless_gpu.model.lifecycle.run_lifecycle import Event, GivenUp, IllegalRunTransition, Silent
 from serverless_gpu.server import active_runs, crews, folding_again, leaving, meetings, nodes, owners, runs, transitions
 from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.crews import CrewId, StoredCrew
@@ -142,7 +142,7 @@ class Reconciler:
 
         try:
             told = services.database.write(work)
-        except (StaleAttempt, IllegalTransition) as error:
+        except (StaleAttempt, IllegalRunTransition) as error:
             _log.info("nothing was done about run %s: %s", run_id, error)
             return
         if told is not None:

@@ -43,7 +43,7 @@ from serverless_gpu.model.gangs.crew import numbered
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Event, Heard, Started, Stopping
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, Heard, Stopping, UserCodeStarted
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import (
     attempt_tokens,
@@ -366,12 +366,12 @@ def _happened(crew: StoredCrew, said: Report) -> list[Event]:
     if crew.state is State.UNREACHABLE:
         happened.append(Heard(seen))
     if began and not crew.began:
-        happened.append(Started())
+        happened.append(UserCodeStarted())
     state = crew.before if crew.state is State.UNREACHABLE else crew.state
     if seen is State.STOPPING and state is not State.STOPPING:
         happened.append(Stopping())
     if said.ending is not None:
-        happened.append(Ended(said.ending.reason, began=said.ending.began, proven=said.ending.proven))
+        happened.append(AttemptEnded(said.ending.reason, began=said.ending.began, proven=said.ending.proven))
     return happened
 
 

@@ -22,8 +22,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Request, Share
 from serverless_gpu.model.lifecycle.attempt import State
+from serverless_gpu.model.scheduling.values import DeviceShare as PlannedShare
 from serverless_gpu.model.scheduling.values import Placement
-from serverless_gpu.model.scheduling.values import Share as PlannedShare
 from serverless_gpu.server import crews, giving_back, orders, runs
 from serverless_gpu.server.active_runs import Active
 from serverless_gpu.server.hub import node_key, run_key

@@ -25,7 +25,7 @@ import logging
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
+from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.server import (
     attempts,
@@ -119,12 +119,12 @@ class Retention:
         gone = sizes.keys() - ended.keys()
         for run_id in services.database.read(lambda connection: past_runs.removed(connection, sorted(gone))):
             services.logs.remove(run_id)
-        entries = [Entry(run_id=run_id, ended_ns=ended[run_id], size_bytes=sizes[run_id]) for run_id in ended]
+        entries = [RunDirectory(run_id=run_id, ended_ns=ended[run_id], size_bytes=sizes[run_id]) for run_id in ended]
         policy = Policy(age_ns=None, size_bytes_max=services.settings.logs_bytes_max, spared_ns=HOUR_NS)
         for entry in to_delete(entries, policy, services.clock.wall_ns())[:AT_ONCE]:
             self._remove_output(entry)
 
-    def _remove_output(self, entry: Entry) -> None:
+    def _remove_output(self, entry: RunDirectory) -> None:
         services = self._services
         at_ns = services.clock.wall_ns()
 

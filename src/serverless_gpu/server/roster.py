@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
-from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share, Used, Wanted
+from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
 from serverless_gpu.server import (
     affording,
     attempts,
@@ -61,8 +61,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     floor: Floor
-    waiting: Mapping[str, Wanted]
-    running: Mapping[str, Running]
+    waiting: Mapping[str, QueuedRun]
+    running: Mapping[str, RunningRun]
     policy: QueuePolicy
     used: Used | None = None
     promised: tuple[Reservation, ...] = ()
@@ -76,10 +76,10 @@ class _Entry:
     waits: bool
     owner: str
     name: _Name
-    wanted: Wanted
+    wanted: QueuedRun
     candidate: Candidate
-    kept: Wanted | None = None
-    running: Running | None = None
+    kept: QueuedRun | None = None
+    running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
     leaving: tuple[int, int] | None = None  # of which attempt, and when it was first seen that it is to leave
 
@@ -212,7 +212,7 @@ class Roster:
         there: Floor,
         underway: Mapping[str, int],
         as_of: AsOf,
-    ) -> dict[str, Wanted]:
+    ) -> dict[str, QueuedRun]:
         """Return what those want who wait; who may not start now waits beside the line."""
         if not queue:
             return {}
@@ -247,7 +247,7 @@ class Roster:
             if run_id in self._known and self._known[run_id].waits:
                 yield self._known[run_id].candidate, count
 
-    def _running(self, there: Floor, now_ns: int) -> Iterable[tuple[str, Running]]:
+    def _running(self, there: Floor, now_ns: int) -> Iterable[tuple[str, RunningRun]]:
         for run in there.active:
             entry = self._known.get(run.id)
             having = there.having(run)
@@ -271,16 +271,18 @@ def _is_same(one: float | None, other: float | None) -> bool:
     return one == other if one is None or other is None else math.isclose(one, other, rel_tol=_SAME)
 
 
-def _kept_back(entry: _Entry, why: str) -> Wanted:
+def _kept_back(entry: _Entry, why: str) -> QueuedRun:
     """Return what waits beside the line because it may not start now: the same value for the same reason."""
     if entry.kept is None or entry.kept.held != why:
         entry.kept = msgspec.structs.replace(entry.wanted, not_before_ns=FOREVER_NS, held=why)
     return entry.kept
 
 
-def _as_running(run: Active, having: Iterable[ActiveCrew], asked: Wanted, leaving_ns: int | None) -> Running:
+def _as_running(run: Active, having: Iterable[ActiveCrew], asked: QueuedRun, leaving_ns: int | None) -> RunningRun:
     if run.started_ns is not None:
         asked = begun(asked, (run.started_ns - run.created_ns) / 1e9)
-    shares = tuple(Share(node_id=crew.node_id, gpu_type=run.gpu_type, count=crew.gpus) for crew in having)
+    shares = tuple(DeviceShare(node_id=crew.node_id, gpu_type=run.gpu_type, count=crew.gpus) for crew in having)
     is_leaving = leaving_ns is not None
-    return Running(wanted=asked, shares=shares, since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns)
+    return RunningRun(
+        wanted=asked, shares=shares, since_ns=run.created_ns, is_leaving=is_leaving, leaving_ns=leaving_ns
+    )

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import roles
-from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server import audit, crews, identity, node_rules, nodes, operating
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
@@ -99,7 +99,7 @@ def put_calendar(services: Services, asked: Asked, said: CalendarRequest) -> Nod
     node_rules.check_calendar(calendar)
 
     def decide(connection: sa.Connection, node: StoredNode) -> _Change:
-        if calendar.owner != node.rules.calendar.owner and asked.reach != Reach.ALL:
+        if calendar.owner != node.rules.calendar.owner and asked.reach != AccessReach.ALL:
             raise NotAllowed(f"an operator says whose {node.name} is", hint=f"--owner {node.rules.calendar.owner}")
         if calendar.owner:
             identity.principal(connection, calendar.owner)
@@ -161,7 +161,7 @@ def _decided(
 
 
 def _check_own(asked: Asked, by: str, what: str) -> None:
-    if asked.reach != Reach.ALL and by not in ("", asked.who.name):
+    if asked.reach != AccessReach.ALL and by not in ("", asked.who.name):
         raise NotAllowed(f"{by} {what}", hint="they can take that back, or an operator")
 
 

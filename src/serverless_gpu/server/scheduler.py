@@ -26,7 +26,7 @@ from serverless_gpu.engines.base import Engine
 from serverless_gpu.errors import SecretMissing, StaleAttempt
 from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import (
     accounts,
@@ -268,7 +268,7 @@ def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: N
     """End an attempt in the transaction that made it: its order is never seen, and nothing will come of it."""
     run = runs.find(connection, run_id)
     assert run is not None
-    told = transitions.tell(connection, run, Ended(reason=reason, began=False), note=note)
+    told = transitions.tell(connection, run, AttemptEnded(reason=reason, began=False), note=note)
     if run.attempt is not None:
         transitions.settle_all(connection, run.attempt, at_ns=note.at_ns)
     return told

@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.values import Change, NodeSeen, PoolSeen, Started, Wait, WaitReason, Wanted
+from serverless_gpu.model.scheduling.values import Change, DevicesTaken, NodeSeen, PoolSeen, QueuedRun, Wait, WaitReason
 from serverless_gpu.server import floor
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.services import Services
@@ -42,7 +42,7 @@ class SecondLook:
             return []
         planner = Planner(reading.policy)
         planner.apply(self._everything(reading))
-        fits: dict[Wanted, bool] = {}
+        fits: dict[QueuedRun, bool] = {}
         found = []
         for run_id, wanted in reading.waiting.items():
             if wanted.not_before_ns > now_ns:
@@ -60,7 +60,7 @@ class SecondLook:
         nodes = floor.offers(reading.floor, services.presence, floor.now(services))
         changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.floor.pools]
         changes += [NodeSeen(node) for node in nodes]
-        changes += [Started(running) for running in reading.running.values()]
+        changes += [DevicesTaken(running) for running in reading.running.values()]
         return changes
 
 

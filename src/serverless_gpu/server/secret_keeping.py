@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotFound
-from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.secrets import check_name, check_value
 from serverless_gpu.server import audit, identity, secret_store
 from serverless_gpu.server.audit import Action
@@ -54,9 +54,9 @@ def delete_secret(services: Services, who: Caller, name: str, team: str, *, reac
 
 def list_secrets(services: Services, who: Caller, *, reach: str) -> list[SecretView]:
     """Return the secrets in reach, without their values."""
-    teams = who.teams if reach == Reach.TEAM else ()
+    teams = who.teams if reach == AccessReach.TEAM else ()
     return services.database.read(
-        lambda connection: secret_store.listed(connection, who.name, teams, everybodys=reach == Reach.ALL)
+        lambda connection: secret_store.listed(connection, who.name, teams, everybodys=reach == AccessReach.ALL)
     )
 
 
@@ -73,7 +73,7 @@ def remove_replaced(services: Services) -> None:
 def _whose(connection: sa.Connection, who: Caller, team: str, reach: str) -> Whose:
     if not team:
         return Whose("user", who.name)
-    if reach != Reach.ALL and not (reach == Reach.TEAM and team in who.teams):
+    if reach != AccessReach.ALL and not (reach == AccessReach.TEAM and team in who.teams):
         raise NotFound(f"there is no team {team[:64]!r}")
     identity.team(connection, team)
     return Whose("team", team)

@@ -23,7 +23,7 @@ import msgspec
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.model.scheduling import wait_messages
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.values import Estimate, Reservation, TeamUse, Wait, WaitReason, Wanted
+from serverless_gpu.model.scheduling.values import QueuedRun, Reservation, StartEstimate, TeamUse, Wait, WaitReason
 
 ASKED_S = 30.0
 """Who was asked about is watched for so long: a stream asks every nine seconds."""
@@ -130,11 +130,11 @@ class Sentences:
         with self._lock:
             return () if self._planner is None else self._planner.queue(self._now(), limit)
 
-    def estimate(self, wanted: Wanted) -> Estimate:
+    def estimate(self, wanted: QueuedRun) -> StartEstimate:
         """Return when a run would start if it came now."""
         with self._lock:
             if self._planner is None:
-                return Estimate(at_ns=None, basis=_NOBODY)
+                return StartEstimate(at_ns=None, basis=_NOBODY)
             return self._planner.estimate(wanted, self._now())
 
     def is_waiting(self, run_id: str) -> bool:
@@ -142,7 +142,7 @@ class Sentences:
         with self._lock:
             return self._planner is not None and self._planner.is_waiting(run_id)
 
-    def impossible(self, wanted: Wanted) -> str:
+    def impossible(self, wanted: QueuedRun) -> str:
         """Return why nothing that has joined can ever serve a run, or "" when something can, or nobody has looked."""
         with self._lock:
             return "" if self._planner is None else self._planner.impossible(wanted)

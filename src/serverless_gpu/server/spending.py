@@ -39,13 +39,13 @@ from serverless_gpu.model.billing import budget_messages
 from serverless_gpu.model.billing.budget import (
     NOTHING,
     Budget,
+    BudgetUse,
+    BudgetWindow,
     Period,
     Spender,
     Standing,
     Subject,
-    Use,
     Weighed,
-    Window,
     first_hold,
     is_refused,
     judge,
@@ -212,7 +212,7 @@ class Spending:
 
     # --- what follows for one run -----------------------------------------------------------------------------------
 
-    def refuse(self, subject: Subject, hold: Use, *, currency: str) -> None:
+    def refuse(self, subject: Subject, hold: BudgetUse, *, currency: str) -> None:
         """Refuse a run that cannot start in this period.
 
         Args:
@@ -259,7 +259,7 @@ class Spending:
                     )
         return ""
 
-    def rooms(self, holds: Callable[[Candidate], Use]) -> Rooms | None:
+    def rooms(self, holds: Callable[[Candidate], BudgetUse]) -> Rooms | None:
         """Return what budgets have left, to be counted down for one tick; None where there are no budgets.
 
         Args:
@@ -387,7 +387,7 @@ class Spending:
         return GoingOn(spender=spender, subject=known.subject, names=known.names, name=known.name)
 
     @staticmethod
-    def _window(budget: Budget, at_ns: int) -> Window:
+    def _window(budget: Budget, at_ns: int) -> BudgetWindow:
         return window(budget.period, at_ns, budget.zone)
 
     def _judge(self) -> dict[str, Standing]:
@@ -449,4 +449,6 @@ def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
     if one.started_ns is None:
         return {}
     days = range(max(first_day, one.started_ns // DAY_NS), one.seen_ns // DAY_NS + 1)
-    return {day: budget.counts(used(one, Window(start_ns=day * DAY_NS, end_ns=(day + 1) * DAY_NS))) for day in days}
+    return {
+        day: budget.counts(used(one, BudgetWindow(start_ns=day * DAY_NS, end_ns=(day + 1) * DAY_NS))) for day in days
+    }

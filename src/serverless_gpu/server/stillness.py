@@ -25,12 +25,12 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, StaleAttempt
 from serverless_gpu.model.hangs import gang_hang_detection
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement
 from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, WHERE_CHARACTERS_MAX
 from serverless_gpu.model.hangs.hang_report import STACK_CHARACTERS_MAX, STACKS_TOLD
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.model.telemetry import idleness
-from serverless_gpu.model.telemetry.idleness import Verdict
+from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.server import audit, runs, stopping
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
@@ -91,7 +91,7 @@ def hear(services: Services, run: StoredRun, attempt: StoredAttempt, crew: Store
             if one.number != crew.number:
                 services.looks.ask(one.node_id, one.id)
                 services.hub.touch(node_key(one.node_id))
-    if now.told is Verdict.STOP:
+    if now.told is IdleVerdict.STOP:
         _stop(services, run)
 
 
@@ -107,7 +107,7 @@ def told(services: Services, attempt: StoredAttempt, answer: ReportAnswer) -> Re
     return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
 
 
-def _answered(progress: Progress) -> tuple[Ask | None, Judgement | None, Verdict | None]:
+def _answered(progress: Progress) -> tuple[Ask | None, Judgement | None, IdleVerdict | None]:
     return progress.hangs.ask, progress.hangs.judgement, progress.told
 
 
@@ -139,7 +139,7 @@ def _heard(
     returned = {number for number, one in hangs.silent.items() if one.returned}
     at_work = [one.number for one in attempt.crews if one.number not in returned]
     is_known = is_heard and bool(at_work) and idleness.limit_s(run.spec) is not None
-    levels = [progress.idle.get(number, Verdict.GO_ON) for number in at_work]
+    levels = [progress.idle.get(number, IdleVerdict.GO_ON) for number in at_work]
     told = (
         idleness.of_gang(levels, before.told) if is_known else None
     )  # once all have returned nothing is idle: it ends
@@ -164,7 +164,7 @@ def _stop(services: Services, run: StoredRun) -> None:
         done.announce(services)
 
 
-def _printable(seen: Seen | None) -> Seen | None:
+def _printable(seen: CrewObservation | None) -> CrewObservation | None:
     """Return what was seen as others may read it on their terminals."""
     if seen is None:
         return None

@@ -26,14 +26,14 @@ from serverless_gpu.model.gangs.gang_lifecycle import Fold, Halt
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, STOPPED_BY, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import (
     INFRA_RETRIES_MAX,
-    Ended,
+    AttemptEnded,
     Event,
     Forgotten,
     GivenUp,
     Heard,
-    Instruction,
-    Placed,
     Run,
+    RunInstruction,
+    RunPlaced,
     Silent,
     StopAsked,
     Stopping,
@@ -51,7 +51,7 @@ from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.services import Services
 
 _log = logging.getLogger(__name__)
-_Over = Ended | GivenUp | Forgotten
+_Over = AttemptEnded | GivenUp | Forgotten
 _NODE_CHARACTERS = 256
 
 
@@ -67,7 +67,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
     before: StoredRun
     life: Run
-    instructions: tuple[Instruction, ...] = ()
+    instructions: tuple[RunInstruction, ...] = ()
     events: tuple[StoredEvent, ...] = ()
     looks: tuple[StoredCrew, ...] = ()
 
@@ -90,18 +90,18 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
             with log_context.bound(run=event.run_id, attempt=event.fence, node=event.node):
                 _log.info("%s%s", event.state.value, f" ({event.reason.value})" if event.reason is not None else "")
         attempt = self.before.attempt
-        if Instruction.SEND_STOP in self.instructions and attempt is not None:
+        if RunInstruction.SEND_STOP in self.instructions and attempt is not None:
             for crew in attempt.open_crews:
                 hub.touch(node_key(crew.node_id))
             if self.before.state is State.STARTING:
                 hub.touch(SCHEDULER)  # its order may not have left: then it is over at once
-        if Instruction.REQUEUE in self.instructions or Instruction.CONCLUDE in self.instructions:
+        if RunInstruction.REQUEUE in self.instructions or RunInstruction.CONCLUDE in self.instructions:
             hub.touch(SCHEDULER)
             hub.touch(LEDGER)
 
     def count(self, measures: Measures) -> None:
         """Count it, and wake nobody: there are no services yet."""
-        if Instruction.CONCLUDE in self.instructions and self.life.reason is not None:
+        if RunInstruction.CONCLUDE in self.instructions and self.life.reason is not None:
             measures.ended.labels(self.life.reason.value).inc()
         for event in self.events:
             if event.reason in WITHOUT_REPORT:
@@ -196,7 +196,7 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
         IllegalTransition: the run does not wait.
         StaleAttempt: it does not wait any more.
     """
-    life, _ = advance(run.life, Placed())
+    life, _ = advance(run.life, RunPlaced())
     node = _short(", ".join(crew.node for crew in on))
     event = StoredEvent(
         run_id=run.id,
@@ -223,7 +223,7 @@ def tell(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note
 
     Args:
         run: as it was read in this transaction.
-        happened: anything but `Placed`.
+        happened: anything but `RunPlaced`.
         note: what else is known.
 
     Raises:
@@ -243,7 +243,7 @@ def tell_crew(connection: sa.Connection, run: StoredRun, number: int, *happened:
     Args:
         run: as it was read in this transaction, at an attempt that goes on.
         number: of the crew.
-        happened: in the life of the crew; anything but `Placed` and what is asked of runs.
+        happened: in the life of the crew; anything but `RunPlaced` and what is asked of runs.
         note: what else is known.
 
     Raises:
@@ -301,7 +301,7 @@ def _tell(
     over: _Over | None = None
     for event in happened:
         life, issued = advance(told.life, event)
-        if isinstance(event, Ended | GivenUp | Forgotten):
+        if isinstance(event, AttemptEnded | GivenUp | Forgotten):
             over = event
             note = _with_limit(run, over, note)
             if why := _given_up_because(run, life, over):
@@ -378,9 +378,9 @@ def _write_run(connection: sa.Connection, told: Told, gang: _Gang | None, *, ove
     }
     if gang is not None and gang.started_ns is not None and run.started_ns is None:
         values["started_ns"] = gang.started_ns
-    if Instruction.SEND_STOP in told.instructions:
+    if RunInstruction.SEND_STOP in told.instructions:
         values["detail"] = note.detail  # why it is to stop, for those who look meanwhile and at its end
-    if Instruction.CONCLUDE in told.instructions:
+    if RunInstruction.CONCLUDE in told.instructions:
         nothing_to_come = gang is None or all(crew.settled_ns is not None for crew in gang.crews)
         values |= {
             "reason": life.reason.value if life.reason else None,
@@ -389,7 +389,7 @@ def _write_run(connection: sa.Connection, told: Told, gang: _Gang | None, *, ove
             "ended_ns": note.at_ns,
             "settled_ns": note.at_ns if nothing_to_come else None,
         }
-    if Instruction.REQUEUE in told.instructions:
+    if RunInstruction.REQUEUE in told.instructions:
         values |= {
             "retries_used": run.spec.retries - life.retries_left,
             "infra_retries_used": INFRA_RETRIES_MAX - life.infra_left,
@@ -468,7 +468,7 @@ def _write_attempt(connection: sa.Connection, gang: _Gang, told: Told, *, over: 
         if all(crew.settled_ns is not None for crew in gang.crews):
             values["settled_ns"] = note.at_ns
     attempts.change(connection, attempt, of_crews=of_crews, **values)
-    if over is None and life.stop is not None and Instruction.SEND_STOP in told.instructions:
+    if over is None and life.stop is not None and RunInstruction.SEND_STOP in told.instructions:
         for crew in attempt.open_crews:
             orders.add_stop(connection, crew.node_id, crew.id, why=life.stop, at_ns=note.at_ns)
 
@@ -479,7 +479,7 @@ def _short(nodes: str) -> str:
 
 
 def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int, because: str) -> StoredEvent:
-    over = over_because(event) if isinstance(event, Ended | GivenUp | Forgotten) else None
+    over = over_because(event) if isinstance(event, AttemptEnded | GivenUp | Forgotten) else None
     node = _short(run.attempt.node) if run.attempt is not None and run.state in ACTIVE else ""
     return StoredEvent(
         run_id=run.id,
@@ -503,6 +503,6 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
             return f"{node} answers again"
         case StopAsked() if life.reason is None:
             return f"asked to stop: {event.why}{f': {detail}' if detail else ''}"
-        case Ended() | GivenUp() | Forgotten() if life.state is State.QUEUED:
+        case AttemptEnded() | GivenUp() | Forgotten() if life.state is State.QUEUED:
             return f"attempt {life.fence} is over: {told_as(over_because(event), detail)}; it waits for another"
     return told_as(life.reason, detail) if life.reason else ""

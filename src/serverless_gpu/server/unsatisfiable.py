@@ -20,7 +20,7 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.run_lifecycle import Unsatisfiable
 from serverless_gpu.model.scheduling.feasibility import like
-from serverless_gpu.model.scheduling.values import Wanted
+from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server import feasibility, runs, transitions
 from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
@@ -44,7 +44,7 @@ class Impossible:
         self._looked_ns: int | None = None
         services.sentences.end_by(self.ends_ns)
 
-    def look(self, waiting: Mapping[str, Wanted], now_ns: int) -> int:
+    def look(self, waiting: Mapping[str, QueuedRun], now_ns: int) -> int:
         """End some of those that have waited long enough; return how many there were.
 
         Args:
@@ -65,7 +65,7 @@ class Impossible:
             self._end(run_id, why[run_id])
         return len(over)
 
-    def _decide_deferred(self, waiting: Mapping[str, Wanted]) -> None:
+    def _decide_deferred(self, waiting: Mapping[str, QueuedRun]) -> None:
         """End runs that were queued before nodes were known, and that none of these could ever serve."""
         for run_id in self._services.feasible.undecided():
             wanted = waiting.get(run_id)
@@ -90,9 +90,9 @@ class Impossible:
             self._ends_ns[run_id] = clock.wall_ns() + since_ns + round(after_s * 1e9) - clock.boottime_ns()
         return self._ends_ns[run_id]
 
-    def _never(self, waiting: Iterable[Wanted]) -> dict[str, str]:
+    def _never(self, waiting: Iterable[QueuedRun]) -> dict[str, str]:
         """Return why those can never be served for whom that is so; the same for all that want the same."""
-        known: dict[Wanted, str] = {}
+        known: dict[QueuedRun, str] = {}
         found: dict[str, str] = {}
         for wanted in waiting:
             alike = like(wanted)

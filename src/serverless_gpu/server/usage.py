@@ -12,10 +12,10 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.access.roles import Reach, covers
+from serverless_gpu.model.access.roles import AccessReach, covers
 from serverless_gpu.model.billing import billing_rows, usage_report
 from serverless_gpu.model.billing.metering import SEGMENTS
-from serverless_gpu.model.billing.usage_report import PERIODS, Window
+from serverless_gpu.model.billing.usage_report import PERIODS, DayRange
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import counting, prices, usage_going, usage_rows, usage_sums
 from serverless_gpu.server.accounts import Account
@@ -69,7 +69,9 @@ def view_usage(services: Services, who: Caller, reach: str, wanted: Wanted) -> U
     )
 
 
-def view_records(services: Services, who: Caller, reach: str, window: Window, *, after: int, limit: int) -> RecordPage:
+def view_records(
+    services: Services, who: Caller, reach: str, window: DayRange, *, after: int, limit: int
+) -> RecordPage:
     """Return rows of the ledger as billing tables have them.
 
     Args:
@@ -144,7 +146,7 @@ def view_demand(services: Services, who: Caller, reach: str, asked: Asked, *, af
     return DemandPage(rows=(*(row for _, row in rows), *now))
 
 
-def window_of(services: Services, from_day: int | None, until_day: int | None) -> Window:
+def window_of(services: Services, from_day: int | None, until_day: int | None) -> DayRange:
     """Return the days that somebody asks about; the last 30 without saying.
 
     Raises:
@@ -152,7 +154,7 @@ def window_of(services: Services, from_day: int | None, until_day: int | None) -
     """
     today = services.clock.wall_ns() // DAY_NS
     until = today + 1 if until_day is None else until_day
-    return usage_report.checked(Window(max(0, until - DAYS) if from_day is None else from_day, until))
+    return usage_report.checked(DayRange(max(0, until - DAYS) if from_day is None else from_day, until))
 
 
 def where_of(text: str) -> Mapping[str, str]:
@@ -181,9 +183,9 @@ def where_of(text: str) -> Mapping[str, str]:
 
 def _limits(who: Caller, reach: str) -> tuple[str | None, tuple[str, ...]]:
     """Return whose use somebody may see, and of which teams."""
-    if reach == Reach.ALL:
+    if reach == AccessReach.ALL:
         return None, ()
-    return who.name, who.teams if reach == Reach.TEAM else ()
+    return who.name, who.teams if reach == AccessReach.TEAM else ()
 
 
 def _may_see(account: Account, who: Caller, reach: str) -> bool:

@@ -17,9 +17,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing import usage_report
-from serverless_gpu.model.billing.ledger import Line
+from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.metering import SEGMENTS
-from serverless_gpu.model.billing.usage_report import Amounts, Group
+from serverless_gpu.model.billing.usage_report import Amounts, ReportRow
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
 from serverless_gpu.server.accounts import Account
@@ -44,7 +44,7 @@ class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     fence: int
     account: Account
-    line: Line
+    line: LedgerLine
     amounts: Amounts
     is_posted: bool
 
@@ -87,10 +87,10 @@ def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMI
     return UnpostedDays(lines=_first_counted(lines, posted), attempts=len(shown), is_cut=len(ids) > limit)
 
 
-def groups(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[Group]:
+def groups(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[ReportRow]:
     """Return what goes on as groups of a report; days of which the ledger says all are in none."""
     return usage_report.together(
-        Group(
+        ReportRow(
             key=usage_report.key_of(by, one.account, run_id=one.run_id, day=one.line.day),
             currency=one.account.currency,
             amounts=one.amounts,
@@ -108,15 +108,17 @@ def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str
     return accounts.of_run(connection, run, gpu_type=attempt.gpu_type, pool=pool, currency=currency)
 
 
-def _used(attempt: StoredAttempt, crew: StoredCrew, told: Sequence[Fact], at: Now) -> Sequence[Line]:
+def _used(attempt: StoredAttempt, crew: StoredCrew, told: Sequence[Fact], at: Now) -> Sequence[LedgerLine]:
     try:
         return counting.so_far(attempt, crew, told, at)
     except InvalidValue:
         return ()
 
 
-def _lines(crew: StoredCrew, account: Account, posted: Sequence[Posted], used: Sequence[Line]) -> list[UnpostedDay]:
-    there: dict[int, list[Line]] = defaultdict(list)
+def _lines(
+    crew: StoredCrew, account: Account, posted: Sequence[Posted], used: Sequence[LedgerLine]
+) -> list[UnpostedDay]:
+    there: dict[int, list[LedgerLine]] = defaultdict(list)
     for one in posted:
         there[one.entry.line.day].append(one.entry.line)
     return [
@@ -132,7 +134,7 @@ def _lines(crew: StoredCrew, account: Account, posted: Sequence[Posted], used: S
     ]
 
 
-def _less(line: Line, posted: Sequence[Line]) -> Amounts:
+def _less(line: LedgerLine, posted: Sequence[LedgerLine]) -> Amounts:
     """Return a day without what the ledger says of it."""
     numbers = {name: getattr(line, name) - sum(getattr(one, name) for one in posted) for name in _NUMBERS}
     priced = [one.micros for one in posted if one.micros is not None]

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing.ledger import EntryKind
 from serverless_gpu.model.billing.metering import SEGMENTS
-from serverless_gpu.model.billing.usage_report import Window
+from serverless_gpu.model.billing.usage_report import DayRange
 from serverless_gpu.server.accounts import Account, find_many
 from serverless_gpu.server.charges import Posted, from_row
 from serverless_gpu.server.tables import accounts, charges, utilisations
@@ -40,7 +40,7 @@ def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[
 
 
 def page(
-    connection: sa.Connection, window: Window, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
+    connection: sa.Connection, window: DayRange, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[Row]:
     """Return entries of some days in the order in which they were posted, from the one after `after` on."""
     query = (

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.metering import SEGMENTS
-from serverless_gpu.model.billing.usage_report import ACCOUNT_FIELDS, TAG, Amounts, Group, Window
+from serverless_gpu.model.billing.usage_report import ACCOUNT_FIELDS, TAG, Amounts, DayRange, ReportRow
 from serverless_gpu.model.utc_days import SINCE_MONDAY
 from serverless_gpu.server.tables import (
     account_tags,
@@ -56,7 +56,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     by: tuple[str, ...]
-    window: Window
+    window: DayRange
     where: Mapping[str, str] = {}
     seen_by: str | None = None
     teams: tuple[str, ...] = ()
@@ -72,8 +72,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         is_cut: whether there are more groups.
     """
 
-    groups: list[Group]
-    totals: list[Group]
+    groups: list[ReportRow]
+    totals: list[ReportRow]
     is_cut: bool
 
 
@@ -104,7 +104,7 @@ class _Report:
         self._is_few = (connection.scalar(sa.select(sa.func.count()).select_from(few)) or 0) <= ACCOUNTS_FEW
         self._currencies = list(connection.scalars(sa.select(accounts.c.currency).distinct()))
 
-    def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[Group]:
+    def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[ReportRow]:
         """Return groups of charges, those that cost most; all of them without a limit."""
         source, conditions, sums = self._source(by)
         if source is charges and limit is not None and (field := self._finest(by)):
@@ -115,7 +115,7 @@ class _Report:
             query = query.limit(limit)
         return [self._group(by, row, SUMS) for row in self._rows(query)]
 
-    def seen(self, by: tuple[str, ...], groups: list[Group], *, only: bool = False) -> list[Group]:
+    def seen(self, by: tuple[str, ...], groups: list[ReportRow], *, only: bool = False) -> list[ReportRow]:
         """Return groups with what telemetry saw; `only`: what it saw of others is not even read."""
         source: sa.FromClause = utilisations
         conditions = self._conditions(utilisations)
@@ -146,7 +146,9 @@ class _Report:
         ]
         # Devices that were seen on another day than they were charged for have a line of their own.
         rest = (
-            [] if only else [Group(key=key, currency=currency, amounts=each) for (key, currency), each in found.items()]
+            []
+            if only
+            else [ReportRow(key=key, currency=currency, amounts=each) for (key, currency), each in found.items()]
         )
         return shown + rest
 
@@ -273,12 +275,12 @@ class _Report:
         # Without keys there is one row, and nothing in it when there is nothing to add up.
         return [row for row in self._connection.execute(query) if any(value is not None for value in row)]
 
-    def _group(self, by: tuple[str, ...], row: sa.Row[Any], names: Sequence[str]) -> Group:
+    def _group(self, by: tuple[str, ...], row: sa.Row[Any], names: Sequence[str]) -> ReportRow:
         # A sum is a Decimal on PostgreSQL, and None of nothing but NULLs: of money, that is "unpriced".
         sums = {name: int(value or 0) for name, value in zip(names, row[-len(names) :], strict=True)}
         micros = row[-len(names) + names.index("micros")] if "micros" in names else None
         sums.pop("micros", None)
-        return Group(
+        return ReportRow(
             key=tuple(usage_report.label(field, value) for field, value in zip(by, row, strict=False)),
             currency=row[len(by)] if self._has_currencies else next(iter(self._currencies), ""),
             amounts=Amounts(**sums, micros=None if micros is None else int(micros)),

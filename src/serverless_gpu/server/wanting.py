@@ -1,4 +1,4 @@
-"""What a run wants of the queue, made of its row: the one place where a `StoredRun` becomes a `Wanted`."""
+"""What a run wants of the queue, made of its row: the one place where a `StoredRun` becomes a `QueuedRun`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serverless_gpu.model.access.teams import share_team
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import pause_s
 from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S, limit_s
-from serverless_gpu.model.scheduling.values import Wanted
+from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.model.spec import Function, Kernel
 from serverless_gpu.server import floor
 from serverless_gpu.server.runs import StoredRun
@@ -36,7 +36,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 NOTHING = Past()
 
 
-def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
+def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> QueuedRun:
     """Return what a run wants.
 
     Args:
@@ -47,7 +47,7 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> Wanted:
     spec, resources = run.spec, run.spec.resources
     not_before_ns, held = _held(run, now_ns)
     several, alone = _several(run)
-    return Wanted(
+    return QueuedRun(
         run_id=run.id,
         title=floor.title(run),
         owner=run.owner,
@@ -94,7 +94,7 @@ def _several(run: StoredRun) -> tuple[bool, str]:
     return True, ""
 
 
-def begun(asked: Wanted, after_s: float) -> Wanted:
+def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
     """Return what a run wants whose user code began some time after it got devices: its limit counts from there."""
     if asked.limit_s is None:
         return asked

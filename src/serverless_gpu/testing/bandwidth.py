@@ -54,7 +54,7 @@ class Bandwidth:
         time.sleep(wait_s)
 
 
-class Bucket:
+class FakeBucket:
     """A server that speaks enough S3 for a store that nobody lists: get, ranges, head, put, delete.
 
     Args:
@@ -82,7 +82,7 @@ class Bucket:
         host, port = self._server.server_address[:2]
         self.url = f"http://{host!s}:{port}"
 
-    def __enter__(self) -> Bucket:
+    def __enter__(self) -> FakeBucket:
         self._thread.start()
         return self
 
@@ -113,7 +113,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
-    bucket: Bucket
+    bucket: FakeBucket
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -190,7 +190,7 @@ class _Request(BaseHTTPRequestHandler):
                     self.server.bucket.sent_bytes += len(piece)
 
 
-class Line:
+class SharedLine:
     """A line to a server, whose answers share a bandwidth.
 
     Args:
@@ -214,7 +214,7 @@ class Line:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.passed_bytes = 0
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> SharedLine:
         self._thread.start()
         return self
 

@@ -16,7 +16,7 @@ from functools import partial
 
 from blake3 import blake3
 
-from serverless_gpu.environment.documents import Row, Unit, unit_address
+from serverless_gpu.environment.documents import FileRow, Unit, unit_address
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.errors import EnvironmentRejected
@@ -48,7 +48,7 @@ def pack_key(data: bytes) -> str:
 
 def empty_unit(name: str) -> tuple[str, bytes]:
     """Return the key and the bytes of a unit that is one empty directory."""
-    rows = (Row(f"site/{name}", "d"),)
+    rows = (FileRow(f"site/{name}", "d"),)
     unit = Unit(address=unit_address(rows), rows=rows, packs=(), blocks=(), places=())
     return f"units/{unit.address}", encode(unit)
 

@@ -42,7 +42,7 @@ class Metric(NamedTuple):
     step: int
 
 
-class Tracked(msgspec.Struct, frozen=True, kw_only=True):
+class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
     """A tracked run as the tracker knows it.
 
     Attributes:
@@ -64,17 +64,17 @@ class Tracked(msgspec.Struct, frozen=True, kw_only=True):
 class Tracker(Protocol):
     """What keeps experiments."""
 
-    def find(self, tracking: Tracking, run_id: str) -> Tracked | None:
+    def find(self, tracking: Tracking, run_id: str) -> TrackerRun | None:
         """Return the tracked run that carries this run's tag, or None: made by another node, or before a restart."""
         ...
 
-    def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> Tracked:
+    def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
         """Return the tracked run: made, or the one that `tracking` says is continued."""
         ...
 
     def log(
         self,
-        tracked: Tracked,
+        tracked: TrackerRun,
         *,
         metrics: Sequence[Metric] = (),
         params: Mapping[str, str] | None = None,
@@ -83,19 +83,19 @@ class Tracker(Protocol):
         """Add points, parameters and tags; the same again changes nothing."""
         ...
 
-    def tags(self, tracked: Tracked) -> Mapping[str, str]:
+    def tags(self, tracked: TrackerRun) -> Mapping[str, str]:
         """Return the tags it has now."""
         ...
 
-    def upload(self, tracked: Tracked, name: str, data: bytes) -> None:
+    def upload(self, tracked: TrackerRun, name: str, data: bytes) -> None:
         """Add a small file to its artifacts, or replace it."""
         ...
 
-    def resume(self, tracked: Tracked) -> None:
+    def resume(self, tracked: TrackerRun) -> None:
         """Say that it goes on: another attempt of a run whose attempt before had ended."""
         ...
 
-    def end(self, tracked: Tracked, status: Status, at_ms: int) -> None:
+    def end(self, tracked: TrackerRun, status: Status, at_ms: int) -> None:
         """Say that it has ended."""
         ...
 

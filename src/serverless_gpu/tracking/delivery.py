@@ -53,9 +53,9 @@ from serverless_gpu.model.telemetry.tracking_rules import (
 )
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.tracking import documents
-from serverless_gpu.tracking.base import Tracked, Tracker, TrackerAway, TrackerRefused
-from serverless_gpu.tracking.memory import Ending, load_memory, memory_path, save_memory
-from serverless_gpu.tracking.points import BACKLOG_BYTES_MAX, Cursor, Points, telemetry_path
+from serverless_gpu.tracking.base import Tracker, TrackerAway, TrackerRefused, TrackerRun
+from serverless_gpu.tracking.memory import AttemptEnding, load_memory, memory_path, save_memory
+from serverless_gpu.tracking.points import BACKLOG_BYTES_MAX, Points, SampleCursor, telemetry_path
 from serverless_gpu.tracking.together import together
 
 _POLL_S = 2.0
@@ -66,7 +66,7 @@ _SETTLE_NS = 3600 * 10**9
 _SUSPICIOUS = 3
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class DeliveryJob(msgspec.Struct, frozen=True, kw_only=True):
     """What is delivered.
 
     Attributes:
@@ -84,10 +84,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     called_ns: int
 
 
-class Listener(Protocol):
+class DeliveryListener(Protocol):
     """Who is told; called in the delivery's thread, and may not wait."""
 
-    def tracked(self, tracked: Tracked) -> None:
+    def tracked(self, tracked: TrackerRun) -> None:
         """Hear which MLflow run it is: once per process, also when it was known from before."""
         ...
 
@@ -100,7 +100,7 @@ class Listener(Protocol):
         ...
 
 
-class Delivery:
+class MlflowDelivery:
     """One attempt on one node; `run` is for a thread of its own, everything else for any other.
 
     Args:
@@ -115,7 +115,13 @@ class Delivery:
     """
 
     def __init__(
-        self, directory: Path, job: Job, tracker: Tracker, listener: Listener, *, clock: Clock | None = None
+        self,
+        directory: Path,
+        job: DeliveryJob,
+        tracker: Tracker,
+        listener: DeliveryListener,
+        *,
+        clock: Clock | None = None,
     ) -> None:
         if job.spec.tracker is None:
             raise ValueError(f"run {job.run_id} is not to be tracked")
@@ -131,7 +137,7 @@ class Delivery:
         self._stopped = False
         self._woken = False
         self._failures = 0
-        cursor = Cursor(self._memory.offset, self._memory.sent_ns)
+        cursor = SampleCursor(self._memory.offset, self._memory.sent_ns)
         path = telemetry_path(directory, job.node_rank)
         self._points = Points(path, job.num_nodes, cursor, backlog_bytes_max=BACKLOG_BYTES_MAX)
         self._is_first = job.node_rank == 0
@@ -182,7 +188,7 @@ class Delivery:
 
     def ending(self, state: State, reason: Reason, sentence: str = "") -> None:
         """Say that the attempt has ended: logs and failures lie in its directory."""
-        ending = Ending(state=state, reason=reason, sentence=sentence, at_ns=self._clock.wall_ns())
+        ending = AttemptEnding(state=state, reason=reason, sentence=sentence, at_ns=self._clock.wall_ns())
         with self._changed:
             if self._memory.ending is None:
                 self._memory.ending = ending
@@ -244,7 +250,7 @@ class Delivery:
         self._listener.tracked(memory.tracked)
         return True
 
-    def _begun(self) -> Tracked:
+    def _begun(self) -> TrackerRun:
         """Return the MLflow run, which is made unless it is there."""
         job, memory, shared = self._job, self._memory, self._together
         with shared.lock:
@@ -267,7 +273,7 @@ class Delivery:
                     memory.asked_ns = shared.asked_ns = 0
                 raise
 
-    def _found(self) -> Tracked:
+    def _found(self) -> TrackerRun:
         found = self._tracker.find(self._tracking, self._job.run_id)
         if found is None:
             raise _NotYet("the first node has not made the MLflow run yet")
@@ -403,7 +409,7 @@ class Delivery:
         self._memory.done.add("end")
         return True
 
-    def _end_run(self, ending: Ending) -> None:
+    def _end_run(self, ending: AttemptEnding) -> None:
         if not self._tracking.run_id or self._known.had_ended:  # else whoever made it ends it
             self._tracker.end(self._known, status_of(ending.state), ending.at_ns // 1_000_000)
 
@@ -440,7 +446,7 @@ class Delivery:
     # --- shared -------------------------------------------------------------------------------------------------
 
     @property
-    def _known(self) -> Tracked:
+    def _known(self) -> TrackerRun:
         if self._memory.tracked is None:
             raise RuntimeError("a step was taken before the MLflow run was known")
         return self._memory.tracked

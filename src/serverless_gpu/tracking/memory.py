@@ -15,12 +15,12 @@ import msgspec
 
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.tracking.base import Tracked
+from serverless_gpu.tracking.base import TrackerRun
 
 _BYTES_MAX = 1 << 20
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptEnding(msgspec.Struct, frozen=True, kw_only=True):
     """How an attempt ended, and when, nanoseconds since 1970."""
 
     state: State
@@ -29,7 +29,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     at_ns: int
 
 
-class Memory(msgspec.Struct, kw_only=True):
+class DeliveryState(msgspec.Struct, kw_only=True):
     """The state of one delivery.
 
     Attributes:
@@ -44,13 +44,13 @@ class Memory(msgspec.Struct, kw_only=True):
         over: why there is nothing left to do, or "".
     """
 
-    tracked: Tracked | None = None
+    tracked: TrackerRun | None = None
     asked_ns: int = 0
     offset: int = 0
     sent_ns: int = 0
     dropped: int = 0
     done: set[str] = msgspec.field(default_factory=set)
-    ending: Ending | None = None
+    ending: AttemptEnding | None = None
     is_settled: bool = False
     over: str = ""
 
@@ -60,14 +60,14 @@ def memory_path(directory: Path, node_rank: int) -> Path:
     return directory / f"tracking-{node_rank}.state"
 
 
-def load_memory(path: Path) -> Memory:
+def load_memory(path: Path) -> DeliveryState:
     """Return what was remembered; an empty memory where nothing was, or nothing can be read."""
     with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
-        return from_json(file.read(_BYTES_MAX), Memory)
-    return Memory()
+        return from_json(file.read(_BYTES_MAX), DeliveryState)
+    return DeliveryState()
 
 
-def save_memory(path: Path, memory: Memory) -> None:
+def save_memory(path: Path, memory: DeliveryState) -> None:
     """Write it down; a disk that is full, or a directory that is gone, is not worth ending a delivery for."""
     temporary = path.with_name(path.name + ".tmp")
     with contextlib.suppress(OSError):

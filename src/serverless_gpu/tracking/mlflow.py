@@ -24,7 +24,7 @@ import msgspec
 
 from serverless_gpu.model.telemetry.tracking_rules import KEY_CHARACTERS_MAX, RUN_TAG, Status, cut
 from serverless_gpu.model.tracking_context import Tracking
-from serverless_gpu.tracking.base import Metric, Tracked, TrackerAway, TrackerRefused
+from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.rest import LONG_TIMEOUT_S, Exists, NotThere, Rest
 
 METRICS_MAX = 1000
@@ -99,7 +99,7 @@ class MlflowTracker:
         self._rest = Rest(address, environ)
         self._experiments: dict[str, str] = {}
 
-    def find(self, tracking: Tracking, run_id: str) -> Tracked | None:
+    def find(self, tracking: Tracking, run_id: str) -> TrackerRun | None:
         """Return the MLflow run that carries this run's tag, or None; the first one, should there be several.
 
         Raises:
@@ -120,7 +120,7 @@ class MlflowTracker:
         found = self._rest.call("POST", "mlflow/runs/search", wanted, answer=_Runs).runs
         return min((self._tracked(run.info) for run in found), key=lambda tracked: tracked.run_id, default=None)
 
-    def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> Tracked:
+    def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
         """Return the MLflow run: made, or the one that `tracking` says is continued, which keeps its name and parent.
 
         Args:
@@ -156,7 +156,7 @@ class MlflowTracker:
 
     def log(
         self,
-        tracked: Tracked,
+        tracked: TrackerRun,
         *,
         metrics: Sequence[Metric] = (),
         params: Mapping[str, str] | None = None,
@@ -174,7 +174,7 @@ class MlflowTracker:
             for batch in _batches(list((pairs or {}).items()), PAIRS_MAX):
                 self._batch(tracked, name, [{"key": key, "value": value} for key, value in batch])
 
-    def tags(self, tracked: Tracked) -> Mapping[str, str]:
+    def tags(self, tracked: TrackerRun) -> Mapping[str, str]:
         """Return the tags it has now.
 
         Raises:
@@ -184,7 +184,7 @@ class MlflowTracker:
         run = self._get(tracked.run_id)
         return {tag.key: tag.value for tag in run.data.tags}
 
-    def upload(self, tracked: Tracked, name: str, data: bytes) -> None:
+    def upload(self, tracked: TrackerRun, name: str, data: bytes) -> None:
         """Add a file to the artifacts, or replace it.
 
         Args:
@@ -201,7 +201,7 @@ class MlflowTracker:
             raise TrackerRefused(f"MLflow at {tracked.uri} takes no files for {tracked.artifacts or 'this run'}")
         self._rest.put(f"{_ARTIFACTS}/{quote(root.strip('/'))}/{quote(name)}", data)
 
-    def resume(self, tracked: Tracked) -> None:
+    def resume(self, tracked: TrackerRun) -> None:
         """Say that it goes on.
 
         Raises:
@@ -210,7 +210,7 @@ class MlflowTracker:
         """
         self._update(tracked, {"status": "RUNNING"})
 
-    def end(self, tracked: Tracked, status: Status, at_ms: int) -> None:
+    def end(self, tracked: TrackerRun, status: Status, at_ms: int) -> None:
         """Say that it has ended.
 
         Raises:
@@ -258,7 +258,7 @@ class MlflowTracker:
             )
         return found.experiment.experiment_id
 
-    def _continued(self, run_id: str) -> Tracked:
+    def _continued(self, run_id: str) -> TrackerRun:
         try:
             info = self._get(run_id).info
         except NotThere as error:
@@ -271,17 +271,17 @@ class MlflowTracker:
     def _get(self, run_id: str) -> _Run:
         return self._rest.call("GET", "mlflow/runs/get", answer=_RunAnswer, query={"run_id": run_id}).run
 
-    def _batch(self, tracked: Tracked, kind: str, entries: list[dict[str, object]]) -> None:
+    def _batch(self, tracked: TrackerRun, kind: str, entries: list[dict[str, object]]) -> None:
         self._rest.call("POST", "mlflow/runs/log-batch", {"run_id": tracked.run_id, kind: entries}, answer=_Nothing)
 
-    def _update(self, tracked: Tracked, change: dict[str, object]) -> None:
+    def _update(self, tracked: TrackerRun, change: dict[str, object]) -> None:
         self._rest.call("POST", "mlflow/runs/update", {"run_id": tracked.run_id, **change}, answer=_Nothing)
 
-    def _tracked(self, info: _Info) -> Tracked:
+    def _tracked(self, info: _Info) -> TrackerRun:
         uri = self._rest.uri
         if not (_is_id(info.run_id) and _is_id(info.experiment_id)):  # ranks get them as variables
             raise TrackerRefused(f"MLflow at {uri} has identifiers that no MLflow has")
-        return Tracked(
+        return TrackerRun(
             run_id=info.run_id,
             experiment_id=info.experiment_id,
             uri=uri,

@@ -30,7 +30,7 @@ _WINDOW_MAX = 512
 _EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
 
 
-class Cursor(NamedTuple):
+class SampleCursor(NamedTuple):
     """Up to where a file was sent: samples from `offset` on that are later than `sent_ns` were not."""
 
     offset: int = 0
@@ -59,7 +59,7 @@ class Points:
     """
 
     def __init__(
-        self, path: Path, num_nodes: int, cursor: Cursor, *, backlog_bytes_max: int = BACKLOG_BYTES_MAX
+        self, path: Path, num_nodes: int, cursor: SampleCursor, *, backlog_bytes_max: int = BACKLOG_BYTES_MAX
     ) -> None:
         self._samples = Samples(path, cursor.offset)
         self._num_nodes = num_nodes
@@ -72,7 +72,7 @@ class Points:
         self._batch: list[Metric] = []
 
     @property
-    def cursor(self) -> Cursor:
+    def cursor(self) -> SampleCursor:
         """Return up to where the file was sent."""
         return self._cursor
 
@@ -102,7 +102,7 @@ class Points:
         self._batch = []
         waiting = self._window or self._rows
         offset = waiting[0].offset if waiting else self._samples.offset
-        self._cursor = Cursor(offset, self._last_ns)
+        self._cursor = SampleCursor(offset, self._last_ns)
 
     def shorten(self) -> int:
         """Give up the oldest points as long as too much waits; return how many."""

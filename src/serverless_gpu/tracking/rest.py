@@ -50,7 +50,7 @@ _TEXT_CHARACTERS_MAX = 200
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
 
-class Problem(msgspec.Struct):
+class MlflowProblem(msgspec.Struct):
     """What MLflow says when it refuses."""
 
     error_code: str | int
@@ -213,7 +213,7 @@ class Rest:
     def _problem(self, found: _Answer) -> Exception:
         """Return what an answer of 300 or more means."""
         try:
-            problem = from_json(found.body, Problem)
+            problem = from_json(found.body, MlflowProblem)
         except msgspec.MsgspecError:
             problem = None
         text = problem.message if problem is not None else found.body.decode(errors="replace")

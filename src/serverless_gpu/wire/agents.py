@@ -206,7 +206,7 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
         return self.crews[self.crew].gpus if self.crews else self.world_size
 
 
-class Look(Answer, frozen=True, kw_only=True, tag="look"):
+class ReportNow(Answer, frozen=True, kw_only=True, tag="look"):
     """Report about an attempt now, for the answer has something for it; `seq` is 0, and it is not acknowledged.
 
     What the answer would say of the meeting and of the end comes along, so that nothing waits for the report.
@@ -239,7 +239,7 @@ class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
     released: bool = False
 
 
-Order = Start | Stop | Look
+Order = Start | Stop | ReportNow
 
 
 class OrdersTaken(Request, frozen=True, kw_only=True):

@@ -16,12 +16,12 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
-from serverless_gpu.model.gangs.rendezvous import Chosen, Offer, Reach
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen, Silence
+from serverless_gpu.model.gangs.rendezvous import Chosen, CrewReach, Offer
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement, Silence
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.spec import BlobReference
-from serverless_gpu.model.telemetry.idleness import Verdict
+from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.wire.base import Answer, Json, Request
 
 NOT_SENT = "results do not get to the server: "
@@ -101,12 +101,12 @@ class Report(Request, frozen=True, kw_only=True):
     freed: bool = False
     tracked: str = ""
     offer: Offer | None = None
-    reach: Reach | None = None
+    reach: CrewReach | None = None
     returned: bool = False
     halt: Halt | None = None
     silence: Silence | None = None
-    seen: Seen | None = None
-    idle: Verdict = Verdict.GO_ON
+    seen: CrewObservation | None = None
+    idle: IdleVerdict = IdleVerdict.GO_ON
     saved: int = 0
 
 
@@ -142,4 +142,4 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
     peer_failed: str = ""
     ask: Ask | None = None
     judgement: Judgement | None = None
-    idle: Verdict | None = None
+    idle: IdleVerdict | None = None

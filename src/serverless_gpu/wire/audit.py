@@ -8,7 +8,7 @@ request that they tell of was answered (`model/access/audit_chain.py`).
 
 from __future__ import annotations
 
-from serverless_gpu.model.access.audit_chain import Link
+from serverless_gpu.model.access.audit_chain import ChainedEntry
 from serverless_gpu.wire.base import Answer
 
 
@@ -23,7 +23,7 @@ class AuditPage(Answer, frozen=True, kw_only=True):
         now_ns: the server's time.
     """
 
-    entries: tuple[Link, ...]
+    entries: tuple[ChainedEntry, ...]
     last: int
     pending: int
     pending_since_ns: int | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.model.cost import CostEstimate
-from serverless_gpu.model.scheduling.values import Estimate
+from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.base import Answer, Request
 from serverless_gpu.wire.runs import Target
@@ -63,17 +63,17 @@ class EstimateView(Answer, frozen=True, kw_only=True):
     budgets: tuple[str, ...] = ()
 
 
-def estimate_view(estimate: Estimate, now_ns: int) -> EstimateView:
+def estimate_view(estimate: StartEstimate, now_ns: int) -> EstimateView:
     """Return when a run would start, as it travels."""
     parts = msgspec.structs.asdict(estimate)
     wait = parts.pop("wait")
     return EstimateView(now_ns=now_ns, waiting=None if wait is None else wait_view(wait), **parts)
 
 
-def estimate_of(view: EstimateView) -> Estimate:
+def estimate_of(view: EstimateView) -> StartEstimate:
     """Return what a view says, as decisions have it."""
     wait = None if view.waiting is None else wait_of(view.waiting, "")
-    return Estimate(
+    return StartEstimate(
         at_ns=view.at_ns,
         is_bound=view.is_bound,
         node=view.node,

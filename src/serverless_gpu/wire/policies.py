@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.model.access.usage_policy import Holder, UsagePolicy
+from serverless_gpu.model.access.usage_policy import PolicySubject, UsagePolicy
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.base import Answer, Request
 
@@ -40,7 +40,7 @@ class PolicyView(Answer, frozen=True, kw_only=True):
     timeout_s: float | None = None
     team: str = ""
     team_required: bool = False
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[PolicySubject, ...] = ()
     attempts_max: int | None = None
     total_run_s: float | None = None
     unsaved_max: int | None = None
@@ -86,6 +86,6 @@ def request_of(policy: UsagePolicy) -> PolicyRequest:
     return PolicyRequest(**msgspec.structs.asdict(policy))
 
 
-def view_of(name: str, policy: UsagePolicy, holders: tuple[Holder, ...] = ()) -> PolicyView:
+def view_of(name: str, policy: UsagePolicy, holders: tuple[PolicySubject, ...] = ()) -> PolicyView:
     """Return a policy as it is shown."""
     return PolicyView(name=name, holders=holders, **msgspec.structs.asdict(policy))

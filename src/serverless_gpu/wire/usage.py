@@ -11,8 +11,8 @@ in no sum.
 
 from __future__ import annotations
 
-from serverless_gpu.model.billing.billing_rows import ListPrice, Record
-from serverless_gpu.model.billing.usage_report import Group
+from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
+from serverless_gpu.model.billing.usage_report import ReportRow
 from serverless_gpu.wire.base import Answer
 
 GROUPS_MAX = 10_000
@@ -37,8 +37,8 @@ class UsageView(Answer, frozen=True, kw_only=True):
     by: tuple[str, ...]
     from_day: int
     until_day: int
-    groups: tuple[Group, ...]
-    totals: tuple[Group, ...]
+    groups: tuple[ReportRow, ...]
+    totals: tuple[ReportRow, ...]
     is_cut: bool = False
     going: int = 0
     is_going_cut: bool = False
@@ -51,7 +51,7 @@ class RecordPage(Answer, frozen=True, kw_only=True):
         after: what to ask with for those that follow; None where these are the last.
     """
 
-    records: tuple[Record, ...]
+    records: tuple[BillingRow, ...]
     after: int | None = None
 
 

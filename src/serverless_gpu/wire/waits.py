@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from serverless_gpu.json_codec import from_builtins
-from serverless_gpu.model.scheduling.values import Holder, Wait, WaitReason
+from serverless_gpu.model.scheduling.values import DeviceHolder, Wait, WaitReason
 from serverless_gpu.wire.base import Answer
 
 HOLDERS_MAX = 16
@@ -111,5 +111,5 @@ def wait_of(view: WaitView, run_id: str) -> Wait | None:
     if view.reason not in _REASONS:
         return None
     wait = from_builtins(msgspec.to_builtins(view) | {"run_id": run_id}, Wait)
-    others = (Holder(title="others", count=view.others),) if view.others else ()
+    others = (DeviceHolder(title="others", count=view.others),) if view.others else ()
     return msgspec.structs.replace(wait, run_id=run_id, holders=(*wait.holders, *others))

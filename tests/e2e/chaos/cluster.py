@@ -22,7 +22,7 @@ from pathlib import Path
 
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import Profile
+from serverless_gpu.node.uplink.profile import UplinkProfile
 from serverless_gpu.testing import agent_status, stop_agent
 from serverless_gpu.wire.connection import Connection
 from tests.e2e.chaos import plan
@@ -81,11 +81,11 @@ class Cluster:
         (self.home / "server").mkdir(mode=0o700, exist_ok=True)
         (self.home / "server.toml").write_text(_SETTINGS)
         self._start_server()
-        self._second = Machine(Profile(url=self.url, token="", name="n2"), gpus=NODE_GPUS)
+        self._second = Machine(UplinkProfile(url=self.url, token="", name="n2"), gpus=NODE_GPUS)
         token = (self.home / "server" / "token").read_text(encoding="ascii").strip()
         with contextlib.closing(Connection(self.url, token, patience_s=60)) as administrator:
             node = node_token(administrator, "n2", self._second.home)
-        self._second.write(Profile(url=self.url, token=node, name="n2"))
+        self._second.write(UplinkProfile(url=self.url, token=node, name="n2"))
         self._second.start()
         wait_for(lambda: self._second is not None and "joined" in self._second.log(), "n2 has joined")
         self._environment = SmallEnvironment(self.home / "callers", *with_requirements("httpx2"))

@@ -11,10 +11,10 @@ import pytest
 
 from serverless_gpu.model import utc_days
 from serverless_gpu.model.billing import advice, pricing
-from serverless_gpu.model.billing.advice import Rates
-from serverless_gpu.model.billing.advice import Use as Slice
-from serverless_gpu.model.billing.budget import Budget, Period, Scope, Spender, Use, judge
-from serverless_gpu.model.billing.ledger import Entry, Line, charge, lines, post
+from serverless_gpu.model.billing.advice import GpuRates
+from serverless_gpu.model.billing.advice import GpuUse as Slice
+from serverless_gpu.model.billing.budget import Budget, BudgetUse, Period, Scope, Spender, judge
+from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, charge, lines, post
 from serverless_gpu.model.billing.pricing import Price, Tariff
 from serverless_gpu.model.cost import AttemptUse, Devices, Lasting, estimated, together
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
@@ -85,7 +85,7 @@ def _facts(fence: int, until: str = "9999") -> list[Fact]:
     ]
 
 
-def _lines(fence: int, until: str = "9999") -> tuple[Line, ...]:
+def _lines(fence: int, until: str = "9999") -> tuple[LedgerLine, ...]:
     facts = _facts(fence, until)
     tariff = _tariff(next(row["at"] for row in _FACTS if row["attempt"] == str(fence)))
     return lines(facts, tariff, is_billed=fence != 1 or MEANINGS[_LOST].is_billed)
@@ -122,7 +122,7 @@ def test_the_cost_is_rounded_up_once() -> None:
 
 def test_what_the_ledger_has_of_a_node_that_was_silent() -> None:
     provisional = post((), _lines(2, until="2026-11-22 00:20:00"), final=False)
-    ledger: list[Entry] = [*provisional, *post(provisional, _lines(2), final=True)]
+    ledger: list[LedgerEntry] = [*provisional, *post(provisional, _lines(2), final=True)]
     found = [
         {
             "number": str(entry.number),
@@ -173,7 +173,7 @@ def test_how_a_budget_stands_and_when_it_stops_the_run() -> None:
             is_over=is_over,
             longest_s=80 * 60.0,
         )
-        standing = judge(budget, Use(), [spender], at_ns)
+        standing = judge(budget, BudgetUse(), [spender], at_ns)
         reached = standing.reached
         said = {80: "80 % is said", 95: "95 % is said"}.get(max(reached, default=0) if len(reached) > before else 0)
         then = "has ended" if is_over else "is asked to stop" if standing.stop else said or "goes on"
@@ -196,7 +196,7 @@ def test_how_many_gpus_pay() -> None:
 
     uses = [Slice(start_ns=hours_ns(row["from"]), end_ns=hours_ns(row["until"]), gpus=int(row["GPUs"])) for row in _DAY]
     curve = advice.curve_of(uses, 0, 24 * utc_days.HOUR_NS)
-    found = advice.advise(curve, Rates(reserved=1_800_000, on_demand=2_990_000))
+    found = advice.advise(curve, GpuRates(reserved=1_800_000, on_demand=2_990_000))
     assert f"1.80 ÷ 2.99 = {found.duty_percent:.1f} %" in _EXAMPLE
     assert [
         {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from serverless_gpu.model.billing.advice import Rates, Use, advise, curve_of, mix
+from serverless_gpu.model.billing.advice import GpuRates, GpuUse, advise, curve_of, mix
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.units import MICROS_PER_UNIT
 from tests.support.paths import REPOSITORY
@@ -12,12 +12,12 @@ from tests.support.paths import REPOSITORY
 PAGE = (REPOSITORY / "docs" / "how-to" / "reserved-or-on-demand.md").read_text(encoding="utf-8")
 
 
-def use(start: int, end: int, gpus: int) -> Use:
-    return Use(start_ns=start * HOUR_NS, end_ns=end * HOUR_NS, gpus=gpus)
+def use(start: int, end: int, gpus: int) -> GpuUse:
+    return GpuUse(start_ns=start * HOUR_NS, end_ns=end * HOUR_NS, gpus=gpus)
 
 
 CURVE = curve_of([use(0, 10, 2), use(1, 7, 4), use(3, 4, 2)], 0, 10 * HOUR_NS)
-RATES = Rates(reserved=MICROS_PER_UNIT, on_demand=2 * MICROS_PER_UNIT)
+RATES = GpuRates(reserved=MICROS_PER_UNIT, on_demand=2 * MICROS_PER_UNIT)
 
 
 def table(head: str) -> list[list[str]]:

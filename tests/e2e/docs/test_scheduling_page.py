@@ -12,17 +12,17 @@ from serverless_gpu.model.scheduling.preemption import Terms, may_ask
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     Arrived,
+    DeviceShare,
+    DevicesTaken,
     Gone,
     Node,
     NodeSeen,
     Pool,
     PoolSeen,
+    QueuedRun,
     QueuePolicy,
-    Running,
-    Share,
-    Started,
+    RunningRun,
     Used,
-    Wanted,
 )
 from serverless_gpu.model.scheduling.wait_messages import sentence
 from tests.support.golden import golden
@@ -56,9 +56,9 @@ def _clock(at_ns: int) -> str:
     return f"{minutes // 60:02d}:{minutes % 60:02d}"
 
 
-def _wanted(row: _Row) -> Wanted:
+def _wanted(row: _Row) -> QueuedRun:
     amount, _, unit = row["timeout"].partition(" ")
-    return Wanted(
+    return QueuedRun(
         run_id=row["run"],
         title=row["run"],
         owner=row["run"].partition("/")[0],
@@ -77,8 +77,8 @@ def planner() -> Planner:
     used_s = {row["team"]: float(row["used a week ago, GPU-hours"]) * 3_600 for row in _USED}
     planner.apply([Used(at_ns=_at_ns("12:00") - _WEEK_NS, teams=used_s, users={})])
     for row in _THERE:
-        share = Share(node_id=row["node"], gpu_type=_TYPE, count=int(row["GPUs"]))
-        planner.apply([Started(Running(wanted=_wanted(row), shares=(share,), since_ns=_at_ns(row["since"])))])
+        share = DeviceShare(node_id=row["node"], gpu_type=_TYPE, count=int(row["GPUs"]))
+        planner.apply([DevicesTaken(RunningRun(wanted=_wanted(row), shares=(share,), since_ns=_at_ns(row["since"])))])
     planner.apply(Arrived(_wanted(row)) for row in _WAITING)
     return planner
 
@@ -113,16 +113,16 @@ def test_what_a_gang_on_several_nodes_is_told(row: _Row) -> None:
     planner.apply([PoolSeen(Pool(name="research"))])
     planner.apply(NodeSeen(Node(id=name, name=name, pool="research", total={_TYPE: _DEVICES})) for name in ("n1", "n2"))
     there = _several("alice/bert-ft", "11:20", 3, hours=3)
-    share = Share(node_id="n2", gpu_type=_TYPE, count=3)
-    planner.apply([Started(Running(wanted=there, shares=(share,), since_ns=there.queued_ns))])
+    share = DeviceShare(node_id="n2", gpu_type=_TYPE, count=3)
+    planner.apply([DevicesTaken(RunningRun(wanted=there, shares=(share,), since_ns=there.queued_ns))])
     planner.apply([Arrived(_several(row["run"], "12:00", int(row["GPUs"]), alone=bool(row["same_node"])))])
     assert planner.decide(_at_ns("12:00")).placements == ()
     wait = planner.why(row["run"], _at_ns("12:00"))
     assert wait is not None and sentence(wait, _clock) == row["is told"]
 
 
-def _several(run: str, since: str, gpus: int, *, hours: int = 1, alone: bool = False) -> Wanted:
-    return Wanted(
+def _several(run: str, since: str, gpus: int, *, hours: int = 1, alone: bool = False) -> QueuedRun:
+    return QueuedRun(
         run_id=run,
         title=run,
         owner=run.partition("/")[0],
@@ -157,12 +157,12 @@ def test_22D8_what_a_pool_lends_is_asked_back_at_once_and_a_lower_class_after_te
     assert golden("docs.scheduling_page.borrowed-asked-once") in _PAGE
     research = Pool(name="research", reserved=True, lends=True)
     terms = Terms(policy=QueuePolicy(), pools={research.name: research})
-    held = Wanted(run_id="bob/tune", title="bob/tune", priority=BEST_EFFORT, queued_ns=0, preemptible=True)
-    running = Running(wanted=held, shares=(), since_ns=_WEEK_NS)
+    held = QueuedRun(run_id="bob/tune", title="bob/tune", priority=BEST_EFFORT, queued_ns=0, preemptible=True)
+    running = RunningRun(wanted=held, shares=(), since_ns=_WEEK_NS)
 
     def asked_after_s(pool: str) -> float:
         node = Node(id="n1", name="n1", pool=pool, total={_TYPE: _DEVICES})
-        wanted = Wanted(run_id="alice/bert-ft", title="alice/bert-ft", queued_ns=0, pool=pool)
+        wanted = QueuedRun(run_id="alice/bert-ft", title="alice/bert-ft", queued_ns=0, pool=pool)
         since_ns = may_ask(wanted, running, node, terms)
         assert since_ns is not None
         return (since_ns - _WEEK_NS) / 1e9

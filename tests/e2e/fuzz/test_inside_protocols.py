@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from serverless_gpu.environment.restore.zygote_compatibility import Loaded
 from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.lifecycle.attempt import Attempt, Event, Limits, Placed, RankExecuting
-from serverless_gpu.model.lifecycle.attempt_lifecycle import IllegalTransition, advance
+from serverless_gpu.model.lifecycle.attempt import Attempt, Event, GangPlaced, Limits, RankExecuting
+from serverless_gpu.model.lifecycle.attempt_lifecycle import IllegalAttemptTransition, advance
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.agent.zygotes import Zygote
 from serverless_gpu.node.base import protocol
@@ -74,7 +74,7 @@ def test_what_a_rank_says_is_an_event_or_refused(said: list[Frame], tmp_path_fac
     with no_descriptor_stays():
         line = Line(directory)
         attempt = Attempt(run_id="01run", fence=1, world_size=1, limits=Limits())
-        attempt, _ = advance(attempt, Placed(), 1)
+        attempt, _ = advance(attempt, GangPlaced(), 1)
         for number, frame in enumerate(said, 2):
             frame.send(line.rank.sock)
             try:
@@ -83,7 +83,7 @@ def test_what_a_rank_says_is_an_event_or_refused(said: list[Frame], tmp_path_fac
                 continue
             for event in events:
                 assert not isinstance(event, RankExecuting) or event.rank == 0, "there is no other rank"
-                with contextlib.suppress(IllegalTransition):
+                with contextlib.suppress(IllegalAttemptTransition):
                     attempt, _ = advance(attempt, event, number)
         written = [path.relative_to(directory).parts for path in directory.rglob("*") if path.is_file()]
         assert all(parts in (("failures", "0.pkl"), ("failures", "0.json")) for parts in written), written

@@ -30,7 +30,7 @@ S = 1_000_000_000
 def launched(home: Path, where: str, lease_s: float | None) -> tuple[protocol.Launch, Channel]:
     """Launch `stay` with a lease of so many seconds."""
     channel, greeting = connect(Home(home))
-    order = launch.Order(RunSpec(name="stay", quiet=True, grace_s=5.0), 0)
+    order = launch.LaunchOrder(RunSpec(name="stay", quiet=True, grace_s=5.0), 0)
     lease_ns = None if lease_s is None else SystemClock().boottime_ns() + round(lease_s * S)
     message = msgspec.structs.replace(
         launch.make_message(order, Home(home), greeting),

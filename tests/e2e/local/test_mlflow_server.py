@@ -18,7 +18,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import is_held
 from serverless_gpu.node.mlflow_server.control import Serving, ensure_server, look, stop_server, stop_servers
-from serverless_gpu.node.mlflow_server.files import Place, held_port, place_of
+from serverless_gpu.node.mlflow_server.files import ServerFiles, held_port, place_of
 from tests.support.golden import golden
 from tests.support.local.commands import sgpu
 from tests.support.local.observe import announced, wait_for
@@ -39,7 +39,7 @@ def there(home: Path) -> Home:
 
 
 @pytest.fixture
-def place(there: Home) -> Iterator[Place]:
+def place(there: Home) -> Iterator[ServerFiles]:
     """Yield the place of the home's own server, which is ended with the test."""
     yield place_of(there)
     stop_servers(there)
@@ -65,13 +65,13 @@ def refused(home: Home, mlflow: PretendedMlflow) -> str:
     )
 
 
-def stage(place: Place) -> str:
+def stage(place: ServerFiles) -> str:
     """Return how far a server is."""
     return look(place, SystemClock()).stage
 
 
 def test_a_server_is_had_without_waiting_and_said_to_be_ready_when_it_answers(
-    there: Home, place: Place, mlflow: PretendedMlflow
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     first = ensure_server(there, mlflow.python, environ=mlflow.environ)
     assert not first.ready and not first.problem
@@ -85,7 +85,7 @@ def test_a_server_is_had_without_waiting_and_said_to_be_ready_when_it_answers(
 
 
 def test_a_server_has_a_store_of_the_home_and_nothing_of_the_callers_own_mlflow(
-    there: Home, place: Place, mlflow: PretendedMlflow, monkeypatch: pytest.MonkeyPatch
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
     mlflow.environ["MLFLOW_TRACKING_TOKEN"] = "secret"
@@ -100,14 +100,14 @@ def test_a_server_has_a_store_of_the_home_and_nothing_of_the_callers_own_mlflow(
     assert variables["GIVEN_BY_MLFLOW"] == "yes"
 
 
-def test_a_server_is_one_process_below_its_keeper(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_a_server_is_one_process_below_its_keeper(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     ready(there, mlflow)
     children = Path(f"/proc/{place.noted().keeper}/task/{place.noted().keeper}/children").read_text().split()
     assert children == [str(place.noted().server)]
     assert b"mlflow.app" in Path(f"/proc/{children[0]}/cmdline").read_bytes()
 
 
-def test_of_two_keepers_of_one_server_one_ends(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_of_two_keepers_of_one_server_one_ends(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     both = [keeping(place, mlflow) for _ in range(2)]
     wait_for(lambda: stage(place) == "ready", "a server that answers")
     wait_for(lambda: sum(each.poll() is not None for each in both) == 1, "one keeper's end")
@@ -116,7 +116,9 @@ def test_of_two_keepers_of_one_server_one_ends(there: Home, place: Place, mlflow
     assert [each.wait(50) for each in both] == [0, 0]
 
 
-def test_a_store_of_the_callers_has_a_server_of_its_own(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_a_store_of_the_callers_has_a_server_of_its_own(
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow
+) -> None:
     store = f"sqlite:///{there.root}/theirs/mlflow.db"
     own, theirs = ready(there, mlflow), ready(there, mlflow, store)
     assert own.uri != theirs.uri
@@ -127,7 +129,7 @@ def test_a_store_of_the_callers_has_a_server_of_its_own(there: Home, place: Plac
 
 
 def test_a_server_that_is_killed_is_started_again_at_the_same_address(
-    there: Home, place: Place, mlflow: PretendedMlflow
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     uri, server, keeper = ready(there, mlflow).uri, server_of(place), keeper_of(place)
     server.send(signal.SIGKILL)
@@ -141,7 +143,7 @@ def test_a_server_that_is_killed_is_started_again_at_the_same_address(
 
 
 def test_nobody_starts_a_server_again_whose_keeper_was_killed_before_it_could(
-    there: Home, place: Place, mlflow: PretendedMlflow
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     ready(there, mlflow)
     server, keeper = server_of(place), keeper_of(place)
@@ -154,7 +156,7 @@ def test_nobody_starts_a_server_again_whose_keeper_was_killed_before_it_could(
 
 
 def test_a_server_ends_with_its_keeper_and_the_next_one_has_the_same_address(
-    there: Home, place: Place, mlflow: PretendedMlflow
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     uri, server, keeper = ready(there, mlflow).uri, server_of(place), keeper_of(place)
     keeper.send(signal.SIGKILL)
@@ -164,7 +166,7 @@ def test_a_server_ends_with_its_keeper_and_the_next_one_has_the_same_address(
 
 
 def test_what_a_killed_keeper_left_of_a_server_that_starts_otherwise_the_next_one_ends(
-    there: Home, place: Place, mlflow: PretendedMlflow
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     mlflow.starts_otherwise()
     uri, keeper = ready(there, mlflow).uri, keeper_of(place)
@@ -176,7 +178,7 @@ def test_what_a_killed_keeper_left_of_a_server_that_starts_otherwise_the_next_on
     assert place.noted().server != before
 
 
-def test_stopping_ends_the_server_with_its_keeper(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_stopping_ends_the_server_with_its_keeper(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     mlflow.starts_otherwise()
     uri, server, keeper = ready(there, mlflow).uri, server_of(place), keeper_of(place)
     assert stop_server(place)
@@ -187,7 +189,7 @@ def test_stopping_ends_the_server_with_its_keeper(there: Home, place: Place, mlf
     assert stage(place) == "stopped"
 
 
-def test_an_interpreter_without_mlflow_is_named_and_not_tried_all_the_time(there: Home, place: Place) -> None:
+def test_an_interpreter_without_mlflow_is_named_and_not_tried_all_the_time(there: Home, place: ServerFiles) -> None:
     python = sys.executable
     wait_for(lambda: ensure_server(there, python).problem, "why there is no server")
     for _ in range(3):
@@ -197,7 +199,7 @@ def test_an_interpreter_without_mlflow_is_named_and_not_tried_all_the_time(there
     assert said.count("has no MLflow") == place.noted().failures == 1
 
 
-def test_who_asks_for_it_now_has_it_tried_again(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_who_asks_for_it_now_has_it_tried_again(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     mlflow.has_trouble("ModuleNotFoundError: No module named 'flask'")
     assert golden("local.mlflow_server.mlflow-skinny-enough") in refused(there, mlflow)
     mlflow.has_trouble("")
@@ -208,7 +210,7 @@ def test_who_asks_for_it_now_has_it_tried_again(there: Home, place: Place, mlflo
     assert place.noted().failures == 0
 
 
-def test_an_interpreter_that_is_gone_is_named(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_an_interpreter_that_is_gone_is_named(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     python = str(there.root / "venv/bin/python")
     assert wait_for(lambda: ensure_server(there, python).problem, "why") == golden(
         "local.mlflow_server.interpreter-any-more", python=python
@@ -216,13 +218,13 @@ def test_an_interpreter_that_is_gone_is_named(there: Home, place: Place, mlflow:
 
 
 def test_a_database_of_another_version_is_said_with_the_command_that_helps(
-    there: Home, place: Place, mlflow: PretendedMlflow
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     mlflow.has_trouble("mlflow.exceptions.MlflowException: Detected out-of-date database schema (found version a, but")
     assert refused(there, mlflow).endswith(f"-m mlflow db upgrade sqlite:///{place.directory}/mlflow.db")
 
 
-def test_a_port_that_is_taken_is_replaced(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_a_port_that_is_taken_is_replaced(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     uri = ready(there, mlflow).uri
     stop_server(place)
     with socket.socket() as other:
@@ -234,14 +236,14 @@ def test_a_port_that_is_taken_is_replaced(there: Home, place: Place, mlflow: Pre
     assert golden("local.mlflow_server.taken-another-process") in (place.directory / "keeper.log").read_text()
 
 
-def test_a_keeper_holds_the_port_while_no_server_listens(there: Home, place: Place) -> None:
+def test_a_keeper_holds_the_port_while_no_server_listens(there: Home, place: ServerFiles) -> None:
     place.make()
     with held_port(place, place.noted()) as held, socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", held.getsockname()[1]))
 
 
 def test_a_server_that_does_not_answer_any_more_is_started_again(
-    there: Home, place: Place, mlflow: PretendedMlflow
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     keeper = keeping(place, mlflow, watch_s=0.05, answer_s=0.05)
     wait_for(lambda: stage(place) == "ready", "a server that answers")
@@ -254,13 +256,13 @@ def test_a_server_that_does_not_answer_any_more_is_started_again(
     assert keeper.wait(50) == 0
 
 
-def test_a_server_that_nobody_uses_ends(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_a_server_that_nobody_uses_ends(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     keeper = keeping(place, mlflow, watch_s=0.05, idle_s=0.5)
     assert keeper.wait(50) == 0
     assert (stage(place), place.noted().problem) == ("stopped", "")
 
 
-def test_a_server_whose_page_is_open_is_used(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_a_server_whose_page_is_open_is_used(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     keeper = keeping(place, mlflow, watch_s=0.05, idle_s=1.5)
     wait_for(lambda: stage(place) == "ready", "a server that answers")
     with socket.create_connection(("127.0.0.1", place.noted().port)):
@@ -270,7 +272,7 @@ def test_a_server_whose_page_is_open_is_used(there: Home, place: Place, mlflow: 
     assert keeper.wait(50) == 0
 
 
-def test_a_server_with_an_owner_ends_with_it(there: Home, place: Place, mlflow: PretendedMlflow) -> None:
+def test_a_server_with_an_owner_ends_with_it(there: Home, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     ours, its = os.pipe()
     keeper = keeping(place, mlflow, owner=ours)
     os.close(ours)
@@ -282,7 +284,7 @@ def test_a_server_with_an_owner_ends_with_it(there: Home, place: Place, mlflow: 
 
 
 def test_a_server_on_another_machine_of_a_shared_home_is_named(
-    there: Home, place: Place, mlflow: PretendedMlflow
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     ready(there, mlflow)
     noted = place.noted()
@@ -299,7 +301,7 @@ def test_a_home_that_cannot_be_written_is_a_problem_in_words(there: Home, mlflow
 
 
 def test_the_commands_show_start_and_end_it(
-    there: Home, place: Place, mlflow: PretendedMlflow, monkeypatch: pytest.MonkeyPatch
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([mlflow.environ["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]))
     assert "mlflow:" not in sgpu("status")
@@ -320,7 +322,7 @@ def test_the_command_without_mlflow_says_what_to_install(there: Home) -> None:
 
 
 def test_stop_leaves_the_server_to_runs_that_go_on(
-    there: Home, place: Place, mlflow: PretendedMlflow, tmp_path: Path
+    there: Home, place: ServerFiles, mlflow: PretendedMlflow, tmp_path: Path
 ) -> None:
     ready(there, mlflow)
     run = distributed(gpus=1, gpu_type="CPU", quiet=True)(stay).submit(str(tmp_path))

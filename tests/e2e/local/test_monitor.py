@@ -24,7 +24,7 @@ from serverless_gpu.testing import stop_agent
 from tests.support.local.monitor import monitor
 from tests.support.local.observe import Process, wait_for
 
-W = TypeVar("W", bound=messages.Word)
+W = TypeVar("W", bound=messages.MonitorMessage)
 
 _DEVICES = tuple(
     Device(uuid=f"FAKE-H100-{index}", index=index, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE)
@@ -39,7 +39,7 @@ class Line:
         self.channel = channel
         channel.sock.settimeout(60)
 
-    def say(self, word: messages.Word) -> None:
+    def say(self, word: messages.MonitorMessage) -> None:
         """Say a word."""
         messages.say(self.channel, word)
 
@@ -124,8 +124,8 @@ def test_a_supervisor_is_told_what_was_seen_and_the_samples_lie_in_the_attempt(m
     line.say(word)
     assert line.wait_for(messages.Untracked).final
     line.say(ranks())
-    wait_for(lambda: line.wait_for(messages.Seen).uses[0].samples >= 2, "two samples")
-    seen = line.wait_for(messages.Seen)
+    wait_for(lambda: line.wait_for(messages.AttemptSample).uses[0].samples >= 2, "two samples")
+    seen = line.wait_for(messages.AttemptSample)
     assert [use.uuid for use in seen.uses] == [device.uuid for device in _DEVICES]
     rows = Path(word.directory, "logs", "0.telemetry").read_text().splitlines()
     assert rows[0].startswith("{") and rows[2].startswith("[")
@@ -140,24 +140,26 @@ def test_nothing_is_sampled_before_ranks_run_nor_after_they_have_ended(
     line.wait_for(messages.Untracked)
     assert not path.exists()
     line.say(ranks())
-    line.wait_for(messages.Seen)
-    line.say(messages.Ending(state=State.SUCCEEDED, reason=Reason.COMPLETED))
-    other.say(messages.Watch())
-    wait_for(lambda: all(w.state is State.SUCCEEDED for w in other.wait_for(messages.Frame).attempts), "it is known")
+    line.wait_for(messages.AttemptSample)
+    line.say(messages.EndingNote(state=State.SUCCEEDED, reason=Reason.COMPLETED))
+    other.say(messages.WatchNode())
+    wait_for(
+        lambda: all(w.state is State.SUCCEEDED for w in other.wait_for(messages.NodeFrame).attempts), "it is known"
+    )
     rows = path.read_bytes()
-    other.wait_for(messages.Frame)
-    other.wait_for(messages.Frame)
+    other.wait_for(messages.NodeFrame)
+    other.wait_for(messages.NodeFrame)
     assert path.read_bytes() == rows
 
 
 def test_whoever_looks_gets_frames_with_the_attempts(monitored: Home, line: Line, other: Line) -> None:
-    other.say(messages.Watch(fakes="H100:8"))
-    assert other.wait_for(messages.Frame).attempts == ()
+    other.say(messages.WatchNode(fakes="H100:8"))
+    assert other.wait_for(messages.NodeFrame).attempts == ()
     line.say(observe(monitored))
     line.say(ranks())
 
-    def look() -> messages.Frame | None:
-        frame = other.wait_for(messages.Frame)
+    def look() -> messages.NodeFrame | None:
+        frame = other.wait_for(messages.NodeFrame)
         return frame if frame.attempts and frame.attempts[0].devices and frame.sample.ranks else None
 
     frame = wait_for(look, "the attempt is in a frame")
@@ -172,8 +174,8 @@ def test_a_second_monitor_leaves_the_place_to_the_first(monitored: Home, line: L
     process, ready_fd = control.start(monitored, monitored.sockets(), os.environ)
     assert process.wait(50) == 0
     os.close(ready_fd)
-    line.say(messages.Watch())
-    assert line.wait_for(messages.Frame).attempts == () and first.alive()
+    line.say(messages.WatchNode())
+    assert line.wait_for(messages.NodeFrame).attempts == () and first.alive()
 
 
 def test_it_stays_as_long_as_an_attempt_does_and_ends_with_it(monitored: Home, line: Line) -> None:
@@ -204,16 +206,16 @@ def test_it_ends_when_its_home_is_gone(monitored: Home) -> None:
 def test_words_that_make_no_sense_cost_their_speaker_the_connection(monitored: Home, line: Line, other: Line) -> None:
     line.channel.send(b'{"type": "poem"}')
     assert messages.hear(line.channel) is None
-    other.say(messages.Watch())
-    assert other.wait_for(messages.Frame).attempts == ()
+    other.say(messages.WatchNode())
+    assert other.wait_for(messages.NodeFrame).attempts == ()
 
 
 def test_a_watcher_that_does_not_read_holds_nobody_up(monitored: Home, line: Line, other: Line) -> None:
     other.channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-    other.say(messages.Watch())
+    other.say(messages.WatchNode())
     line.say(observe(monitored))
     line.say(ranks())
-    wait_for(lambda: line.wait_for(messages.Seen).uses[0].samples >= 3, "three samples")
+    wait_for(lambda: line.wait_for(messages.AttemptSample).uses[0].samples >= 3, "three samples")
 
 
 def test_the_agent_starts_it_and_starts_it_again_when_it_was_killed(own: Path, tmp_path: Path) -> None:

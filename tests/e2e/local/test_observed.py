@@ -33,7 +33,7 @@ from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.node.fake_monitor import FakeMonitor
 
-TRACKED = messages.Tracked(
+TRACKED = messages.TrackedNote(
     run_id="m1",
     url="http://127.0.0.1:5000/#/experiments/1/runs/m1",
     environ={"MLFLOW_RUN_ID": "m1", "MLFLOW_TRACKING_URI": "http://127.0.0.1:5000"},
@@ -46,13 +46,16 @@ def mlflow_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_")}
 
 
-def answers(word: messages.AnyWord) -> tuple[messages.Word, ...]:
+def answers(word: messages.AnyWord) -> tuple[messages.MonitorMessage, ...]:
     """Say where the run is tracked, and see its devices work."""
     if isinstance(word, messages.Observe):
         return (TRACKED,)
     if isinstance(word, messages.Ranks):
         uses = tuple(DeviceUse(uuid=device.uuid, samples=40, busy_percent=87.0) for device in word.devices)
-        return (messages.Seen(uses=uses, busy=True), messages.Said(sentence="12 points dropped", note=True))
+        return (
+            messages.AttemptSample(uses=uses, busy=True),
+            messages.UserSentence(sentence="12 points dropped", note=True),
+        )
     return ()
 
 
@@ -66,7 +69,7 @@ def monitor(own: Path) -> Iterator[FakeMonitor]:
 def launched(home: Path, spec: RunSpec) -> tuple[protocol.Launch, list[protocol.AnyMessage]]:
     """Run something on two fakes; return the launch and everything its supervisor said."""
     channel, greeting = connect(Home(home))
-    order = launch.Order(msgspec.structs.replace(spec, quiet=True), SystemClock().boottime_ns())
+    order = launch.LaunchOrder(msgspec.structs.replace(spec, quiet=True), SystemClock().boottime_ns())
     message = msgspec.structs.replace(
         launch.make_message(order, Home(home), greeting), candidates=greeting.devices[:2], world_size=2
     )
@@ -114,16 +117,16 @@ def test_a_run_is_observed_from_its_launch_to_its_receipt(
     assert [type(word) for word in monitor.heard] == [
         messages.Observe,
         messages.Ranks,
-        messages.Ending,
+        messages.EndingNote,
         messages.Settled,
     ]
     (observe,), (ranks,), (ending,) = (
-        monitor.all(kind) for kind in (messages.Observe, messages.Ranks, messages.Ending)
+        monitor.all(kind) for kind in (messages.Observe, messages.Ranks, messages.EndingNote)
     )
     assert (
         isinstance(observe, messages.Observe)
         and isinstance(ranks, messages.Ranks)
-        and isinstance(ending, messages.Ending)
+        and isinstance(ending, messages.EndingNote)
     )
     assert (observe.run_id, observe.directory, observe.world_size) == (message.run_id, message.directory, 2)
     assert observe.environ["MLFLOW_TRACKING_URI"] == "http://elsewhere"
@@ -153,7 +156,7 @@ def test_a_program_waits_until_it_is_known_where_it_is_tracked(own: Path, monito
 
 def test_a_monitor_that_is_killed_while_ranks_run_is_followed_by_another(own: Path, monitor: FakeMonitor) -> None:
     channel, greeting = connect(Home(own))
-    order = launch.Order(RunSpec(name="goes on", quiet=True, tracker=THERE), SystemClock().boottime_ns())
+    order = launch.LaunchOrder(RunSpec(name="goes on", quiet=True, tracker=THERE), SystemClock().boottime_ns())
     wait = ("python", "-c", "import os,time\nwhile not os.path.exists('go'): time.sleep(.01)")
     message = msgspec.structs.replace(
         launch.make_message(order, Home(own), greeting), candidates=greeting.devices[:1], world_size=1
@@ -177,7 +180,7 @@ def test_a_monitor_that_is_killed_while_ranks_run_is_followed_by_another(own: Pa
         assert [type(word) for word in second.heard] == [
             messages.Observe,
             messages.Ranks,
-            messages.Ending,
+            messages.EndingNote,
             messages.Settled,
         ]
     finally:
@@ -192,11 +195,11 @@ def do_nothing(begun: Path) -> None:
     print("asked to stop:", runtime.stop_reason())
 
 
-def idle_answers(begun: Path, word: messages.AnyWord) -> Iterator[messages.Word]:
+def idle_answers(begun: Path, word: messages.AnyWord) -> Iterator[messages.MonitorMessage]:
     """See devices that do nothing once user code has begun, again and again."""
     while isinstance(word, messages.Ranks):
         time.sleep(0.05)  # as a sampler does
-        yield messages.Seen(uses=(), busy=not begun.exists())
+        yield messages.AttemptSample(uses=(), busy=not begun.exists())
 
 
 def test_a_run_that_leaves_its_devices_idle_is_warned_of_and_stopped_and_may_save_first(

@@ -30,7 +30,7 @@ from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from tests.support.invited import node_token
@@ -59,14 +59,14 @@ class ClusterNode:
         environ: all variables of its processes.
     """
 
-    def __init__(self, wire: Wire, profile: Profile, *, environ: dict[str, str]) -> None:
+    def __init__(self, wire: Wire, profile: UplinkProfile, *, environ: dict[str, str]) -> None:
         self.name, self.wire = profile.name, wire
         self.home = Home(Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp")))
         self.profile = self.home.root / "profile.json"
         self.environ = {**os.environ, **environ, "SERVERLESS_GPU_HOME": str(self.home.root)}
         self.write(profile)
 
-    def write(self, profile: Profile) -> None:
+    def write(self, profile: UplinkProfile) -> None:
         """Have it find the server so."""
         write_profile(self.profile, profile)
 
@@ -163,7 +163,7 @@ class Cluster:
         """Start a node, and do not wait."""
         variables = {"SERVERLESS_GPU_FAKE": f"H100:{gpus}", **environ}
         wire = self._wires[len(self.nodes)]
-        profile = Profile(url=url or f"https://{wire.address}:{PORT}", token="", name=name, ca=str(self._ca))
+        profile = UplinkProfile(url=url or f"https://{wire.address}:{PORT}", token="", name=name, ca=str(self._ca))
         node = ClusterNode(wire, profile, environ=variables)
         self.nodes[name] = node
         with inside(self.network.server):

@@ -23,7 +23,7 @@ from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
 from serverless_gpu.testing import stop_agent
 from tests.e2e.ray.plain_ray import PYTHON
 from tests.e2e.ray.remains import Footprint
@@ -49,7 +49,9 @@ class Machine:
         self.home = Home(self._directory / "home")
         self.home.root.mkdir(mode=0o700)
         self._profile, self._file = self.home.root / "node.json", self.home.root / "ray.json"
-        write_profile(self._profile, Profile(url="http://127.0.0.1:9", token="none", name=name))  # nobody answers there
+        write_profile(
+            self._profile, UplinkProfile(url="http://127.0.0.1:9", token="none", name=name)
+        )  # nobody answers there
         variables = {"SERVERLESS_GPU_FAKE": "H100:1", **clean_variables(os.environ)}
         file = NodeFile(
             python=sys.executable,
@@ -59,7 +61,7 @@ class Machine:
             environ=variables,
         )
         write_node_file(self._file, file)
-        self.node = start_arguments.Node(
+        self.node = start_arguments.MachineShare(
             name=name,
             address=address,
             port=_free_block(),

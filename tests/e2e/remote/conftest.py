@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.client.remote.profile import Profile, find_profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, find_profile, write_profile
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.node.attempt.server_attempt import FILE, read_remote
 from serverless_gpu.node.base.home import Home
@@ -45,7 +45,7 @@ def no_connections_left() -> Iterator[None]:
 def fake(home: Path) -> Iterator[FakeServer]:
     """Yield a scripted server that this home's remote calls go to, as on a machine with `sgpu up`."""
     with FakeServer() as server:
-        write_profile(home, Profile(url=server.url, token=TOKEN, principal="alice", embedded=True))
+        write_profile(home, ServerProfile(url=server.url, token=TOKEN, principal="alice", embedded=True))
         yield server
 
 

@@ -13,9 +13,9 @@ import httpx2
 import pytest
 
 from serverless_gpu import distributed
-from serverless_gpu.client.remote.profile import Profile, find_profile, write_profile
-from serverless_gpu.doctor.facts import Facts
-from serverless_gpu.doctor.findings import Outcome
+from serverless_gpu.client.remote.profile import ServerProfile, find_profile, write_profile
+from serverless_gpu.doctor.facts import MachineFacts
+from serverless_gpu.doctor.findings import CheckOutcome
 from serverless_gpu.doctor.probes.server_probe import look_at_server
 from serverless_gpu.doctor.table import judge
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerNotConfigured, ServerUnavailable
@@ -63,10 +63,10 @@ def test_prometheus_gets_a_token_that_is_good_for_figures_only(joined: Path) -> 
 
 
 def test_the_doctor_finds_the_server_well(joined: Path) -> None:
-    judged = judge(Facts(server=look_at_server(os.environ)))
+    judged = judge(MachineFacts(server=look_at_server(os.environ)))
     said = {check.code: [finding.outcome for finding in findings] for check, findings in judged}
     codes = ("server", "server-answers", "server-token", "server-protocol", "server-nodes", "server-clock")
-    assert [said[code] for code in codes] == [[Outcome.OK]] * len(codes)
+    assert [said[code] for code in codes] == [[CheckOutcome.OK]] * len(codes)
 
 
 def test_the_doctor_finds_a_token_that_is_not_taken(served: Path) -> None:
@@ -182,13 +182,13 @@ def test_without_a_server_a_command_says_so(home: Path, command: tuple[str, ...]
 
 @pytest.mark.parametrize("command", NEED_A_SERVER, ids=" ".join)
 def test_a_server_that_is_away_is_not_waited_for(home: Path, command: tuple[str, ...]) -> None:
-    write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
+    write_profile(home, ServerProfile(url="http://127.0.0.1:9", token="t"))
     with pytest.raises(ServerUnavailable, match="does not answer"):
         sgpu(*command)
 
 
 def test_without_the_server_what_is_here_is_still_shown(home: Path) -> None:
-    write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
+    write_profile(home, ServerProfile(url="http://127.0.0.1:9", token="t"))
     status = sgpu("status")
     assert status.exit_code == 0
     assert golden("remote.commands_around.server-http-127") in status.stdout
@@ -198,7 +198,7 @@ def test_without_the_server_what_is_here_is_still_shown(home: Path) -> None:
 
 
 def test_a_server_that_is_away_is_a_message_and_exit_code_75(home: Path) -> None:
-    write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
+    write_profile(home, ServerProfile(url="http://127.0.0.1:9", token="t"))
     program = [sys.executable, "-m", "serverless_gpu.cli", "nodes"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (75, "")

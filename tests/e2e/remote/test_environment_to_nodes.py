@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import open_store
-from serverless_gpu.testing.bandwidth import Bucket
+from serverless_gpu.testing.bandwidth import FakeBucket
 from tests.e2e.remote import restoring_node
 from tests.support.environment.made_environments import Made
 from tests.support.golden import golden
@@ -27,7 +27,7 @@ FILE_BYTES = 400_000
 class Scene(NamedTuple):
     """A bucket with an environment, and a server in front of it."""
 
-    bucket: Bucket
+    bucket: FakeBucket
     server: ServerProcess
     home: Path
     snapshot: str
@@ -48,8 +48,8 @@ class Scene(NamedTuple):
 def scene(tmp_path: Path) -> Iterator[Scene]:
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
-    with Bucket() as bucket:
-        made = Made(Blobs(open_store("s3://b/p", bucket.variables())))
+    with FakeBucket() as bucket:
+        made = Made(StoreBlobs(open_store("s3://b/p", bucket.variables())))
         pieces = [
             made.piece({f"site/m{number}.bin": random.Random(number).randbytes(FILE_BYTES)}) for number in range(UNITS)
         ]

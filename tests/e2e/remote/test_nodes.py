@@ -14,7 +14,7 @@ import pytest
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.engines.ray.join_file import read_join_file
 from serverless_gpu.errors import InvalidValue, NotAllowed
-from serverless_gpu.node.uplink.profile import Profile
+from serverless_gpu.node.uplink.profile import UplinkProfile
 from serverless_gpu.server.liveness import PRESENT_S
 from serverless_gpu.wire.agents import NodeList
 from serverless_gpu.wire.connection import Connection
@@ -78,7 +78,7 @@ def test_22A3_machines_are_invited_and_approved(node: str, served: Path, tmp_pat
     with contextlib.closing(Connection(file.server, file.token)) as joining, pytest.raises(NotAllowed):
         joining.ask("GET", "/nodes", answer=NodeList)
     made = sgpu("token", "create", "--for", "node", "--scope", "agent").stdout.split()[-1]
-    profile = Profile(url=file.server, token=made, name="far")
+    profile = UplinkProfile(url=file.server, token=made, name="far")
     home = Machine(profile, gpus=1)
     try:
         home.start()

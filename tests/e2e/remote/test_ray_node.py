@@ -19,7 +19,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
 from serverless_gpu.version import __version__
 from tests.support.golden import golden
 
@@ -27,7 +27,7 @@ from tests.support.golden import golden
 @pytest.fixture
 def file(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield the file of a node that Ray's variables name; its agent is ended with the test."""
-    write_profile(home / "node.json", Profile(url="http://127.0.0.1:9", token="none", name="n1"))
+    write_profile(home / "node.json", UplinkProfile(url="http://127.0.0.1:9", token="none", name="n1"))
     path = home / "ray.json"
     variables = clean_variables(os.environ)
     node = NodeFile(

@@ -13,7 +13,7 @@ import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.cli.exit_codes import exit_code
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import ServerNotConfigured, ServerProblem, ServerUnavailable, StorageError
 from serverless_gpu.model.lifecycle.attempt import State
 from tests.support.golden import golden
@@ -31,7 +31,7 @@ TEMPORARY = 75
 def away(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a home whose server does not answer; nobody waits long for it."""
     monkeypatch.setenv("SERVERLESS_GPU_PATIENCE", "0.2")
-    write_profile(home, Profile(url=NOBODY, token=TOKEN))
+    write_profile(home, ServerProfile(url=NOBODY, token=TOKEN))
     return home
 
 
@@ -144,7 +144,7 @@ def elsewhere(fake: FakeServer, home: Path, *, embedded: bool = True) -> None:
     fake.token = "sgpu_another_0000000000000000000000000000"
     fake.start()
     assert fake.port != before
-    write_profile(home, Profile(url=fake.url, token=fake.token, principal="alice", embedded=embedded))
+    write_profile(home, ServerProfile(url=fake.url, token=fake.token, principal="alice", embedded=embedded))
 
 
 def ask(run: serverless_gpu.Run[object]) -> object:
@@ -192,7 +192,7 @@ def test_22B5_another_server_or_another_principal_is_not_asked(
     fake.seen.clear()
     with pytest.raises(ServerUnavailable, match="does not answer"):
         run.status()
-    write_profile(home, Profile(url=fake.url, token=fake.token, principal="bob", embedded=True))
+    write_profile(home, ServerProfile(url=fake.url, token=fake.token, principal="bob", embedded=True))
     with pytest.raises(ServerUnavailable, match="does not answer"):
         run.status()
     assert not fake.seen

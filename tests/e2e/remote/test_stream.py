@@ -12,7 +12,7 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu import distributed
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import (
     IdempotencyConflict,
     InvalidValue,
@@ -175,7 +175,7 @@ def test_a_server_that_comes_back_on_another_port_is_found_there(
         script.end({"results/0.pkl": pickled(tmp_path, 2)})
         fake.port = 0
         fake.start()
-        write_profile(home, Profile(url=fake.url, token=TOKEN, principal="alice", embedded=True))
+        write_profile(home, ServerProfile(url=fake.url, token=TOKEN, principal="alice", embedded=True))
 
     before = fake.url
     if streams:
@@ -198,7 +198,7 @@ def test_a_call_that_waits_does_not_go_to_another_server_that_somebody_logged_in
     run = train.submit(0.1)
     fake.stop()
     with FakeServer() as other:
-        write_profile(home, Profile(url=other.url, token="sgpu_another", principal="alice"))
+        write_profile(home, ServerProfile(url=other.url, token="sgpu_another", principal="alice"))
         with pytest.raises(ServerUnavailable, match="does not answer"):
             run.status()
         assert not other.seen
@@ -214,7 +214,7 @@ def test_a_server_that_the_variables_name_is_where_they_say(
     run = distributed(gpus=1, gpu_type="H100", remote=True, env="live")(pickled).submit(home, 1)
     fake.stop()
     with FakeServer() as other:
-        write_profile(home, Profile(url=other.url, token=TOKEN, principal="alice"))
+        write_profile(home, ServerProfile(url=other.url, token=TOKEN, principal="alice"))
         with pytest.raises(ServerUnavailable, match="does not answer"):
             run.status()
         assert not other.seen

@@ -14,10 +14,10 @@ import pytest
 import serverless_gpu
 from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.scheduling.values import Holder, Wait, WaitReason
+from serverless_gpu.model.scheduling.values import DeviceHolder, Wait, WaitReason
 from serverless_gpu.wire.attempts import NOT_SENT
 from serverless_gpu.wire.runs import StateMessage
 from serverless_gpu.wire.waits import WaitView, wait_view
@@ -62,7 +62,7 @@ def test_a_wait_is_told_with_the_times_of_whoever_reads_it(
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()
     at_ns = (SystemClock().wall_ns() // 86_400_000_000_000 + 3_653) * 86_400_000_000_000  # midnight at Greenwich
-    holder = Holder(title="alice/bert-ft", count=3, until_ns=at_ns, is_bound=True)
+    holder = DeviceHolder(title="alice/bert-ft", count=3, until_ns=at_ns, is_bound=True)
     wait = Wait(
         run_id="", reason=WaitReason.CAPACITY, count=8, gpu_type="H100", node="n3", free=5, holders=(holder,), place=2
     )
@@ -138,7 +138,7 @@ def test_F67_a_token_that_ends_meanwhile_is_said_and_the_same_wait_goes_on_with_
     fake.break_streams()
     wait_for(lambda: tells(f"`sgpu login {fake.url}` in a terminal stores another one"), "it is said what to do")
     script.write(0, b"second\n")
-    somebody_else = Profile(url=fake.url, token="another", principal="bob", embedded=True)
+    somebody_else = ServerProfile(url=fake.url, token="another", principal="bob", embedded=True)
     write_profile(home, somebody_else)
     asked = fake.seen["GET runs/events"]
     threading.Event().wait(1.0)
@@ -163,7 +163,7 @@ def test_F67_a_token_that_ends_before_the_results_are_here_is_waited_for(
     assert run.status() == "SUCCEEDED"
     fake.token = "another"
     login = threading.Timer(
-        1.0, lambda: write_profile(home, Profile(url=fake.url, token="another", principal="alice", embedded=True))
+        1.0, lambda: write_profile(home, ServerProfile(url=fake.url, token="another", principal="alice", embedded=True))
     )
     login.start()
     assert run.results() == [1]

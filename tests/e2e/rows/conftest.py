@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.testing import stop_agent
 from tests.support.local.observe import processes_of, wait_for
@@ -20,7 +20,7 @@ def lone_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield the home of a server whose machine is no node of it."""
     monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:2")
     with served(home) as server:
-        write_profile(home, Profile(url=server.url, token=server.token, embedded=True, machine=machine()))
+        write_profile(home, ServerProfile(url=server.url, token=server.token, embedded=True, machine=machine()))
         yield home
         close_all()
     stop_agent(home)

@@ -11,7 +11,7 @@ from pathlib import Path
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import ensure, stop_all
-from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.agents import NodeList, NodeView
 from serverless_gpu.wire.connection import Connection
@@ -38,7 +38,7 @@ class Machine:
         with self._admin() as admin:
             token = node_token(admin, name, self.home)
             self.profile = root / "node.json"
-            write_profile(self.profile, Profile(url=admin.url, token=token, name=name))
+            write_profile(self.profile, UplinkProfile(url=admin.url, token=token, name=name))
         self._around: subprocess.Popen[bytes] | None = None
         if inside:
             command = [*inside, *join_command(root, self.profile)]

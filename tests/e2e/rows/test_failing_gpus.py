@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu import Run, distributed, session
 from serverless_gpu.errors import RunError
 from serverless_gpu.model.lifecycle.facts import FactKind
-from serverless_gpu.model.xid import Kind
+from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.attempt.history import first_facts
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.locks import DeviceLocks
@@ -132,7 +132,7 @@ def test_F25_an_illegal_memory_access_is_the_users_own_failure(home: Path, gpus:
 def test_F23_a_session_lends_no_gpu_that_failed_while_nobody_had_it(home: Path, gpus: FakeGpus) -> None:
     with session(gpus=2, gpu_type="H100", quiet=True) as held:
         assert held.distributed(len, "abc") == [3, 3]
-        DeviceLocks(home / "locks").quarantine("FAKE-H100-0", "Xid 79", fault=Kind.LOST)
+        DeviceLocks(home / "locks").quarantine("FAKE-H100-0", "Xid 79", fault=XidKind.LOST)
         waiting = held.submit(len, "abc")
         assert "FAKE-H100-0 in quarantine" in wait_for(waiting.waiting_for, "it says what it waits for")
         waiting.cancel()

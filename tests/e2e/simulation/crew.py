@@ -10,7 +10,7 @@ import random
 from typing import TYPE_CHECKING
 
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
-from serverless_gpu.model.gangs.rendezvous import Address, Chosen, Offer, Reach, Tried
+from serverless_gpu.model.gangs.rendezvous import Address, Chosen, CrewReach, Offer, Tried
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.wire.attempts import ReportAnswer
 
@@ -41,7 +41,7 @@ class Crew:
 
     def __init__(self, machine: Machine, kept: Kept, supervisor: Supervisor) -> None:
         self.offer: Offer | None = None
-        self.reach: Reach | None = None
+        self.reach: CrewReach | None = None
         self.returned = False
         self.halt: Halt | None = None
         self._machine, self._kept, self._supervisor = machine, kept, supervisor
@@ -97,5 +97,5 @@ class Crew:
             reached = other.node not in self._machine.unreached
             took, problem = (self._rng.randint(50, 400), "") if reached else (None, "no route to host")
             tried.append(Tried(crew=other.number, address=_address(other.node), microseconds=took, problem=problem))
-        self.reach = Reach(crew=self._kept.order.crew, tried=tuple(tried))
+        self.reach = CrewReach(crew=self._kept.order.crew, tried=tuple(tried))
         self._supervisor.news()

@@ -30,8 +30,8 @@ from serverless_gpu.wire.agents import (
     AttemptSeen,
     Heartbeat,
     HeartbeatAnswer,
-    Look,
     Order,
+    ReportNow,
     Start,
 )
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
@@ -277,7 +277,7 @@ class Uplink:
                 self.lines[gang] = Line(self, kept)
                 self.node.launch(kept)
             return True
-        if isinstance(order, Look):
+        if isinstance(order, ReportNow):
             if gang in self.lines:
                 self.lines[gang].soon()
             return False

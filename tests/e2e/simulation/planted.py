@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import ServerStorageFull
-from serverless_gpu.model.billing.ledger import Entry, Line, post
+from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server import (
@@ -209,7 +209,7 @@ def _hello_proves_nothing() -> AbstractContextManager[Any]:
 def _charged_twice() -> AbstractContextManager[Any]:
     """What is missing in the ledger is written once more."""
 
-    def twice(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tuple[Entry, ...]:
+    def twice(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool) -> tuple[LedgerEntry, ...]:
         new = post(posted, target, final=final)
         return (*new, *(msgspec.structs.replace(entry, number=entry.number + len(new)) for entry in new))
 
@@ -219,7 +219,9 @@ def _charged_twice() -> AbstractContextManager[Any]:
 def _the_last_day_is_lost() -> AbstractContextManager[Any]:
     """An attempt is charged as if it still went on."""
 
-    def without_the_last(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tuple[Entry, ...]:
+    def without_the_last(
+        posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool
+    ) -> tuple[LedgerEntry, ...]:
         return post(posted, target[:-1], final=final)
 
     return mock.patch.object(charging, "post", without_the_last)

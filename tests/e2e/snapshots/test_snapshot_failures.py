@@ -54,7 +54,7 @@ def warmed(own: Path, dialogue: Dialogue) -> Dialogue:
 def unconfirmed(home: Path, path: Path) -> tuple[protocol.Launch, Channel]:
     """Launch a call that would write a file, and do not confirm its environment."""
     channel, greeting = connect(Home(home))
-    order = launch.Order(RunSpec(name="touch", quiet=True), 0)
+    order = launch.LaunchOrder(RunSpec(name="touch", quiet=True), 0)
     message = launch.make_message(order, Home(home), greeting)
     message = msgspec.structs.replace(message, confirmed=False)
     Home(home).make_attempt(message.run_id, message.fence)

@@ -13,7 +13,7 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.control import ensure_server, look, stop_server, stop_servers
-from serverless_gpu.node.mlflow_server.files import Place, place_of
+from serverless_gpu.node.mlflow_server.files import ServerFiles, place_of
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.tracking.mlflow_server import PYTHON, READY_S, without_mlflow_variables
@@ -70,7 +70,7 @@ def user(program: str, uri: str, *arguments: str, cwd: Path | None = None) -> st
     return done.stdout.splitlines()[-1]
 
 
-def ended(place: Place, version: str) -> None:
+def ended(place: ServerFiles, version: str) -> None:
     """End a server and let its database be another version's."""
     stop_server(place)
     with sqlite3.connect(place.directory / "mlflow.db") as database:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, Work
+from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, SimulatedWork
 from serverless_gpu.engines.simulated.simulated_telemetry import Telemetry
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.spec import Resources, RunSpec
@@ -81,7 +81,7 @@ def run_on_two_nodes(directory: Path, uri: str, experiment: str) -> None:
             for index in range(GPUS)
         )
         agent = SimulatedAgent(
-            OneGang(start), name=f"node-{rank}", devices=devices, clock=clock, work=lambda _: Work(run_s=RUN_S)
+            OneGang(start), name=f"node-{rank}", devices=devices, clock=clock, work=lambda _: SimulatedWork(run_s=RUN_S)
         )
         telemetry = agent.observer = Telemetry(
             directory / agent.name, node_rank=rank, num_nodes=2, clock=clock, tracker=lambda: MlflowTracker(uri, {})

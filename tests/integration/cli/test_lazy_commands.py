@@ -14,7 +14,7 @@ import pytest
 
 import serverless_gpu
 from serverless_gpu.cli import program
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 
 SOURCE = Path(serverless_gpu.__path__[0]).parent
 COSTLY = {"alembic", "asyncio", "cloudpickle", "email", "fastapi", "http", "httpx2", "importlib.metadata", "json"}
@@ -130,7 +130,7 @@ def test_22B6_a_list_of_runs_loads_what_reads_directories_and_no_network(home: P
 
 
 def test_22B6_a_list_of_runs_of_a_server_loads_the_connection_and_nothing_that_runs_anything(home: Path) -> None:
-    write_profile(home, Profile(url="http://127.0.0.1:9", token="t"))
+    write_profile(home, ServerProfile(url="http://127.0.0.1:9", token="t"))
     modules = loaded_by(home, "runs")
     assert ours(modules) - ASK == set()
     assert modules & {"asyncio", "cloudpickle", "httpx2", "multiprocessing", "sqlalchemy", "sqlite3"} == set()

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.node.monitor.messages import Frame
+from serverless_gpu.node.monitor.messages import NodeFrame
 from tests.support.cli.framed import NOW_NS, S, frame
 from tests.support.cli.framing_monitor import FramingMonitor
 from tests.support.golden import golden
@@ -31,7 +31,7 @@ TOP = [sys.executable, "-m", "serverless_gpu.cli", "top"]
 SCREEN, NO_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
-def frames(number: int) -> Frame:
+def frames(number: int) -> NodeFrame:
     return frame(at_ns=NOW_NS + number * S)
 
 
@@ -221,7 +221,7 @@ def test_a_window_without_a_size_is_taken_for_a_usual_one(home: Path) -> None:
 
 
 def test_a_monitor_that_says_nothing_is_told_of(home: Path) -> None:
-    def dumb(number: int) -> Frame:
+    def dumb(number: int) -> NodeFrame:
         if number > 1:
             raise OSError  # it hangs up without a word: the fake ends this connection
         return frames(number)

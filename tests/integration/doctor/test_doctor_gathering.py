@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.doctor.facts import Imported, InterpreterFacts
-from serverless_gpu.doctor.probes.children import Ended, look
+from serverless_gpu.doctor.probes.children import ChildEnded, look
 from serverless_gpu.doctor.probes.environment import look_at_imports, look_at_packages
 from tests.support.golden import golden
 
 
-def child(program: str, limit_s: float = 30.0) -> Ended:
+def child(program: str, limit_s: float = 30.0) -> ChildEnded:
     """Look by running a program that finds its descriptor in argv."""
 
     def start(fd: int, log: int) -> subprocess.Popen[bytes]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.doctor.probes.server_probe import look_at_server
 
 
 def test_a_server_that_is_away_and_a_token_that_others_can_read(home: Path) -> None:
-    write_profile(home, Profile(url="http://127.0.0.1:9", token="t", embedded=True))
+    write_profile(home, ServerProfile(url="http://127.0.0.1:9", token="t", embedded=True))
     (home / "server.json").chmod(0o644)
     seen = look_at_server(os.environ)
     assert seen.away.startswith("the server at http://127.0.0.1:9 does not answer")

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from serverless_gpu.cli import program
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, InvalidValue, ServerlessGpuError
 from serverless_gpu.node.base.home import Home
@@ -222,7 +222,7 @@ def test_copies_can_be_edited_and_links_cannot(place: Place, tmp_path: Path) -> 
 def test_22A5_capture_repairs_a_unit_that_points_at_other_bytes(place: Place) -> None:
     address = place.capture()
     store = open_store(place.home / "environments" / "store", {})
-    blobs = Blobs(store)
+    blobs = StoreBlobs(store)
     demo = next(m for m in blobs.read_snapshot(address).roots[0].members if m.name == "demo")
     unit = blobs.read_unit(demo.address)
     content = b"x" * unit.blocks[0].size
@@ -288,7 +288,7 @@ def test_gc_leaves_what_is_used_now(place: Place) -> None:
     address = place.capture()
     cache = Cache(Home(place.home).environments)
     holding = cache.hold(address)
-    cache.register(Blobs(open_store(Home(place.home).environments / "store", {})).read_snapshot(address))
+    cache.register(StoreBlobs(open_store(Home(place.home).environments / "store", {})).read_snapshot(address))
     try:
         for _ in range(3):
             place.run("gc", "--keep", "0s", "--grace", "0s", "--force", "--cache", "0")

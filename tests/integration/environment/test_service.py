@@ -16,7 +16,16 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.interpreter import describe
-from serverless_gpu.environment.service_messages import Abandon, Ask, Checked, Failed, Found, Known, Taken, Unknown
+from serverless_gpu.environment.service_messages import (
+    Abandon,
+    Ask,
+    CapturedEnvironment,
+    CaptureFailed,
+    Checked,
+    Taken,
+    Unchanged,
+    UnknownEnvironment,
+)
 from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.server.storage import Room, open_storage
 from tests.support.environment.scans import write
@@ -105,12 +114,12 @@ def edit_in_place(file: Path, text: str) -> None:
 
 def test_a_new_environment_is_found_captured_and_known(caller: Caller) -> None:
     caller.ask(1)
-    assert isinstance(caller.hear(1, Unknown), Unknown)
-    found, taken = caller.hear(1, Found), caller.hear(1, Taken)
-    assert isinstance(found, Found) and found.first and isinstance(taken, Taken) and taken.sent_units == 1
+    assert isinstance(caller.hear(1, UnknownEnvironment), UnknownEnvironment)
+    found, taken = caller.hear(1, CapturedEnvironment), caller.hear(1, Taken)
+    assert isinstance(found, CapturedEnvironment) and found.first and isinstance(taken, Taken) and taken.sent_units == 1
     caller.ask(2)
-    known, checked = caller.hear(2, Known), caller.hear(2, Checked)
-    assert isinstance(known, Known) and known.snapshot == taken.snapshot
+    known, checked = caller.hear(2, Unchanged), caller.hear(2, Checked)
+    assert isinstance(known, Unchanged) and known.snapshot == taken.snapshot
     assert isinstance(checked, Checked) and not checked.changes
 
 
@@ -124,8 +133,8 @@ def test_a_question_that_wants_no_capture_decides_for_nobody_else(caller: Caller
     caller.ask(4)
     for number in (2, 3):
         caller.abandon(number)
-    found, taken = caller.hear(4, Found), caller.hear(4, Taken)
-    assert isinstance(found, Found) and found.changes == ("a/one.py changed",)
+    found, taken = caller.hear(4, CapturedEnvironment), caller.hear(4, Taken)
+    assert isinstance(found, CapturedEnvironment) and found.changes == ("a/one.py changed",)
     assert isinstance(taken, Taken) and taken.sent_units == 1
 
 
@@ -134,8 +143,8 @@ def test_a_store_that_lost_everything_gets_it_again_and_that_is_said(caller: Cal
     caller.hear(1, Taken)
     caller.store.rename(caller.store.with_name("lost"))
     caller.ask(2)
-    found, taken = caller.hear(2, Found), caller.hear(2, Taken)
-    assert isinstance(found, Found) and not found.first and not found.changes
+    found, taken = caller.hear(2, CapturedEnvironment), caller.hear(2, Taken)
+    assert isinstance(found, CapturedEnvironment) and not found.first and not found.changes
     assert found.remarks == (golden("environment.service.environment-captured-again"),)
     assert isinstance(taken, Taken) and taken.sent_units == 1
 
@@ -150,14 +159,17 @@ def test_what_the_server_lacks_is_found_beside_the_start_and_sent_there(caller: 
     with listening(app_of(storage)) as url:
         for number, says in ((2, ("the server does not have it, or not any more",)), (3, ())):
             caller.ask(number, store=f"sgpu+{url}", token="member")
-            known, checked = caller.hear(number, Known), caller.hear(number, Checked)
-            assert isinstance(known, Known) and known.snapshot == taken.snapshot
+            known, checked = caller.hear(number, Unchanged), caller.hear(number, Checked)
+            assert isinstance(known, Unchanged) and known.snapshot == taken.snapshot
             assert isinstance(checked, Checked) and checked.changes == says
             if says:
-                found, sent = caller.hear(number, Found), caller.hear(number, Taken)
-                assert isinstance(found, Found) and golden("environment.service.server-does") in found.remarks[0]
+                found, sent = caller.hear(number, CapturedEnvironment), caller.hear(number, Taken)
+                assert (
+                    isinstance(found, CapturedEnvironment)
+                    and golden("environment.service.server-does") in found.remarks[0]
+                )
                 assert isinstance(sent, Taken) and sent.snapshot == known.snapshot and sent.sent_units == 1
         storage.environments.need(taken.snapshot)
         caller.ask(4, store=f"sgpu+{url}", token="nobody")
-        failed = caller.hear(4, Failed)
-        assert isinstance(failed, Failed) and failed.code == StoreUnavailable.code
+        failed = caller.hear(4, CaptureFailed)
+        assert isinstance(failed, CaptureFailed) and failed.code == StoreUnavailable.code

@@ -15,7 +15,7 @@ import pytest
 
 from serverless_gpu.environment import service_messages
 from serverless_gpu.environment.scan import watcher
-from serverless_gpu.environment.service_messages import Answer, Ask, Checked, Known, Taken
+from serverless_gpu.environment.service_messages import Answer, Ask, Checked, Taken, Unchanged
 from tests.support.environment.libraries import Library, write_in_place
 from tests.support.golden import golden
 from tests.support.local.observe import Process, wait_for
@@ -150,8 +150,8 @@ def test_22C3_a_change_is_found_captured_and_watched_again(caller: Caller) -> No
     taken = caller.hear(Taken)
     caller.ask_until_placed(2)
     looks = caller.said().count("look")
-    known = caller.ask(Known)
-    assert isinstance(taken, Taken) and isinstance(known, Known) and known.snapshot == taken.snapshot
+    known = caller.ask(Unchanged)
+    assert isinstance(taken, Taken) and isinstance(known, Unchanged) and known.snapshot == taken.snapshot
     assert caller.hear(Checked) == Checked(number=known.number) and caller.said().count("look") == looks >= 1
 
 

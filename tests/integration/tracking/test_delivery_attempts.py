@@ -11,7 +11,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.receipt import Receipt, Segments
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.mlflow import FakeMlflow
-from serverless_gpu.tracking.delivery import Delivery
+from serverless_gpu.tracking.delivery import MlflowDelivery
 from serverless_gpu.tracking.mlflow import MlflowTracker
 from tests.support.tracking.deliveries import (
     CALLED_NS,
@@ -183,7 +183,7 @@ def test_an_attempt_that_is_over_at_once_leaves_nothing_of_how_the_one_before_en
             early.ending(State.FAILED, Reason.RANK_RAISED, "a rank raised an exception: E: no")
             early.settled()
             delivered(early)
-        late = Delivery(second, job(fence=2), MlflowTracker(mlflow.uri, {}), Heard())
+        late = MlflowDelivery(second, job(fence=2), MlflowTracker(mlflow.uri, {}), Heard())
         late.ending(State.SUCCEEDED, Reason.COMPLETED, "")
         late.settled()
         late.run()

@@ -15,7 +15,7 @@ import pytest
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow, FakeRun
 from serverless_gpu.tracking.addresses import split_userinfo
-from serverless_gpu.tracking.base import Metric, Tracked, TrackerAway, TrackerRefused
+from serverless_gpu.tracking.base import Metric, TrackerAway, TrackerRefused, TrackerRun
 from serverless_gpu.tracking.mlflow import MlflowTracker
 from serverless_gpu.tracking.rest import Rest, proxy_for
 from tests.support.golden import golden
@@ -30,7 +30,7 @@ def talking(address: str, environ: Mapping[str, str] | None = None) -> Iterator[
         yield tracker
 
 
-def made(tracker: MlflowTracker, tracking: Tracking = EXPERIMENT) -> Tracked:
+def made(tracker: MlflowTracker, tracking: Tracking = EXPERIMENT) -> TrackerRun:
     return tracker.begin(tracking, "01", tags={"sgpu.run_id": "01"}, at_ms=5)
 
 
@@ -218,11 +218,11 @@ def test_files_go_through_the_servers_own_store_and_nowhere_else() -> None:
             "",
             "http://o/x",
         ):
-            other = Tracked(run_id="x", experiment_id="1", uri=tracked.uri, url="", artifacts=elsewhere)
+            other = TrackerRun(run_id="x", experiment_id="1", uri=tracked.uri, url="", artifacts=elsewhere)
             with pytest.raises(TrackerRefused, match="takes no files"):
                 tracker.upload(other, "a", b"x")
         root = tracked.artifacts.replace("mlflow-artifacts:", f"{mlflow.uri}/api/2.0/mlflow-artifacts/artifacts")
-        tracker.upload(Tracked(run_id="x", experiment_id="1", uri=tracked.uri, url="", artifacts=root), "b", b"y")
+        tracker.upload(TrackerRun(run_id="x", experiment_id="1", uri=tracked.uri, url="", artifacts=root), "b", b"y")
         assert mlflow.run_of("01").files["b"] == b"y"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.cli.top.table import Around, Owner
+from serverless_gpu.cli.top.table import Around, DeviceOwner
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample, Sample
-from serverless_gpu.node.monitor.messages import Frame, Watched
+from serverless_gpu.node.monitor.messages import NodeFrame, WatchedAttempt
 
 S = 1_000_000_000
 NOW_NS = 1_800_000_000 * S
@@ -31,7 +31,7 @@ def gpu(busy: float, memory_gib: int, *, throttle: int = 0, ecc: int = 0, celsiu
     )
 
 
-def frame(*, at_ns: int = NOW_NS) -> Frame:
+def frame(*, at_ns: int = NOW_NS) -> NodeFrame:
     devices = tuple(
         Device(uuid=f"GPU-{place}", index=place, type="H100", memory_bytes=80 * GIB, kind=DeviceKind.GPU)
         for place in range(8)
@@ -49,7 +49,7 @@ def frame(*, at_ns: int = NOW_NS) -> Frame:
     seconds = (at_ns - NOW_NS) // S
     host = HostSample(37, 61 * GB, 251 * GB, 88 * GB, 500 * GB, GB + 12_000_000 * seconds, GB + 3_000_000 * seconds)
     ranks = (*(RankSample(rank, 101 + rank, 3_100_000_000, 61 * GIB) for rank in range(4)), RankSample(0, 50, GB))
-    first = Watched(
+    first = WatchedAttempt(
         run_id=FIRST,
         fence=2,
         name="train",
@@ -59,7 +59,7 @@ def frame(*, at_ns: int = NOW_NS) -> Frame:
         began_ns=NOW_NS - 723 * S,
         tracked="http://127.0.0.1:5000/#/experiments/1/runs/abcdef",
     )
-    second = Watched(
+    second = WatchedAttempt(
         run_id=SECOND,
         fence=1,
         name="evil\x1b[31m\nname",
@@ -68,17 +68,17 @@ def frame(*, at_ns: int = NOW_NS) -> Frame:
         pids={0: 5},
         began_ns=0,
     )
-    return Frame(devices=devices, sample=Sample(at_ns, host, gpus, ranks), attempts=(first, second))
+    return NodeFrame(devices=devices, sample=Sample(at_ns, host, gpus, ranks), attempts=(first, second))
 
 
 def around() -> Around:
-    bob = Owner(run_id="01zz", name="", rank=None, user="bob")
+    bob = DeviceOwner(run_id="01zz", name="", rank=None, user="bob")
     return Around(
         node="node-7", user="ada", holders={"GPU-5": bob}, quarantined={"GPU-7": "memory of no process: 3.0 GB"}
     )
 
 
-def slots(count: int, lent: int) -> Frame:
+def slots(count: int, lent: int) -> NodeFrame:
     """Return a frame of a machine without GPUs, of which a run has so many slots."""
     devices = tuple(
         Device(uuid=f"cpu-{place}", index=place, type="CPU", memory_bytes=0, kind=DeviceKind.CPU)
@@ -91,4 +91,4 @@ def slots(count: int, lent: int) -> Frame:
     )
     gpus = tuple(GpuSample(busy_percent=99.0 if place < lent else None) for place in range(count))
     ranks = tuple(RankSample(rank, 99, GB) for rank in range(lent))
-    return Frame(devices=devices, sample=Sample(NOW_NS, HostSample(), gpus, ranks), attempts=(run,) if lent else ())
+    return NodeFrame(devices=devices, sample=Sample(NOW_NS, HostSample(), gpus, ranks), attempts=(run,) if lent else ())

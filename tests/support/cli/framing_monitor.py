@@ -27,13 +27,13 @@ class FramingMonitor:
         watches: what was asked for.
     """
 
-    def __init__(self, home: Path, frame: Callable[[int], messages.Frame]) -> None:
+    def __init__(self, home: Path, frame: Callable[[int], messages.NodeFrame]) -> None:
         self._path = messages.monitor_socket(Home(home).sockets())
         self._frame = frame
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
-        self.watches: list[messages.Watch] = []
+        self.watches: list[messages.WatchNode] = []
 
     def __enter__(self) -> FramingMonitor:
         self._path.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ class FramingMonitor:
             if not select.select([channel], [], [], 10)[0]:
                 return
             word = messages.hear(channel)
-            if not isinstance(word, messages.Watch):
+            if not isinstance(word, messages.WatchNode):
                 return
             self.watches.append(word)
             number = 0

@@ -19,7 +19,7 @@ from blake3 import blake3
 from serverless_gpu import Run, distributed
 from serverless_gpu import runtime as rt
 from serverless_gpu.errors import RunCancelled, RunError
-from serverless_gpu.model.access.audit_chain import Head, Link, follow
+from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.server import audit, tables
@@ -208,13 +208,13 @@ def is_chained(machine: Machine, place: str, where: Path) -> None:
     assert called.result(WAIT_S) == [b"x"]
     assert executions(where) == 1
 
-    def look(connection: sa.Connection) -> tuple[list[Link], set[int]]:  # both of one moment: more may come
+    def look(connection: sa.Connection) -> tuple[list[ChainedEntry], set[int]]:  # both of one moment: more may come
         there = set(connection.execute(sa.select(tables.audit.c.seq)).scalars())
         return list(audit.links(connection, audit.Wanted(limit=100_000))), there
 
     def is_whole() -> bool:
         links, there = machine.read(look)
-        assert follow(links, after=Head())[1] == ""
+        assert follow(links, after=ChainHead())[1] == ""
         return {link.seq for link in links} == there and len(links) == len(there)
 
     wait_for(is_whole, "all is chained, once", WAIT_S)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from serverless_gpu.doctor.facts import (
-    Facts,
     GpuFacts,
-    Health,
+    GpuHealth,
     Imported,
     ImportFacts,
     InterpreterFacts,
+    MachineFacts,
     TorchFacts,
 )
-from serverless_gpu.doctor.findings import Finding, Outcome
+from serverless_gpu.doctor.findings import CheckOutcome, Finding
 from serverless_gpu.doctor.table import TABLE
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.usages import Usage
@@ -21,7 +21,7 @@ from serverless_gpu.node.base.usages import Usage
 GIB = 2**30
 PYTHON = "/env/bin/python"
 BY_CODE = {check.code: check for check in TABLE}
-OK, WARNING, FAILED, UNKNOWN = Outcome.OK, Outcome.WARNING, Outcome.FAILED, Outcome.UNKNOWN
+OK, WARNING, FAILED, UNKNOWN = CheckOutcome.OK, CheckOutcome.WARNING, CheckOutcome.FAILED, CheckOutcome.UNKNOWN
 
 DEVICES = tuple(
     Device(uuid=f"GPU-{index}", index=index, type="H100", memory_bytes=80 * GIB, kind=DeviceKind.GPU)
@@ -35,7 +35,7 @@ GPUS = GpuFacts(
     cuda=(12, 8),
     devices=DEVICES,
     usage={"GPU-0": IDLE, "GPU-1": IDLE},
-    health={device.uuid: Health(capability=(9, 0), uncorrected_errors=0) for device in DEVICES},
+    health={device.uuid: GpuHealth(capability=(9, 0), uncorrected_errors=0) for device in DEVICES},
 )
 TORCH = TorchFacts(version="2.9.0", cuda="12.8", devices=2, architectures=("sm_80", "sm_90"))
 FINE = Imported(outcome="ok")
@@ -49,14 +49,14 @@ INTERPRETER = InterpreterFacts(
 )
 
 
-def found(code: str, facts: Facts) -> list[Finding]:
+def found(code: str, facts: MachineFacts) -> list[Finding]:
     """Return what one check says about these facts."""
     probe = BY_CODE[code].probe
     assert probe is not None
     return list(probe(facts))
 
 
-def one(code: str, facts: Facts) -> tuple[Outcome, str, str]:
+def one(code: str, facts: MachineFacts) -> tuple[CheckOutcome, str, str]:
     """Return the one finding of a check."""
     (finding,) = found(code, replace(facts, python=PYTHON, cwd="/work"))
     return finding.outcome, finding.sentence, finding.mend

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.capture.packer import Settings
+from serverless_gpu.environment.capture.packer import PackSettings
 from serverless_gpu.environment.scan.scan import Scan
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import StoreUnavailable
 from tests.support.environment.scanned import scan_of, source_of
 
-TINY = Settings(block_bytes=64, pack_bytes=160, threads=2)
-WHOLE_PACKS = Settings(pack_bytes=4 * 1024 * 1024, threads=2)
+TINY = PackSettings(block_bytes=64, pack_bytes=160, threads=2)
+WHOLE_PACKS = PackSettings(pack_bytes=4 * 1024 * 1024, threads=2)
 
 
 class CountingStore(MemoryStore):

@@ -8,19 +8,19 @@ from blake3 import blake3
 
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import (
-    Block,
-    Facts,
+    ContentPlace,
+    FileRow,
     Interpreter,
-    Member,
-    Place,
+    PackBlock,
     Root,
-    Row,
     Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
     Unit,
     make_snapshot,
     unit_address,
 )
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 
 PYTHON = Interpreter(
     implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux-x86_64"
@@ -34,15 +34,15 @@ def make_pack(content: bytes) -> bytes:
 
 def make_unit(content: bytes, digest: str, *, name: str = "thing") -> Unit:
     """Return a unit of one file, whose bytes are the one block of a pack."""
-    rows = (Row(f"site/{name}.py", "f", len(content), hashlib.sha256(content).digest()),)
-    block = Block(0, 0, len(make_pack(content)), len(content))
-    return Unit(address=unit_address(rows), rows=rows, packs=(digest,), blocks=(block,), places=(Place(0, 0),))
+    rows = (FileRow(f"site/{name}.py", "f", len(content), hashlib.sha256(content).digest()),)
+    block = PackBlock(0, 0, len(make_pack(content)), len(content))
+    return Unit(address=unit_address(rows), rows=rows, packs=(digest,), blocks=(block,), places=(ContentPlace(0, 0),))
 
 
-def snapshot_of(*units: Unit, facts: Facts | None = None) -> Snapshot:
+def snapshot_of(*units: Unit, facts: SnapshotOrigin | None = None) -> Snapshot:
     """Return a snapshot of one root."""
     members = tuple(
-        Member(
+        SnapshotMember(
             address=unit.address,
             kind="distribution",
             name=f"thing-{unit.address[:8]}",
@@ -52,10 +52,10 @@ def snapshot_of(*units: Unit, facts: Facts | None = None) -> Snapshot:
         )
         for unit in sorted(units, key=lambda unit: f"thing-{unit.address[:8]}")
     )
-    return make_snapshot(PYTHON, (Root(kind="own", members=members),), facts or Facts())
+    return make_snapshot(PYTHON, (Root(kind="own", members=members),), facts or SnapshotOrigin())
 
 
-def capture(blobs: Blobs, *contents: bytes) -> Snapshot:
+def capture(blobs: StoreBlobs, *contents: bytes) -> Snapshot:
     """Put a snapshot of a unit per content into a store, as a capture does: only what is missing."""
     units = []
     for content in contents:

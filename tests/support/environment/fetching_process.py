@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 
 
@@ -43,14 +43,14 @@ def start(
 def main(store: str, cache: str, log: str, stop_at: str, *addresses: str) -> None:
     """Ensure the units, once standard input ends; say what is waited for, and how many this process fetched."""
 
-    def report(progress: Progress) -> None:
+    def report(progress: ProgressPoint) -> None:
         if progress.waits_for and progress.waits_for not in said:
             said.append(progress.waits_for)
             print(f"waits for {progress.waits_for}", file=sys.stderr, flush=True)
 
     said: list[str] = []
     sys.stdin.read()
-    ensured = Cache(Path(cache)).ensure(addresses, Blobs(Logged(Path(store), Path(log), stop_at)), report)
+    ensured = Cache(Path(cache)).ensure(addresses, StoreBlobs(Logged(Path(store), Path(log), stop_at)), report)
     print(ensured.fetched)
 
 

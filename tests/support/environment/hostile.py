@@ -12,15 +12,15 @@ import msgspec
 
 from serverless_gpu.environment.documents import (
     BLOCK_BYTES,
-    Block,
-    Facts,
+    ContentPlace,
+    FileRow,
     Generated,
     Interpreter,
-    Member,
-    Place,
+    PackBlock,
     Root,
-    Row,
     Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
     Unit,
     make_snapshot,
     unit_address,
@@ -37,17 +37,17 @@ PYTHON = Interpreter(
 )
 
 
-def file(path: str, size: int = 3, kind: str = "f") -> Row:
+def file(path: str, size: int = 3, kind: str = "f") -> FileRow:
     """Return the row of a file whose content nobody will read."""
     digest = hashlib.sha256(b"" if size == 0 else b"%d" % size).digest()
-    return Row(path=path, kind=kind, size=size, sha256=digest)  # type: ignore[arg-type]  # hostile kinds are the point
+    return FileRow(path=path, kind=kind, size=size, sha256=digest)  # type: ignore[arg-type]  # hostile kinds are the point
 
 
-def link(path: str, target: str) -> Row:
-    return Row(path=path, kind="l", target=target)
+def link(path: str, target: str) -> FileRow:
+    return FileRow(path=path, kind="l", target=target)
 
 
-def unit(*rows: Row, ordered: bool = True, **changes: object) -> Unit:
+def unit(*rows: FileRow, ordered: bool = True, **changes: object) -> Unit:
     """Return a unit that is right but for its rows, or for what is changed in it."""
     listed = tuple(sorted(rows, key=lambda row: row.path.encode(errors="surrogatepass"))) if ordered else rows
     try:
@@ -58,20 +58,20 @@ def unit(*rows: Row, ordered: bool = True, **changes: object) -> Unit:
     return msgspec.structs.replace(made, **changes)
 
 
-def places(rows: Sequence[Row]) -> dict[str, object]:
+def places(rows: Sequence[FileRow]) -> dict[str, object]:
     """Return blocks and places for rows: one block for each small file, as many as needed for a large one."""
-    blocks: list[Block] = []
-    found: list[Place] = []
+    blocks: list[PackBlock] = []
+    found: list[ContentPlace] = []
     offset = 0
     for row in rows:
         if not row.has_content or row.size <= 0:
             continue
-        found.append(Place(len(blocks), 0))
+        found.append(ContentPlace(len(blocks), 0))
         left = min(row.size, 64 * MIB)  # larger ones are refused before anybody looks at their blocks
         while left > 0:
             size = min(left, BLOCK_BYTES)
             length = max(1, size // 4)
-            blocks.append(Block(0, offset % MIB * 16 if offset > 16 * MIB else offset, length, size))
+            blocks.append(PackBlock(0, offset % MIB * 16 if offset > 16 * MIB else offset, length, size))
             offset, left = offset + length, left - size
     return {"blocks": tuple(blocks), "places": tuple(found)}
 
@@ -116,7 +116,7 @@ def _paths() -> Iterator[tuple[str, Unit, str]]:
     ):
         yield name, unit(file(path)), rule
         if "\0" not in path:
-            yield f"{name}, an empty directory", unit(Row(path=path, kind="d")), rule
+            yield f"{name}, an empty directory", unit(FileRow(path=path, kind="d")), rule
             yield f"{name}, a link", unit(link(path, "x"), file("site/x")), rule
 
 
@@ -142,7 +142,11 @@ def _trees() -> Iterator[tuple[str, Unit, str]]:
     yield "below a file, deep", unit(file("site/a"), file("site/a/b/c")), "below a file or link"
     yield "below a link", unit(link("site/a", "b"), file("site/a/c"), file("site/b/x")), "below a file or link"
     yield "directory, then file", unit(file("site/a!/b"), file("site/a!")), "below a file or link"
-    yield "below an empty directory", unit(Row(path="site/a", kind="d"), file("site/a/b")), "below an empty directory"
+    yield (
+        "below an empty directory",
+        unit(FileRow(path="site/a", kind="d"), file("site/a/b")),
+        "below an empty directory",
+    )
 
 
 def _links() -> Iterator[tuple[str, Unit, str]]:
@@ -189,9 +193,13 @@ def _rows() -> Iterator[tuple[str, Unit, str]]:
         yield f"digest of {len(digest)}", unit(msgspec.structs.replace(good, sha256=digest)), "32 bytes of SHA-256"
     yield "digest of nothing", unit(msgspec.structs.replace(good, size=0, sha256=b"\1" * 32)), "32 bytes of SHA-256"
     yield "file with a target", unit(msgspec.structs.replace(good, target="b")), "only links have a target"
-    yield "directory with a target", unit(Row(path="site/a", kind="d", target="b")), "only links have a target"
-    yield "directory with a size", unit(Row(path="site/a", kind="d", size=4)), "only files have a size"
-    yield "link with a digest", unit(Row(path="site/b", kind="l", target="a", sha256=b"\0" * 32), good), "only files"
+    yield "directory with a target", unit(FileRow(path="site/a", kind="d", target="b")), "only links have a target"
+    yield "directory with a size", unit(FileRow(path="site/a", kind="d", size=4)), "only files have a size"
+    yield (
+        "link with a digest",
+        unit(FileRow(path="site/b", kind="l", target="a", sha256=b"\0" * 32), good),
+        "only files",
+    )
     yield "bytecode", unit(file("site/p/__pycache__/a.cpython-311.pyc")), "bytecode is made on the node"
     yield "a million rows and one", Unit(address="0" * 64, rows=(good,) * 1_000_001), "1000001 rows"
     two = [file(f"site/{n}", 8 * 10**9) for n in range(2)]
@@ -204,31 +212,36 @@ def _rows() -> Iterator[tuple[str, Unit, str]]:
 
 def _blocks() -> Iterator[tuple[str, Unit, str]]:
     rows = (file("site/a", 100), file("site/b", 50))
-    two = (Block(0, 0, 60, 100), Block(0, 60, 30, 50))
-    spots = (Place(0, 0), Place(1, 0))
+    two = (PackBlock(0, 0, 60, 100), PackBlock(0, 60, 30, 50))
+    spots = (ContentPlace(0, 0), ContentPlace(1, 0))
     for name, blocks, found, rule in (
-        ("no such pack", (Block(1, 0, 60, 100), two[1]), spots, "pack 1 of 1"),
-        ("pack -1", (Block(-1, 0, 60, 100), two[1]), spots, "pack -1 of 1"),
-        ("before the pack", (Block(0, -1, 60, 100), two[1]), spots, "outside its pack"),
-        ("after the pack", (Block(0, 33 * MIB, 60, 100), two[1]), spots, "outside its pack"),
-        ("far after the pack", (Block(0, 2**70, 60, 100), two[1]), spots, "outside its pack"),
-        ("no bytes", (Block(0, 0, 0, 100), two[1]), spots, "outside its pack"),
-        ("shared bytes", (Block(0, 0, 61, 100), two[1]), spots, "share bytes of a pack"),
+        ("no such pack", (PackBlock(1, 0, 60, 100), two[1]), spots, "pack 1 of 1"),
+        ("pack -1", (PackBlock(-1, 0, 60, 100), two[1]), spots, "pack -1 of 1"),
+        ("before the pack", (PackBlock(0, -1, 60, 100), two[1]), spots, "outside its pack"),
+        ("after the pack", (PackBlock(0, 33 * MIB, 60, 100), two[1]), spots, "outside its pack"),
+        ("far after the pack", (PackBlock(0, 2**70, 60, 100), two[1]), spots, "outside its pack"),
+        ("no bytes", (PackBlock(0, 0, 0, 100), two[1]), spots, "outside its pack"),
+        ("shared bytes", (PackBlock(0, 0, 61, 100), two[1]), spots, "share bytes of a pack"),
         ("one block twice", (two[0], two[0]), spots, "share bytes of a pack"),
-        ("large block", (Block(0, 0, 60, 4 * MIB + 1), two[1]), spots, "a block holds"),
-        ("empty block", (Block(0, 0, 60, 0), two[1]), spots, "a block holds"),
-        ("no such block", two, (Place(2, 0), Place(1, 0)), "block 2 of 2"),
-        ("block -1", two, (Place(-1, 0), Place(1, 0)), "block -1 of 2"),
-        ("byte -1", two, (Place(0, 0), Place(1, -1)), "byte -1"),
-        ("out of the block", two, (Place(0, 1), Place(1, 0)), "starts at the block's first byte"),
-        ("after the last block", two, (Place(0, 0), Place(1, 1)), "starts at the block's first byte"),
-        ("no blocks left", (two[0], Block(0, 60, 30, 49)), spots, "after the last block"),
-        ("not the end of a block", (Block(0, 0, 60, 90), two[1]), (Place(0, 0), Place(1, 0)), "hold nothing else"),
+        ("large block", (PackBlock(0, 0, 60, 4 * MIB + 1), two[1]), spots, "a block holds"),
+        ("empty block", (PackBlock(0, 0, 60, 0), two[1]), spots, "a block holds"),
+        ("no such block", two, (ContentPlace(2, 0), ContentPlace(1, 0)), "block 2 of 2"),
+        ("block -1", two, (ContentPlace(-1, 0), ContentPlace(1, 0)), "block -1 of 2"),
+        ("byte -1", two, (ContentPlace(0, 0), ContentPlace(1, -1)), "byte -1"),
+        ("out of the block", two, (ContentPlace(0, 1), ContentPlace(1, 0)), "starts at the block's first byte"),
+        ("after the last block", two, (ContentPlace(0, 0), ContentPlace(1, 1)), "starts at the block's first byte"),
+        ("no blocks left", (two[0], PackBlock(0, 60, 30, 49)), spots, "after the last block"),
+        (
+            "not the end of a block",
+            (PackBlock(0, 0, 60, 90), two[1]),
+            (ContentPlace(0, 0), ContentPlace(1, 0)),
+            "hold nothing else",
+        ),
         ("no places", two, (), "0 places for 2 files"),
-        ("one place too few", two, (Place(0, 0),), "1 places for 2 files"),
-        ("one place too many", two, (*spots, Place(1, 0)), "3 places for 2 files"),
-        ("two files in one place", two, (Place(0, 0), Place(0, 0)), "shares bytes with"),
-        ("files overlap", two, (Place(0, 0), Place(0, 50)), "shares bytes with"),
+        ("one place too few", two, (ContentPlace(0, 0),), "1 places for 2 files"),
+        ("one place too many", two, (*spots, ContentPlace(1, 0)), "3 places for 2 files"),
+        ("two files in one place", two, (ContentPlace(0, 0), ContentPlace(0, 0)), "shares bytes with"),
+        ("files overlap", two, (ContentPlace(0, 0), ContentPlace(0, 50)), "shares bytes with"),
     ):
         yield name, unit(*rows, blocks=blocks, places=found), rule
     yield "packs without end", unit(*rows, packs=(PACK,) * 100_001), "at most 100000 packs"
@@ -240,28 +253,32 @@ def _bombs() -> Iterator[tuple[str, Unit, str]]:
     count = -(-(10**9) // BLOCK_BYTES)
     size = [BLOCK_BYTES] * (count - 1) + [10**9 - BLOCK_BYTES * (count - 1)]
     each = 10**6 // count
-    blocks = tuple(Block(0, each * n, each, size[n]) for n in range(count))
-    yield "1 GB of zeros in 1 MB", unit(zeros, blocks=blocks, places=(Place(0, 0),)), "would become 1000000000"
-    twice = tuple(Block(n, 0, 10**6, size[n]) for n in range(count))
+    blocks = tuple(PackBlock(0, each * n, each, size[n]) for n in range(count))
+    yield "1 GB of zeros in 1 MB", unit(zeros, blocks=blocks, places=(ContentPlace(0, 0),)), "would become 1000000000"
+    twice = tuple(PackBlock(n, 0, 10**6, size[n]) for n in range(count))
     yield (
         "1 GB in one pack, again and again",
-        unit(zeros, packs=(PACK,) * count, blocks=twice, places=(Place(0, 0),)),
+        unit(zeros, packs=(PACK,) * count, blocks=twice, places=(ContentPlace(0, 0),)),
         ("1000000 bytes would become 1000000000"),
     )
     many = tuple(file(f"site/{n}", 1) for n in range(100))
-    waste = tuple(Block(0, 40_000 * n, 40_000, BLOCK_BYTES) for n in range(100))
-    spots = tuple(Place(n, 0) for n in range(100))
+    waste = tuple(PackBlock(0, 40_000 * n, 40_000, BLOCK_BYTES) for n in range(100))
+    spots = tuple(ContentPlace(n, 0) for n in range(100))
     yield "work for nothing", unit(*many, blocks=waste, places=spots), "far more than the 100 of its files"
 
 
-def snapshot(*members: Member, generated: Sequence[Generated] = (), facts: Facts | None = None) -> Snapshot:
+def snapshot(
+    *members: SnapshotMember, generated: Sequence[Generated] = (), facts: SnapshotOrigin | None = None
+) -> Snapshot:
     """Return a snapshot of one root that is right but for what is put into it."""
-    return make_snapshot(PYTHON, (Root(kind="own", members=members, generated=tuple(generated)),), facts or Facts())
+    return make_snapshot(
+        PYTHON, (Root(kind="own", members=members, generated=tuple(generated)),), facts or SnapshotOrigin()
+    )
 
 
-def member_of(unit: Unit, name: str = "thing") -> Member:
+def member_of(unit: Unit, name: str = "thing") -> SnapshotMember:
     content = [row.size for row in unit.rows if row.has_content]
-    return Member(address=unit.address, kind="distribution", name=name, size=sum(content), files=len(content))
+    return SnapshotMember(address=unit.address, kind="distribution", name=name, size=sum(content), files=len(content))
 
 
 def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
@@ -275,15 +292,19 @@ def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
     for field, value in (("version", "../../x"), ("version", "3"), ("abi", "a/b"), ("platform", ""), ("glibc", "../x")):
         yield (
             f"{field} {value!r}",
-            make_snapshot(replace(PYTHON, **{field: value}), (own,), Facts()),
+            make_snapshot(replace(PYTHON, **{field: value}), (own,), SnapshotOrigin()),
             "interpreter" if (field == "version") else "glibc" if field == "glibc" else "plain words",
         )
-    yield "no roots", make_snapshot(PYTHON, (), Facts()), "0 roots"
-    yield "65 roots", make_snapshot(PYTHON, (own,) + (Root(kind="library", members=()),) * 64, Facts()), "65 roots"
-    yield "own root twice", make_snapshot(PYTHON, (own, own), Facts()), "the first root, and no other"
-    yield "no own root", make_snapshot(PYTHON, (Root(kind="library", members=()),), Facts()), "the first root"
+    yield "no roots", make_snapshot(PYTHON, (), SnapshotOrigin()), "0 roots"
+    yield (
+        "65 roots",
+        make_snapshot(PYTHON, (own,) + (Root(kind="library", members=()),) * 64, SnapshotOrigin()),
+        "65 roots",
+    )
+    yield "own root twice", make_snapshot(PYTHON, (own, own), SnapshotOrigin()), "the first root, and no other"
+    yield "no own root", make_snapshot(PYTHON, (Root(kind="library", members=()),), SnapshotOrigin()), "the first root"
     odd = Root(kind="temp", members=())  # type: ignore[arg-type]  # hostile kinds are the point
-    yield "kind of a root", make_snapshot(PYTHON, (own, odd), Facts()), "no kind of root"
+    yield "kind of a root", make_snapshot(PYTHON, (own, odd), SnapshotOrigin()), "no kind of root"
     yield "units without end", snapshot(*(good,) * 10_001), "at most 10000 units"
     yield "unit twice", snapshot(good, good), "lists the unit twice"
     for changes, rule in (
@@ -308,7 +329,7 @@ def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
     yield from _facts(good)
 
 
-def _generated(good: Member) -> Iterator[tuple[str, Snapshot, str]]:
+def _generated(good: SnapshotMember) -> Iterator[tuple[str, Snapshot, str]]:
     for path, text, rule in (
         ("site/../../x.pth", "", "'.' or '..'"),
         ("/etc/cron.d/x", "", "not absolute"),
@@ -332,21 +353,21 @@ def _generated(good: Member) -> Iterator[tuple[str, Snapshot, str]]:
     yield "generated below a generated file", snapshot(good, generated=below), "below a file"
 
 
-def _facts(good: Member) -> Iterator[tuple[str, Snapshot, str]]:
+def _facts(good: SnapshotMember) -> Iterator[tuple[str, Snapshot, str]]:
     for name, facts, rule in (
-        ("another name", Facts(notes=({"site/a.dist-info/sitecustomize.py": ""},)), "a note is one of"),
-        ("not in a dist-info", Facts(notes=({"site/INSTALLER": "pip"},)), "a note is one of"),
-        ("in the prefix", Facts(notes=({"prefix/a.dist-info/INSTALLER": "pip"},)), "a note is one of"),
-        ("note outside", Facts(notes=({"site/../a.dist-info/INSTALLER": ""},)), "'.' or '..'"),
-        ("long note", Facts(notes=({"site/a.dist-info/INSTALLER": "x" * 65537},)), "at most 65536 bytes"),
-        ("notes of no root", Facts(notes=({}, {})), "more roots than there are"),
-        ("loaded outside", Facts(loaded=(("../x.py",),)), "starts with site/ or prefix/"),
-        ("control character", Facts(left_out=("a\x1b",)), "control characters"),
-        ("long sentence", Facts(left_out=("a" * 9000,)), "at most 8192 bytes"),
-        ("before time", Facts(captured_ns=-1), "no time"),
-        ("modules without end", Facts(loaded=(("site/a.py",) * 200_001,)), "modules were loaded"),
-        ("notes without end", Facts(notes=(dict.fromkeys(map(str, range(200_001)), ""),)), "notes are kept"),
-        ("variables without end", Facts(variables=("A",) * 200_001), "at most 200000 entries"),
-        ("note that is not UTF-8", Facts(notes=({"site/a.dist-info/INSTALLER": "\udcff"},)), "not UTF-8"),
+        ("another name", SnapshotOrigin(notes=({"site/a.dist-info/sitecustomize.py": ""},)), "a note is one of"),
+        ("not in a dist-info", SnapshotOrigin(notes=({"site/INSTALLER": "pip"},)), "a note is one of"),
+        ("in the prefix", SnapshotOrigin(notes=({"prefix/a.dist-info/INSTALLER": "pip"},)), "a note is one of"),
+        ("note outside", SnapshotOrigin(notes=({"site/../a.dist-info/INSTALLER": ""},)), "'.' or '..'"),
+        ("long note", SnapshotOrigin(notes=({"site/a.dist-info/INSTALLER": "x" * 65537},)), "at most 65536 bytes"),
+        ("notes of no root", SnapshotOrigin(notes=({}, {})), "more roots than there are"),
+        ("loaded outside", SnapshotOrigin(loaded=(("../x.py",),)), "starts with site/ or prefix/"),
+        ("control character", SnapshotOrigin(left_out=("a\x1b",)), "control characters"),
+        ("long sentence", SnapshotOrigin(left_out=("a" * 9000,)), "at most 8192 bytes"),
+        ("before time", SnapshotOrigin(captured_ns=-1), "no time"),
+        ("modules without end", SnapshotOrigin(loaded=(("site/a.py",) * 200_001,)), "modules were loaded"),
+        ("notes without end", SnapshotOrigin(notes=(dict.fromkeys(map(str, range(200_001)), ""),)), "notes are kept"),
+        ("variables without end", SnapshotOrigin(variables=("A",) * 200_001), "at most 200000 entries"),
+        ("note that is not UTF-8", SnapshotOrigin(notes=({"site/a.dist-info/INSTALLER": "\udcff"},)), "not UTF-8"),
     ):
         yield name, snapshot(good, facts=facts), rule

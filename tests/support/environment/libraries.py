@@ -13,7 +13,7 @@ from serverless_gpu.environment.scan import watcher
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.interpreter import describe
 from serverless_gpu.environment.scan.scan import Recogniser
-from serverless_gpu.environment.scan.watcher import Unwatchable, Watcher
+from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 from tests.support.environment.scans import wait_for_ticks, write
 
 FILES = {"a/one.py": "one = 1\n", "a/deep/two.py": "two = 2\n", "a/data.bin": "0" * 5000, "b.py": "b = 1\n"}
@@ -43,7 +43,7 @@ class Library:
         self.other_name = self.outside / "one.py"
         os.link(self.real / "a" / "one.py", self.other_name)
         wait_for_ticks()
-        self._placed: list[Watcher] = []
+        self._placed: list[LibraryWatcher] = []
         self.recogniser = Recogniser(directory / "index")
         self.recogniser.remember(self.recogniser.scan(self.description(), nobody))
 
@@ -59,7 +59,7 @@ class Library:
             loaded=(),
         )
 
-    def watch(self) -> Watcher:
+    def watch(self) -> LibraryWatcher:
         """Place watches; skip the test where this file system cannot be watched."""
         if watcher.file_system(str(self.real)) not in watcher.LOCAL_FILE_SYSTEMS:
             pytest.skip("temporary files lie on a file system that cannot be watched")

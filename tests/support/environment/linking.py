@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serverless_gpu.environment.restore.assembly import Part
+from serverless_gpu.environment.restore.assembly import TreePart
 
 
 def write(directory: Path, **files: str) -> Path:
@@ -18,5 +18,5 @@ def write(directory: Path, **files: str) -> Path:
     return directory
 
 
-def part(**fields: object) -> Part:
-    return Part(**{"at": "", "area": "site", "root": 0, "units": (), **fields})  # type: ignore[arg-type]  # of a Part
+def part(**fields: object) -> TreePart:
+    return TreePart(**{"at": "", "area": "site", "root": 0, "units": (), **fields})  # type: ignore[arg-type]  # of a Part

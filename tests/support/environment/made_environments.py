@@ -18,23 +18,23 @@ import msgspec
 from serverless_gpu.environment.compression import compress
 from serverless_gpu.environment.documents import (
     BLOCK_BYTES,
-    Block,
-    Facts,
+    ContentPlace,
+    FileRow,
     Generated,
     Interpreter,
-    Member,
-    Place,
+    PackBlock,
     Root,
     RootKind,
-    Row,
     Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
     Unit,
     UnitKind,
     make_snapshot,
     unit_address,
 )
 from serverless_gpu.environment.restore.pythons import ask
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 
 FRAMES = 4  # in a pack
@@ -85,13 +85,13 @@ class Piece(NamedTuple):
     """A unit in the store, and how a snapshot lists it."""
 
     unit: Unit
-    member: Member
+    member: SnapshotMember
 
 
 class Made:
     """Makes units and snapshots in a store."""
 
-    def __init__(self, blobs: Blobs) -> None:
+    def __init__(self, blobs: StoreBlobs) -> None:
         self.blobs = blobs
 
     def piece(
@@ -103,7 +103,7 @@ class Made:
         packs, blocks, places = self._pack(contents)
         unit = Unit(address=unit_address(rows), rows=rows, packs=packs, blocks=blocks, places=places)
         self.blobs.write_unit(unit)
-        member = Member(
+        member = SnapshotMember(
             address=unit.address,
             kind=kind,
             name=name,
@@ -137,9 +137,9 @@ class Made:
         members = sorted((piece.member for piece in pieces), key=lambda m: (m.kind, m.name, m.address))
         return Root(kind=kind, members=tuple(members), generated=tuple(generated), before=before)
 
-    def snapshot(self, roots: Sequence[Root], *, facts: Facts | None = None, python: str = "") -> Snapshot:
+    def snapshot(self, roots: Sequence[Root], *, facts: SnapshotOrigin | None = None, python: str = "") -> Snapshot:
         """Put a snapshot into the store."""
-        made = make_snapshot(interpreter(python), tuple(roots), facts or Facts())
+        made = make_snapshot(interpreter(python), tuple(roots), facts or SnapshotOrigin())
         self.blobs.write_snapshot(made)
         return made
 
@@ -148,28 +148,30 @@ class Made:
         pieces = [self.distribution(name, {f"site/{name}/__init__.py": f"name = {name!r}\n"}) for name in names]
         return self.snapshot([self.root(pieces)])
 
-    def _pack(self, contents: Sequence[bytes]) -> tuple[tuple[str, ...], tuple[Block, ...], tuple[Place, ...]]:
+    def _pack(
+        self, contents: Sequence[bytes]
+    ) -> tuple[tuple[str, ...], tuple[PackBlock, ...], tuple[ContentPlace, ...]]:
         blocks: list[bytes] = []
-        places: list[Place] = []
+        places: list[ContentPlace] = []
         small = b""
         for content in contents:
             if len(small) + len(content) > BLOCK_BYTES:
                 blocks, small = ([*blocks, small] if small else blocks), b""
             if len(content) > BLOCK_BYTES:
-                places.append(Place(len(blocks), 0))
+                places.append(ContentPlace(len(blocks), 0))
                 blocks += [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
             else:
-                places.append(Place(len(blocks), len(small)))
+                places.append(ContentPlace(len(blocks), len(small)))
                 small += content
         blocks = [*blocks, small] if small else blocks
         frames = [compress(block) for block in blocks]
         packs: list[str] = []
-        table: list[Block] = []
+        table: list[PackBlock] = []
         for first in range(0, len(frames), FRAMES):
             group = frames[first : first + FRAMES]
             offset = 0
             for frame, block in zip(group, blocks[first : first + FRAMES], strict=True):
-                table.append(Block(len(packs), offset, len(frame), len(block)))
+                table.append(PackBlock(len(packs), offset, len(frame), len(block)))
                 offset += len(frame)
             packs.append(self.blobs.write_pack(b"".join(group)))
         return tuple(packs), tuple(table), tuple(places)
@@ -201,18 +203,18 @@ def altered(path: os.PathLike[str]) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def with_facts(facts: Facts, **changes: object) -> Facts:
+def with_facts(facts: SnapshotOrigin, **changes: object) -> SnapshotOrigin:
     """Return facts with some of them changed."""
     return msgspec.structs.replace(facts, **changes)
 
 
-def _row(path: str, content: Content) -> Row:
+def _row(path: str, content: Content) -> FileRow:
     if isinstance(content, Link):
-        return Row(path=path, kind="l", target=content.target)
+        return FileRow(path=path, kind="l", target=content.target)
     if isinstance(content, Folder):
-        return Row(path=path, kind="d")
+        return FileRow(path=path, kind="d")
     data = _bytes(content)
-    return Row(
+    return FileRow(
         path=path,
         kind="x" if isinstance(content, Executable) else "f",
         size=len(data),

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from serverless_gpu.environment.restore.restore import Restored
+from serverless_gpu.environment.restore.restore import RestoredTree
 from serverless_gpu.node.inside import mounts
 
 NOBODY = 65534
@@ -32,7 +32,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
-def command(restored: Restored, *arguments: str, outside: str = sys.executable) -> list[str]:
+def command(restored: RestoredTree, *arguments: str, outside: str = sys.executable) -> list[str]:
     """Return the command that runs a program of a restored environment: the first argument, below its `bin`."""
     program = [f"{restored.tree}/bin/{arguments[0]}", *arguments[1:]]
     if not restored.mounts:
@@ -41,7 +41,7 @@ def command(restored: Restored, *arguments: str, outside: str = sys.executable) 
     return [outside, "-I", "-c", _ENTER, str(mounts.__file__), wanted, *program]
 
 
-def run(restored: Restored, *arguments: str, environ: Mapping[str, str] | None = None) -> str:
+def run(restored: RestoredTree, *arguments: str, environ: Mapping[str, str] | None = None) -> str:
     """Run a program of a restored environment and return what it printed."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
@@ -57,7 +57,7 @@ def run(restored: Restored, *arguments: str, environ: Mapping[str, str] | None =
     return done.stdout.strip()
 
 
-def ask(restored: Restored, code: str, **environ: str) -> Any:
+def ask(restored: RestoredTree, code: str, **environ: str) -> Any:
     """Run code in a restored environment and return the value of its `answer`."""
     return json.loads(run(restored, "python", "-c", f"{code}\nimport json; print(json.dumps(answer))", environ=environ))
 

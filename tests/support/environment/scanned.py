@@ -8,26 +8,33 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from serverless_gpu.environment.documents import Facts, Member, Root, Row, make_snapshot, unit_address
-from serverless_gpu.environment.scan.scan import Scan, Source
+from serverless_gpu.environment.documents import (
+    FileRow,
+    Root,
+    SnapshotMember,
+    SnapshotOrigin,
+    make_snapshot,
+    unit_address,
+)
+from serverless_gpu.environment.scan.scan import LocalUnit, Scan
 from tests.support.environment.hostile import PYTHON
 
 
-def source_of(directory: Path, *, area: str = "site", previous: str = "") -> Source:
+def source_of(directory: Path, *, area: str = "site", previous: str = "") -> LocalUnit:
     """Return every file, link and empty directory below a directory."""
     found = sorted(_rows(str(directory), area), key=lambda item: item[0].path.encode())
     rows = tuple(row for row, _ in found)
-    return Source(rows=rows, files=tuple(path for row, path in found if row.has_content), previous=previous)
+    return LocalUnit(rows=rows, files=tuple(path for row, path in found if row.has_content), previous=previous)
 
 
-def scan_of(sources: Mapping[str, Source], *, kind: str = "distribution") -> Scan:
+def scan_of(sources: Mapping[str, LocalUnit], *, kind: str = "distribution") -> Scan:
     """Return a scan of one root with these units, by name."""
     members, by_address = [], {}
     for name, source in sources.items():
         address = unit_address(source.rows)
         content = [row.size for row in source.rows if row.has_content]
         members.append(
-            Member(
+            SnapshotMember(
                 address=address,
                 kind=kind,  # type: ignore[arg-type]  # the callers know the three kinds
                 name=name,
@@ -38,7 +45,7 @@ def scan_of(sources: Mapping[str, Source], *, kind: str = "distribution") -> Sca
         )
         by_address[address] = source
     root = Root(kind="own", members=tuple(sorted(members, key=lambda member: (member.kind, member.name))))
-    return Scan(snapshot=make_snapshot(PYTHON, (root,), Facts()), sources=by_address)
+    return Scan(snapshot=make_snapshot(PYTHON, (root,), SnapshotOrigin()), sources=by_address)
 
 
 def contents(directory: Path) -> dict[str, object]:
@@ -55,18 +62,18 @@ def contents(directory: Path) -> dict[str, object]:
     return found
 
 
-def _rows(directory: str, path: str) -> list[tuple[Row, str]]:
-    rows: list[tuple[Row, str]] = []
+def _rows(directory: str, path: str) -> list[tuple[FileRow, str]]:
+    rows: list[tuple[FileRow, str]] = []
     for entry in os.scandir(directory):
         below = f"{path}/{entry.name}"
         if entry.is_symlink():
-            rows.append((Row(path=below, kind="l", target=os.readlink(entry.path)), entry.path))
+            rows.append((FileRow(path=below, kind="l", target=os.readlink(entry.path)), entry.path))
         elif entry.is_dir():
             inside = _rows(entry.path, below)
-            rows += inside or [(Row(path=below, kind="d"), entry.path)]
+            rows += inside or [(FileRow(path=below, kind="d"), entry.path)]
         else:
             data = Path(entry.path).read_bytes()
             kind = "x" if entry.stat().st_mode & stat.S_IXUSR else "f"
             digest = hashlib.sha256(data).digest()
-            rows.append((Row(path=below, kind=kind, size=len(data), sha256=digest), entry.path))  # type: ignore[arg-type]  # one of the two kinds
+            rows.append((FileRow(path=below, kind=kind, size=len(data), sha256=digest), entry.path))  # type: ignore[arg-type]  # one of the two kinds
     return rows

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from serverless_gpu.environment.documents import Row, Snapshot
+from serverless_gpu.environment.documents import FileRow, Snapshot
 from serverless_gpu.environment.progress import nobody
 from serverless_gpu.environment.rules import check_rows, check_snapshot
 from serverless_gpu.environment.scan.index import UNKNOWN, known_mtime
@@ -29,7 +29,7 @@ def check(found: Scan) -> None:
         check_rows(source.rows)
 
 
-def rows(found: Scan, number: int, kind: str, name: str = "") -> dict[str, Row]:
+def rows(found: Scan, number: int, kind: str, name: str = "") -> dict[str, FileRow]:
     (member,) = (one for one in found.snapshot.roots[number].members if (one.kind, one.name) == (kind, name))
     return {row.path: row for row in found.sources[member.address].rows}
 

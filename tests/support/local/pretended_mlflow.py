@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from serverless_gpu.node.mlflow_server.files import Place
+from serverless_gpu.node.mlflow_server.files import ServerFiles
 from tests.support.local.observe import Process
 
 _SERVER = """
@@ -106,17 +106,17 @@ def environ_of(uri: str) -> dict[str, str]:
     return found
 
 
-def server_of(place: Place) -> Process:
+def server_of(place: ServerFiles) -> Process:
     """Return the server's process."""
     return Process(place.noted().server)
 
 
-def keeper_of(place: Place) -> Process:
+def keeper_of(place: ServerFiles) -> Process:
     """Return the keeper's process."""
     return Process(place.noted().keeper)
 
 
-def keeping(place: Place, mlflow: PretendedMlflow, *, owner: int = -1, **limits: Any) -> subprocess.Popen[bytes]:
+def keeping(place: ServerFiles, mlflow: PretendedMlflow, *, owner: int = -1, **limits: Any) -> subprocess.Popen[bytes]:
     """Start a keeper with limits of its own, as a child of the test."""
     program = (
         "import os; from pathlib import Path\n"

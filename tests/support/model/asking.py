@@ -10,14 +10,14 @@ from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Decision,
+    DeviceShare,
+    DevicesTaken,
     Node,
     NodeSeen,
+    QueuedRun,
     QueuePolicy,
-    Running,
-    Share,
-    Started,
+    RunningRun,
     Wait,
-    Wanted,
 )
 from serverless_gpu.model.scheduling.wait_messages import sentence
 
@@ -29,29 +29,31 @@ def node(name: str, **devices: int) -> Node:
     return Node(id=f"id-{name}", name=name, pool="default", machine=f"machine-{name}", total=devices)
 
 
-def wanted(run_id: str, gpus: int | None = 1, gpu_type: str | None = "H100", **others: object) -> Wanted:
+def wanted(run_id: str, gpus: int | None = 1, gpu_type: str | None = "H100", **others: object) -> QueuedRun:
     """Return a run that has waited for as long as its number is small."""
     age = int("".join(letter for letter in run_id if letter.isdigit()) or 0)
-    base = Wanted(run_id=run_id, title=f"alice/{run_id}", queued_ns=age, gpus=gpus, gpu_type=gpu_type)
+    base = QueuedRun(run_id=run_id, title=f"alice/{run_id}", queued_ns=age, gpus=gpus, gpu_type=gpu_type)
     return msgspec.structs.replace(base, **others)
 
 
 def busy(
     place: Node, count: int, title: str = "alice/bert-ft", gpu_type: str = "H100", **others: object
-) -> tuple[Node, Running]:
+) -> tuple[Node, RunningRun]:
     """Return the node, and a run that has some of its devices."""
     run = wanted(f"held-{title}-{place.name}", count, gpu_type, **{"title": title, "queued_ns": 0, **others})
-    return place, Running(wanted=run, shares=(Share(node_id=place.id, gpu_type=gpu_type, count=count),), since_ns=0)
+    return place, RunningRun(
+        wanted=run, shares=(DeviceShare(node_id=place.id, gpu_type=gpu_type, count=count),), since_ns=0
+    )
 
 
 def planner(
-    nodes: Iterable[Node | tuple[Node, Running]], queue: Iterable[Wanted] = (), policy: QueuePolicy | None = None
+    nodes: Iterable[Node | tuple[Node, RunningRun]], queue: Iterable[QueuedRun] = (), policy: QueuePolicy | None = None
 ) -> Planner:
     """Return a planner that knows of these."""
     made = Planner(policy)
     for entry in nodes:
         place, running = entry if isinstance(entry, tuple) else (entry, None)
-        made.apply([NodeSeen(place), *([Started(running)] if running is not None else [])])
+        made.apply([NodeSeen(place), *([DevicesTaken(running)] if running is not None else [])])
     made.apply(Arrived(run) for run in queue)
     return made
 
@@ -82,8 +84,8 @@ class Decided:
 
 
 def decide(
-    queue: Sequence[Wanted],
-    nodes: Sequence[Node | tuple[Node, Running]],
+    queue: Sequence[QueuedRun],
+    nodes: Sequence[Node | tuple[Node, RunningRun]],
     now_ns: int = 1000,
     policy: QueuePolicy | None = None,
 ) -> Decided:

@@ -13,15 +13,15 @@ from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,
     Decision,
+    DeviceShare,
+    DevicesTaken,
     Gone,
     Node,
     NodeSeen,
     Preemption,
+    QueuedRun,
     QueuePolicy,
-    Running,
-    Share,
-    Started,
-    Wanted,
+    RunningRun,
 )
 
 S = 1_000_000_000
@@ -50,11 +50,11 @@ class World:
         self.nodes = {node.id: node for node in nodes}
         self.planner = Planner(policy)
         self.now_ns = 0
-        self.running: dict[str, Running] = {}
-        self.waiting: dict[str, Wanted] = {}
+        self.running: dict[str, RunningRun] = {}
+        self.waiting: dict[str, QueuedRun] = {}
         self.started_ns: dict[str, int] = {}
         self.preemptions: list[Preemption] = []
-        self.on_end: Callable[[Wanted], None] = lambda _: None
+        self.on_end: Callable[[QueuedRun], None] = lambda _: None
         self.on_decision: Callable[[], None] = lambda: None
         self._gpu_s: dict[tuple[str, str], float] = defaultdict(float)
         self._leave_ns = round(leave_s * S)
@@ -77,7 +77,7 @@ class World:
         self._number += 1
         heapq.heappush(self._events, (at_ns, self._number, call))
 
-    def submit(self, wanted: Wanted, length_s: float, *, at_s: float = 0.0) -> None:
+    def submit(self, wanted: QueuedRun, length_s: float, *, at_s: float = 0.0) -> None:
         """Let a run come at a time, or now if that is past; it needs its devices for so long in all."""
         self.at(max(self.now_ns, round(at_s * S)), lambda: self._arrive(wanted, round(length_s * S)))
 
@@ -129,16 +129,16 @@ class World:
         )
         return self.nodes[node_id].total.get(gpu_type, 0) - taken
 
-    def _arrive(self, wanted: Wanted, length_ns: int) -> None:
+    def _arrive(self, wanted: QueuedRun, length_ns: int) -> None:
         self._left_ns[wanted.run_id] = length_ns
         queued = msgspec.structs.replace(wanted, queued_ns=self.now_ns)
         self.waiting[wanted.run_id] = queued
         self.tell(Arrived(queued))
 
-    def _start(self, run_id: str, shares: tuple[Share, ...]) -> None:
+    def _start(self, run_id: str, shares: tuple[DeviceShare, ...]) -> None:
         wanted = self.waiting.pop(run_id)
         self.started_ns.setdefault(run_id, self.now_ns)
-        held = self.running[run_id] = Running(wanted=wanted, shares=shares, since_ns=self.now_ns)
+        held = self.running[run_id] = RunningRun(wanted=wanted, shares=shares, since_ns=self.now_ns)
         self.at(self.now_ns + self._left_ns[run_id], lambda: self._end(held))
 
     def _ask(self, run_id: str) -> None:
@@ -146,9 +146,9 @@ class World:
         assert not held.is_leaving, f"{run_id} is asked twice"
         leaving = self.running[run_id] = msgspec.structs.replace(held, is_leaving=True)
         self.at(self.now_ns + self._leave_ns, lambda: self._leave(leaving))
-        self.tell(Started(leaving))
+        self.tell(DevicesTaken(leaving))
 
-    def _end(self, held: Running) -> None:
+    def _end(self, held: RunningRun) -> None:
         run_id = held.wanted.run_id
         now = self.running.get(run_id)
         if now is not None and now.since_ns == held.since_ns:
@@ -157,7 +157,7 @@ class World:
             self.tell(Gone(run_id))
             self.on_end(held.wanted)
 
-    def _leave(self, held: Running) -> None:
+    def _leave(self, held: RunningRun) -> None:
         """Let a run wait again: it goes on where it was."""
         run_id, wanted = held.wanted.run_id, held.wanted
         if self.running.get(run_id) is not held:
@@ -168,8 +168,8 @@ class World:
         again = self.waiting[run_id] = msgspec.structs.replace(wanted, preemptions=wanted.preemptions + 1)
         self.tell(Arrived(again))
 
-    def _count(self, held: Running) -> None:
+    def _count(self, held: RunningRun) -> None:
         self._gpu_s[held.wanted.team, held.wanted.owner] += self._gpu_seconds(held)
 
-    def _gpu_seconds(self, held: Running) -> float:
+    def _gpu_seconds(self, held: RunningRun) -> float:
         return sum(share.count for share in held.shares) * (self.now_ns - held.since_ns) / S

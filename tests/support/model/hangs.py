@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.model.hangs.hang_detection import Look
+from serverless_gpu.model.hangs.hang_detection import RankInspection
 from serverless_gpu.model.hangs.stacks import Stack, Thread
 from tests.support.model.stacks import frames
 
@@ -17,6 +17,6 @@ def stack(calls: Calls, *others: Calls) -> Stack:
     return Stack(Thread("Current", frames(*calls)), tuple(Thread("Thread", frames(*other)) for other in others))
 
 
-def look(rank: int, calls: Calls = HERE, *others: Calls, **fields: object) -> Look:
-    made = Look(rank=rank, pid=100 + rank, state="S", stack=stack(calls, *others))
+def look(rank: int, calls: Calls = HERE, *others: Calls, **fields: object) -> RankInspection:
+    made = RankInspection(rank=rank, pid=100 + rank, state="S", stack=stack(calls, *others))
     return msgspec.structs.replace(made, **fields)

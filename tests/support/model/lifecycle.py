@@ -8,22 +8,22 @@ from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Event,
     Failure,
+    GangPlaced,
     Limits,
     Phase,
-    Placed,
     RankExecuting,
     Reason,
     State,
 )
-from serverless_gpu.model.lifecycle.attempt_lifecycle import SETTLE_NS, Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import SETTLE_NS, AttemptInstruction, advance
 
 S = 1_000_000_000
 START, RELEASE, TERMINATE, KILL, CONCLUDE = (
-    Instruction.START_RANKS,
-    Instruction.RELEASE_RANKS,
-    Instruction.TERMINATE_RANKS,
-    Instruction.KILL_TREE,
-    Instruction.CONCLUDE,
+    AttemptInstruction.START_RANKS,
+    AttemptInstruction.RELEASE_RANKS,
+    AttemptInstruction.TERMINATE_RANKS,
+    AttemptInstruction.KILL_TREE,
+    AttemptInstruction.CONCLUDE,
 )
 LIMITS = Limits(timeout_ns=100 * S, grace_ns=30 * S, failure_grace_ns=2 * S, start_ns=300 * S)
 QUEUED = Attempt(run_id="r", fence=1, world_size=2, limits=LIMITS)
@@ -31,8 +31,8 @@ STARTING = msgspec.structs.replace(QUEUED, state=State.STARTING, wake_ns=300 * S
 RUNNING = msgspec.structs.replace(STARTING, state=State.RUNNING, exec_ns=10 * S, wake_ns=80 * S)
 
 
-def drive(attempt: Attempt, *happenings: tuple[int, Event]) -> tuple[Attempt, tuple[Instruction, ...]]:
-    issued: list[Instruction] = []
+def drive(attempt: Attempt, *happenings: tuple[int, Event]) -> tuple[Attempt, tuple[AttemptInstruction, ...]]:
+    issued: list[AttemptInstruction] = []
     for now_ns, event in happenings:
         attempt, instructions = advance(attempt, event, now_ns)
         issued += instructions
@@ -53,6 +53,6 @@ def ended(
     return changed(attempt, state=state, reason=reason, stop_ns=stop_ns, wake_ns=None, phase=phase, **fields)
 
 
-TO_RUNNING: tuple[tuple[int, Event], ...] = ((0, Placed()), (10 * S, RankExecuting(0)), (11 * S, RankExecuting(1)))
+TO_RUNNING: tuple[tuple[int, Event], ...] = ((0, GangPlaced()), (10 * S, RankExecuting(0)), (11 * S, RankExecuting(1)))
 LOST = raised(0, 20 * S, peer_lost=True)
 SETTLING = changed(RUNNING, phase=Phase.SETTLING, wake_ns=20 * S + SETTLE_NS, failures=(LOST,))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.hangs.stacks import Frame
+from serverless_gpu.model.hangs.stacks import StackFrame
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 STANDARD = "/usr/lib/python3.11"
 USER = ("/home/me/train.py", 30, "train")
 
 
-def frames(*calls: tuple[str, int, str]) -> tuple[Frame, ...]:
-    return tuple(Frame(*call) for call in calls)
+def frames(*calls: tuple[str, int, str]) -> tuple[StackFrame, ...]:
+    return tuple(StackFrame(*call) for call in calls)
 
 
 WRAPPER = (f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")

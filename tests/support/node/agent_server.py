@@ -29,7 +29,7 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
@@ -181,7 +181,7 @@ class AgentServer:
 
     def write_profile(self, path: Path | None = None, **changes: Any) -> None:
         """Write how this server is reached."""
-        write_profile(path or self.profile, Profile(url=f"http://127.0.0.1:{self._port}", token=TOKEN, **changes))
+        write_profile(path or self.profile, UplinkProfile(url=f"http://127.0.0.1:{self._port}", token=TOKEN, **changes))
 
     def stop(self) -> None:
         """Close the port and every connection."""

@@ -17,8 +17,8 @@ from typing import TypeVar
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import messages
 
-W = TypeVar("W", bound=messages.Word)
-Answers = Callable[[messages.AnyWord], Iterable[messages.Word]]
+W = TypeVar("W", bound=messages.MonitorMessage)
+Answers = Callable[[messages.AnyWord], Iterable[messages.MonitorMessage]]
 
 
 class FakeMonitor:

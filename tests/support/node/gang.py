@@ -8,11 +8,11 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Event
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.account import Account
+from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.testing import FakeClock
 
 
@@ -36,8 +36,8 @@ class Line:
             called_ns=0,
         )
         ours, self.rank = pair()
-        self.account = Account(launch, FakeClock())
-        self.gang = Gang(launch, Channel(ours.sock), self.account)
+        self.account = AttemptAccount(launch, FakeClock())
+        self.gang = LocalGang(launch, Channel(ours.sock), self.account)
         self.said: list[str] = []
         self.gang.on_said = self.said.append
 

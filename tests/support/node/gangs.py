@@ -20,10 +20,10 @@ from serverless_gpu.client.caller.caller_context import caller_context
 from serverless_gpu.client.launch.preflight import pack
 from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.gangs.gang_lifecycle import Cause, Crew, Fold, Halt, Over, fold, told_to_stop
-from serverless_gpu.model.gangs.rendezvous import Address, Apart, Chosen, Offer, Reach, choose
+from serverless_gpu.model.gangs.rendezvous import Address, Apart, Chosen, CrewReach, Offer, choose
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.wire.agents import Look, Start
+from serverless_gpu.wire.agents import ReportNow, Start
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 from tests.support.local.observe import LIMIT_S, wait_for
 from tests.support.node.agent_server import AgentServer, SeenAttempt
@@ -37,7 +37,7 @@ class SeenCrew(SeenAttempt):
         self.gang = gang
         self.number = start.crew
         self.offer: Offer | None = None
-        self.reach: Reach | None = None
+        self.reach: CrewReach | None = None
         self.returned = False
         self.halt: Halt | None = None
         self.halted_before_ending = False
@@ -117,7 +117,7 @@ class SeenGang:
 
     def look(self, crew: SeenCrew) -> None:
         """Have a crew report now."""
-        order = Look(run_id=crew.start.run_id, fence=crew.start.fence)
+        order = ReportNow(run_id=crew.start.run_id, fence=crew.start.fence)
         self._server.send(order, f"node{crew.number + 1}")
 
     def tell_all(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from serverless_gpu.node.devices.locks import DeviceLocks, Holder, Locked
+from serverless_gpu.node.devices.locks import DeviceLocks, Locked, LockHolder
 
-ME = Holder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
+ME = LockHolder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
 
 
 class FixedClock:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.monitor.devices import NvmlSampler
-from serverless_gpu.node.monitor.sampler import Wanted
+from serverless_gpu.node.monitor.sampler import SampleRequest
 from serverless_gpu.testing import FakeClock
 from tests.support.node.gpus import Card, FakeNvml, FakeNvmlError
 
@@ -69,14 +69,16 @@ def sampler(
     return NvmlSampler(nvml=nvml, clock=clock or FakeClock(), wait_s=wait_s, pids_visible=pids_visible), nvml
 
 
-def wanted(attempts: Mapping[str, tuple[Sequence[Device], Mapping[int, int]]], fakes: str | None = None) -> Wanted:
+def wanted(
+    attempts: Mapping[str, tuple[Sequence[Device], Mapping[int, int]]], fakes: str | None = None
+) -> SampleRequest:
     """Return what a monitor asks about these attempts: their devices, and pids by rank."""
     used_by = {
         device.uuid: (key, rank)
         for key, (devices, pids) in attempts.items()
         for device, rank in zip(devices, list(pids) * (len(devices) if len(pids) == 1 else 1), strict=False)
     }
-    return Wanted(
+    return SampleRequest(
         devices=tuple(device for devices, _ in attempts.values() for device in devices),
         ranks={key: pids for key, (_, pids) in attempts.items()},
         used_by=used_by,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.model.gangs.rendezvous import Address, Chosen, Offer, Reach, choose, word
+from serverless_gpu.model.gangs.rendezvous import Address, Chosen, CrewReach, Offer, choose, word
 from serverless_gpu.node.processes.rendezvous_port import reserve_port
 from serverless_gpu.node.supervisor import rendezvous
 from serverless_gpu.node.supervisor.rendezvous import FILL_BYTES, Meeting
@@ -58,7 +58,7 @@ class Crews:
             one.try_all(self.offers)
         return self.until(lambda: all(one.reach is not None for one in self.all))
 
-    def reaches(self) -> list[Reach]:
+    def reaches(self) -> list[CrewReach]:
         """Return what they reached."""
         return [one.reach for one in self.all if one.reach is not None]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from serverless_gpu.environment.documents import Facts, Interpreter, Member, Root, make_snapshot
-from serverless_gpu.environment.restore.restore import Mount, Restored
+from serverless_gpu.environment.documents import Interpreter, Root, SnapshotMember, SnapshotOrigin, make_snapshot
+from serverless_gpu.environment.restore.restore import Mount, RestoredTree
 from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
 from serverless_gpu.node.base.protocol import Context
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
-TOY = Member(address="ab" + "0" * 62, kind="distribution", name="toy", version="1.0", modules=("toy",))
+TOY = SnapshotMember(address="ab" + "0" * 62, kind="distribution", name="toy", version="1.0", modules=("toy",))
 
 
 def environment(directory: Path, mode: str = "overlay", **facts: object) -> RestoredEnvironment:
@@ -26,9 +26,9 @@ def environment(directory: Path, mode: str = "overlay", **facts: object) -> Rest
         **facts,
     }
     roots = (Root(kind="own", members=(TOY,)), Root(kind="code", members=(), before=True))
-    snapshot = make_snapshot(PYTHON, roots, Facts(**facts))  # type: ignore[arg-type]  # written down by hand
+    snapshot = make_snapshot(PYTHON, roots, SnapshotOrigin(**facts))  # type: ignore[arg-type]  # written down by hand
     (directory / "trees" / snapshot.address / "overlay").mkdir(parents=True, exist_ok=True)
-    restored = Restored(
+    restored = RestoredTree(
         address=snapshot.address,
         tree="/view",
         python="/view/bin/python",

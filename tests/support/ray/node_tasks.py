@@ -18,7 +18,7 @@ from typing import Any
 from serverless_gpu.node.inside import linux, payload, protocol
 from serverless_gpu.node.inside.call import dump_call
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.inside.raycluster.words import Share
+from serverless_gpu.node.inside.raycluster.words import ClusterShare
 from tests.support.local.observe import Process
 from tests.support.node.rank_process import INSIDE
 from tests.support.paths import REPOSITORY
@@ -40,14 +40,14 @@ os._exit(rank.main(channel.Channel.adopt(int(sys.argv[2])), channel.Channel.adop
 """
 
 
-def share(directory: Path, **changes: Any) -> Share:
+def share(directory: Path, **changes: Any) -> ClusterShare:
     """Return a node's share of a cluster of one node with two fake H100.
 
     Args:
         directory: of the cluster; short, for sockets lie in it.
         changes: fields that are otherwise.
     """
-    plain = Share(
+    plain = ClusterShare(
         directory=str(directory),
         devices=2,
         accelerator="H100",
@@ -79,7 +79,7 @@ class NodeTask:
     def __init__(
         self,
         attempt: Path,
-        own: Share,
+        own: ClusterShare,
         function: Callable[..., object],
         *args: object,
         python: Path = PYTHON,
@@ -196,7 +196,7 @@ class NodeTask:
 
 @contextmanager
 def node_task(
-    attempt: Path, own: Share, function: Callable[..., object], *args: object, **options: Any
+    attempt: Path, own: ClusterShare, function: Callable[..., object], *args: object, **options: Any
 ) -> Iterator[NodeTask]:
     """Have a node task, which is gone at the end; options as for `NodeTask`."""
     task = NodeTask(attempt, own, function, *args, **options)

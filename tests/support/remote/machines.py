@@ -24,7 +24,7 @@ from serverless_gpu import attach
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import Profile, write_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, write_profile
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.runs import RunView
@@ -42,7 +42,7 @@ class Machine:
         gpus: how many H100 it declares.
     """
 
-    def __init__(self, profile: Profile, *, gpus: int) -> None:
+    def __init__(self, profile: UplinkProfile, *, gpus: int) -> None:
         self.name = profile.name
         self.root = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
         self.home = Home(self.root)
@@ -55,7 +55,7 @@ class Machine:
         }
         self.write(profile)
 
-    def write(self, profile: Profile) -> None:
+    def write(self, profile: UplinkProfile) -> None:
         """Have it find the server so."""
         write_profile(self._profile, profile)
 
@@ -124,7 +124,7 @@ class Machines:
 
     def join(self, name: str, *, gpus: int = 2) -> Machine:
         """Start a node, and wait until the server counts on it."""
-        profile = Profile(url=self.server.url, token="", name=name)
+        profile = UplinkProfile(url=self.server.url, token="", name=name)
         node = Machine(profile, gpus=gpus)
         self.nodes[name] = node
         node.write(msgspec.structs.replace(profile, token=node_token(self.administrator(), name, node.home)))

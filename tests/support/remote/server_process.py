@@ -21,7 +21,7 @@ from typing import IO
 import msgspec
 
 from serverless_gpu.ambient import machine
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.lazy_import import load
 from serverless_gpu.server.serving import Running, serve
 from serverless_gpu.server.settings import Settings, read_settings
@@ -112,7 +112,7 @@ def main(home: Path, words: Sequence[str]) -> None:
 
     def ready(url: str, _running: Running) -> None:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
-        write_profile(home, Profile(url=url, token=token, embedded=True, machine=machine()))
+        write_profile(home, ServerProfile(url=url, token=token, embedded=True, machine=machine()))
         print(f"ready {url}", flush=True)
 
     serve(settings, ready=ready)

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import node_tokens, runs, tables, transitions
 from serverless_gpu.server.callers import Caller
@@ -67,7 +67,7 @@ def find(services: Services, run_id: str) -> StoredRun:
     return run
 
 
-def tell(services: Services, run_id: str, event: StopAsked | Ended | GivenUp) -> None:
+def tell(services: Services, run_id: str, event: StopAsked | AttemptEnded | GivenUp) -> None:
     note = Note(at_ns=services.clock.wall_ns())
 
     def work(connection: sa.Connection) -> Told:

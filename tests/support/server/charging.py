@@ -10,7 +10,7 @@ import msgspec
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import (
     attempts,
@@ -35,7 +35,7 @@ def begun(database: Database, *, at_ns: int = T0, tariff: Tariff = TARIFF, **fie
     place(database, run_id, at_ns=at_ns)
     text = msgspec.json.encode(tariff).decode()
     database.write(lambda connection: attempts.note(connection, run_id, 1, tariff_json=text))
-    tell(database, run_id, Started(), at_ns=at_ns, exec_ns=at_ns)
+    tell(database, run_id, UserCodeStarted(), at_ns=at_ns, exec_ns=at_ns)
     return run_id
 
 
@@ -65,7 +65,7 @@ def write_facts(database: Database, run_id: str, new: Sequence[Fact]) -> None:
 
 
 def end(database: Database, run_id: str, reason: Reason = Reason.COMPLETED, *, at_ns: int, receipt: str = "{}") -> None:
-    tell(database, run_id, Ended(reason, began=True), at_ns=at_ns)
+    tell(database, run_id, AttemptEnded(reason, began=True), at_ns=at_ns)
     database.write(lambda connection: transitions.settle(connection, (run_id, 1, 0), receipt=receipt, at_ns=at_ns))
 
 

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server import (
     audit,
     charging,
@@ -66,9 +66,9 @@ def finished(database: Database, **spec: Any) -> str:
     """Write the whole life of a run that succeeded at its second attempt."""
     run_id = submitted(database, retries=1, **spec)
     place(database, run_id)
-    tell(database, run_id, Started(), Ended(Reason.RANK_RAISED, began=True))
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.RANK_RAISED, began=True))
     place(database, run_id)
-    tell(database, run_id, Started(), Ended(Reason.COMPLETED, began=True))
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.COMPLETED, began=True))
     results = [StoredFile(name=f"results/{rank}.pkl", size=2, inline=b"ok") for rank in range(2)]
 
     def write(connection: sa.Connection) -> None:

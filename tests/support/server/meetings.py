@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serverless_gpu.model.gangs.rendezvous import Address, Chosen, Offer, Reach, Tried
+from serverless_gpu.model.gangs.rendezvous import Address, Chosen, CrewReach, Offer, Tried
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import active_runs, attempts, meetings
 from serverless_gpu.server.attempts import StoredAttempt
@@ -24,10 +24,10 @@ def offer(crew: int, **changes: Any) -> Offer:
     return Offer(**(fields | changes))
 
 
-def reach(crew: int, *, of: int = 2, took: int | None = 90) -> Reach:
+def reach(crew: int, *, of: int = 2, took: int | None = 90) -> CrewReach:
     others = (other for other in range(of) if other != crew)
     problem = "" if took is not None else "no route to host"
-    return Reach(
+    return CrewReach(
         crew=crew,
         tried=tuple(
             Tried(crew=other, address=f"10.0.0.{other + 1}", microseconds=took, problem=problem) for other in others

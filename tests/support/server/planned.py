@@ -10,11 +10,11 @@ from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import (
     Change,
     Decision,
+    DeviceShare,
     Placement,
     Preemption,
     QueuePolicy,
     Reservation,
-    Share,
     Wait,
     WaitReason,
 )
@@ -79,7 +79,7 @@ def decision(
 
 def placement(run_id: str, node_id: str, count: int = 2, gpu_type: str = "H100") -> Placement:
     """Return where a gang is to start."""
-    return Placement(run_id=run_id, shares=(Share(node_id=node_id, gpu_type=gpu_type, count=count),))
+    return Placement(run_id=run_id, shares=(DeviceShare(node_id=node_id, gpu_type=gpu_type, count=count),))
 
 
 def waiting(run_id: str, words: str = "", reason: WaitReason = WaitReason.CAPACITY, *, place: int = 0) -> Wait:

@@ -18,7 +18,7 @@ import msgspec
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.engines.base import Engine, EngineNode
-from serverless_gpu.engines.simulated.simulated_agents import Execution, Gang, SimulatedAgent, Work
+from serverless_gpu.engines.simulated.simulated_agents import Execution, Gang, SimulatedAgent, SimulatedWork
 from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.hardware import parse_fake
@@ -102,7 +102,7 @@ class World:
 
     def __init__(self, database: Database, home: Path, nodes: Mapping[str, str], **settings: Any) -> None:
         self.clock = FakeClock()
-        self.work: Callable[[Start], Work] = lambda start: Work()
+        self.work: Callable[[Start], SimulatedWork] = lambda start: SimulatedWork()
         self.database, self._home, self._settings = database, home, settings
         self._reservations = Reservations()
         self._engine_nodes = [EngineNode(name=name, devices=parse_fake(text)) for name, text in nodes.items()]

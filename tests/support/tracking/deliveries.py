@@ -13,8 +13,8 @@ from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled, encode
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.testing.mlflow import FakeMlflow
-from serverless_gpu.tracking.base import Tracked, Tracker
-from serverless_gpu.tracking.delivery import Delivery, Job
+from serverless_gpu.tracking.base import Tracker, TrackerRun
+from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
 from serverless_gpu.tracking.mlflow import MlflowTracker
 from serverless_gpu.tracking.points import telemetry_path
 
@@ -28,11 +28,11 @@ class Heard:
     """A listener that remembers."""
 
     def __init__(self) -> None:
-        self.runs: list[Tracked] = []
+        self.runs: list[TrackerRun] = []
         self.problems: list[tuple[str, bool]] = []
         self.sentences: list[tuple[str, bool]] = []
 
-    def tracked(self, tracked: Tracked) -> None:
+    def tracked(self, tracked: TrackerRun) -> None:
         self.runs.append(tracked)
 
     def untracked(self, sentence: str, *, final: bool) -> None:
@@ -46,11 +46,11 @@ def tracking(**changes: object) -> Tracking:
     return Tracking(**{"experiment": "/Users/ada/digits", "run_name": f"jobTaskRun-{RUN_ID}", **changes})  # type: ignore[arg-type]  # whatever a test says
 
 
-def job(tracker: Tracking | None = None, *, fence: int = 1, node_rank: int = 0, num_nodes: int = 1) -> Job:
+def job(tracker: Tracking | None = None, *, fence: int = 1, node_rank: int = 0, num_nodes: int = 1) -> DeliveryJob:
     spec = RunSpec(
         name="train", resources=Resources(gpus=1), tags={"team": "search"}, tracker=tracker or tracking(uri="http://x")
     )
-    return Job(
+    return DeliveryJob(
         run_id=RUN_ID,
         fence=fence,
         node_rank=node_rank,
@@ -94,15 +94,15 @@ def record(directory: Path, seconds: range, *, node_rank: int = 0, first: bool =
 def delivering(
     directory: Path,
     tracker: Tracker | FakeMlflow,
-    what: Job | None = None,
+    what: DeliveryJob | None = None,
     *,
     clock: Clock | None = None,
-) -> Iterator[tuple[Delivery, Heard]]:
+) -> Iterator[tuple[MlflowDelivery, Heard]]:
     """Have an attempt delivered; the thread has ended afterwards."""
     heard = Heard()
     if isinstance(tracker, FakeMlflow):
         tracker = MlflowTracker(tracker.uri, {})
-    delivery = Delivery(directory, what or job(), tracker, heard, clock=clock or SystemClock())
+    delivery = MlflowDelivery(directory, what or job(), tracker, heard, clock=clock or SystemClock())
     thread = threading.Thread(target=delivery.run, daemon=True)
     thread.start()
     try:
@@ -113,7 +113,7 @@ def delivering(
     assert not thread.is_alive()
 
 
-def until(delivery: Delivery, holds: Callable[[], object], what: str) -> None:
+def until(delivery: MlflowDelivery, holds: Callable[[], object], what: str) -> None:
     """Wait for something without waiting for the delivery's own pauses."""
     waited = threading.Event()
     for _ in range(3000):
@@ -124,6 +124,6 @@ def until(delivery: Delivery, holds: Callable[[], object], what: str) -> None:
     raise AssertionError(f"{what} did not happen; over={delivery.over!r}")
 
 
-def delivered(delivery: Delivery) -> None:
+def delivered(delivery: MlflowDelivery) -> None:
     """Wait until nothing is left to do."""
     until(delivery, lambda: delivery.over, "its delivery")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from serverless_gpu.cli.planning import advice_sources
-from serverless_gpu.cli.planning.advice_sources import Book, Kind, Past, Wanted, chosen, of_rows, of_server
+from serverless_gpu.cli.planning.advice_sources import Book, GpuTypeUses, PastUse, UseFilter, chosen, of_rows, of_server
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.billing.advice import Rates, Use, advise, curve_of
+from serverless_gpu.model.billing.advice import GpuRates, GpuUse, advise, curve_of
 from serverless_gpu.model.billing.advice_formulas import formulas
 from serverless_gpu.model.billing.oversized_runs import Ran
 from serverless_gpu.model.billing.pricing import Price
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
 
 HOUR_MS = 3_600_000
-ALL = Wanted(start_ns=0, end_ns=100 * HOUR_NS)
+ALL = UseFilter(start_ns=0, end_ns=100 * HOUR_NS)
 
 
 def row(start: int, end: int, **changes: Any) -> DemandRow:
@@ -49,8 +49,8 @@ def row(start: int, end: int, **changes: Any) -> DemandRow:
     return DemandRow(**(usual | changes))
 
 
-def use(start: float, end: float, gpus: int) -> Use:
-    return Use(start_ns=round(start * HOUR_NS), end_ns=round(end * HOUR_NS), gpus=gpus)
+def use(start: float, end: float, gpus: int) -> GpuUse:
+    return GpuUse(start_ns=round(start * HOUR_NS), end_ns=round(end * HOUR_NS), gpus=gpus)
 
 
 def test_a_run_over_midnight_is_one_attempt_that_was_asked_for_earlier() -> None:
@@ -81,7 +81,7 @@ def test_a_session_counts_for_as_long_as_no_run_had_its_devices() -> None:
 
 
 def test_time_before_the_window_is_not_looked_at() -> None:
-    past = of_rows([row(10, 90)], Wanted(start_ns=50 * HOUR_NS, end_ns=100 * HOUR_NS))
+    past = of_rows([row(10, 90)], UseFilter(start_ns=50 * HOUR_NS, end_ns=100 * HOUR_NS))
     assert past.start_ns == 50 * HOUR_NS
 
 
@@ -90,7 +90,7 @@ def test_everything_on_demand_costs_what_the_ledger_has_charged_and_not_environm
     short = {"lent_ms": 20 * HOUR_MS, "gpu_ms": 13 * HOUR_MS, "billed_ms": 12 * HOUR_MS, "micros": 24_000_000}
     past = of_rows([row(10, 15, **short), row(12, 17, run_id="other", **short)], ALL)
     kind = past.kinds["H100"]
-    told = Rates(reserved=1_000_000, on_demand=2_000_000, billed=kind.billed)
+    told = GpuRates(reserved=1_000_000, on_demand=2_000_000, billed=kind.billed)
     found = advise(curve_of(kind.uses, past.start_ns, past.end_ns), told)
     assert found.none.micros == kind.micros == 48_000_000
     assert found.duty_percent == pytest.approx(100 / 1.2)  # an hour on demand costs 1.20, not 2.00
@@ -107,15 +107,17 @@ def test_nothing_used_is_nothing_to_advise() -> None:
 
 
 def test_the_type_most_used_or_all_of_a_family() -> None:
-    kinds = {name: Kind(uses=[use(0, 1, 1)], gpu_ms=ms) for name, ms in (("A100-40", 3), ("A100-80", 5), ("L4", 7))}
-    past = Past(source="a test", start_ns=0, end_ns=1, kinds=kinds)
+    kinds = {
+        name: GpuTypeUses(uses=[use(0, 1, 1)], gpu_ms=ms) for name, ms in (("A100-40", 3), ("A100-80", 5), ("L4", 7))
+    }
+    past = PastUse(source="a test", start_ns=0, end_ns=1, kinds=kinds)
 
-    def of_type(name: str) -> tuple[str, Kind]:
-        return chosen(past, Wanted(start_ns=0, end_ns=1, gpu_type=name))
+    def of_type(name: str) -> tuple[str, GpuTypeUses]:
+        return chosen(past, UseFilter(start_ns=0, end_ns=1, gpu_type=name))
 
     assert of_type("")[0] == "L4"
-    assert of_type("a100-80") == ("A100-80", Kind(uses=[use(0, 1, 1)], gpu_ms=5))
-    assert of_type("A100") == ("A100", Kind(uses=[use(0, 1, 1)] * 2, gpu_ms=8))
+    assert of_type("a100-80") == ("A100-80", GpuTypeUses(uses=[use(0, 1, 1)], gpu_ms=5))
+    assert of_type("A100") == ("A100", GpuTypeUses(uses=[use(0, 1, 1)] * 2, gpu_ms=8))
     with pytest.raises(InvalidValue, match=re.escape(golden("cli.advice_sources.nothing-used-h100"))) as raised:
         of_type("H100")
     assert golden("cli.advice_sources.a100-40-a100") in str(raised.value)
@@ -145,7 +147,7 @@ class Asked:
 def test_a_servers_ledger_is_read_page_by_page() -> None:
     pages = [DemandPage(rows=(row(1, 2),), cursor="next"), DemandPage(rows=(row(3, 4, run_id="s"),))]
     asked = Asked(pages)
-    wanted = Wanted(start_ns=7, end_ns=100 * HOUR_NS, team="search", gpu_type="H100")
+    wanted = UseFilter(start_ns=7, end_ns=100 * HOUR_NS, team="search", gpu_type="H100")
     past = of_server(cast("Connection", asked), wanted)
     first = {"from_ns": "7", "to_ns": str(100 * HOUR_NS), "limit": "1000", "team": "search", "gpu_type": "H100"}
     assert asked.queries == [first, {**first, "cursor": "next"}]

@@ -8,38 +8,38 @@ import os
 import pty
 import threading
 
-from serverless_gpu.cli.environments.progress_meter import Meter, Meters
-from serverless_gpu.environment.progress import Phase, Progress
+from serverless_gpu.cli.environments.progress_meter import Meters, ProgressMeter
+from serverless_gpu.environment.progress import Phase, ProgressPoint
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 
 SECOND = 1_000_000_000
 
 
-def at(done: int, *, phase: Phase = "capture", name: str = "torch 2.13.0") -> Progress:
-    return Progress(
+def at(done: int, *, phase: Phase = "capture", name: str = "torch 2.13.0") -> ProgressPoint:
+    return ProgressPoint(
         phase=phase, bytes_done=done, bytes_total=1_400_000_000, files_done=12, files_total=29_911, name=name
     )
 
 
 def test_bytes_files_rate_remaining_and_what_it_is_at() -> None:
-    meter = Meter("capture", 0)
+    meter = ProgressMeter("capture", 0)
     meter.note(at(100_000_000), SECOND)
     meter.note(at(400_000_000), 2 * SECOND)
     assert meter.line(2 * SECOND) == golden("cli.meter.capturing-400-mb")
 
 
 def test_nothing_is_foretold_in_the_first_second_or_without_a_total() -> None:
-    meter = Meter("capture", 0)
+    meter = ProgressMeter("capture", 0)
     meter.note(at(100_000_000), SECOND // 2)
     assert meter.line(SECOND // 2) == golden("cli.meter.capturing-100-mb")
-    unknown = Meter("scan", 0)
-    unknown.note(Progress(phase="scan", files_done=1200), 2 * SECOND)
+    unknown = ProgressMeter("scan", 0)
+    unknown.note(ProgressPoint(phase="scan", files_done=1200), 2 * SECOND)
     assert unknown.line(2 * SECOND) == "looking: 1,200 files"
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
-    meter = Meter("fetch", 0)
+    meter = ProgressMeter("fetch", 0)
     meter.note(at(1_000_000_000, phase="fetch"), SECOND)
     for second in range(2, 12):
         meter.note(at(1_000_000_000 + second, phase="fetch"), second * SECOND)
@@ -47,14 +47,14 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 
 
 def test_a_report_of_a_slower_thread_does_not_turn_it_back() -> None:
-    meter = Meter("capture", 0)
+    meter = ProgressMeter("capture", 0)
     meter.note(at(200), SECOND)
     meter.note(at(100), SECOND)
     assert meter.line(SECOND).startswith("capturing: 200 B of ")
 
 
 def test_work_that_stands_still_says_no_rate() -> None:
-    meter = Meter("capture", 0)
+    meter = ProgressMeter("capture", 0)
     meter.note(at(0), SECOND)
     assert "/s" not in meter.line(9 * SECOND) and "left" not in meter.line(9 * SECOND)
 

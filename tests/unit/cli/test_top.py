@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from serverless_gpu.cli.top.picture import Style, draw
-from serverless_gpu.cli.top.table import Around, Owner, Table, as_json, tabulate
+from serverless_gpu.cli.top.table import Around, DeviceOwner, TopTable, as_json, tabulate
 from serverless_gpu.model.telemetry.samples import RankSample
-from serverless_gpu.node.monitor.messages import Frame
+from serverless_gpu.node.monitor.messages import NodeFrame
 from tests.support.cli.framed import FIRST, NOW_NS, SECOND, S, around, frame, slots
 from tests.support.golden import golden
 from tests.support.tiny_terminal import screen
@@ -18,7 +18,7 @@ from tests.support.tiny_terminal import screen
 PLAIN = Style(colour=False, unicode=True)
 
 
-def made(shown: Frame | None = None) -> Table:
+def made(shown: NodeFrame | None = None) -> TopTable:
     return tabulate(shown or frame(), frame(at_ns=NOW_NS - S), around())
 
 
@@ -138,7 +138,7 @@ def test_a_terminal_without_unicode_gets_none_of_ours() -> None:
     own = tabulate(
         frame(),
         frame(at_ns=NOW_NS - S),
-        Around(node="n", user="ada", holders={"GPU-1": Owner(run_id="", name="", rank=None, user="bob")}),
+        Around(node="n", user="ada", holders={"GPU-1": DeviceOwner(run_id="", name="", rank=None, user="bob")}),
     )
     for table in (shown, own):
         lines = draw(table, columns=100, style=Style(colour=False, unicode=False), user="ada")

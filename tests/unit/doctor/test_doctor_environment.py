@@ -7,8 +7,8 @@ import shlex
 import pytest
 from msgspec.structs import replace
 
-from serverless_gpu.doctor.facts import Broken, Facts, Imported, ImportFacts, Shadow
-from serverless_gpu.doctor.findings import Outcome
+from serverless_gpu.doctor.facts import Broken, Imported, ImportFacts, MachineFacts, Shadow
+from serverless_gpu.doctor.findings import CheckOutcome
 from tests.support.doctor.diagnosed import FAILED, FINE, IMPORTS, INTERPRETER, OK, PYTHON, UNKNOWN, WARNING, found, one
 from tests.support.golden import golden
 
@@ -23,8 +23,8 @@ from tests.support.golden import golden
         ({"PYTHONHOME": "/x"}, WARNING, "PYTHONHOME=/x"),
     ],
 )
-def test_the_interpreter(environ: dict[str, str], outcome: Outcome, ending: str) -> None:
-    got, sentence, _ = one("interpreter", Facts(environ=environ, interpreter=INTERPRETER))
+def test_the_interpreter(environ: dict[str, str], outcome: CheckOutcome, ending: str) -> None:
+    got, sentence, _ = one("interpreter", MachineFacts(environ=environ, interpreter=INTERPRETER))
     assert got is outcome
     assert sentence.startswith(f"Python 3.11.7, {PYTHON}, ") and sentence.endswith(ending)
 
@@ -63,7 +63,7 @@ PIP = f"{PYTHON} -m pip install"
 )
 def test_an_import_that_fails_belongs_to_one_check(module: str, error: str, code: str, mend: str) -> None:
     imports = ImportFacts(modules={"torch": FINE, module: Imported(outcome="raised", error=error)})
-    facts = Facts(imports=imports, interpreter=INTERPRETER)
+    facts = MachineFacts(imports=imports, interpreter=INTERPRETER)
     assert one(code, facts) == (FAILED, f"import {module}: {error}", mend)
     others = {"numpy-abi", "torchvision", "cuda-libraries", "libstdcxx", "imports"} - {code}
     assert [finding for other in others for finding in found(other, facts) if finding.outcome is FAILED] == []
@@ -71,7 +71,7 @@ def test_an_import_that_fails_belongs_to_one_check(module: str, error: str, code
 
 def test_numpy_1_is_only_written_and_still_told() -> None:
     imports = ImportFacts(modules={"numpy": FINE, "cv2": Imported(outcome="ok", written=NUMPY_1)})
-    assert one("numpy-abi", Facts(imports=imports)) == (
+    assert one("numpy-abi", MachineFacts(imports=imports)) == (
         WARNING,
         golden("doctor.doctor_environment.import-cv2-complains"),
         golden("doctor.doctor_environment.upgrade-force-reinstall", PIP=PIP, PYTHON=PYTHON),
@@ -86,7 +86,7 @@ def test_a_crash_a_hang_and_what_was_not_tried() -> None:
         "cv2": Imported(outcome="untried", error="no time was left of 8 s"),
         "numba": Imported(outcome="absent"),
     }
-    findings = found("imports", Facts(imports=ImportFacts(modules=modules), interpreter=INTERPRETER))
+    findings = found("imports", MachineFacts(imports=ImportFacts(modules=modules), interpreter=INTERPRETER))
     assert [(finding.outcome, finding.sentence) for finding in findings] == [
         (FAILED, golden("doctor.doctor_environment.import-numpy-process")),
         (UNKNOWN, golden("doctor.doctor_environment.import-scipy-did")),
@@ -96,15 +96,21 @@ def test_a_crash_a_hang_and_what_was_not_tried() -> None:
 
 
 def test_what_is_installed_is_told() -> None:
-    assert one("imports", Facts(imports=IMPORTS, interpreter=INTERPRETER))[:2] == (OK, "torch 2.9.0, numpy 2.4.6")
+    assert one("imports", MachineFacts(imports=IMPORTS, interpreter=INTERPRETER))[:2] == (
+        OK,
+        "torch 2.9.0, numpy 2.4.6",
+    )
     absent = ImportFacts(modules={"torch": Imported(outcome="absent")})
-    assert one("imports", Facts(imports=absent))[:2] == (OK, golden("doctor.doctor_environment.none-usual-packages"))
-    assert found("cuda-libraries", Facts(imports=absent)) == []
-    assert found("torchvision", Facts(imports=absent)) == []
+    assert one("imports", MachineFacts(imports=absent))[:2] == (
+        OK,
+        golden("doctor.doctor_environment.none-usual-packages"),
+    )
+    assert found("cuda-libraries", MachineFacts(imports=absent)) == []
+    assert found("torchvision", MachineFacts(imports=absent)) == []
 
 
 def test_a_working_directory_that_is_gone() -> None:
-    finding = found("shadowed-modules", Facts(interpreter=INTERPRETER))[0]
+    finding = found("shadowed-modules", MachineFacts(interpreter=INTERPRETER))[0]
     assert (finding.outcome, finding.mend) == (WARNING, "cd")
 
 
@@ -113,13 +119,13 @@ def test_requirements() -> None:
         Broken(package="torchvision", version="0.20", requirement="torch==2.5.0", found="2.9.0"),
         Broken(package="peft", version="0.21", requirement="accelerate>=1"),
     )
-    findings = found("requirements", Facts(python=PYTHON, interpreter=replace(INTERPRETER, broken=broken)))
+    findings = found("requirements", MachineFacts(python=PYTHON, interpreter=replace(INTERPRETER, broken=broken)))
     assert [(finding.sentence, finding.mend) for finding in findings] == [
         (golden("doctor.doctor_environment.torchvision-20-requires"), f"{PIP} 'torch==2.5.0'"),
         (golden("doctor.doctor_environment.peft-21-requires"), f"{PIP} 'accelerate>=1'"),
     ]
     unclear = replace(INTERPRETER, broken_problem="neither packaging nor pip")
-    assert one("requirements", Facts(interpreter=unclear)) == (
+    assert one("requirements", MachineFacts(interpreter=unclear)) == (
         UNKNOWN,
         golden("doctor.doctor_environment.neither-packaging-nor"),
         golden("doctor.doctor_environment.pip-check", PYTHON=PYTHON),
@@ -146,9 +152,9 @@ def test_requirements() -> None:
         ),
     ],
 )
-def test_files_that_hide_modules(shadow: Shadow, outcome: Outcome, sentence: str) -> None:
+def test_files_that_hide_modules(shadow: Shadow, outcome: CheckOutcome, sentence: str) -> None:
     expected = (outcome, sentence, f"give {shadow.file} another name")
-    assert one("shadowed-modules", Facts(interpreter=replace(INTERPRETER, shadows=(shadow,)))) == expected
+    assert one("shadowed-modules", MachineFacts(interpreter=replace(INTERPRETER, shadows=(shadow,)))) == expected
 
 
 @pytest.mark.parametrize(
@@ -161,8 +167,8 @@ def test_files_that_hide_modules(shadow: Shadow, outcome: Outcome, sentence: str
         (("/m/libiomp5.so",), OK),
     ],
 )
-def test_openmp_runtimes(libraries: tuple[str, ...], outcome: Outcome) -> None:
-    assert one("openmp", Facts(imports=ImportFacts(openmp=libraries)))[0] is outcome
+def test_openmp_runtimes(libraries: tuple[str, ...], outcome: CheckOutcome) -> None:
+    assert one("openmp", MachineFacts(imports=ImportFacts(openmp=libraries)))[0] is outcome
 
 
 @pytest.mark.parametrize(
@@ -175,13 +181,13 @@ def test_openmp_runtimes(libraries: tuple[str, ...], outcome: Outcome) -> None:
         ("/usr/lib/python3.11/site-packages", WARNING),
     ],
 )
-def test_pythonpath(value: str, outcome: Outcome) -> None:
-    assert one("pythonpath", Facts(environ={"PYTHONPATH": value}, interpreter=INTERPRETER))[0] is outcome
+def test_pythonpath(value: str, outcome: CheckOutcome) -> None:
+    assert one("pythonpath", MachineFacts(environ={"PYTHONPATH": value}, interpreter=INTERPRETER))[0] is outcome
 
 
 def test_downloads_from_the_hub() -> None:
     old = replace(INTERPRETER, packages={"huggingface-hub": "0.36.0"})
-    facts = Facts(environ={"HF_HUB_ENABLE_HF_TRANSFER": "1"}, interpreter=old)
+    facts = MachineFacts(environ={"HF_HUB_ENABLE_HF_TRANSFER": "1"}, interpreter=old)
     assert one("hf-transfer", facts) == (
         FAILED,
         golden("doctor.doctor_environment.hf-hub-enable"),
@@ -192,7 +198,7 @@ def test_downloads_from_the_hub() -> None:
     newer = replace(INTERPRETER, packages={"huggingface-hub": "2.4.0"})
     assert one("hf-transfer", replace(facts, interpreter=newer))[0] is OK
     assert found("hf-transfer", replace(facts, interpreter=INTERPRETER)) == []
-    assert found("hf-transfer", Facts(interpreter=INTERPRETER)) == []
+    assert found("hf-transfer", MachineFacts(interpreter=INTERPRETER)) == []
 
 
 @pytest.mark.parametrize(
@@ -202,7 +208,7 @@ def test_downloads_from_the_hub() -> None:
 def test_23B5_commands_to_copy_hold_in_a_path_with_spaces(module: str, error: str, code: str) -> None:
     python = "/home/me/a path/.venv/bin/python"
     imports = ImportFacts(modules={module: Imported(outcome="raised", error=error)})
-    mends = [finding.mend for finding in found(code, Facts(python=python, imports=imports)) if finding.mend]
+    mends = [finding.mend for finding in found(code, MachineFacts(python=python, imports=imports)) if finding.mend]
     broken = replace(INTERPRETER, broken=(Broken(package="a", version="1", requirement="b>=1"),))
-    mends += [finding.mend for finding in found("requirements", Facts(python=python, interpreter=broken))]
+    mends += [finding.mend for finding in found("requirements", MachineFacts(python=python, interpreter=broken))]
     assert len(mends) == 2 and all(shlex.split(mend)[0] == python for mend in mends), mends

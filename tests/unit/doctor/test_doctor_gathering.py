@@ -13,10 +13,10 @@ from typing import cast
 
 import pytest
 
-from serverless_gpu.doctor.facts import GpuFacts, Health, Imported, Unknown
+from serverless_gpu.doctor.facts import GpuFacts, GpuHealth, Imported, UnknownFact
 from serverless_gpu.doctor.probes import nvml
 from serverless_gpu.doctor.probes.bounded_calls import side_by_side
-from serverless_gpu.doctor.probes.children import Ended
+from serverless_gpu.doctor.probes.children import ChildEnded
 from serverless_gpu.doctor.probes.environment import read_imports
 from serverless_gpu.doctor.probes.machine import (
     count_ports,
@@ -48,8 +48,8 @@ def test_looks_do_not_wait_for_each_other() -> None:
     release.set()
     assert time.monotonic() - started < 20
     assert seen == {
-        "hangs": Unknown("there was no answer within 0.5 s"),
-        "raises": Unknown("ZeroDivisionError: division by zero"),
+        "hangs": UnknownFact("there was no answer within 0.5 s"),
+        "raises": UnknownFact("ZeroDivisionError: division by zero"),
         "works": "x",
     }
 
@@ -122,12 +122,12 @@ def test_runs_and_limits(tmp_path: Path) -> None:
 
 def test_an_importing_process_that_ends_early_leaves_its_last_word() -> None:
     records: list[tuple[object, ...]] = [("begin", "a"), ("end", "a", "ok", "", ""), ("begin", "b")]
-    crashed = read_imports(records, Ended(b"", "boom", -11))
+    crashed = read_imports(records, ChildEnded(b"", "boom", -11))
     assert crashed.modules == {
         "a": Imported(outcome="ok"),
         "b": Imported(outcome="crashed", error="the process was ended by SIGSEGV", written="boom"),
     }
-    assert read_imports(records, Ended(b"", "", None)).modules["b"].outcome == "hung"
+    assert read_imports(records, ChildEnded(b"", "", None)).modules["b"].outcome == "hung"
 
 
 def test_a_torch_that_hangs_on_cuda_keeps_its_version() -> None:
@@ -135,7 +135,7 @@ def test_a_torch_that_hangs_on_cuda_keeps_its_version() -> None:
         ("torch", {"version": "2.9.0", "cuda": "12.8", "hip": ""}),
         ("begin", "torch.cuda"),
     ]
-    torch = read_imports(records, Ended(b"", "", None)).torch
+    torch = read_imports(records, ChildEnded(b"", "", None)).torch
     assert torch is not None
     assert (torch.version, torch.devices, torch.problem) == (
         "2.9.0",
@@ -181,7 +181,7 @@ class Silent(Driver):
 
 def test_what_nvml_does_not_say_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", cast(ModuleType, Silent(Card("GPU-a", 1))))
-    assert nvml.ask("").health == {"GPU-a": Health()}
+    assert nvml.ask("").health == {"GPU-a": GpuHealth()}
 
 
 def test_what_a_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_what_a_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     facts = nvml.ask(str(tmp_path))
     assert (facts.driver, facts.cuda) == ("570.124.06", (12, 8))
     assert [device.uuid for device in facts.devices] == ["GPU-a", "GPU-b"]
-    assert facts.health["GPU-b"] == Health(
+    assert facts.health["GPU-b"] == GpuHealth(
         capability=(9, 0), uncorrected_errors=2, remap_pending=True, remap_failed=False
     )
     assert sorted(facts.usage) == ["GPU-a", "GPU-b"]

@@ -8,15 +8,15 @@ from serverless_gpu.doctor.facts import (
     AgentFacts,
     CgroupFacts,
     Disk,
-    Facts,
     HomeFacts,
     KernelFacts,
     LimitFacts,
+    MachineFacts,
     MountFacts,
     NetworkFacts,
     RunsFacts,
 )
-from serverless_gpu.doctor.findings import Outcome
+from serverless_gpu.doctor.findings import CheckOutcome
 from serverless_gpu.node.base.statuses import ZygoteStatus
 from tests.support.doctor.diagnosed import FAILED, GIB, OK, PYTHON, UNKNOWN, WARNING, found, one
 from tests.support.golden import golden
@@ -87,14 +87,14 @@ FEWER_FILES = (
         ("configuration", HomeFacts(root="/h", configuration_problem="bad"), (FAILED, "bad", "")),
     ],
 )
-def test_the_home(code: str, home: HomeFacts, expected: tuple[Outcome, str, str]) -> None:
-    assert one(code, Facts(home=home)) == expected
+def test_the_home(code: str, home: HomeFacts, expected: tuple[CheckOutcome, str, str]) -> None:
+    assert one(code, MachineFacts(home=home)) == expected
 
 
 def test_23C6_a_home_without_execution_matters_where_environments_are_made_of_links() -> None:
     home = HomeFacts(root="/h", filesystem="ext4", is_noexec=True)
-    assert one("home-filesystem", Facts(home=home, mounts=MountFacts()))[0] is OK
-    outcome, sentence, mend = one("home-filesystem", Facts(home=home, mounts=MountFacts(problem="refused")))
+    assert one("home-filesystem", MachineFacts(home=home, mounts=MountFacts()))[0] is OK
+    outcome, sentence, mend = one("home-filesystem", MachineFacts(home=home, mounts=MountFacts(problem="refused")))
     assert (outcome, sentence) == (
         FAILED,
         golden("doctor.doctor_machine.mounted-noexec-env"),
@@ -112,8 +112,8 @@ def test_23C6_a_home_without_execution_matters_where_environments_are_made_of_li
         ),
     ],
 )
-def test_the_kernel(kernel: KernelFacts, expected: tuple[Outcome, str, str]) -> None:
-    assert one("kernel", Facts(kernel=kernel)) == expected
+def test_the_kernel(kernel: KernelFacts, expected: tuple[CheckOutcome, str, str]) -> None:
+    assert one("kernel", MachineFacts(kernel=kernel)) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_the_kernel(kernel: KernelFacts, expected: tuple[Outcome, str, str]) -> 
         ),
     ],
 )
-def test_mounting_environments(mounts: MountFacts, expected: tuple[Outcome, str, str]) -> None:
-    assert one("mounts", Facts(mounts=mounts)) == expected
+def test_mounting_environments(mounts: MountFacts, expected: tuple[CheckOutcome, str, str]) -> None:
+    assert one("mounts", MachineFacts(mounts=mounts)) == expected
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_mounting_environments(mounts: MountFacts, expected: tuple[Outcome, str,
         ),
     ],
 )
-def test_limits(code: str, limits: LimitFacts, expected: tuple[Outcome, str, str]) -> None:
-    assert one(code, Facts(limits=limits)) == expected
+def test_limits(code: str, limits: LimitFacts, expected: tuple[CheckOutcome, str, str]) -> None:
+    assert one(code, MachineFacts(limits=limits)) == expected
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_limits(code: str, limits: LimitFacts, expected: tuple[Outcome, str, str
         ),
     ],
 )
-def test_the_network(code: str, network: NetworkFacts, expected: tuple[Outcome, str, str]) -> None:
-    assert one(code, Facts(network=network)) == expected
+def test_the_network(code: str, network: NetworkFacts, expected: tuple[CheckOutcome, str, str]) -> None:
+    assert one(code, MachineFacts(network=network)) == expected
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_the_network(code: str, network: NetworkFacts, expected: tuple[Outcome, 
         (RunsFacts(), (WARNING, "0 runs, 0 B; kept for ever", "")),
     ],
 )
-def test_retention(runs: RunsFacts, expected: tuple[Outcome, str, str]) -> None:
-    assert one("retention", Facts(runs=runs)) == expected
+def test_retention(runs: RunsFacts, expected: tuple[CheckOutcome, str, str]) -> None:
+    assert one("retention", MachineFacts(runs=runs)) == expected
 
 
 @pytest.mark.parametrize(
@@ -226,18 +226,18 @@ def test_retention(runs: RunsFacts, expected: tuple[Outcome, str, str]) -> None:
         (AgentFacts(problem="it does not answer", hint="kill -9 7"), (FAILED, "it does not answer", "kill -9 7")),
     ],
 )
-def test_the_agent(agent: AgentFacts, expected: tuple[Outcome, str, str]) -> None:
-    assert one("agent", Facts(agent=agent)) == expected
+def test_the_agent(agent: AgentFacts, expected: tuple[CheckOutcome, str, str]) -> None:
+    assert one("agent", MachineFacts(agent=agent)) == expected
 
 
 def test_agents_of_other_versions() -> None:
     agent = AgentFacts(others={"9": "0.0, protocol 1", "12": "0.2, protocol 2"})
-    assert one("other-agents", Facts(agent=agent)) == (
+    assert one("other-agents", MachineFacts(agent=agent)) == (
         WARNING,
         golden("doctor.doctor_machine.others-beside-version"),
         "kill 9 12",
     )
-    assert found("other-agents", Facts(agent=AgentFacts(pid=1))) == []
+    assert found("other-agents", MachineFacts(agent=AgentFacts(pid=1))) == []
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ def test_agents_of_other_versions() -> None:
         ),
     ],
 )
-def test_cgroups(cgroups: CgroupFacts, expected: tuple[Outcome, str, str]) -> None:
-    assert one("cgroups", Facts(cgroups=cgroups)) == expected
+def test_cgroups(cgroups: CgroupFacts, expected: tuple[CheckOutcome, str, str]) -> None:
+    assert one("cgroups", MachineFacts(cgroups=cgroups)) == expected
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_cgroups(cgroups: CgroupFacts, expected: tuple[Outcome, str, str]) -> No
         ),
     ],
 )
-def test_zygotes(zygotes: tuple[ZygoteStatus, ...], expected: tuple[Outcome, str, str]) -> None:
-    assert one("zygote", Facts(agent=AgentFacts(pid=1, python=PYTHON, zygotes=zygotes))) == expected
+def test_zygotes(zygotes: tuple[ZygoteStatus, ...], expected: tuple[CheckOutcome, str, str]) -> None:
+    assert one("zygote", MachineFacts(agent=AgentFacts(pid=1, python=PYTHON, zygotes=zygotes))) == expected
 
 
 def test_how_the_last_run_started() -> None:
     cold = RunsFacts(last_run="01a", warm_reason="first run with this interpreter")
-    assert one("last-start", Facts(runs=cold))[1] == golden("doctor.doctor_machine.run-01a-started")
-    assert one("last-start", Facts(runs=RunsFacts(last_run="01a", warm=True)))[1] == golden(
+    assert one("last-start", MachineFacts(runs=cold))[1] == golden("doctor.doctor_machine.run-01a-started")
+    assert one("last-start", MachineFacts(runs=RunsFacts(last_run="01a", warm=True)))[1] == golden(
         "doctor.doctor_machine.run-01a-started-warm"
     )
-    assert one("last-start", Facts(runs=RunsFacts()))[1] == "no run yet"
+    assert one("last-start", MachineFacts(runs=RunsFacts()))[1] == "no run yet"

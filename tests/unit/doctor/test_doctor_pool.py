@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.doctor.facts import Facts, Listener, PoolFacts
+from serverless_gpu.doctor.facts import ListeningPort, MachineFacts, PoolFacts
 from serverless_gpu.doctor.probes import pool
 from tests.support.doctor.diagnosed import FAILED, OK, UNKNOWN, WARNING, found, one
 from tests.support.golden import golden
 
-GCS = Listener(port=7900, address="*", process="gcs_server")
-RAYLET = Listener(port=7901, address="*", process="raylet")
+GCS = ListeningPort(port=7900, address="*", process="gcs_server")
+RAYLET = ListeningPort(port=7901, address="*", process="raylet")
 FINE = PoolFacts(
     directory="/home/ada/.serverless_gpu/ray",
     address="10.0.0.6",
     version="2.60.0",
-    listeners=(GCS, RAYLET, Listener(port=7905, address="127.0.0.1", process="ray::Agent")),
+    listeners=(GCS, RAYLET, ListeningPort(port=7905, address="127.0.0.1", process="ray::Agent")),
     addresses=("10.0.0.6",),
     processes=5,
 )
@@ -24,12 +24,12 @@ CODES = ("pool-token", "pool-version", "pool-ports", "pool-fence")
 
 def said(code: str, **changes: object) -> tuple[object, str, str]:
     fields = {name: getattr(FINE, name) for name in FINE.__struct_fields__}
-    return one(code, Facts(pool=PoolFacts(**{**fields, **changes})))
+    return one(code, MachineFacts(pool=PoolFacts(**{**fields, **changes})))
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_a_machine_that_is_in_no_pool_has_nothing_said(code: str) -> None:
-    assert found(code, Facts(pool=PoolFacts())) == []
+    assert found(code, MachineFacts(pool=PoolFacts())) == []
 
 
 def test_a_pool_that_is_fine() -> None:

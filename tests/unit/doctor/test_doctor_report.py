@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from scripts import troubleshooting
-from serverless_gpu.doctor.facts import Facts
-from serverless_gpu.doctor.findings import Check, Finding, Group
+from serverless_gpu.doctor.facts import MachineFacts
+from serverless_gpu.doctor.findings import Check, CheckGroup, Finding
 from serverless_gpu.doctor.report import as_builtins, has_failed, lines
 from serverless_gpu.doctor.table import TABLE, judge
 from tests.support.doctor.diagnosed import BY_CODE, FAILED, OK, PYTHON, UNKNOWN, WARNING
@@ -14,7 +14,7 @@ from tests.support.golden import golden
 
 
 def test_what_nobody_looked_at_is_unknown_or_does_not_apply_and_never_fine() -> None:
-    judged = judge(Facts())
+    judged = judge(MachineFacts())
     states = {finding.outcome for _, findings in judged for finding in findings}
     assert {check.code for check, findings in judged if findings[0].outcome is OK} <= {"pythonpath"}
     assert states <= {OK, UNKNOWN}
@@ -26,7 +26,7 @@ def test_the_table_is_complete_and_its_names_are_stable_ones() -> None:
     for check in TABLE:
         assert check.code == check.code.lower() and check.code.replace("-", "").isalnum()
         assert check.symptoms and all(check.symptoms) and check.title and check.cause and check.mend
-        assert (check.probe is None) == (check.group is Group.RUNS)
+        assert (check.probe is None) == (check.group is CheckGroup.RUNS)
 
 
 def test_the_page_on_troubleshooting_is_what_the_table_says() -> None:

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from serverless_gpu.doctor import server_checks
-from serverless_gpu.doctor.facts import Facts, ServerFacts, ServerNode
-from serverless_gpu.doctor.findings import Outcome
+from serverless_gpu.doctor.facts import MachineFacts, ServerFacts, ServerNode
+from serverless_gpu.doctor.findings import CheckOutcome
 from serverless_gpu.doctor.probes.server_probe import look_at_server
 from serverless_gpu.version import __version__
 from tests.support.doctor.diagnosed import FAILED, OK, UNKNOWN, WARNING, found, one
@@ -34,12 +34,14 @@ CODES = [check.code for check in server_checks.CHECKS]
 
 
 def test_a_server_that_is_well_is_well_in_every_way() -> None:
-    assert {one(code, Facts(server=WELL))[0] for code in CODES} == {OK}
+    assert {one(code, MachineFacts(server=WELL))[0] for code in CODES} == {OK}
 
 
 @pytest.mark.parametrize("server", [ServerFacts(), AWAY, ServerFacts(problem="no", hint="do")])
 def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
-    said = [finding for code in CODES for finding in found(code, Facts(server=server)) if finding.outcome is not OK]
+    said = [
+        finding for code in CODES for finding in found(code, MachineFacts(server=server)) if finding.outcome is not OK
+    ]
     assert len(said) == (server != ServerFacts())
 
 
@@ -129,8 +131,8 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_server(code: str, server: ServerFacts, expected: tuple[Outcome, str]) -> None:
-    assert one(code, Facts(server=server))[:2] == expected
+def test_what_is_wrong_with_a_server(code: str, server: ServerFacts, expected: tuple[CheckOutcome, str]) -> None:
+    assert one(code, MachineFacts(server=server))[:2] == expected
 
 
 def test_a_home_without_a_server(home: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from serverless_gpu.doctor.facts import Facts, TrackingFacts, TrackingServer
-from serverless_gpu.doctor.findings import Outcome
+from serverless_gpu.doctor.facts import MachineFacts, TrackingFacts, TrackingServer
+from serverless_gpu.doctor.findings import CheckOutcome
 from serverless_gpu.doctor.probes.tracking import without_userinfo
 from serverless_gpu.node.mlflow_server.error_summary import Attempted, sentence
 from tests.support.doctor.diagnosed import OK, PYTHON, WARNING, found, one
@@ -30,8 +30,8 @@ SERVER = TrackingServer(uri="http://127.0.0.1:26570", stage="ready", version="3.
         (replace(THERE, uri="/data/mlruns", away=None), OK, "/data/mlruns, by MLFLOW_TRACKING_URI"),
     ],
 )
-def test_where_runs_are_tracked(tracking: TrackingFacts, outcome: Outcome, said: str) -> None:
-    assert one("tracking", Facts(tracking=tracking))[:2] == (outcome, said)
+def test_where_runs_are_tracked(tracking: TrackingFacts, outcome: CheckOutcome, said: str) -> None:
+    assert one("tracking", MachineFacts(tracking=tracking))[:2] == (outcome, said)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_where_runs_are_tracked(tracking: TrackingFacts, outcome: Outcome, said:
         (replace(SERVER, stage="failed", problem="no"), WARNING, "http://127.0.0.1:26570: no"),
     ],
 )
-def test_how_the_homes_server_is(server: TrackingServer, outcome: Outcome, said: str) -> None:
-    assert one("mlflow-server", Facts(tracking=TrackingFacts(servers=(server,))))[:2] == (outcome, said)
+def test_how_the_homes_server_is(server: TrackingServer, outcome: CheckOutcome, said: str) -> None:
+    assert one("mlflow-server", MachineFacts(tracking=TrackingFacts(servers=(server,))))[:2] == (outcome, said)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_what_mends_a_store_that_cannot_be_served(written: str, mend: str) -> No
     server = replace(
         SERVER, stage="failed", problem=problem, database=f"sqlite:///{file}", file=file, python="/env/bin/python"
     )
-    assert one("mlflow-server", Facts(tracking=TrackingFacts(servers=(server,))))[2] == mend
+    assert one("mlflow-server", MachineFacts(tracking=TrackingFacts(servers=(server,))))[2] == mend
 
 
 def test_without_a_server_nothing_is_said_of_it() -> None:
-    assert found("mlflow-server", Facts(tracking=TrackingFacts())) == []
+    assert found("mlflow-server", MachineFacts(tracking=TrackingFacts())) == []
 
 
 def test_nobody_is_asked_with_a_password() -> None:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.billing.advice import Rates, Use
+from serverless_gpu.model.billing.advice import GpuRates, GpuUse
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.replay import queue_cost
-from serverless_gpu.replay.queue_cost import Queue, queues
+from serverless_gpu.replay.queue_cost import QueueOutcome, queues
 
-RATES = Rates(reserved=1_000_000, on_demand=2_000_000)
+RATES = GpuRates(reserved=1_000_000, on_demand=2_000_000)
 
 
-def use(start: int, end: int, gpus: int) -> Use:
-    return Use(start_ns=start * HOUR_NS, end_ns=end * HOUR_NS, gpus=gpus)
+def use(start: int, end: int, gpus: int) -> GpuUse:
+    return GpuUse(start_ns=start * HOUR_NS, end_ns=end * HOUR_NS, gpus=gpus)
 
 
 def test_one_small_example() -> None:
     """Two runs of 2 GPUs and 4 hours at once, on 2 GPUs: the second waits 4 hours with its 2 GPUs."""
     uses = [use(10, 14, 2), use(10, 14, 2)]
     (found,) = queues(uses, RATES, [2], waiting=500_000)
-    assert found == Queue(
+    assert found == QueueOutcome(
         slots=2,
         runs=2,
         too_large=0,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.inside.mlflow import writes
-from serverless_gpu.node.inside.mlflow.job import Job
-from serverless_gpu.node.inside.mlflow.writes import Points
+from serverless_gpu.node.inside.mlflow.job import MlflowJob
+from serverless_gpu.node.inside.mlflow.writes import PointCount
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_points_are_bounded_over_ranks_and_attempts(attempt: Path, capsys: pytes
     second.mkdir()
     taken = []
     for directory, rank in ((attempt, 0), (attempt, 1), (second, 0), (second, 1)):
-        points = Points(Job(str(directory), rank), limit=1000)
+        points = PointCount(MlflowJob(str(directory), rank), limit=1000)
         taken.append(sum(points.admit(10) for _ in range(50)) * 10)
     assert sum(taken) == pytest.approx(1000, abs=40), "each may miss what others wrote since it last looked"
     assert taken[0] == 500 and taken[2:] == [0, 0]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.scheduling.values import Estimate, Holder, Part, Wait, WaitReason
+from serverless_gpu.model.scheduling.values import DeviceHolder, GangPart, StartEstimate, Wait, WaitReason
 from serverless_gpu.wire.estimates import EstimateView, estimate_of, estimate_view
 from serverless_gpu.wire.waits import HOLDERS_MAX, HolderView, WaitView, wait_of, wait_view
 
@@ -20,7 +20,9 @@ VALUES: dict[str, Any] = {
     "node": "n3",
     "free": 5,
     "outside": 1,
-    "holders": (Holder(title="alice/bert-ft", count=3, until_ns=14, is_bound=True, is_leaving=True, asked_ns=12),),
+    "holders": (
+        DeviceHolder(title="alice/bert-ft", count=3, until_ns=14, is_bound=True, is_leaving=True, asked_ns=12),
+    ),
     "ahead": "bob/sweep",
     "kept_ns": 13,
     "spare_s": 12.5,
@@ -32,7 +34,7 @@ VALUES: dict[str, Any] = {
     "turns_ns": 16,
     "ends_ns": 17,
     "words": "or so",
-    "nodes": (Part(node="n3", count=8, free=5), Part(node="n4", count=4, free=0)),
+    "nodes": (GangPart(node="n3", count=8, free=5), GangPart(node="n4", count=4, free=0)),
 }
 
 
@@ -48,10 +50,10 @@ def test_every_part_of_a_wait_arrives() -> None:
 
 def test_a_view_has_what_the_value_has() -> None:
     assert set(WaitView.__struct_fields__) - {"others"} == set(Wait.__struct_fields__) - {"run_id"}
-    assert HolderView.__struct_fields__ == Holder.__struct_fields__
+    assert HolderView.__struct_fields__ == DeviceHolder.__struct_fields__
     beyond_the_queue = {"cost", "policy", "budgets"}
     view = set(EstimateView.__struct_fields__) - {"now_ns", "waiting"} - beyond_the_queue
-    assert view == set(Estimate.__struct_fields__) - {"wait"}
+    assert view == set(StartEstimate.__struct_fields__) - {"wait"}
 
 
 @pytest.mark.parametrize("reason", WaitReason)
@@ -65,20 +67,20 @@ def test_a_reason_of_a_newer_server_is_none_that_is_known() -> None:
 
 
 def test_of_many_holders_some_are_named_and_the_others_counted() -> None:
-    holders = tuple(Holder(title=f"u/{number}", count=2) for number in range(HOLDERS_MAX + 3))
+    holders = tuple(DeviceHolder(title=f"u/{number}", count=2) for number in range(HOLDERS_MAX + 3))
     view = travelled(Wait(run_id="r1", reason=WaitReason.CAPACITY, holders=holders))
     assert (len(view.holders), view.others) == (HOLDERS_MAX, 6)
     back = wait_of(view, "r1")
-    assert back is not None and back.holders == (*holders[:HOLDERS_MAX], Holder(title="others", count=6))
+    assert back is not None and back.holders == (*holders[:HOLDERS_MAX], DeviceHolder(title="others", count=6))
 
 
 def test_an_estimate_arrives_with_what_would_be_waited_for() -> None:
     wait = Wait(run_id="", **VALUES)
-    estimate = Estimate(at_ns=20, is_bound=True, node="n1", basis="why", place=2, impossible=True, wait=wait)
+    estimate = StartEstimate(at_ns=20, is_bound=True, node="n1", basis="why", place=2, impossible=True, wait=wait)
     view = msgspec.json.decode(msgspec.json.encode(estimate_view(estimate, 7)), type=EstimateView)
     assert estimate_of(view) == estimate
 
 
 def test_an_estimate_travels_with_the_time_it_was_made_at() -> None:
-    view = estimate_view(Estimate(at_ns=20, is_bound=True, node="n1", basis="why", place=2, impossible=False), 7)
+    view = estimate_view(StartEstimate(at_ns=20, is_bound=True, node="n1", basis="why", place=2, impossible=False), 7)
     assert view == EstimateView(at_ns=20, is_bound=True, node="n1", basis="why", place=2, impossible=False, now_ns=7)

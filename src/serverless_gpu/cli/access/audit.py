@@ -16,7 +16,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import AuditBroken
-from serverless_gpu.model.access.audit_chain import Head, Link, follow
+from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.wire.audit import AuditPage
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def verify(file: Path | None, offline: bool) -> None:
         pages = _pages(connection, after=0)
         first = next(pages)
         links = chain.from_iterable(page.entries for page in chain([first], pages))
-        head = _followed(links if file is None else compare_links(links, audit_file.read(file), file), after=Head())
+        head = _followed(
+            links if file is None else compare_links(links, audit_file.read(file), file), after=ChainHead()
+        )
     _refuse_stuck(first)
     say(f"the audit is whole: {_named(head)}")
 
@@ -99,7 +101,7 @@ def _pages(connection: Connection, *, after: int) -> Iterator[AuditPage]:
         after = page.entries[-1].number
 
 
-def _followed(links: Iterable[Link], *, after: Head) -> Head:
+def _followed(links: Iterable[ChainedEntry], *, after: ChainHead) -> ChainHead:
     head, problem = follow(links, after=after)
     if problem:
         raise AuditBroken(
@@ -109,14 +111,14 @@ def _followed(links: Iterable[Link], *, after: Head) -> Head:
     return head
 
 
-def compare_links(links: Iterable[Link], copied: Iterator[Link], file: Path) -> Iterator[Link]:
+def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry], file: Path) -> Iterator[ChainedEntry]:
     """Yield the server's entries, as long as they are those of the copy, and the copy has no more than those."""
-    known: Link | None = None
+    known: ChainedEntry | None = None
     for link in links:
         known = next(copied, None)
         if known is not None and known != link:
             fields = " and ".join(
-                name for name in Link.__struct_fields__ if getattr(known, name) != getattr(link, name)
+                name for name in ChainedEntry.__struct_fields__ if getattr(known, name) != getattr(link, name)
             )
             both = f"entry {known.number} of {file} is {_told(known)}; the server's is {_told(link)}"
             raise AuditBroken(
@@ -129,7 +131,7 @@ def compare_links(links: Iterable[Link], copied: Iterator[Link], file: Path) -> 
         raise AuditBroken(f"{file} goes on with entry {known.number}, {_told(known)}, which the server does not have")
 
 
-def _refuse_another(connection: Connection, head: Head, file: Path) -> None:
+def _refuse_another(connection: Connection, head: ChainHead, file: Path) -> None:
     """Refuse to add to a copy of something else than the server has now."""
     if not head.number:
         return
@@ -152,14 +154,14 @@ def _refuse_stuck(page: AuditPage) -> None:
         )
 
 
-def _row(link: Link) -> list[str]:
+def _row(link: ChainedEntry) -> list[str]:
     detail = msgspec.json.encode(link.detail).decode() if link.detail else ""
     return [format_moment(link.at_ns), link.principal, link.action, link.subject, detail]
 
 
-def _told(link: Link) -> str:
+def _told(link: ChainedEntry) -> str:
     return f"{link.action or 'gone'} of {link.principal or 'nobody'} on {link.subject or 'nothing'}"
 
 
-def _named(head: Head) -> str:
+def _named(head: ChainHead) -> str:
     return f"entry {head.number}, {head.sha256[:16]}…" if head.number else "no entry"

@@ -19,14 +19,14 @@ import msgspec
 
 from serverless_gpu.client.runs.result_files import refuse_other
 from serverless_gpu.errors import AuditBroken, InvalidValue
-from serverless_gpu.model.access.audit_chain import Head, Link, follow
+from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.node.base.filesystems import lock_error
 
 LINE_BYTES_MAX = 1 << 20
-_decode = msgspec.json.Decoder(Link).decode
+_decode = msgspec.json.Decoder(ChainedEntry).decode
 
 
-def read(path: Path) -> Iterator[Link]:
+def read(path: Path) -> Iterator[ChainedEntry]:
     """Yield the entries of a copy, unchecked.
 
     Raises:
@@ -36,7 +36,7 @@ def read(path: Path) -> Iterator[Link]:
         yield from _links(file, path)
 
 
-def whole(path: Path, *, after: Head = Head()) -> Head:  # noqa: B008 - it cannot change
+def whole(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # noqa: B008 - it cannot change
     """Return where a copy ends.
 
     Raises:
@@ -49,7 +49,7 @@ def whole(path: Path, *, after: Head = Head()) -> Head:  # noqa: B008 - it canno
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[IO[bytes], Head]]:
+def opened(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
     """Yield a copy to add to, made if needed, and where it ends; nobody else adds to it meanwhile.
 
     Raises:
@@ -74,14 +74,14 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], Head]]:
         yield file, head
 
 
-def add(file: IO[bytes], links: Iterable[Link]) -> None:
+def add(file: IO[bytes], links: Iterable[ChainedEntry]) -> None:
     """Write entries so that a power cut does not take them."""
     file.write(b"".join(msgspec.json.encode(link) + b"\n" for link in links))
     file.flush()
     os.fsync(file.fileno())
 
 
-def _links(file: IO[bytes], path: Path) -> Iterator[Link]:
+def _links(file: IO[bytes], path: Path) -> Iterator[ChainedEntry]:
     for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), start=1):
         if not line.endswith(b"\n"):
             raise InvalidValue(

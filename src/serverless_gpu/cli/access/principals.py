@@ -15,9 +15,9 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.runs.run_choice import durable_home
 from serverless_gpu.cli.server_connection import connect, server
-from serverless_gpu.client.remote.profile import Profile, check_address, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, check_address, write_profile
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.access.roles import Reach, Role, reach
+from serverless_gpu.model.access.roles import AccessReach, Role, reach
 from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
 from serverless_gpu.wire.agents import PoolList
 from serverless_gpu.wire.principals import (
@@ -56,7 +56,7 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
     """
     check_address(url)
     token = _read_token(token_file)
-    profile = Profile(url=url.rstrip("/"), token=token, ca=str(ca.absolute()) if ca is not None else "")
+    profile = ServerProfile(url=url.rstrip("/"), token=token, ca=str(ca.absolute()) if ca is not None else "")
     connection = connect(profile)
     try:
         version = connection.ask("GET", "/version", answer=Version)
@@ -114,7 +114,7 @@ def add_user(name: str, role: Role, service: bool, teams: tuple[str, ...]) -> No
         made = connection.ask("POST", "/users", body, answer=TokenMade)
         pools = connection.ask("GET", "/pools", answer=PoolList).pools
     say_secret(made)
-    if reach(role, "runs", write=True) is Reach.NONE:
+    if reach(role, "runs", write=True) is AccessReach.NONE:
         return
     closed = [pool.name for pool in pools if pool.isolation != "none"]
     shared = [pool.name for pool in pools if pool.isolation == "none"]

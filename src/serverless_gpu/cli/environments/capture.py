@@ -15,10 +15,10 @@ from serverless_gpu.cli.environments.snapshot_text import SHORT, titles
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.capture.snapshot_capture import Captured, take
 from serverless_gpu.environment.compression import LEVEL_LOCAL, LEVEL_REMOTE
-from serverless_gpu.environment.documents import Member, Snapshot
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.documents import Snapshot, SnapshotMember
+from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.export import Exported, Order, export
+from serverless_gpu.environment.restore.export import Exported, ExportRequest, export
 from serverless_gpu.environment.stores import repair as mending
 from serverless_gpu.environment.stores.store_urls import is_remote
 from serverless_gpu.units import format_bytes, format_duration_ms
@@ -66,7 +66,7 @@ def captured_text(captured: Captured, url: str, took_ms: int) -> list[str]:
     return [*lines, snapshot.address]
 
 
-def _new(captured: Captured) -> list[Member]:
+def _new(captured: Captured) -> list[SnapshotMember]:
     wanted = set(captured.units_new)
     members = {m.address: m for root in captured.snapshot.roots for m in root.members if m.address in wanted}
     return sorted(members.values(), key=lambda member: -member.size)
@@ -94,11 +94,11 @@ def restore_into(
     directory = locations.environments()
     blobs = locations.blobs(store, directory)
     snapshot = locations.choose_snapshot(address, blobs)
-    order = Order(target=Path(target), python=locations.interpreter(python), copies=copies)
+    order = ExportRequest(target=Path(target), python=locations.interpreter(python), copies=copies)
     names = {m.address[:SHORT]: titles([m]) for root in snapshot.roots for m in root.members}
     with Meters() as meters:
 
-        def report(progress: Progress) -> None:  # a node knows units by their addresses
+        def report(progress: ProgressPoint) -> None:  # a node knows units by their addresses
             meters.report(msgspec.structs.replace(progress, name=names.get(progress.name, progress.name)))
 
         made = export(snapshot.address, blobs, Cache(directory), order, report=report)

@@ -14,7 +14,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.restore.cache.eviction_run import environments
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.stores.blobs import CAPTURE_S_MAX
-from serverless_gpu.environment.stores.collection import Collected, Tally, collect
+from serverless_gpu.environment.stores.collection import CollectionResult, Tally, collect
 from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.units import format_bytes
 
@@ -74,7 +74,7 @@ def _in_use(cache: Cache, keep_s: int) -> list[str]:
     return [one.address for one in environments(cache) if one.held or one.used_ns > since_ns]
 
 
-def collected_text(done: Collected, url: str) -> list[str]:
+def collected_text(done: CollectionResult, url: str) -> list[str]:
     """Return what a collection did, for a person."""
     deleted, condemned = ("would delete", "would condemn") if done.dry_run else ("deleted", "condemned")
     lines = [

@@ -12,7 +12,7 @@ from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.scan.description import Description, read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
 from serverless_gpu.environment.scan.scan import Recogniser
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentUnsupported, InvalidValue
@@ -30,7 +30,7 @@ def recogniser(directory: Path) -> Recogniser:
     return Recogniser(directory / "index")
 
 
-def blobs(url: str | None, directory: Path) -> Blobs:
+def blobs(url: str | None, directory: Path) -> StoreBlobs:
     """Return what lies in the store that is meant.
 
     Args:
@@ -40,7 +40,7 @@ def blobs(url: str | None, directory: Path) -> Blobs:
     Raises:
         InvalidValue: it is no store.
     """
-    return Blobs(open_store(directory / "store" if url is None else url, os.environ))
+    return StoreBlobs(open_store(directory / "store" if url is None else url, os.environ))
 
 
 def describe(python: str | None) -> Description:
@@ -71,7 +71,7 @@ def interpreter(python: str | None) -> str:
     return "" if python is None else str(_interpreter(python))
 
 
-def choose_snapshot(wanted: str, among: Blobs) -> Snapshot:
+def choose_snapshot(wanted: str, among: StoreBlobs) -> Snapshot:
     """Return the snapshot that is meant.
 
     Args:

@@ -19,7 +19,7 @@ from typing import TextIO
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.client.display.terminal import fit, safe
-from serverless_gpu.environment.progress import Phase, Progress
+from serverless_gpu.environment.progress import Phase, ProgressPoint
 from serverless_gpu.units import format_bytes, format_duration_ms
 
 _WORDS: dict[Phase, str] = {
@@ -37,7 +37,7 @@ _PLAIN_NS = 5_000_000_000
 _COLUMNS = 80
 
 
-class Meter:
+class ProgressMeter:
     """What is known about one phase, and its line.
 
     Args:
@@ -49,9 +49,9 @@ class Meter:
         self.phase = phase
         self._began_ns = now_ns
         self._seen: collections.deque[tuple[int, int]] = collections.deque([(now_ns, 0)])
-        self._latest = Progress(phase=phase)
+        self._latest = ProgressPoint(phase=phase)
 
-    def note(self, progress: Progress, now_ns: int) -> None:
+    def note(self, progress: ProgressPoint, now_ns: int) -> None:
         """Take a report; one that is behind an earlier one, of another thread, changes nothing."""
         if progress.bytes_done < self._latest.bytes_done:
             return
@@ -108,7 +108,7 @@ class Meters:
         self._clock = SystemClock() if clock is None else clock
         self._is_terminal = self._stream.isatty()
         self._lock = threading.Lock()
-        self._meter: Meter | None = None
+        self._meter: ProgressMeter | None = None
         self._drawn_ns = self._clock.boottime_ns()
         self._is_drawn = False
         self._is_over = False
@@ -122,14 +122,14 @@ class Meters:
             if self._is_drawn:
                 self._write("\r\x1b[K")
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: ProgressPoint) -> None:
         """Take a report of work that is going on, from any thread."""
         with self._lock:
             if self._is_over:
                 return
             now_ns = self._clock.boottime_ns()
             if self._meter is None or self._meter.phase != progress.phase:
-                self._meter = Meter(progress.phase, now_ns)
+                self._meter = ProgressMeter(progress.phase, now_ns)
             self._meter.note(progress, now_ns)
             if now_ns - self._drawn_ns >= (_REDRAW_NS if self._is_terminal else _PLAIN_NS):
                 self._drawn_ns = now_ns

@@ -15,8 +15,8 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.environment.differences import differences as differences_of_files
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.scan.changes import Change
-from serverless_gpu.environment.scan.scan import Source
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.scan.scan import LocalUnit
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentMissing
 from serverless_gpu.units import format_duration_ms
 
@@ -25,7 +25,7 @@ _PTH_BYTES_MAX = 65_536
 Value = TypeVar("Value")
 
 
-class Look(msgspec.Struct, kw_only=True):
+class EnvironmentState(msgspec.Struct, kw_only=True):
     """What an environment is now, beside what it was when it was captured last.
 
     Attributes:
@@ -37,7 +37,7 @@ class Look(msgspec.Struct, kw_only=True):
 
     last: Snapshot | None
     now: Snapshot
-    sources: Mapping[str, Source]
+    sources: Mapping[str, LocalUnit]
     times: dict[str, int]
 
     @property
@@ -114,7 +114,7 @@ def differences(first: str | None, second: str | None, python: str | None, store
     blobs = locations.blobs(store, locations.environments())
     old = None if first is None else locations.choose_snapshot(first, blobs)
     if old is not None and second is not None:
-        look = Look(last=old, now=locations.choose_snapshot(second, blobs), sources={}, times={})
+        look = EnvironmentState(last=old, now=locations.choose_snapshot(second, blobs), sources={}, times={})
     else:
         look = _look(python)
         look.last = old or look.last
@@ -132,7 +132,7 @@ def differences(first: str | None, second: str | None, python: str | None, store
     return bool(said)
 
 
-def _look(python: str | None, *, read_all: bool = False) -> Look:
+def _look(python: str | None, *, read_all: bool = False) -> EnvironmentState:
     """Look at an environment: the gate, then every file, then, if something is new, a scan.
 
     Args:
@@ -146,10 +146,10 @@ def _look(python: str | None, *, read_all: bool = False) -> Look:
     if not read_all:
         same = _timed(times, "gate", lambda: recogniser.gate(description))
         if same is not None and not _timed(times, "every file", recogniser.check):
-            return Look(last=last, now=same, sources={}, times=times)
+            return EnvironmentState(last=last, now=same, sources={}, times=times)
     with Meters() as meters:
         scan = _timed(times, "scan", lambda: recogniser.scan(description, meters.report))
-    return Look(last=last, now=scan.snapshot, sources=scan.sources, times=times)
+    return EnvironmentState(last=last, now=scan.snapshot, sources=scan.sources, times=times)
 
 
 def _timed(times: dict[str, int], name: str, work: Callable[[], Value]) -> Value:
@@ -160,7 +160,7 @@ def _timed(times: dict[str, int], name: str, work: Callable[[], Value]) -> Value
     return value
 
 
-def _difference(look: Look, blobs: Blobs) -> Difference:
+def _difference(look: EnvironmentState, blobs: StoreBlobs) -> Difference:
     """Return what differs, with the files of units that were edited as far as both versions are at hand."""
     assert look.last is not None  # the callers see to it
     changes = differences_of_files(look.last, look.now, look.sources, blobs)
@@ -172,7 +172,7 @@ def _difference(look: Look, blobs: Blobs) -> Difference:
     )
 
 
-def _contents(sources: Mapping[str, Source]) -> Contents:
+def _contents(sources: Mapping[str, LocalUnit]) -> Contents:
     texts = {}
     for address, source in sources.items():
         files = iter(source.files)
@@ -188,7 +188,7 @@ def _read(path: str) -> bytes:
         return file.read(_PTH_BYTES_MAX)
 
 
-def _home_blobs() -> Blobs:
+def _home_blobs() -> StoreBlobs:
     return locations.blobs(None, locations.environments())
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.ambient import format_moment, format_utc
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.environment.documents import Member, Root, Row, Snapshot
+from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember
 from serverless_gpu.units import format_bytes
 
 SHORT = 12
@@ -27,7 +27,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
         texts: what `.pth` files say, by address of their unit and path of their row.
     """
 
-    rows: Mapping[str, tuple[Row, ...]] = {}
+    rows: Mapping[str, tuple[FileRow, ...]] = {}
     texts: Mapping[tuple[str, str], str] = {}
 
 
@@ -96,7 +96,7 @@ def snapshot_json(snapshot: Snapshot, contents: Contents) -> dict[str, object]:
     }
 
 
-def titles(members: Sequence[Member]) -> str:
+def titles(members: Sequence[SnapshotMember]) -> str:
     """Return what units are called, largest first; the first few of many."""
     shown = [_title(member) for member in sorted(members, key=lambda member: -member.size)[:_NAMED_MAX]]
     more = len(members) - len(shown)
@@ -162,14 +162,14 @@ def _kind_text(root: Root) -> str:
     return f"{words}, {_many(count, 'distribution')}" if root.kind != "code" else words
 
 
-def _title(member: Member) -> str:
+def _title(member: SnapshotMember) -> str:
     if member.kind == "unowned":
         return "files of no distribution"
     name = f"{member.name} {member.version}".rstrip()
     return f"code of {name}" if member.kind == "code" else name
 
 
-def _unowned_text(member: Member, rows: Sequence[Row], *, everything: bool) -> str:
+def _unowned_text(member: SnapshotMember, rows: Sequence[FileRow], *, everything: bool) -> str:
     names = [row.path.partition("/")[2] for row in rows]
     shown = names if everything else names[:_NAMED_MAX]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
@@ -203,7 +203,7 @@ def is_pth(path: str) -> bool:
     return path.startswith("site/") and path.count("/") == 1 and path.endswith(".pth")
 
 
-def _is_distribution(member: Member) -> bool:
+def _is_distribution(member: SnapshotMember) -> bool:
     return member.kind == "distribution"
 
 

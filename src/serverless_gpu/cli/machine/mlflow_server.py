@@ -17,7 +17,14 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.node.attempt.history import is_live, run_ids
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server import error_summary
-from serverless_gpu.node.mlflow_server.control import Server, ensure_server, look, servers, stop_server, stop_servers
+from serverless_gpu.node.mlflow_server.control import (
+    MlflowServer,
+    ensure_server,
+    look,
+    servers,
+    stop_server,
+    stop_servers,
+)
 from serverless_gpu.node.mlflow_server.files import place_of
 from serverless_gpu.units import format_bytes, format_duration_ms
 
@@ -53,7 +60,7 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
         say(found.uri)
 
 
-def mlflow_servers(home: Home) -> list[Server]:
+def mlflow_servers(home: Home) -> list[MlflowServer]:
     """Return the MLflow servers that this home has or had.
 
     Args:
@@ -62,7 +69,7 @@ def mlflow_servers(home: Home) -> list[Server]:
     return [server for server in servers(home) if server.stage != "none"]
 
 
-def mlflow_lines(found: list[Server]) -> Iterator[str]:
+def mlflow_lines(found: list[MlflowServer]) -> Iterator[str]:
     """Yield what is said about MLflow servers.
 
     Args:
@@ -80,7 +87,7 @@ def mlflow_lines(found: list[Server]) -> Iterator[str]:
         yield f"mlflow: {' · '.join(part for part in parts if part)}"
 
 
-def as_builtins(server: Server) -> dict[str, object]:
+def as_builtins(server: MlflowServer) -> dict[str, object]:
     """Return a server for machines."""
     return {
         "uri": server.uri,

@@ -17,13 +17,13 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.model import utc_days
 from serverless_gpu.model.billing import usage_report as model
-from serverless_gpu.model.billing.usage_report import Amounts, Group, Unit, Window
+from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow, UsageUnit
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.units import format_gpu_ms, format_micros, is_any_below_cent
 from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RecordPage, UsageView
 
 if TYPE_CHECKING:
-    from serverless_gpu.model.billing.billing_rows import Record
+    from serverless_gpu.model.billing.billing_rows import BillingRow
     from serverless_gpu.wire.connection import Connection
 
 FORMULAS = (
@@ -106,7 +106,7 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 
-def _window(asked: dict[str, Any]) -> Window:
+def _window(asked: dict[str, Any]) -> DayRange:
     """Return the days that are asked for; those of the month so far would surprise on its first day, so 30 of them."""
     ways = [name for name in ("lately", "in_month", "chargeback") if asked[name]]
     ways += ["first"] if asked["first"] or asked["last"] else []
@@ -117,14 +117,14 @@ def _window(asked: dict[str, Any]) -> Window:
     today = SystemClock().wall_ns() // utc_days.DAY_NS
     until = model.day_of(asked["last"]) + 1 if asked["last"] else today + 1
     if asked["first"]:
-        return model.checked(Window(model.day_of(asked["first"]), until))
+        return model.checked(DayRange(model.day_of(asked["first"]), until))
     length = _DAYS
     if asked["lately"]:
         seconds = duration_s("--last", asked["lately"])
         if seconds < 86_400 or seconds % 86_400:
             raise click.BadParameter("the ledger is by whole days: 1d, 30d, 4w", param_hint="--last")
         length = round(seconds / 86_400)
-    return model.checked(Window(max(0, until - length), until))
+    return model.checked(DayRange(max(0, until - length), until))
 
 
 def _where(texts: Sequence[str]) -> dict[str, str]:
@@ -141,14 +141,14 @@ def _where(texts: Sequence[str]) -> dict[str, str]:
     return where
 
 
-def _records(connection: Connection, window: Window) -> Iterator[Record]:
+def _records(connection: Connection, window: DayRange) -> Iterator[BillingRow]:
     """Return the rows of the ledger, page by page; the first was asked for, so that a refusal comes before a head."""
 
     def page(after: int) -> RecordPage:
         query = {"after": str(after), "from_day": str(window.from_day), "until_day": str(window.until_day)}
         return connection.ask("GET", "/usage/records", answer=RecordPage, query=query)
 
-    def rows(found: RecordPage) -> Iterator[Record]:
+    def rows(found: RecordPage) -> Iterator[BillingRow]:
         yield from found.records
         while found.after is not None:
             found = page(found.after)
@@ -160,7 +160,7 @@ def _records(connection: Connection, window: Window) -> Iterator[Record]:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def _put_records(records: Iterator[Record], *, as_json: bool, parquet: Path | None) -> None:
+def _put_records(records: Iterator[BillingRow], *, as_json: bool, parquet: Path | None) -> None:
     if as_json:
         for record in records:
             say(msgspec.json.encode(record).decode())
@@ -216,7 +216,7 @@ def _chargeback_lines(view: UsageView) -> list[str]:
     return [*columns(rows), dates, *_remarks(view)]
 
 
-def _chargeback_table(view: UsageView) -> usage_files.Table:
+def _chargeback_table(view: UsageView) -> usage_files.UsageTable:
     return usage_files.chargeback(view, model.chargeback(view.groups))
 
 
@@ -265,15 +265,15 @@ def _told(view: UsageView) -> dict[str, object]:
     }
 
 
-def _unit(view: UsageView, names: Sequence[str]) -> Unit:
+def _unit(view: UsageView, names: Sequence[str]) -> UsageUnit:
     return model.unit_for(max((getattr(total.amounts, name) for total in view.totals for name in names), default=0))
 
 
-def _named(total: Group, parts: int) -> Group:
-    return Group(key=("all", *[""] * (parts - 1)), currency=total.currency, amounts=total.amounts)
+def _named(total: ReportRow, parts: int) -> ReportRow:
+    return ReportRow(key=("all", *[""] * (parts - 1)), currency=total.currency, amounts=total.amounts)
 
 
-def _cost(group: Group, *, exact: bool) -> str:
+def _cost(group: ReportRow, *, exact: bool) -> str:
     if group.amounts.micros is None:
         return "unpriced" if group.amounts.billed_ms else "-"
     return format_micros(group.amounts.micros, group.currency, exact=exact)

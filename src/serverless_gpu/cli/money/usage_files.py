@@ -22,8 +22,8 @@ from serverless_gpu.client.runs.result_files import whole
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import utc_days
 from serverless_gpu.model.billing import usage_report as model
-from serverless_gpu.model.billing.billing_rows import ListPrice, Record
-from serverless_gpu.model.billing.usage_report import Amounts, Group, Share
+from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
+from serverless_gpu.model.billing.usage_report import Amounts, CostShare, ReportRow
 from serverless_gpu.units import MS_PER_HOUR
 from serverless_gpu.wire.usage import ListPrices, UsageView
 
@@ -33,7 +33,7 @@ AT_ONCE = 10_000
 _PARTS = ("busy", "seen", "idle")
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True):
+class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
     """A report as columns.
 
     Attributes:
@@ -51,12 +51,12 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         return [dict(zip(self.names, line, strict=True)) for line in self.lines]
 
 
-def report(view: UsageView) -> Table:
+def report(view: UsageView) -> UsageTable:
     """Return a report as columns: what it is grouped by, the currency, and the amounts."""
     return _table(view.by, ((group.key, group) for group in view.groups))
 
 
-def chargeback(view: UsageView, shares: Iterable[Share]) -> Table:
+def chargeback(view: UsageView, shares: Iterable[CostShare]) -> UsageTable:
     """Return who pays what of a month as columns.
 
     Args:
@@ -73,14 +73,14 @@ def chargeback(view: UsageView, shares: Iterable[Share]) -> Table:
     )
     whole = {total.currency: total.amounts.micros for total in model.totals(share.group for share in kept)}
     parts = [_part(share.group.amounts.micros, whole[share.group.currency]) for share in kept]
-    return Table(
+    return UsageTable(
         names=(*made.names, "part_of_cost"),
         kinds=(*made.kinds, "part"),
         lines=tuple((*line, part) for line, part in zip(made.lines, parts, strict=True)),
     )
 
 
-def amounts_of(group: Group) -> dict[str, Any]:
+def amounts_of(group: ReportRow) -> dict[str, Any]:
     """Return what was used by the names of columns."""
     amounts = group.amounts
     return {
@@ -93,7 +93,7 @@ def amounts_of(group: Group) -> dict[str, Any]:
     }
 
 
-def put(table: Table, path: Path | None) -> None:
+def put(table: UsageTable, path: Path | None) -> None:
     """Write a report: as Parquet into a file, or as CSV to the output."""
     if path is None:
         _say_csv(table.names, iter(table.lines))
@@ -109,13 +109,13 @@ def put(table: Table, path: Path | None) -> None:
     _write_parquet(path, schema, [table.rows()])
 
 
-def put_records(records: Iterator[Record], path: Path | None) -> None:
+def put_records(records: Iterator[BillingRow], path: Path | None) -> None:
     """Write rows of the ledger with the columns of billing tables: as Parquet into a file, or as CSV to the output.
 
     In CSV, structs and maps are JSON.
     """
     if path is None:
-        _say_csv(Record.__struct_fields__, (_csv_cells(record) for record in records))
+        _say_csv(BillingRow.__struct_fields__, (_csv_cells(record) for record in records))
         return
     _write_parquet(path, _records_schema(_pyarrow()), _portions(_parquet_row(record) for record in records))
 
@@ -150,7 +150,7 @@ def _csv_line(cells: Sequence[Any]) -> str:
     return text.getvalue()
 
 
-def _csv_cells(record: Record | ListPrice) -> list[Any]:
+def _csv_cells(record: BillingRow | ListPrice) -> list[Any]:
     values = (getattr(record, name) for name in record.__struct_fields__)
     return [
         value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode() for value in values
@@ -172,9 +172,9 @@ def _pyarrow() -> Any:
 
 def _records_schema(pyarrow: Any) -> Any:
     """Return the types that billing tables have."""
-    texts = {name: pyarrow.string() for name in Record.__struct_fields__}
+    texts = {name: pyarrow.string() for name in BillingRow.__struct_fields__}
     moment, date = pyarrow.timestamp("ms", tz="UTC"), pyarrow.date32()
-    structs = {field.name: field.type for field in msgspec.structs.fields(Record)}
+    structs = {field.name: field.type for field in msgspec.structs.fields(BillingRow)}
     features = pyarrow.struct(
         [
             ("serverless_gpu", pyarrow.struct([("workload_type", pyarrow.string())])),
@@ -196,7 +196,7 @@ def _records_schema(pyarrow: Any) -> Any:
     return pyarrow.schema([(name, kind) for name, kind in (texts | others).items()])
 
 
-def _parquet_row(record: Record) -> dict[str, Any]:
+def _parquet_row(record: BillingRow) -> dict[str, Any]:
     row: dict[str, Any] = msgspec.to_builtins(record)
     for name in ("usage_start_time", "usage_end_time"):
         row[name] = datetime.datetime.fromisoformat(row[name])
@@ -226,13 +226,13 @@ def _write_parquet(path: Path, schema: Any, portions: Iterable[list[dict[str, An
     say(f"{path}: {count:,} rows", err=True)
 
 
-def _table(by: Sequence[str], groups: Iterable[tuple[tuple[str, ...], Group]]) -> Table:
-    columns = amounts_of(Group(key=(), currency="", amounts=Amounts()))
+def _table(by: Sequence[str], groups: Iterable[tuple[tuple[str, ...], ReportRow]]) -> UsageTable:
+    columns = amounts_of(ReportRow(key=(), currency="", amounts=Amounts()))
     kinds: dict[str, Kind] = dict.fromkeys(columns, "whole")
     kinds |= {"currency": "text", "device_hours": "part", "cost": "money", "dbu": "money"}
     kinds |= dict.fromkeys(_PARTS, "part")
     texts: dict[str, Kind] = dict.fromkeys(by, "text")
-    return Table(
+    return UsageTable(
         names=(*by, *columns),
         kinds=(*texts.values(), *kinds.values()),
         lines=tuple((*key, *amounts_of(group).values()) for key, group in groups),

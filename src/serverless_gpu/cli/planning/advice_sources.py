@@ -22,12 +22,12 @@ import msgspec
 from serverless_gpu.cli.runs.run_location import own_runs
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.lazy_import import load
-from serverless_gpu.model.billing.advice import Use
+from serverless_gpu.model.billing.advice import GpuUse
 from serverless_gpu.model.billing.oversized_runs import Ran
 from serverless_gpu.model.billing.pricing import Price, tariff
 from serverless_gpu.model.hardware import FAMILIES, canonical, matches
 from serverless_gpu.model.receipt import Receipt, observed
-from serverless_gpu.node.attempt.history import Record, read_run
+from serverless_gpu.node.attempt.history import RunRecord, read_run
 from serverless_gpu.node.base.configuration import Configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.replay import Trace
@@ -45,7 +45,7 @@ _MS_NS = 1_000_000
 _SECOND_NS = 1_000_000_000
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which uses are looked at; "" for all.
 
     Attributes:
@@ -59,7 +59,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     gpu_type: str = ""
 
 
-class Kind(msgspec.Struct, kw_only=True):
+class GpuTypeUses(msgspec.Struct, kw_only=True):
     """All uses of one GPU type.
 
     Attributes:
@@ -70,7 +70,7 @@ class Kind(msgspec.Struct, kw_only=True):
         micros: what the ledger has charged.
     """
 
-    uses: list[Use] = []
+    uses: list[GpuUse] = []
     waited_ns: int = 0
     gpu_ms: int = 0
     unpriced_ms: int = 0
@@ -84,7 +84,7 @@ class Kind(msgspec.Struct, kw_only=True):
         return Fraction(self.billed_ms, self.lent_ms) if self.lent_ms else Fraction(1)
 
 
-class Past(msgspec.Struct, kw_only=True):
+class PastUse(msgspec.Struct, kw_only=True):
     """What was used.
 
     Attributes:
@@ -99,14 +99,14 @@ class Past(msgspec.Struct, kw_only=True):
     source: str
     start_ns: int
     end_ns: int
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, GpuTypeUses] = {}
     ran: list[Ran] = []
     attempts: int = 0
     remarks: list[str] = []
 
-    def kind(self, gpu_type: str) -> Kind:
+    def kind(self, gpu_type: str) -> GpuTypeUses:
         """Return the uses of a type, to which some may be added."""
-        return self.kinds.setdefault(gpu_type or "GPU", Kind())
+        return self.kinds.setdefault(gpu_type or "GPU", GpuTypeUses())
 
 
 class Book(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
 # --- a server's ledger ------------------------------------------------------------------------------------------------
 
 
-def of_server(connection: Connection, wanted: Wanted) -> Past:
+def of_server(connection: Connection, wanted: UseFilter) -> PastUse:
     """Return what a server's ledger has, as far as one may see it.
 
     Raises:
@@ -144,12 +144,12 @@ def of_server(connection: Connection, wanted: Wanted) -> Past:
     return past
 
 
-def of_rows(rows: Iterable[DemandRow], wanted: Wanted) -> Past:
+def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
     """Return what rows of a ledger say; those of one attempt belong together."""
     attempts: dict[tuple[str, int], list[DemandRow]] = {}
     for row in rows:
         attempts.setdefault((row.run_id, row.fence), []).append(row)
-    past = Past(source="the server's ledger", start_ns=wanted.start_ns, end_ns=wanted.end_ns, attempts=len(attempts))
+    past = PastUse(source="the server's ledger", start_ns=wanted.start_ns, end_ns=wanted.end_ns, attempts=len(attempts))
     for days in attempts.values():
         first = days[0]
         kind = past.kind(first.gpu_type)
@@ -191,7 +191,7 @@ def book_of_server(connection: Connection) -> Book:
     return Book(rows=tuple(rows), currency=answer.currency)
 
 
-def _rows(connection: Connection, wanted: Wanted) -> tuple[list[DemandRow], bool]:
+def _rows(connection: Connection, wanted: UseFilter) -> tuple[list[DemandRow], bool]:
     wire = load("serverless_gpu.wire.demand")
     query = {"from_ns": str(wanted.start_ns), "to_ns": str(wanted.end_ns), "limit": str(_PAGE)}
     query |= {name: value for name in ("team", "pool", "gpu_type") if (value := getattr(wanted, name))}
@@ -210,10 +210,10 @@ def _rows(connection: Connection, wanted: Wanted) -> tuple[list[DemandRow], bool
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def of_home(home: Home, wanted: Wanted) -> Past:
+def of_home(home: Home, wanted: UseFilter) -> PastUse:
     """Return what the run directories of this home say."""
     ids = own_runs(home)
-    past = Past(source="the runs of this machine", start_ns=wanted.start_ns, end_ns=wanted.end_ns)
+    past = PastUse(source="the runs of this machine", start_ns=wanted.start_ns, end_ns=wanted.end_ns)
     untold = 0
     for run_id in ids[:_RUNS_MAX]:
         record = read_run(home.runs, run_id)
@@ -237,12 +237,12 @@ def book_of_home(configuration: Configuration) -> Book:
     return Book(rows=tuple(rows))
 
 
-def _is_wanted(record: Record, wanted: Wanted) -> bool:
+def _is_wanted(record: RunRecord, wanted: UseFilter) -> bool:
     team, pool = (record.spec.team, record.spec.pool) if record.spec is not None else ("", "")
     return (not wanted.team or team == wanted.team) and (not wanted.pool or pool == wanted.pool)
 
 
-def _add(past: Past, record: Record) -> bool:
+def _add(past: PastUse, record: RunRecord) -> bool:
     """Add a run; return whether its receipt tells enough."""
     receipt, ended_ns = record.receipt, record.ended_ns
     if receipt is None or ended_ns is None:
@@ -266,7 +266,7 @@ def _add(past: Past, record: Record) -> bool:
     return True
 
 
-def _ran(record: Record, receipt: Receipt) -> Ran:
+def _ran(record: RunRecord, receipt: Receipt) -> Ran:
     seen = observed(receipt.uses)
     return Ran(
         owner="",
@@ -282,7 +282,7 @@ def _ran(record: Record, receipt: Receipt) -> Ran:
 # --- traces -----------------------------------------------------------------------------------------------------------
 
 
-def of_trace(trace: Trace, wanted: Wanted) -> Past:
+def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
     """Return what a trace says: from its first job until its last one came, as replays count.
 
     Args:
@@ -301,7 +301,7 @@ def of_trace(trace: Trace, wanted: Wanted) -> Past:
         raise InvalidValue(f"{trace.source} has no such jobs", hint="see --team and --pool")
     start_s, last_s = jobs[0].submit_s, jobs[-1].submit_s
     end_s = last_s if last_s > start_s else max(job.submit_s + job.duration_s for job in jobs)
-    past = Past(source=trace.source, start_ns=_ns(start_s), end_ns=_ns(end_s), attempts=len(jobs))
+    past = PastUse(source=trace.source, start_ns=_ns(start_s), end_ns=_ns(end_s), attempts=len(jobs))
     later_ms = 0
     for job in jobs:
         whole_ms = round(1000 * job.duration_s) * job.gpus
@@ -310,7 +310,7 @@ def of_trace(trace: Trace, wanted: Wanted) -> Past:
         if not gpu_ms:
             continue
         kind = past.kind(job.gpu_type)
-        kind.uses.append(Use(start_ns=_ns(job.submit_s), end_ns=_ns(job.submit_s + job.duration_s), gpus=job.gpus))
+        kind.uses.append(GpuUse(start_ns=_ns(job.submit_s), end_ns=_ns(job.submit_s + job.duration_s), gpus=job.gpus))
         kind.gpu_ms += gpu_ms
         kind.unpriced_ms += gpu_ms
     past.remarks = [f"{count:,} {why}" for why, count in trace.left_out.items()]
@@ -321,7 +321,7 @@ def of_trace(trace: Trace, wanted: Wanted) -> Past:
     return past
 
 
-def chosen(past: Past, wanted: Wanted) -> tuple[str, Kind]:
+def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
     """Return the GPU type that is looked at, and its uses: the one that was asked for, else the one most used.
 
     Raises:
@@ -335,7 +335,7 @@ def chosen(past: Past, wanted: Wanted) -> tuple[str, Kind]:
         there = f"there is {', '.join(sorted(past.kinds))}" if past.kinds else "look at more time: --last 90d"
         raise InvalidValue(f"{past.source}: nothing was used{said}", hint=there)
     if gpu_type:  # a family is all of its members
-        together = Kind()
+        together = GpuTypeUses()
         for kind in found.values():
             together.uses += kind.uses
             for name in ("waited_ns", "gpu_ms", "unpriced_ms", "lent_ms", "billed_ms", "micros"):
@@ -345,24 +345,24 @@ def chosen(past: Past, wanted: Wanted) -> tuple[str, Kind]:
     return name, found[name]
 
 
-def _begun(past: Past) -> Past:
+def _begun(past: PastUse) -> PastUse:
     """Return what was used, since it began: before the first use there is nothing to learn from."""
     starts = [use.start_ns for kind in past.kinds.values() for use in kind.uses]
     past.start_ns = min(past.end_ns - 1, max(past.start_ns, min(starts, default=past.start_ns)))
     return past
 
 
-def _use(start_ns: int, end_ns: int, gpus: int, lent_ms: int, waited_ns: int) -> Use:
+def _use(start_ns: int, end_ns: int, gpus: int, lent_ms: int, waited_ns: int) -> GpuUse:
     """Return a use as if it had not waited, and as long as its devices were lent."""
     lent_ns = lent_ms * _MS_NS // gpus if gpus else 0
     start_ns, end_ns = start_ns - waited_ns, min(end_ns, start_ns + lent_ns) - waited_ns
-    return Use(start_ns=start_ns, end_ns=max(start_ns, end_ns), gpus=gpus)
+    return GpuUse(start_ns=start_ns, end_ns=max(start_ns, end_ns), gpus=gpus)
 
 
 def _ns(seconds: float) -> int:
     return round(seconds * _SECOND_NS)
 
 
-def remarks(past: Past) -> Iterator[str]:
+def remarks(past: PastUse) -> Iterator[str]:
     """Yield what was left out, in words."""
     yield from (f"left out: {remark}" for remark in past.remarks)

@@ -8,12 +8,12 @@ import msgspec
 
 from serverless_gpu.ambient import format_utc
 from serverless_gpu.cli.columns import columns
-from serverless_gpu.cli.planning.advice_sources import Kind, Past, remarks
+from serverless_gpu.cli.planning.advice_sources import GpuTypeUses, PastUse, remarks
 from serverless_gpu.model.billing.advice import Advice, Mix, Slot
 from serverless_gpu.model.billing.advice_formulas import formulas, formulas_of_queues, formulas_of_runs, percent, price
 from serverless_gpu.model.billing.oversized_runs import Unneeded
 from serverless_gpu.model.hardware import time_unit
-from serverless_gpu.replay.queue_cost import Queue
+from serverless_gpu.replay.queue_cost import QueueOutcome
 from serverless_gpu.units import format_duration_ms, format_gpu_ms, format_micros, is_any_below_cent
 
 SLOTS_MAX = 12
@@ -21,7 +21,7 @@ _RUNS_MAX = 20
 _NAME_MAX = 40
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is shown.
 
     Attributes:
@@ -31,18 +31,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         waiting: micros that it costs when a run waits one hour for one GPU; None for unpriced.
     """
 
-    past: Past
+    past: PastUse
     gpu_type: str
-    kind: Kind
+    kind: GpuTypeUses
     advice: Advice | None
     why_not: str
-    queues: tuple[Queue, ...]
+    queues: tuple[QueueOutcome, ...]
     runs: tuple[Unneeded, ...]
     waiting: int | None
     currency: str
 
 
-def lines(report: Report, *, explain: bool) -> Iterator[str]:
+def lines(report: AdviceReport, *, explain: bool) -> Iterator[str]:
     """Yield what is shown to people.
 
     Args:
@@ -63,7 +63,7 @@ def lines(report: Report, *, explain: bool) -> Iterator[str]:
         yield from ("", "formulas:", *(f"  {name}: {text}" for name, text in _formulas(report).items()))
 
 
-def as_json(report: Report) -> dict[str, object]:
+def as_json(report: AdviceReport) -> dict[str, object]:
     """Return the same for machines: money in micros, time in device-milliseconds, shares in per cent."""
     advice, past = report.advice, report.past
     found: dict[str, object] = {
@@ -103,7 +103,7 @@ def as_json(report: Report) -> dict[str, object]:
     return found
 
 
-def title_of(report: Report) -> str:
+def title_of(report: AdviceReport) -> str:
     """Return what the picture is called."""
     return f"{report.gpu_type}: {report.past.source}, {_span(report.past)}"
 
@@ -111,7 +111,7 @@ def title_of(report: Report) -> str:
 # --- people -----------------------------------------------------------------------------------------------------------
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head(report: AdviceReport) -> Iterator[str]:
     past, kind, advice = report.past, report.kind, report.advice
     yield f"{report.gpu_type}: {past.source}, {_span(past)}"
     yield from remarks(past)
@@ -200,7 +200,7 @@ def _changes(advice: Advice) -> list[str]:
     return columns(rows)
 
 
-def _queues(report: Report) -> list[str]:
+def _queues(report: AdviceReport) -> list[str]:
     rows = [
         [
             "GPUS",
@@ -229,7 +229,7 @@ def _queues(report: Report) -> list[str]:
     return shown
 
 
-def _runs(report: Report) -> list[str]:
+def _runs(report: AdviceReport) -> list[str]:
     if not report.past.ran:
         return ["runs: nothing is known of what their GPUs did"]
     if not report.runs:
@@ -249,14 +249,14 @@ def _runs(report: Report) -> list[str]:
     return [head, *columns(rows), *([f"and {more:,} more: --json"] if more > 0 else [])]
 
 
-def _formulas(report: Report) -> dict[str, str]:
+def _formulas(report: AdviceReport) -> dict[str, str]:
     found = {} if report.advice is None else formulas(report.advice)
     if report.queues:
         found |= formulas_of_queues()
     return found | formulas_of_runs()
 
 
-def _span(past: Past) -> str:
+def _span(past: PastUse) -> str:
     length = format_duration_ms((past.end_ns - past.start_ns) // 1_000_000)
     if past.start_ns < _CALENDAR_NS:  # a trace's own clock
         return length
@@ -282,7 +282,7 @@ def _mix_json(each: Mix) -> dict[str, object]:
     }
 
 
-def _queue_json(queue: Queue) -> dict[str, object]:
+def _queue_json(queue: QueueOutcome) -> dict[str, object]:
     parts = msgspec.structs.asdict(queue)
     return {"waited_gpu_ms": parts.pop("waited_ns") // 1_000_000} | parts
 

@@ -16,9 +16,9 @@ from serverless_gpu.cli.amounts import duration_s, micros
 from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.planning.advice_sources import (
     Book,
-    Kind,
-    Past,
-    Wanted,
+    GpuTypeUses,
+    PastUse,
+    UseFilter,
     book_of_home,
     book_of_server,
     chosen,
@@ -26,13 +26,13 @@ from serverless_gpu.cli.planning.advice_sources import (
     of_server,
     of_trace,
 )
-from serverless_gpu.cli.planning.advice_tables import Report, as_json, lines, title_of
+from serverless_gpu.cli.planning.advice_tables import AdviceReport, as_json, lines, title_of
 from serverless_gpu.cli.planning.pictures import drawing_room, written
 from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import ServerNotConfigured
-from serverless_gpu.model.billing.advice import Advice, Curve, Rates, advise, curve_of
+from serverless_gpu.model.billing.advice import Advice, Curve, GpuRates, advise, curve_of
 from serverless_gpu.model.billing.oversized_runs import unneeded
 from serverless_gpu.model.hardware import GpuType, canonical
 from serverless_gpu.node.base.configuration import Configuration, read_configuration
@@ -81,16 +81,16 @@ def advise_command(**options: Any) -> None:
         _draw(drawing, report, options["png"])
 
 
-def _wanted(options: Mapping[str, Any]) -> Wanted:
+def _wanted(options: Mapping[str, Any]) -> UseFilter:
     now_ns = SystemClock().wall_ns()
     last_s = duration_s("--last", options["last"])
     if not last_s:
         raise click.BadParameter("more than no time is needed", param_hint="--last")
     asked = {name: options[name] for name in ("team", "pool", "gpu_type")}
-    return Wanted(start_ns=now_ns - round(last_s) * 1_000_000_000, end_ns=now_ns, **asked)
+    return UseFilter(start_ns=now_ns - round(last_s) * 1_000_000_000, end_ns=now_ns, **asked)
 
 
-def _known(options: Mapping[str, Any], wanted: Wanted, configuration: Configuration) -> tuple[Past, Book]:
+def _known(options: Mapping[str, Any], wanted: UseFilter, configuration: Configuration) -> tuple[PastUse, Book]:
     """Return what was used, and the prices."""
     book = book_of_home(configuration)
     if options["trace"] is not None:
@@ -111,8 +111,8 @@ def _has_server() -> bool:
 
 
 def _report(
-    past: Past, of: tuple[str, Kind], book: Book, options: Mapping[str, Any], own: tuple[GpuType, ...]
-) -> Report:
+    past: PastUse, of: tuple[str, GpuTypeUses], book: Book, options: Mapping[str, Any], own: tuple[GpuType, ...]
+) -> AdviceReport:
     gpu_type, kind = of
     curve = curve_of(kind.uses, past.start_ns, past.end_ns)
     rates, why_not = _rates(options, book, gpu_type, kind.billed)
@@ -122,7 +122,7 @@ def _report(
     prices = book.any_pool()
     if rates is not None:
         prices[canonical(gpu_type, own)] = rates.on_demand
-    return Report(
+    return AdviceReport(
         past=past,
         gpu_type=gpu_type,
         kind=kind,
@@ -144,7 +144,7 @@ def _sizes(advice: Advice, curve: Curve) -> set[int]:
 # --- prices -----------------------------------------------------------------------------------------------------------
 
 
-def _rates(options: Mapping[str, Any], book: Book, gpu_type: str, billed: Fraction) -> tuple[Rates | None, str]:
+def _rates(options: Mapping[str, Any], book: Book, gpu_type: str, billed: Fraction) -> tuple[GpuRates | None, str]:
     """Return both prices; or None, and which is missing."""
     if options["buy"] is not None and options["reserved"] is not None:
         raise click.UsageError("--buy is in place of --reserved")
@@ -163,7 +163,7 @@ def _rates(options: Mapping[str, Any], book: Book, gpu_type: str, billed: Fracti
         return None, f"{gpu_type} costs nothing on demand: reserve none"
     if reserved is None:
         return None, "what a reserved GPU costs is not known: `--reserved 1.90`, `--reserved POOL` or `--buy 30000`"
-    return Rates(reserved=reserved, on_demand=on_demand, currency=book.currency, billed=billed), ""
+    return GpuRates(reserved=reserved, on_demand=on_demand, currency=book.currency, billed=billed), ""
 
 
 def _price(option: str, text: str, book: Book, gpu_type: str) -> int | None:
@@ -186,7 +186,7 @@ def _bought(options: Mapping[str, Any]) -> int:
     return round((buy / (years * _HOURS_PER_YEAR) + running) * MICROS_PER_UNIT)
 
 
-def _draw(drawing: ModuleType, report: Report, path: Path) -> None:
+def _draw(drawing: ModuleType, report: AdviceReport, path: Path) -> None:
     if report.advice is None:
         say(f"{path} was not written: {report.why_not}", err=True)
         return

@@ -16,7 +16,7 @@ from serverless_gpu.cli.columns import columns
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.runs.run_choice import choose, queued_runs, this_home
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
+from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.node.attempt.history import read_run, run_ids, size_on_disk
 from serverless_gpu.node.attempt.retention import Cleaned, cleaned_text, delete_all, empty_trash, scan
@@ -63,7 +63,7 @@ class _Chosen(NamedTuple):
     """A directory of a run, and in which place it lies."""
 
     place: Path
-    entry: Entry
+    entry: RunDirectory
 
 
 def _places(home: Home) -> tuple[Path, Path]:
@@ -71,7 +71,7 @@ def _places(home: Home) -> tuple[Path, Path]:
     return home.runs, home.remote
 
 
-def _delete(place: Path, entries: list[Entry]) -> Cleaned:
+def _delete(place: Path, entries: list[RunDirectory]) -> Cleaned:
     empty_trash(place)
     return delete_all(place, entries)
 
@@ -96,7 +96,7 @@ def _named(home: Home, runs: tuple[str, ...]) -> list[_Chosen]:
 
 
 def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Chosen:
-    return _Chosen(place, Entry(run_id=run_id, ended_ns=ended_ns, size_bytes=size_on_disk(place / run_id)))
+    return _Chosen(place, RunDirectory(run_id=run_id, ended_ns=ended_ns, size_bytes=size_on_disk(place / run_id)))
 
 
 def _kept_no_longer(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Chosen], str]:

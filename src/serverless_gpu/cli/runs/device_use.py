@@ -7,7 +7,7 @@ from pathlib import Path
 
 from serverless_gpu.cli.columns import columns
 from serverless_gpu.model.receipt import DeviceUse
-from serverless_gpu.model.telemetry.samples import Header, Use, add, decode
+from serverless_gpu.model.telemetry.samples import DeviceTotals, Header, add, decode
 from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_memory, format_joules
 
 _SHOWN_MAX = 128
@@ -36,7 +36,7 @@ def use_lines(uses: Sequence[DeviceUse], nodes: Sequence[str] = ()) -> list[str]
 
 def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
     """Return what was sampled so far of the devices of an attempt on this machine."""
-    uses: dict[str, Use] = {}
+    uses: dict[str, DeviceTotals] = {}
     for path in sorted((directory / "logs").glob("*.telemetry")):
         try:
             lines, _ = decode(path.read_bytes())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
 from serverless_gpu.lazy_import import load
-from serverless_gpu.node.attempt.history import FUNCTION, Record, size_on_disk
+from serverless_gpu.node.attempt.history import FUNCTION, RunRecord, size_on_disk
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes, format_duration_ms
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NAME_CHARACTERS_MAX = 32
 
 
-def row(record: Record, home: Home, *, size: bool = False) -> list[str]:
+def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
     """Return the cells of one line: run, name, state, started, took, devices, where, size if wanted, used."""
     name = name_of(record) or "-"
     if len(name) > _NAME_CHARACTERS_MAX:
@@ -35,7 +35,7 @@ def row(record: Record, home: Home, *, size: bool = False) -> list[str]:
     ]
 
 
-def as_json(home: Home, record: Record, *, size: bool) -> dict[str, object]:
+def as_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
     """Return a run for machines, with the names that runs of a server have."""
     receipt, cost = record.receipt, cost_so_far(home, record) if record.receipt is None else None
     cells: dict[str, object] = {
@@ -59,14 +59,14 @@ def as_json(home: Home, record: Record, *, size: bool) -> dict[str, object]:
     return cells | ({"size_bytes": size_on_disk(home.runs / record.run_id)} if size else {})
 
 
-def name_of(record: Record) -> str:
+def name_of(record: RunRecord) -> str:
     """Return what a run is called: its function, or what else it is."""
     if record.kind != FUNCTION:
         return f"({record.kind})"
     return record.spec.name if record.spec is not None else ""
 
 
-def took_ms(record: Record) -> int | None:
+def took_ms(record: RunRecord) -> int | None:
     """Return how long user code ran, or has run by now; None where that is not known."""
     if record.receipt is not None and record.receipt.segments.run_ms is not None:
         return record.receipt.segments.run_ms
@@ -75,13 +75,13 @@ def took_ms(record: Record) -> int | None:
     return max(0, (record.ended_ns or SystemClock().wall_ns()) - record.began_ns) // 1_000_000
 
 
-def took_text(record: Record) -> str:
+def took_text(record: RunRecord) -> str:
     """Return how long user code ran, or has run by now, for reading."""
     elapsed_ms = took_ms(record)
     return "-" if elapsed_ms is None else format_duration_ms(elapsed_ms)
 
 
-def cost_so_far(home: Home, record: Record) -> Cost | None:
+def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
     """Return what a run that goes on has used by now; None for any other."""
     if not record.live:
         return None
@@ -96,7 +96,7 @@ def used_text(cost: Cost | None) -> str:
     return "-" if cost is None or not cost.gpu_ms else cost.used_text()
 
 
-def _devices_text(record: Record) -> str:
+def _devices_text(record: RunRecord) -> str:
     receipt = record.receipt
     if receipt is None:
         return f"{record.world_size} rank{'' if record.world_size == 1 else 's'}" if record.world_size else "-"

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import click
 
-from serverless_gpu.cli.runs.outputs import Output, OwnOutput, Source, refuse_missing_attempt
+from serverless_gpu.cli.runs.outputs import OutputStream, OwnOutput, RunOutput, refuse_missing_attempt
 from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.runs.run_location import locate
 from serverless_gpu.cli.runs.server_outputs import served_output
@@ -54,7 +54,7 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
     home = this_home()
     found = locate(home, run)
     with contextlib.ExitStack() as stack:
-        output: Output
+        output: RunOutput
         if found.view is not None:
             output = stack.enter_context(served_output(home, found.view, attempt))
         else:
@@ -75,7 +75,7 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
             click.echo(f"sgpu: {_silence_text(output, ranks, where)}", err=True)
 
 
-def _default_ranks(output: Output) -> list[int]:
+def _default_ranks(output: RunOutput) -> list[int]:
     """Return the rank that failed first, and say which it is of several; rank 0 where none failed."""
     failed = output.failed_rank()
     if failed is not None and output.ranks() > 1:
@@ -83,7 +83,7 @@ def _default_ranks(output: Output) -> list[int]:
     return [failed or 0]
 
 
-def _silence_text(output: Output, ranks: Sequence[int], where: str) -> str:
+def _silence_text(output: RunOutput, ranks: Sequence[int], where: str) -> str:
     """Return the sentence about ranks that wrote nothing, with the option that shows those that did."""
     written = [rank for rank in output.written() if rank not in ranks]
     subject = f"rank {ranks[0]}" if len(ranks) == 1 else "the ranks"
@@ -96,7 +96,7 @@ def _silence_text(output: Output, ranks: Sequence[int], where: str) -> str:
     return "; ".join(parts)
 
 
-def _ranks(output: Output, wanted: str) -> list[int]:
+def _ranks(output: RunOutput, wanted: str) -> list[int]:
     count = output.ranks()
     if wanted == "all":
         return list(range(count))
@@ -107,7 +107,7 @@ def _ranks(output: Output, wanted: str) -> list[int]:
 
 
 def _show(
-    sources: Sequence[Source], display: Display | None, goes_on: Callable[[], bool], look_s_max: float = _LOOK_S
+    sources: Sequence[OutputStream], display: Display | None, goes_on: Callable[[], bool], look_s_max: float = _LOOK_S
 ) -> None:
     """Show what is there, and what comes as long as the run goes on; without a display, the bytes."""
     last, look_s = False, _LOOK_S

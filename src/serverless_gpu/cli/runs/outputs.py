@@ -18,7 +18,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.runs.run_choice import queued_runs
 from serverless_gpu.client.runs.outcome import failed_rank
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.node.attempt.history import NOT_STARTED, Record, is_live, read_run, touched_ns
+from serverless_gpu.node.attempt.history import NOT_STARTED, RunRecord, is_live, read_run, touched_ns
 from serverless_gpu.node.base.home import Home
 
 PIECE_BYTES = 1 << 16
@@ -26,7 +26,7 @@ _LAUNCH_S = 10.0  # a client may take that long from making the directory to han
 _LOOK_S = 0.1
 
 
-class Source(abc.ABC):
+class OutputStream(abc.ABC):
     """What one rank wrote on one stream, and how far it was shown."""
 
     def __init__(self, rank: int, stream: str) -> None:
@@ -61,7 +61,7 @@ class Source(abc.ABC):
         """Return at most so many bytes from there on; none at the end, or where nothing was written."""
 
 
-class Output(abc.ABC):
+class RunOutput(abc.ABC):
     """What the ranks of one run wrote.
 
     Attributes:
@@ -85,7 +85,7 @@ class Output(abc.ABC):
         """Return the first rank that failed; None where no rank did, or the run goes on."""
 
     @abc.abstractmethod
-    def source(self, rank: int, stream: str) -> Source:
+    def source(self, rank: int, stream: str) -> OutputStream:
         """Return one stream of one rank."""
 
     @abc.abstractmethod
@@ -93,7 +93,7 @@ class Output(abc.ABC):
         """Return whether anything may still be written."""
 
 
-class OwnOutput(Output):
+class OwnOutput(RunOutput):
     """What a run of this machine wrote.
 
     Args:
@@ -101,7 +101,7 @@ class OwnOutput(Output):
         record: the run.
     """
 
-    def __init__(self, home: Home, record: Record) -> None:
+    def __init__(self, home: Home, record: RunRecord) -> None:
         self.run_id = record.run_id
         self._home = home
         self._record = record
@@ -119,7 +119,7 @@ class OwnOutput(Output):
         """Return the first rank that failed; None where no rank did, or the run goes on."""
         return None if self._record.stopped is None else failed_rank(self._record.stopped)
 
-    def source(self, rank: int, stream: str) -> Source:
+    def source(self, rank: int, stream: str) -> OutputStream:
         """Return one stream of one rank."""
         return _File(self._record.directory, rank, stream)
 
@@ -133,7 +133,7 @@ class OwnOutput(Output):
         return idle_ns < _LAUNCH_S * 1e9 or self.run_id in queued_runs(self._home)
 
 
-class _File(Source):
+class _File(OutputStream):
     def __init__(self, directory: Path, rank: int, stream: str) -> None:
         super().__init__(rank, stream)
         self._path = directory / "logs" / f"{rank}.{stream}"

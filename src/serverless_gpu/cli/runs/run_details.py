@@ -20,7 +20,7 @@ from serverless_gpu.client.runs.outcome import ending_text
 from serverless_gpu.client.tracked import from_directory
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.history import Record, read_run, size_on_disk, walk
+from serverless_gpu.node.attempt.history import RunRecord, read_run, size_on_disk, walk
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.units import format_bytes
 
@@ -60,7 +60,7 @@ def _show_remote(view: RunView, *, as_json: bool) -> None:
         say(line)
 
 
-def _story(home: Home, record: Record) -> str:
+def _story(home: Home, record: RunRecord) -> str:
     """Return everything about one run, for reading."""
     reason = record.stopped.reason.value if record.stopped is not None else ""
     head = " · ".join(part for part in (f"run {record.run_id}", name_of(record), record.state, reason) if part)
@@ -88,7 +88,7 @@ def _story(home: Home, record: Record) -> str:
     return "\n".join([*parts, "", *_files_text(home, record)])
 
 
-def _link(record: Record) -> str:
+def _link(record: RunRecord) -> str:
     """Return where the run is in MLflow, as is known now, or ""."""
     tracked = from_directory(record.directory)
     if tracked is not None:
@@ -96,7 +96,7 @@ def _link(record: Record) -> str:
     return record.receipt.tracked if record.receipt is not None else ""
 
 
-def _asked_text(record: Record) -> str:
+def _asked_text(record: RunRecord) -> str:
     if record.spec is None:
         return ""
     spec = msgspec.to_builtins(record.spec)
@@ -111,7 +111,7 @@ def _asked_text(record: Record) -> str:
     return " · ".join([*ranks, *(f"{key}={value}" for key, value in asked.items())])
 
 
-def _files_text(home: Home, record: Record) -> list[str]:
+def _files_text(home: Home, record: RunRecord) -> list[str]:
     total = format_bytes(size_on_disk(home.runs / record.run_id))
     lines = [f"files: {record.directory} ({total} on disk)"]
     files = _files(record)
@@ -124,12 +124,12 @@ def _files_text(home: Home, record: Record) -> list[str]:
     return lines
 
 
-def _files(record: Record) -> list[tuple[str, int]]:
+def _files(record: RunRecord) -> list[tuple[str, int]]:
     found = [(path.relative_to(record.directory).as_posix(), status) for path, status in walk(record.directory)]
     return sorted((name, status.st_size) for name, status in found if status.st_mode & 0o170000 == 0o100000)
 
 
-def _details(record: Record) -> dict[str, object]:
+def _details(record: RunRecord) -> dict[str, object]:
     failure = ""
     if record.stopped is not None and record.stopped.state is not State.SUCCEEDED:
         failure = ending_text(record.stopped, record.directory, record.run_id, record.spec)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _ENDING_S = 10.0
 
 
-class Ending(NamedTuple):
+class RunEnding(NamedTuple):
     """How a run ended.
 
     Attributes:
@@ -27,9 +27,9 @@ class Ending(NamedTuple):
     directory: Path
 
 
-def fetch_ending(view: RunView) -> Ending | None:
+def fetch_ending(view: RunView) -> RunEnding | None:
     """Return how a run that has ended did; None where the server does not say. Nothing is unpickled."""
     run = attach(view.id)
     run.wait(_ENDING_S)
     stopped = read_ending(run.directory)
-    return None if stopped is None else Ending(stopped, run.directory)
+    return None if stopped is None else RunEnding(stopped, run.directory)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from serverless_gpu.cli.output import say
-from serverless_gpu.cli.runs.outputs import Output, Source, refuse_missing_attempt
+from serverless_gpu.cli.runs.outputs import OutputStream, RunOutput, refuse_missing_attempt
 from serverless_gpu.cli.runs.run_endings import fetch_ending
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.client.runs.outcome import failed_rank
@@ -29,7 +29,7 @@ _READ_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def served_output(home: Home, view: RunView, attempt: int | None = None) -> Iterator[Output]:
+def served_output(home: Home, view: RunView, attempt: int | None = None) -> Iterator[RunOutput]:
     """Yield what a run of the server wrote.
 
     Args:
@@ -44,7 +44,7 @@ def served_output(home: Home, view: RunView, attempt: int | None = None) -> Iter
         yield ServedOutput(connection, view, attempt)
 
 
-class ServedOutput(Output):
+class ServedOutput(RunOutput):
     """What a run of the server wrote.
 
     Args:
@@ -85,7 +85,7 @@ class ServedOutput(Output):
         found = fetch_ending(self._view)
         return None if found is None else failed_rank(found.stopped)
 
-    def source(self, rank: int, stream: str) -> Source:
+    def source(self, rank: int, stream: str) -> OutputStream:
         """Return one stream of one rank."""
         source = _Log(self._connection, self.run_id, self._fence, rank, stream)
         self._sources.append(source)
@@ -110,7 +110,7 @@ class ServedOutput(Output):
         return _Log(self._connection, self.run_id, self._fence, rank, stream).size()
 
 
-class _Log(Source):
+class _Log(OutputStream):
     def __init__(self, connection: Connection, run_id: str, fence: int, rank: int, stream: str) -> None:
         super().__init__(rank, stream)
         self._connection = connection

@@ -15,7 +15,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import machine
 from serverless_gpu.cli.output import say, say_lines
 from serverless_gpu.cli.runs.run_choice import durable_home
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
@@ -104,7 +104,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
 
     def write_files(url: str, running: Running) -> list[str]:
         token = (settings.directory / "token").read_text(encoding="ascii").strip()
-        write_profile(home.root, Profile(url=url, token=token, embedded=True, machine=machine()))
+        write_profile(home.root, ServerProfile(url=url, token=token, embedded=True, machine=machine()))
         said: list[str] = ray_beside.offer_joining(settings, url=url, port=running.port, certified=running.certified)
         return said
 

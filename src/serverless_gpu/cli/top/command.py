@@ -13,7 +13,7 @@ from serverless_gpu.cli.output import print_json, say
 from serverless_gpu.cli.runs.run_choice import this_home
 from serverless_gpu.cli.top.data_source import Feed, look_around, user_name
 from serverless_gpu.cli.top.picture import Style, draw
-from serverless_gpu.cli.top.table import Table, as_json, tabulate
+from serverless_gpu.cli.top.table import TopTable, as_json, tabulate
 from serverless_gpu.cli.top.terminal import Terminal
 from serverless_gpu.client.display.terminal import fit
 from serverless_gpu.errors import AgentUnavailable
@@ -87,13 +87,13 @@ def _style(*, colour: bool) -> Style:
     return Style(colour=colour and not os.environ.get("NO_COLOR"), unicode=encoding.startswith("utf"))
 
 
-def _table(feed: Feed, home: Home) -> Table | None:
+def _table(feed: Feed, home: Home) -> TopTable | None:
     if feed.frame is None:
         return None
     return tabulate(feed.frame, feed.before, look_around(feed.frame.devices, home.root, os.environ))
 
 
-def _first(feed: Feed, home: Home) -> Table:
+def _first(feed: Feed, home: Home) -> TopTable:
     """Return the first frame that knows how busy the node is, which takes two samples.
 
     Raises:
@@ -112,7 +112,7 @@ def _first(feed: Feed, home: Home) -> Table:
     return table
 
 
-def _print(table: Table) -> None:
+def _print(table: TopTable) -> None:
     columns = os.get_terminal_size(1).columns if sys.stdout.isatty() else _COLUMNS_UNKNOWN
     for line in draw(
         table, columns=columns or _COLUMNS_UNKNOWN, style=_style(colour=False), user=user_name(os.environ)
@@ -122,7 +122,7 @@ def _print(table: Table) -> None:
 
 def _live(feed: Feed, home: Home) -> None:
     style, user, offset = _style(colour=True), user_name(os.environ), 0
-    table: Table | None = None
+    table: TopTable | None = None
     try:
         with Terminal() as terminal:
             while "quit" not in (keys := terminal.keys()):
@@ -142,6 +142,6 @@ def _live(feed: Feed, home: Home) -> None:
         pass  # that is how it is ended
 
 
-def _status(feed: Feed, table: Table | None) -> str:
+def _status(feed: Feed, table: TopTable | None) -> str:
     moment = "" if table is None else f"{format_clock(table.at_ns)} · "
     return f"{moment}{feed.problem or 'q quits'}"

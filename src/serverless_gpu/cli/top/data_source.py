@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.cli.top.table import Around, Owner
+from serverless_gpu.cli.top.table import Around, DeviceOwner
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.lock_files import held_note
-from serverless_gpu.node.devices.locks import DeviceLocks, Holder, lock_directory
+from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder, lock_directory
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import messages
 
@@ -52,8 +52,8 @@ class Feed:
         self._heard_ns = self._tried_ns = clock.boottime_ns()
         self._failure = ""
         self._is_same = False  # whether the last frame is of the monitor that is connected: counters begin anew
-        self.frame: messages.Frame | None = None
-        self.before: messages.Frame | None = None
+        self.frame: messages.NodeFrame | None = None
+        self.before: messages.NodeFrame | None = None
 
     @property
     def problem(self) -> str:
@@ -76,7 +76,7 @@ class Feed:
         """
         channel = self._connect()
         try:
-            messages.say(channel, messages.Watch(fakes=self._fakes))
+            messages.say(channel, messages.WatchNode(fakes=self._fakes))
             channel.sock.setblocking(False)
         except OSError:
             channel.close()
@@ -99,7 +99,7 @@ class Feed:
             if word is None:
                 self.close()
                 self._failure = "the monitor has ended; it is started again"
-            elif isinstance(word, messages.Frame):
+            elif isinstance(word, messages.NodeFrame):
                 self.before = self.frame if self._is_same else None
                 self.frame, self._is_same, new = word, True, True
                 self._heard_ns = self._clock.boottime_ns()
@@ -132,7 +132,7 @@ def look_around(devices: Iterable[Device], home: Path, environ: Mapping[str, str
         home: the home directory.
         environ: may name the user.
     """
-    holders: dict[str, Owner] = {}
+    holders: dict[str, DeviceOwner] = {}
     quarantined: dict[str, str] = {}
     by_kind: dict[DeviceKind, list[str]] = {}
     for device in devices:
@@ -154,12 +154,12 @@ def user_name(environ: Mapping[str, str]) -> str:
         return environ.get("USER") or str(os.getuid())
 
 
-def _holder(directory: Path, uuid: str) -> Owner | None:
+def _holder(directory: Path, uuid: str) -> DeviceOwner | None:
     note = held_note(directory / f"{uuid}.lock")
     if note is None:
         return None
     try:
-        holder = from_json(note, Holder)
+        holder = from_json(note, LockHolder)
     except msgspec.MsgspecError:  # taken this moment, or not by us
-        return Owner(run_id="", name="", rank=None, user="")
-    return Owner(run_id=holder.run_id, name="(session)" if holder.session else "", rank=None, user=holder.user)
+        return DeviceOwner(run_id="", name="", rank=None, user="")
+    return DeviceOwner(run_id=holder.run_id, name="(session)" if holder.session else "", rank=None, user=holder.user)

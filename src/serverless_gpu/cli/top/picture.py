@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from serverless_gpu.cli.top.table import DeviceRow, RunRow, Table
+from serverless_gpu.cli.top.table import DeviceRow, RunRow, TopTable
 from serverless_gpu.client.display.terminal import fit, safe
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.telemetry.samples import RankSample, throttle_words
@@ -60,7 +60,7 @@ class _Column(NamedTuple):
     cells: Callable[[DeviceRow], _Cell]
 
 
-def draw(table: Table, *, columns: int, style: Style, user: str = "") -> list[str]:
+def draw(table: TopTable, *, columns: int, style: Style, user: str = "") -> list[str]:
     """Return the lines of a frame, each of at most so many columns.
 
     Args:
@@ -78,7 +78,7 @@ def draw(table: Table, *, columns: int, style: Style, user: str = "") -> list[st
 # --- the first lines ----------------------------------------------------------------------------------------------
 
 
-def _head(table: Table, columns: int, style: Style) -> list[str]:
+def _head(table: TopTable, columns: int, style: Style) -> list[str]:
     host = table.host
     parts = [_clean(table.node)]
     if host.cpu_percent is not None:
@@ -96,7 +96,7 @@ def _head(table: Table, columns: int, style: Style) -> list[str]:
     return [*_wrapped(parts, columns, style), *_wrapped(_summary(table), columns, style)]
 
 
-def _summary(table: Table) -> list[str]:
+def _summary(table: TopTable) -> list[str]:
     """Return how many devices there are, lent and free, and what they draw."""
     parts: list[str] = []
     for name in dict.fromkeys(_type_name(row) for row in table.devices):
@@ -132,7 +132,7 @@ def _wrapped(parts: Sequence[str], columns: int, style: Style) -> list[str]:
 # --- devices ------------------------------------------------------------------------------------------------------
 
 
-def _devices(table: Table, columns: int, style: Style, user: str) -> list[str]:
+def _devices(table: TopTable, columns: int, style: Style, user: str) -> list[str]:
     rows = [row for row in table.devices if row.device.kind is not DeviceKind.CPU or row.owner or row.quarantined]
     if not rows:
         return []
@@ -267,7 +267,7 @@ def _of(used: int, total: int, form: Callable[[int], str]) -> str:
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 
-def _runs(table: Table, columns: int, style: Style) -> list[str]:
+def _runs(table: TopTable, columns: int, style: Style) -> list[str]:
     if not table.runs:
         return [style.paint("no runs", _DIM)]
     lines: list[str] = []

@@ -8,10 +8,10 @@ import msgspec
 
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample
-from serverless_gpu.node.monitor.messages import Frame, Watched
+from serverless_gpu.node.monitor.messages import NodeFrame, WatchedAttempt
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceOwner(msgspec.Struct, frozen=True, kw_only=True):
     """Who has a device.
 
     Attributes:
@@ -32,7 +32,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
 
     device: Device
     now: GpuSample
-    owner: Owner | None = None
+    owner: DeviceOwner | None = None
     quarantined: str = ""
 
 
@@ -49,20 +49,20 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSample, ...]
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkRates(msgspec.Struct, frozen=True, kw_only=True):
     """What goes through the network, bytes per second; None is not known."""
 
     receive: float | None = None
     transmit: float | None = None
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True):
+class TopTable(msgspec.Struct, frozen=True, kw_only=True):
     """The node at `at_ns`, nanoseconds since 1970."""
 
     at_ns: int
     node: str
     host: HostSample
-    rates: Rates
+    rates: NetworkRates
     devices: tuple[DeviceRow, ...]
     runs: tuple[RunRow, ...]
 
@@ -79,11 +79,11 @@ class Around(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     user: str
-    holders: Mapping[str, Owner] = {}
+    holders: Mapping[str, DeviceOwner] = {}
     quarantined: Mapping[str, str] = {}
 
 
-def tabulate(frame: Frame, before: Frame | None, around: Around) -> Table:
+def tabulate(frame: NodeFrame, before: NodeFrame | None, around: Around) -> TopTable:
     """Return a frame as a table.
 
     Args:
@@ -115,7 +115,7 @@ def tabulate(frame: Frame, before: Frame | None, around: Around) -> Table:
         )
         for attempt, ranks in zip(frame.attempts, _ranks(frame.attempts, frame.sample.ranks), strict=True)
     )
-    return Table(
+    return TopTable(
         at_ns=frame.sample.at_ns,
         node=around.node,
         host=frame.sample.host,
@@ -125,7 +125,7 @@ def tabulate(frame: Frame, before: Frame | None, around: Around) -> Table:
     )
 
 
-def as_json(table: Table) -> dict[str, object]:
+def as_json(table: TopTable) -> dict[str, object]:
     """Return a table for machines: what is not known is null."""
     return {
         "at_ns": table.at_ns,
@@ -145,19 +145,19 @@ def _named(value: msgspec.Struct) -> dict[str, object]:
     return {name: getattr(value, name) for name in value.__struct_fields__}
 
 
-def _owners(attempts: Sequence[Watched], user: str) -> dict[str, Owner]:
+def _owners(attempts: Sequence[WatchedAttempt], user: str) -> dict[str, DeviceOwner]:
     """Return who has which device: the devices of an attempt are in the order of its ranks here."""
-    owners: dict[str, Owner] = {}
+    owners: dict[str, DeviceOwner] = {}
     for attempt in attempts:
         ranks = sorted(attempt.pids)
         for place, uuid in enumerate(attempt.devices):
             # One process for all devices of a node, as a program per node has: it has each of them.
             rank = ranks[place] if len(ranks) == len(attempt.devices) else ranks[0] if len(ranks) == 1 else None
-            owners[uuid] = Owner(run_id=attempt.run_id, name=attempt.name, rank=rank, user=user)
+            owners[uuid] = DeviceOwner(run_id=attempt.run_id, name=attempt.name, rank=rank, user=user)
     return owners
 
 
-def _ranks(attempts: Sequence[Watched], samples: Sequence[RankSample]) -> list[tuple[RankSample, ...]]:
+def _ranks(attempts: Sequence[WatchedAttempt], samples: Sequence[RankSample]) -> list[tuple[RankSample, ...]]:
     """Return the samples of each attempt's ranks; they come in order, and one that is gone is left out."""
     left = list(samples)
     found: list[tuple[RankSample, ...]] = []
@@ -169,12 +169,12 @@ def _ranks(attempts: Sequence[Watched], samples: Sequence[RankSample]) -> list[t
     return found
 
 
-def _rates(frame: Frame, before: Frame | None) -> Rates:
+def _rates(frame: NodeFrame, before: NodeFrame | None) -> NetworkRates:
     if before is None or frame.sample.at_ns <= before.sample.at_ns:
-        return Rates()
+        return NetworkRates()
     seconds = (frame.sample.at_ns - before.sample.at_ns) / 1e9
     now, then = frame.sample.host, before.sample.host
-    return Rates(
+    return NetworkRates(
         receive=_rate(now.network_receive_bytes, then.network_receive_bytes, seconds),
         transmit=_rate(now.network_transmit_bytes, then.network_transmit_bytes, seconds),
     )

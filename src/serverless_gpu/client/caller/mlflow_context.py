@@ -57,7 +57,7 @@ _NOWHERE = (
 _said: set[str] = set()
 
 
-class Place(NamedTuple):
+class TrackingStore(NamedTuple):
     """Where runs are kept: a server's URI, or a store without one; or why neither, as a sentence."""
 
     uri: str = ""
@@ -119,7 +119,7 @@ def resolve(
         return Resolved(None)
     is_installed = _is_installed()
     driver = _driver() if is_installed else _Driver()
-    place = _place(driver, environ) if is_installed else Place()
+    place = _place(driver, environ) if is_installed else TrackingStore()
     sentence = place.problem
     if place.problem:
         return Resolved(None, place.problem)
@@ -129,7 +129,7 @@ def resolve(
             f"{place.store} is on this machine, so runs elsewhere are not tracked there; {URI} names a server that is "
             "reached from both"
         )
-        place, driver = Place(), _Driver()
+        place, driver = TrackingStore(), _Driver()
         environ = {name: value for name, value in environ.items() if name not in (RUN_ID, EXPERIMENT_ID)}
     if not place.uri and not place.store and far is not None:
         place = _offered(far.mlflow())
@@ -157,7 +157,7 @@ def tracked(spec: RunSpec, arguments: Mapping[str, object] | None = None, far: F
     return msgspec.structs.replace(spec, tracker=found.tracking)
 
 
-def place_of(uri: str, directory: str) -> Place:
+def place_of(uri: str, directory: str) -> TrackingStore:
     """Return what a tracking URI means.
 
     Args:
@@ -166,58 +166,58 @@ def place_of(uri: str, directory: str) -> Place:
     """
     text = uri.strip()
     if not text or len(text) > _URI_CHARACTERS_MAX or not text.isprintable():
-        return Place(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
+        return TrackingStore(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
     scheme, colon, rest = text.partition(":")
     scheme = scheme.lower()
     if scheme not in _ITS_OWN and (not colon or "/" in scheme):
-        return Place(store=_path(directory, text))
+        return TrackingStore(store=_path(directory, text))
     if scheme in ("http", "https"):
         return _server(text)
     if scheme == "file":
         return _directory(rest, directory)
     if scheme.partition("+")[0] == "sqlite":
         return _database(scheme, rest, directory)
-    return Place(
+    return TrackingStore(
         problem=f"MLflow at {scheme}:… is spoken to by MLflow's own client only: ranks use it as they find it, and "
         "serverless-gpu tracks nothing there"
     )
 
 
-def _server(text: str) -> Place:
+def _server(text: str) -> TrackingStore:
     try:
         parts = urlsplit(text)
         host, _ = parts.hostname, parts.port
     except ValueError:
         host = None
     if not host or not text.isascii():
-        return Place(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
+        return TrackingStore(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
     # Without user and password, and without what might be one in a query.
-    return Place(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
+    return TrackingStore(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
 
 
-def _offered(uri: str) -> Place:
+def _offered(uri: str) -> TrackingStore:
     """Return the MLflow server that a server of ours says is beside it; nothing where that is no address of one."""
-    place = place_of(uri, "/") if uri else Place()
-    return Place(uri=place.uri)
+    place = place_of(uri, "/") if uri else TrackingStore()
+    return TrackingStore(uri=place.uri)
 
 
-def _directory(rest: str, directory: str) -> Place:
+def _directory(rest: str, directory: str) -> TrackingStore:
     path = rest
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
         if host not in _LOCAL_HOSTS:
-            return Place(problem=f"MLflow's directory file:{rest} is on another machine; runs are not tracked")
+            return TrackingStore(problem=f"MLflow's directory file:{rest} is on another machine; runs are not tracked")
         path = slash + path
-    return Place(store=_path(directory, unquote(path)))
+    return TrackingStore(store=_path(directory, unquote(path)))
 
 
-def _database(scheme: str, rest: str, directory: str) -> Place:
+def _database(scheme: str, rest: str, directory: str) -> TrackingStore:
     path, question, query = rest.removeprefix("//").removeprefix("/").partition("?")
     if path in _MEMORY or not rest.startswith("//"):
-        return Place(problem="MLflow's SQLite database is in the memory of this process; runs are not tracked")
+        return TrackingStore(problem="MLflow's SQLite database is in the memory of this process; runs are not tracked")
     if not path.startswith("/"):
         path = quote(os.path.join(directory, "")) + path
-    return Place(store=f"{scheme}:///{os.path.normpath(path)}{question}{query}")
+    return TrackingStore(store=f"{scheme}:///{os.path.normpath(path)}{question}{query}")
 
 
 def _path(directory: str, path: str) -> str:
@@ -283,7 +283,7 @@ def _driver() -> _Driver:
         return _Driver()
 
 
-def _place(driver: _Driver, environ: Mapping[str, str]) -> Place:
+def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
     """Return where the caller's runs are kept; nothing where nobody has said so."""
     uri = environ.get(URI, "")
     # The number of a run or an experiment is of the store that the caller's MLflow has, its default among them.
@@ -291,11 +291,11 @@ def _place(driver: _Driver, environ: Mapping[str, str]) -> Place:
     if driver.run_id or (not uri and (driver.is_set or is_numbered)):
         uri = driver.uri
     if not uri:
-        return Place()
+        return TrackingStore()
     try:
         return place_of(uri, os.getcwd())
     except FileNotFoundError:  # the working directory was removed: the launch says so
-        return Place()
+        return TrackingStore()
 
 
 def _valid(pattern: re.Pattern[str], value: object) -> str:
@@ -307,7 +307,7 @@ def _valid(pattern: re.Pattern[str], value: object) -> str:
 
 
 def _tracking(
-    spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], place: Place, driver: _Driver
+    spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], place: TrackingStore, driver: _Driver
 ) -> Tracking:
     """Return what is known of the call, every text such that it can be sent."""
     program = submitted_program(spec.payload) if isinstance(spec.payload, Command) else calling_program(environ)

@@ -21,7 +21,7 @@ LIVE_ROWS_MAX = 8
 _COLUMNS = 80  # where the terminal does not say
 
 
-class Block:
+class LiveBlock:
     """The rows that are on the terminal now."""
 
     def __init__(self) -> None:

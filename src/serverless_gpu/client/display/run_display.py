@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.client.display.live_block import LIVE_ROWS_MAX, Block, columns_of, is_terminal, live_target, write
+from serverless_gpu.client.display.live_block import (
+    LIVE_ROWS_MAX,
+    LiveBlock,
+    columns_of,
+    is_terminal,
+    live_target,
+    write,
+)
 from serverless_gpu.client.display.screen import HELD_S, Screens
 from serverless_gpu.client.display.terminal import safe
 from serverless_gpu.client.display.waiting_line import WaitingLine
@@ -171,7 +178,7 @@ class TerminalDisplay(LineDisplay):
         super().__init__(quiet=quiet, logs=logs, clock=clock)
         self._tagged = tagged
         self._write_to = write
-        self._block = Block()
+        self._block = LiveBlock()
         self._drawn_ns = 0
         self._changed = False  # since it was drawn
         self._told = False  # that a stream takes nothing

@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"\n|\r|\x1b\[(?P<count>[0-9]{0,3})(?P<move>[ABEF])|\x1b\[[0
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:?]{0,32})?\Z")
 
 
-class Row:
+class ScreenRow:
     """One line as it looks now.
 
     Attributes:
@@ -84,7 +84,7 @@ class Screen:
 
     def __init__(self) -> None:
         self.touched_ns = 0
-        self._rows = [Row()]
+        self._rows = [ScreenRow()]
         self._cursor = 0
         self._goes_up = False
         self._pending = ""
@@ -182,7 +182,7 @@ class Screen:
         row.left_ns = self.touched_ns
         self._cursor += 1
         if self._cursor == len(self._rows):
-            self._rows.append(Row())
+            self._rows.append(ScreenRow())
         else:
             self._rows[self._cursor].go_to_start()
         over = max(0, len(self._rows) - ROWS_MAX)

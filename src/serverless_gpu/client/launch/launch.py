@@ -35,7 +35,7 @@ from serverless_gpu.client.launch.preflight import bind_arguments, check_functio
 from serverless_gpu.client.launch.process_state import refusal
 from serverless_gpu.client.launch.ray_preflight import check_ray
 from serverless_gpu.client.runs.run import Run
-from serverless_gpu.client.runs.run_source import Supervised
+from serverless_gpu.client.runs.run_source import LocalRun
 from serverless_gpu.errors import AgentUnavailable, HardwareError, InvalidValue, UsageError
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.hardware import Device, DeviceKind
@@ -67,7 +67,7 @@ class Lender(NamedTuple):
     devices: tuple[Device, ...]
 
 
-class Order(NamedTuple):
+class LaunchOrder(NamedTuple):
     """What is to be launched: a run, or a session (which has an idle limit)."""
 
     spec: RunSpec
@@ -111,7 +111,7 @@ def launch(
         # By name: HTTP is loaded only for those who use a server.
         remote = importlib.import_module(_REMOTE)
         return cast("Run[R]", remote.launch(remote.Call(function, args, kwargs, arguments), spec, watch=watch))
-    order = Order(tracked(spec, arguments), called_ns, lender)
+    order = LaunchOrder(tracked(spec, arguments), called_ns, lender)
 
     def write_call(directory: Path) -> None:
         packed = pack(str(directory / "call.pkl"), function, args, kwargs, refusal(spec))
@@ -154,7 +154,7 @@ def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
     if spec.remote:
         remote = importlib.import_module("serverless_gpu.client.remote.submission")
         return cast("Run[None]", remote.launch(None, spec, watch=watch))
-    return _place(Run, Order(tracked(spec), called_ns), lambda directory: None)
+    return _place(Run, LaunchOrder(tracked(spec), called_ns), lambda directory: None)
 
 
 def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
@@ -168,11 +168,11 @@ def hold(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) ->
     Raises:
         ServerlessGpuError: nothing was started; the message says why and what to do.
     """
-    order = Order(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
+    order = LaunchOrder(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
     return _place(handle, order, lambda directory: None)
 
 
-def _place(handle: Callable[..., Handle], order: Order, fill: Callable[[Path], None]) -> Handle:
+def _place(handle: Callable[..., Handle], order: LaunchOrder, fill: Callable[[Path], None]) -> Handle:
     """Choose devices, write the run directory, send it to the agent."""
     home = noted_home()
     recognition = snapshot_environment.recognise(home) if order.spec.environment == "snapshot" else None
@@ -188,7 +188,7 @@ def _place(handle: Callable[..., Handle], order: Order, fill: Callable[[Path], N
 
 def _try_place(
     handle: Callable[..., Handle],
-    order: Order,
+    order: LaunchOrder,
     fill: Callable[[Path], None],
     home: Home,
     recognition: snapshot_environment.Recognition | None,
@@ -226,14 +226,14 @@ def _try_place(
     def launch_again() -> Channel:  # what had them was buried, and its secrets with it
         return _send(home, None, with_secrets(home, again))
 
-    source = Supervised(message.run_id, directory, ranks_of(message), channel, launch_again)
+    source = LocalRun(message.run_id, directory, ranks_of(message), channel, launch_again)
     made = handle(source, order.spec)
     if recognition is not None and order.idle_timeout_s is None:
         made._relaunch_with(lambda: _relaunch(order, home, again))
     return made
 
 
-def _relaunch(order: Order, home: Home, message: protocol.Launch) -> Supervised | None:
+def _relaunch(order: LaunchOrder, home: Home, message: protocol.Launch) -> LocalRun | None:
     """Capture the environment of a run that found it damaged in the store, and launch the run anew.
 
     Returns:
@@ -265,7 +265,7 @@ def _relaunch(order: Order, home: Home, message: protocol.Launch) -> Supervised 
         channel.close()
         raise
     again = fresh
-    return Supervised(
+    return LocalRun(
         fresh.run_id,
         directory,
         ranks_of(fresh),
@@ -350,7 +350,7 @@ def noted_home() -> Home:
     return home
 
 
-def make_message(order: Order, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
+def make_message(order: LaunchOrder, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
     """Return the launch for an order; its attempt's directory does not exist yet."""
     context = caller_context()
     devices = offered(greeting, context.environ)
@@ -407,7 +407,7 @@ def check_nccl(spec: RunSpec, devices: Sequence[Device]) -> None:
 
 
 def _choose(
-    greeting: protocol.Greeting, order: Order, offered: Sequence[Device], environ: Mapping[str, str]
+    greeting: protocol.Greeting, order: LaunchOrder, offered: Sequence[Device], environ: Mapping[str, str]
 ) -> Candidates:
     wanted = order.spec.resources
     if order.lender is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.errors import SecretMissing
-from serverless_gpu.model.secrets import Delivered, check_name, check_value, check_variable
+from serverless_gpu.model.secrets import DeliveredSecrets, check_name, check_value, check_variable
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home, storage_error
@@ -38,7 +38,7 @@ def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
     for name in spec.secret_variables:
         check_variable(name, values[name])
     place = secret_files.write(Path(launch.directory), values)
-    secrets = Delivered(
+    secrets = DeliveredSecrets(
         directory=str(place), texts=spec.secrets, variables=dict(spec.secret_variables), note=secret_files.note(place)
     )
     return msgspec.structs.replace(launch, secrets=secrets)

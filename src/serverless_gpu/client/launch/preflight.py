@@ -26,7 +26,7 @@ from serverless_gpu.node.base.home import storage_error
 from serverless_gpu.node.inside import call, payload
 from serverless_gpu.units import format_bytes
 
-__all__ = ["Packed", "bind_arguments", "check_function", "check_travels", "explain_unpicklable"]
+__all__ = ["WrittenCall", "bind_arguments", "check_function", "check_travels", "explain_unpicklable"]
 __all__ += ["largest_captured", "pack"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -36,7 +36,7 @@ _UNWRAP_MAX = 100
 _OF_RAY = ("ray.remote_function", "ray.actor")
 
 
-class Packed(NamedTuple):
+class WrittenCall(NamedTuple):
     """A written call: the size of its file in bytes, and a warning for the caller, if any."""
 
     size_bytes: int
@@ -110,7 +110,7 @@ def pack(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     reducer: payload.Reducer | None = None,
-) -> Packed:
+) -> WrittenCall:
     """Write the call to `path`.
 
     Args:
@@ -140,7 +140,7 @@ def pack(
         raise
     except BaseException as error:  # pickling runs user code, which may raise anything
         raise _not_picklable(function, args, kwargs, error, reducer) from error
-    return Packed(size, _size_warning(size, function, args, kwargs) if size > _SIZE_WARNED else None)
+    return WrittenCall(size, _size_warning(size, function, args, kwargs) if size > _SIZE_WARNED else None)
 
 
 def check_travels(

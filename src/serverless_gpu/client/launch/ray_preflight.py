@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PIP = "pip install {}'ray[default]'"
 
 
-class Found(NamedTuple):
+class RayInstallation(NamedTuple):
     """What `import ray` would get.
 
     Attributes:
@@ -38,7 +38,7 @@ class Found(NamedTuple):
     origin: str
 
 
-def check_ray(cluster: RayCluster, found: Found | None = None) -> None:
+def check_ray(cluster: RayCluster, found: RayInstallation | None = None) -> None:
     """Refuse a call that no Ray cluster can be made for.
 
     Args:
@@ -66,9 +66,9 @@ def check_ray(cluster: RayCluster, found: Found | None = None) -> None:
         )
 
 
-def look() -> Found:
+def look() -> RayInstallation:
     """Return what there is of Ray in this process's environment, without importing it."""
-    return Found(ray_installation.version(), ray_installation.origin())
+    return RayInstallation(ray_installation.version(), ray_installation.origin())
 
 
 def refusal(spec: RunSpec) -> Reducer | None:

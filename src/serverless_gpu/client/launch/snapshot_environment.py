@@ -27,12 +27,12 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.caller.interrupts import interruptible
 from serverless_gpu.client.display.run_display import Display, make_display
 from serverless_gpu.environment import service_messages
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.scan.interpreter import describe
 from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import EnvironmentProblem, InvalidValue, error_class
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.protocol import Wanted
+from serverless_gpu.node.base.protocol import EnvironmentRequest
 from serverless_gpu.node.base.statuses import Mode
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.spawn import clean_process, open_log
@@ -234,7 +234,7 @@ class Recognition:
         """Whether every file is known to be as the snapshot says."""
         self._put()
 
-    def wanted(self, display: Display | None = None) -> Wanted | None:
+    def wanted(self, display: Display | None = None) -> EnvironmentRequest | None:
         """Return the snapshot of this environment, which is in the store then; None where it is not to be captured.
 
         Args:
@@ -248,7 +248,11 @@ class Recognition:
         if not self.verified:
             self._display = display
             self._snapshot = self._until_known(display)
-        return Wanted(snapshot=self._snapshot, store=self._store.url, mode=self._mode) if self._snapshot else None
+        return (
+            EnvironmentRequest(snapshot=self._snapshot, store=self._store.url, mode=self._mode)
+            if self._snapshot
+            else None
+        )
 
     def changes(self) -> tuple[str, ...]:
         """Wait until every file was looked at and return what is not as the snapshot says, in words.
@@ -266,7 +270,9 @@ class Recognition:
                     return answer.changes
                 self.verified = True
                 self.close()
-            elif isinstance(answer, service_messages.Unknown):  # it was asked again, because the service had died
+            elif isinstance(
+                answer, service_messages.UnknownEnvironment
+            ):  # it was asked again, because the service had died
                 return ("what is installed, or the project's code",)
         return ()
 
@@ -304,7 +310,7 @@ class Recognition:
         except _Gone:
             self._put()
             return self._next()
-        if isinstance(answer, service_messages.Failed):
+        if isinstance(answer, service_messages.CaptureFailed):
             self._over = True
             self._service.forget(self._number, abandon=False)
             raise error_class(answer.code)(answer.message, hint=answer.hint)
@@ -341,9 +347,9 @@ class Recognition:
         while True:
             answer = self._next()
             match answer:
-                case service_messages.Known(snapshot=snapshot):
+                case service_messages.Unchanged(snapshot=snapshot):
                     return snapshot
-                case service_messages.Unknown() if not self._capture:
+                case service_messages.UnknownEnvironment() if not self._capture:
                     return ""
                 case service_messages.Taken():
                     self.verified = True
@@ -364,7 +370,9 @@ class _Said:
     def __init__(self, display: Display | None) -> None:
         self._display = display
         self._shown = False
-        self._found: service_messages.Found | None = None  # of a service that has died meanwhile, too: it is said once
+        self._found: service_messages.CapturedEnvironment | None = (
+            None  # of a service that has died meanwhile, too: it is said once
+        )
 
     def take(self, answer: service_messages.Answer) -> None:
         """Show an answer."""
@@ -375,7 +383,7 @@ class _Said:
             self._shown = True
             display.state("CAPTURING", "looking at the environment")
         match answer:
-            case service_messages.Found() if self._found is None:
+            case service_messages.CapturedEnvironment() if self._found is None:
                 self._found = answer
                 for sentence in found_text(answer):
                     display.say(sentence)
@@ -449,7 +457,7 @@ def asked_mode(text: str | None) -> Mode:
     return ""
 
 
-def progress_text(progress: Progress) -> str:
+def progress_text(progress: ProgressPoint) -> str:
     """Return how far a capture is, for a person."""
     doing = "looking at the environment" if progress.phase == "scan" else "capturing the environment"
     done = format_bytes(progress.bytes_done)
@@ -458,7 +466,7 @@ def progress_text(progress: Progress) -> str:
     return f"{doing}: {done}{of}{files}{f', {progress.name}' if progress.name else ''}"
 
 
-def found_text(found: service_messages.Found) -> list[str]:
+def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
     """Return what is said before a capture."""
     said = []
     if found.first:
@@ -468,7 +476,7 @@ def found_text(found: service_messages.Found) -> list[str]:
     return [*said, *found.remarks]
 
 
-def taken_text(taken: service_messages.Taken, found: service_messages.Found | None) -> str:
+def taken_text(taken: service_messages.Taken, found: service_messages.CapturedEnvironment | None) -> str:
     """Return what is said after a capture: all of it the first time, then what was new; "" where nothing was."""
     address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
     stored = format_bytes(taken.sent_bytes)

@@ -65,7 +65,7 @@ class _Handle(Protocol):
     def update(self, obj: Mapping[str, str], *, raw: bool) -> None: ...
 
 
-class Status:
+class OutputStatus:
     """What an output shows, changed a few times a second at most.
 
     Args:
@@ -126,8 +126,8 @@ class NotebookDisplay(LineDisplay):
         account: StatusOutput | None = None,
     ) -> None:
         super().__init__(quiet=quiet, logs=logs, clock=clock)
-        self._status = Status(status or KernelOutput(), self._clock)
-        self._account = Status(account or KernelOutput(), self._clock)
+        self._status = OutputStatus(status or KernelOutput(), self._clock)
+        self._account = OutputStatus(account or KernelOutput(), self._clock)
         self._state, self._sentence = "QUEUED", ""
         self._running_ns: int | None = None
         self._ran_ms: int | None = None

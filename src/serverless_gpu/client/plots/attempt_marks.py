@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.client.plots.curves import Mark
+from serverless_gpu.client.plots.curves import CurveMark
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Failure, Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.node.attempt.history import first_facts, read_ending
@@ -72,25 +72,27 @@ def read_try(directory: Path) -> Try:
     )
 
 
-def marks(tries: Iterable[Try]) -> list[Mark]:
+def marks(tries: Iterable[Try]) -> list[CurveMark]:
     """Return what is marked of a run: where attempts after the first began, what failed, who was asked to stop."""
-    found: list[Mark] = []
+    found: list[CurveMark] = []
     for each in tries:
         name = f"attempt {each.fence}" if each.fence > 1 else ""
         if each.fence > 1 and each.began_ns is not None:
-            found.append(Mark(each.began_ns / 1e9, "attempt", f"{name} began"))
+            found.append(CurveMark(each.began_ns / 1e9, "attempt", f"{name} began"))
         if each.asked_ns is not None:
-            found.append(Mark(each.asked_ns / 1e9, "stop", _sentence(name, f"asked to stop: {each.asked or 'cancel'}")))
+            found.append(
+                CurveMark(each.asked_ns / 1e9, "stop", _sentence(name, f"asked to stop: {each.asked or 'cancel'}"))
+            )
         at_ns = each.failed_ns or each.ended_ns
         if each.state is None or each.reason is None or each.state is State.SUCCEEDED or at_ns is None:
             continue
         if each.state in (State.FAILED, State.LOST):
             rank = "" if each.rank is None else f", rank {each.rank}"
             text = f"{each.state.value} ({each.reason.value}{rank}): {MEANINGS[each.reason].sentence}"
-            found.append(Mark(at_ns / 1e9, "failure", _sentence(name, text)))
+            found.append(CurveMark(at_ns / 1e9, "failure", _sentence(name, text)))
         elif each.asked_ns is None:
             text = f"{each.state.value} ({each.reason.value}): {MEANINGS[each.reason].sentence}"
-            found.append(Mark(at_ns / 1e9, "stop", _sentence(name, text)))
+            found.append(CurveMark(at_ns / 1e9, "stop", _sentence(name, text)))
     return found
 
 

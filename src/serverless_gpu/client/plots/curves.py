@@ -46,7 +46,7 @@ class Lane(NamedTuple):
     memory_total: float | None
 
 
-class Mark(NamedTuple):
+class CurveMark(NamedTuple):
     """A moment worth seeing: `at` seconds since 1970."""
 
     at: float

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from serverless_gpu.client.plots import curves
-from serverless_gpu.client.plots.curves import Curve, Lane, Mark
+from serverless_gpu.client.plots.curves import Curve, CurveMark, Lane
 from serverless_gpu.units import format_duration_ms
 
 ROWS_MAX = 8  # more devices than that are shown as heat maps
@@ -69,14 +69,14 @@ class _Stage(NamedTuple):
     end: float
     unit: float
     unit_name: str
-    marks: Sequence[Mark]
+    marks: Sequence[CurveMark]
 
     def at(self, moments: Sequence[float]) -> list[float]:
         """Return places on the time axis."""
         return [(moment - self.begin) / self.unit for moment in moments]
 
 
-def draw(lanes: Sequence[Lane], marks: Sequence[Mark], titles: Titles, path: Path | None) -> RunFigure:
+def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path: Path | None) -> RunFigure:
     """Return the picture of a run, written to a file if asked for.
 
     Args:
@@ -316,7 +316,7 @@ def _place(figure: Figure, stage: _Stage, rows: int, *, left: float, right: floa
     )
 
 
-def _stage(lanes: Sequence[Lane], marks: Sequence[Mark]) -> _Stage | None:
+def _stage(lanes: Sequence[Lane], marks: Sequence[CurveMark]) -> _Stage | None:
     ends = curves.span(lanes)
     if ends is None:
         return None

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Sequence
 
 from serverless_gpu.client.remote.profile import is_configured
-from serverless_gpu.client.remote.run_watch import Watched
+from serverless_gpu.client.remote.run_watch import RemoteRun
 from serverless_gpu.client.remote.server import server_of
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
@@ -35,7 +35,7 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
     view = server.run(run_id)
     is_trusted = view.owner in trusted or view.owner == server.principal()
     untrusted = "" if is_trusted else view.owner
-    return Run(Watched(server, view, home.remote / run_id, untrusted=untrusted), view.spec)
+    return Run(RemoteRun(server, view, home.remote / run_id, untrusted=untrusted), view.spec)
 
 
 def unfinished(run_ids: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ import msgspec
 from serverless_gpu.client.estimating import Estimate, made, unknown
 from serverless_gpu.client.remote.pool_choice import choose
 from serverless_gpu.client.remote.profile import remote_home
-from serverless_gpu.client.remote.server import Server, server_of
+from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.remote.submission import environment_of, target
 from serverless_gpu.errors import InvalidValue, NotFound, ServerUnavailable
 from serverless_gpu.model.spec import Command, Function, RunSpec
@@ -40,7 +40,7 @@ def estimate(spec: RunSpec) -> Estimate:
         return unknown(f"the server at {server.profile.url} is of an earlier version, which cannot say")
 
 
-def _asked(server: Server, spec: RunSpec) -> Estimate:
+def _asked(server: RemoteServer, spec: RunSpec) -> Estimate:
     server.version(patiently=False)  # remembered: whether it is on this machine follows from it
     environment = environment_of(spec, server)
     travels = environment == "snapshot"

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.remote.server import Server
+from serverless_gpu.client.remote.server import RemoteServer
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerProblem, ServerUnavailable
 from serverless_gpu.threads import start_thread
 from serverless_gpu.units import format_duration_ms
@@ -60,7 +60,7 @@ Heard = StreamMessage | Away
 E = TypeVar("E", bound=ServerProblem)
 
 
-class Cursor:
+class StreamCursor:
     """Where the stream has got to: what a server needs to go on, and what drops repeats.
 
     Attributes:
@@ -119,11 +119,11 @@ class EventStream:
         request: what to ask for first, where the run is still to be made; its answer is the stream.
     """
 
-    def __init__(self, server: Server, run_id: str, request: RunRequest | None = None) -> None:
+    def __init__(self, server: RemoteServer, run_id: str, request: RunRequest | None = None) -> None:
         self._server = server
         self._run_id = run_id
         self._request = request
-        self._cursor = Cursor()
+        self._cursor = StreamCursor()
         self._clock = SystemClock()
         self._queue: deque[Heard] = deque()
         self._queued_bytes = 0

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import blake3
 
-from serverless_gpu.client.remote.server import Server
+from serverless_gpu.client.remote.server import RemoteServer
 from serverless_gpu.errors import HashMismatch
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
 
 _TRIES = 2
 
 
-def upload(server: Server, path: Path) -> BlobReference:
+def upload(server: RemoteServer, path: Path) -> BlobReference:
     """Have a file in the server's store and return how it is called there.
 
     Args:
@@ -47,7 +47,7 @@ def _parts(content: mmap.mmap, size: int) -> Iterator[bytes]:
         yield content[start : start + BLOB_PART_BYTES]
 
 
-def _put(server: Server, digest: str, part: bytes) -> None:
+def _put(server: RemoteServer, digest: str, part: bytes) -> None:
     for attempt in range(_TRIES):
         try:
             return server.put_part(digest, part)

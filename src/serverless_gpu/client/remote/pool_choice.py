@@ -27,7 +27,7 @@ _RESERVED = "reserved"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-class Choice(NamedTuple):
+class PoolChoice(NamedTuple):
     """A pool, or None for any on-demand one, and a policy.
 
     Attributes:
@@ -51,7 +51,7 @@ class Choice(NamedTuple):
         return error
 
 
-def choose(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> Choice:
+def choose(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> PoolChoice:
     """Return which pool and policy a run asks for.
 
     Args:
@@ -63,21 +63,21 @@ def choose(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterab
         InvalidValue: a variable says what cannot be, or there is not exactly one reserved pool.
     """
     if spec.policy is not None:
-        return Choice(spec.pool)
+        return PoolChoice(spec.pool)
     return _pool(spec, environ, pools)._replace(policy=environ.get(POLICY) or None)
 
 
-def _pool(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> Choice:
+def _pool(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> PoolChoice:
     if spec.pool is not None:
-        return Choice(spec.pool)
+        return PoolChoice(spec.pool)
     if environ.get(POOL):
-        return Choice(environ[POOL], POOL)
+        return PoolChoice(environ[POOL], POOL)
     reserved = _switch(environ.get(USE_RESERVED, ""))
     if reserved is False:
-        return Choice(None, USE_RESERVED)
+        return PoolChoice(None, USE_RESERVED)
     if environ.get(POOL_ID):
-        return Choice(environ[POOL_ID], POOL_ID)
-    return Choice(_only_reserved(pools()), USE_RESERVED) if reserved else Choice(None)
+        return PoolChoice(environ[POOL_ID], POOL_ID)
+    return PoolChoice(_only_reserved(pools()), USE_RESERVED) if reserved else PoolChoice(None)
 
 
 def _switch(text: str) -> bool | None:

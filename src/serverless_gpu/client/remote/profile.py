@@ -31,7 +31,7 @@ PATIENCE_S = 600.0
 _notes_said: set[str] = set()
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class ServerProfile(msgspec.Struct, frozen=True, kw_only=True):
     """A server, and who one is there.
 
     Attributes:
@@ -69,7 +69,7 @@ def remote_home(environ: Mapping[str, str]) -> Home:
     return home
 
 
-def find_profile(home: Path, environ: Mapping[str, str]) -> Profile:
+def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
     """Return the server to use.
 
     Args:
@@ -86,7 +86,7 @@ def find_profile(home: Path, environ: Mapping[str, str]) -> Profile:
             raise ServerNotConfigured(
                 f"{SERVER} is set, and {TOKEN} is not", hint="a server needs a token: `sgpu token`"
             )
-        profile = Profile(url=url, token=token)
+        profile = ServerProfile(url=url, token=token)
     else:
         profile = _read(home / FILE)
         if token:
@@ -100,7 +100,7 @@ def is_configured(home: Path, environ: Mapping[str, str]) -> bool:
     return bool(environ.get(SERVER)) or (home / FILE).exists()
 
 
-def reread(home: Path, known: Profile, environ: Mapping[str, str]) -> Profile:
+def reread(home: Path, known: ServerProfile, environ: Mapping[str, str]) -> ServerProfile:
     """Return a server with the address and the token that it has by now; as it was known where nothing says otherwise.
 
     Both may change at once: the server was started again on another port, and its tokens were replaced. Address and
@@ -121,7 +121,7 @@ def reread(home: Path, known: Profile, environ: Mapping[str, str]) -> Profile:
     return there if same_token or (same_principal and _is_same_server(there, known)) else known
 
 
-def _is_same_server(there: Profile, known: Profile) -> bool:
+def _is_same_server(there: ServerProfile, known: ServerProfile) -> bool:
     """Return whether two profiles are of one server: one address, `sgpu up` of this home, or one host and principal."""
     if there.url.rstrip("/") == known.url.rstrip("/"):
         return True
@@ -132,7 +132,7 @@ def _is_same_server(there: Profile, known: Profile) -> bool:
     return _host(there) == _host(known) and there.principal == known.principal
 
 
-def _host(profile: Profile) -> tuple[str, str | None]:
+def _host(profile: ServerProfile) -> tuple[str, str | None]:
     parts = urlsplit(profile.url)
     return parts.scheme, parts.hostname
 
@@ -155,7 +155,7 @@ def patience_s(environ: Mapping[str, str]) -> float:
     return value
 
 
-def write_profile(home: Path, profile: Profile) -> None:
+def write_profile(home: Path, profile: ServerProfile) -> None:
     """Remember a server, readable for its user only.
 
     Raises:
@@ -176,7 +176,7 @@ def write_profile(home: Path, profile: Profile) -> None:
         raise storage_error(error, path) from None
 
 
-def _read(path: Path) -> Profile:
+def _read(path: Path) -> ServerProfile:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def _read(path: Path) -> Profile:
     except OSError as error:
         raise ServerNotConfigured(f"{path} cannot be read: {error.strerror}") from None
     try:
-        return from_json(data, Profile)
+        return from_json(data, ServerProfile)
     except msgspec.MsgspecError as error:
         raise InvalidValue(f"{path} cannot be understood: {error}", hint="`sgpu login` writes it anew") from None
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.remote.server import Server
+from serverless_gpu.client.remote.server import RemoteServer
 from serverless_gpu.errors import HardwareError, ServerlessGpuError, ServerProblem
 from serverless_gpu.node.attempt.retention import clean
 from serverless_gpu.node.base.configuration import read_configuration
@@ -44,7 +44,9 @@ class Copies:
         files: what there is.
     """
 
-    def __init__(self, server: Server, run_id: str, fence: int, directory: Path, files: Iterable[FileView]) -> None:
+    def __init__(
+        self, server: RemoteServer, run_id: str, fence: int, directory: Path, files: Iterable[FileView]
+    ) -> None:
         self._server = server
         self._run_id = run_id
         self._fence = fence

@@ -24,9 +24,9 @@ from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.client.plots.attempt_marks import Try
 from serverless_gpu.client.remote.event_stream import Away, EventStream, Heard
 from serverless_gpu.client.remote.run_copies import Copies, write_whole
-from serverless_gpu.client.remote.server import Server
+from serverless_gpu.client.remote.server import RemoteServer
 from serverless_gpu.client.runs.outcome import Origin
-from serverless_gpu.client.runs.run_source import Note, Source
+from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.cost import Cost
@@ -54,7 +54,7 @@ _RESULT = "results/"
 _TELEMETRY = "telemetry"
 
 
-class Watched(Source):
+class RemoteRun(RunSource):
     """A run of a server.
 
     Args:
@@ -66,7 +66,7 @@ class Watched(Source):
     """
 
     def __init__(
-        self, server: Server, view: RunView, root: Path, *, untrusted: str = "", stream: EventStream | None = None
+        self, server: RemoteServer, view: RunView, root: Path, *, untrusted: str = "", stream: EventStream | None = None
     ) -> None:
         self.run_id = view.id
         self._server = server
@@ -75,7 +75,7 @@ class Watched(Source):
         self._stream = stream
         self._over = False
         self._is_over_there = view.state in TERMINAL
-        self._pending: deque[protocol.AnyMessage | Note] = deque()
+        self._pending: deque[protocol.AnyMessage | ConnectionNote] = deque()
         self._decoders: dict[tuple[int, int, str], codecs.IncrementalDecoder] = {}
         self.spec = view.spec
         self._shown = view.spec.ranks_log
@@ -106,7 +106,7 @@ class Watched(Source):
         """Return a descriptor that is readable when there is news, or -1."""
         return -1 if self._over else self._opened().fileno()
 
-    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | Note | None:
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
         """Return the next message, or None after the last."""
         deadline_ns = None if timeout_s is None else SystemClock().boottime_ns() + round(timeout_s * 1e9)
         try:
@@ -239,7 +239,7 @@ class Watched(Source):
     def _take(self, heard: Heard) -> None:
         match heard:
             case Away(sentence=sentence):
-                self._pending.append(Note(sentence))
+                self._pending.append(ConnectionNote(sentence))
             case AcceptedMessage(run=view):  # how it is now; what happened before comes next, in order
                 self.world_size = view.processes or self.world_size
                 self._tell_tracked(view.tracked)

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.display.run_display import TerminalDisplay
-from serverless_gpu.client.remote.profile import TOKEN, Profile, find_profile, patience_s, reread
+from serverless_gpu.client.remote.profile import TOKEN, ServerProfile, find_profile, patience_s, reread
 from serverless_gpu.environment.service_messages import Where
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.cost import Cost
@@ -43,7 +43,7 @@ _LOG_PIECE_BYTES = 4 << 20
 _TOKEN_LOOK_S = 0.5  # between two looks for another token
 
 
-class Server:
+class RemoteServer:
     """One server, as one principal.
 
     Args:
@@ -58,7 +58,7 @@ class Server:
 
     def __init__(
         self,
-        profile: Profile,
+        profile: ServerProfile,
         patience_s: float,
         home: Path | None = None,
         environ: Mapping[str, str] | None = None,
@@ -238,7 +238,7 @@ class Server:
         self._patient.put(f"/blobs/{digest}", data)
 
 
-_servers: dict[tuple[Profile, float], Server] = {}
+_servers: dict[tuple[ServerProfile, float], RemoteServer] = {}
 _making = threading.Lock()
 
 
@@ -261,7 +261,7 @@ def close_all() -> None:
         _servers.clear()
 
 
-def server_of(home: Path, environ: Mapping[str, str]) -> Server:
+def server_of(home: Path, environ: Mapping[str, str]) -> RemoteServer:
     """Return the server that remote calls go to, the same for all calls of this process.
 
     Args:
@@ -277,7 +277,7 @@ def server_of(home: Path, environ: Mapping[str, str]) -> Server:
     with _making:
         known = _servers.get((profile, seconds))
         if known is None:
-            known = _servers[profile, seconds] = Server(profile, seconds, home, environ)
+            known = _servers[profile, seconds] = RemoteServer(profile, seconds, home, environ)
         return known
 
 

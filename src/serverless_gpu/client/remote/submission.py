@@ -40,8 +40,8 @@ from serverless_gpu.client.remote.payload_upload import upload
 from serverless_gpu.client.remote.pool_choice import choose
 from serverless_gpu.client.remote.profile import remote_home
 from serverless_gpu.client.remote.run_copies import clean_now_and_then, write_whole
-from serverless_gpu.client.remote.run_watch import Watched
-from serverless_gpu.client.remote.server import Server, server_of
+from serverless_gpu.client.remote.run_watch import RemoteRun
+from serverless_gpu.client.remote.server import RemoteServer, server_of
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.errors import (
     AlreadyFinished,
@@ -146,7 +146,7 @@ def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
     return server.profile.embedded and environment_of(spec, server) == "live"
 
 
-def environment_of(spec: RunSpec, server: Server) -> Environment:
+def environment_of(spec: RunSpec, server: RemoteServer) -> Environment:
     """Return what ranks import: the caller's files where they lie, if the server is `sgpu up` of this machine alone.
 
     Where others can join it, files that stay here would keep the run here, away from most of the pool.
@@ -156,7 +156,7 @@ def environment_of(spec: RunSpec, server: Server) -> Environment:
     return "live" if _is_beside(server) and not server.version().joinable else "snapshot"
 
 
-def _is_beside(server: Server) -> bool:
+def _is_beside(server: RemoteServer) -> bool:
     return server.profile.embedded and server.version().machine == machine()
 
 
@@ -171,7 +171,7 @@ def _pack(root: Path, call: Call, spec: RunSpec) -> None:
         print(f"serverless-gpu: {packed.warning}", file=sys.stderr)
 
 
-def _snapshot(home: Home, server: Server, spec: RunSpec, root: Path) -> str:
+def _snapshot(home: Home, server: RemoteServer, spec: RunSpec, root: Path) -> str:
     """Return the address of this environment, which is in the server's store then and is what lies here now."""
     recognition = snapshot_environment.recognise(home, server.store())
     display = snapshot_environment.capturing(quiet=spec.quiet, logs=root)
@@ -185,7 +185,7 @@ def _snapshot(home: Home, server: Server, spec: RunSpec, root: Path) -> str:
         recognition.close()
 
 
-def _request(server: Server, root: Path, run_id: str, spec: RunSpec, snapshot: str) -> RunRequest:
+def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snapshot: str) -> RunRequest:
     context = caller_context()
     travelling = (
         environment_variables.elsewhere(context.environ) if snapshot else environment_variables.here(context.environ)
@@ -223,7 +223,7 @@ def target(*, travels: bool) -> Target:
     )
 
 
-def _submit(server: Server, request: RunRequest, root: Path, *, watch: bool) -> Watched:
+def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool) -> RemoteRun:
     """Send the request; what did not come of it leaves nothing behind, and Ctrl-C stops what may have."""
     try:
         with interruptible():
@@ -247,18 +247,18 @@ def _submit(server: Server, request: RunRequest, root: Path, *, watch: bool) -> 
         raise
 
 
-def _asked(server: Server, request: RunRequest, root: Path, *, watch: bool) -> Watched:
+def _asked(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool) -> RemoteRun:
     if not watch:
-        return Watched(server, server.submit(request), root)
+        return RemoteRun(server, server.submit(request), root)
     stream = EventStream(server, request.id, request)
     try:
-        return Watched(server, _accepted(stream, quiet=request.spec.quiet), root, stream=stream)
+        return RemoteRun(server, _accepted(stream, quiet=request.spec.quiet), root, stream=stream)
     except BaseException:
         stream.close()
         raise
 
 
-def _stopped(server: Server, run_id: str) -> bool:
+def _stopped(server: RemoteServer, run_id: str) -> bool:
     """Stop what may come of a request that was on its way; return whether nothing of it goes on, as far as is known."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(_ON_ITS_WAY_S * 1e9)

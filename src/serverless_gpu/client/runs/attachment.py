@@ -18,11 +18,11 @@ from typing import cast
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.agent_status import agent_status
 from serverless_gpu.client.runs.run import Run
-from serverless_gpu.client.runs.run_source import Supervised
+from serverless_gpu.client.runs.run_source import LocalRun
 from serverless_gpu.errors import AgentUnavailable, InvalidOption, InvalidValue, NotFound
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.node.attempt.history import Record, read_run
+from serverless_gpu.node.attempt.history import RunRecord, read_run
 from serverless_gpu.node.base.home import Home, find_home
 from serverless_gpu.node.base.lock_files import is_held
 from serverless_gpu.node.inside.channel import Channel
@@ -74,12 +74,12 @@ def _attach_remote(home: Home, run_id: str, trusted: Collection[str]) -> Run[obj
     return cast("Run[object] | None", module.attach(home, run_id, trusted))
 
 
-def _attach_here(home: Home, record: Record) -> Run[object]:
+def _attach_here(home: Home, record: RunRecord) -> Run[object]:
     run_id, directory = record.run_id, record.directory
     channel = _find_supervisor(home, run_id, directory)
     if channel is None and not (directory / "stopped.json").exists():
         _refuse_unreachable(home, run_id, directory)
-    run: Run[object] = Run(Supervised(run_id, directory, record.world_size, channel), record.spec or RunSpec())
+    run: Run[object] = Run(LocalRun(run_id, directory, record.world_size, channel), record.spec or RunSpec())
     run.session = record.session
     if channel is None:
         run._nothing_more()

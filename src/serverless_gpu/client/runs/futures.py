@@ -25,7 +25,7 @@ R = TypeVar("R")
 _LOOK_S = 1.0
 
 
-class Waiter:
+class RunWaiter:
     """The thread that resolves futures of runs."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Waiter:
                 os.eventfd_read(fd)
 
 
-_waiter = Waiter()
+_waiter = RunWaiter()
 
 
 def future_of(run: Run[R]) -> Future[list[R]]:
@@ -105,7 +105,7 @@ def _resolve(run: Run[R], future: Future[list[R]]) -> None:
 
 def _forget_after_fork() -> None:
     global _waiter
-    _waiter = Waiter()
+    _waiter = RunWaiter()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -17,7 +17,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.client.plots.attempt_marks import attempts_here
-from serverless_gpu.model.billing.ledger import Line, priced
+from serverless_gpu.model.billing.ledger import LedgerLine, priced
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.cost import AttemptUse, Cost, together
 from serverless_gpu.model.lifecycle.attempt import MEANINGS
@@ -87,7 +87,9 @@ def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> i
 def _by_receipt(receipt: Receipt) -> AttemptUse:
     """Return what an attempt used, by its account: where facts are not there, or what it pays is not."""
     bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
-    whole = Line(day=0, start_ns=0, end_ns=0, gpus=len(receipt.gpus), gpu_ms=receipt.gpu_ms, billed_ms=bill.billed_ms)
+    whole = LedgerLine(
+        day=0, start_ns=0, end_ns=0, gpus=len(receipt.gpus), gpu_ms=receipt.gpu_ms, billed_ms=bill.billed_ms
+    )
     parts = receipt.segments
     return AttemptUse(
         lines=(

@@ -1,8 +1,8 @@
 """The handle of one run: wait, results, cancel, receipt, logs.
 
-A handle is moved on by whoever asks it something, in that thread. What it hears, and its files, come from a `Source`: a
-supervisor of this machine, or a server. Either keeps what it has to say until it is read, so a handle that nobody asks
-costs nothing and loses nothing but live output (which is in the logs).
+A handle is moved on by whoever asks it something, in that thread. What it hears, and its files, come from a
+`RunSource`: a supervisor of this machine, or a server. Either keeps what it has to say until it is read, so a handle
+that nobody asks costs nothing and loses nothing but live output (which is in the logs).
 
 A run whose environment is damaged in the store has not begun: it is captured and launched anew, and the handle is from
 then on that of the new run.
@@ -27,7 +27,7 @@ from serverless_gpu.client.display.run_display import Display, TerminalDisplay, 
 from serverless_gpu.client.runs.open_sessions import advised
 from serverless_gpu.client.runs.outcome import checked_rank, load_result, make_exception, untold_tails
 from serverless_gpu.client.runs.rank_failures import in_notebooks
-from serverless_gpu.client.runs.run_source import Note, Source
+from serverless_gpu.client.runs.run_source import ConnectionNote, RunSource
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem, error_class
 from serverless_gpu.lazy_import import load
@@ -53,7 +53,7 @@ _RELAUNCHES = 3  # behind a damaged snapshot damaged units may be found, and beh
 _STARTED = "serverless_gpu.client.runs.started_runs"
 _RECEIPT_AFTER_FAILURE_S = 0.05
 
-Relaunch = Callable[[], Source | None]
+Relaunch = Callable[[], RunSource | None]
 """Captures the environment once more and launches anew; None where that does not help."""
 
 
@@ -64,7 +64,7 @@ class Run(Generic[R]):
         session: the session whose devices it uses, or "".
     """
 
-    def __init__(self, source: Source, spec: RunSpec) -> None:
+    def __init__(self, source: RunSource, spec: RunSpec) -> None:
         self.session = ""
         self._started: StartedRun | None = None
         self._future: Future[list[R]] | None = None
@@ -85,7 +85,7 @@ class Run(Generic[R]):
         self._ticked_ns = 0
         self._left = False
 
-    def _keep(self, source: Source) -> None:
+    def _keep(self, source: RunSource) -> None:
         """Have the run from this source; a handle that nobody keeps closes it and leaves the run alone."""
         self._source = source
         # Not `__del__`: in a reference cycle, such as an exception's traceback makes, a socket would go first.
@@ -472,9 +472,9 @@ class Run(Generic[R]):
             else:
                 self._display.state(self._state.value, self._waiting)
 
-    def _take(self, message: protocol.AnyMessage | Note) -> None:
+    def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
         match message:
-            case Note(sentence=sentence):  # also where nothing else is shown: somebody waits
+            case ConnectionNote(sentence=sentence):  # also where nothing else is shown: somebody waits
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.Snapshot(state=state, waiting=waiting, tracked=tracked):
                 self._state, self._waiting, self._queued_ns = state, waiting, created_wall_ns(self.id)

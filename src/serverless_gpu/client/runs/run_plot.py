@@ -10,7 +10,7 @@ from serverless_gpu.client.metrics import read_metrics
 from serverless_gpu.client.plots.attempt_marks import marks
 from serverless_gpu.client.plots.curves import lanes, span
 from serverless_gpu.client.runs.result_files import refuse_other
-from serverless_gpu.client.runs.run_source import Source
+from serverless_gpu.client.runs.run_source import RunSource
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import DeviceKind
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot(source: Source, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:
+def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:
     """Return the picture of a run.
 
     Args:

@@ -5,7 +5,7 @@
 
 A source speaks the words of `node.protocol`, whoever it hears them from: there is one handle, with one behaviour.
 
-Failure cases of `Supervised`: the connection ends before a supervisor had accepted the run (the agent died with the run
+Failure cases of `LocalRun`: the connection ends before a supervisor had accepted the run (the agent died with the run
 in its queue), then the launch is sent again to a new agent, which is safe because nothing has run; it ends without the
 last word, then the run directory has it, or the supervisor was killed.
 """
@@ -43,13 +43,13 @@ _LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 Reconnect = Callable[[], Channel]
 
 
-class Note(NamedTuple):
+class ConnectionNote(NamedTuple):
     """Something to say about the way to the run, not about the run."""
 
     sentence: str
 
 
-class Source(abc.ABC):
+class RunSource(abc.ABC):
     """Where a handle has its run from.
 
     Attributes:
@@ -79,7 +79,7 @@ class Source(abc.ABC):
         """Return a descriptor that is readable when there is news, or -1."""
 
     @abc.abstractmethod
-    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | Note | None:
+    def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
         """Return the next message, or None where there will be no more.
 
         Raises:
@@ -142,7 +142,7 @@ class Source(abc.ABC):
         """Return what became of each attempt so far, in order."""
 
 
-class Supervised(Source):
+class LocalRun(RunSource):
     """A run of this machine.
 
     Args:

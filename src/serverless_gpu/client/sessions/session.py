@@ -31,7 +31,7 @@ from serverless_gpu.client.launch.preflight import bind_arguments, check_functio
 from serverless_gpu.client.runs.open_sessions import own_sessions
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.client.runs.run_list import RunList
-from serverless_gpu.client.runs.run_source import Note
+from serverless_gpu.client.runs.run_source import ConnectionNote
 from serverless_gpu.client.sessions.actors import Actors
 from serverless_gpu.errors import NotDistributable, ServerlessGpuError, SessionEnded, UsageError
 from serverless_gpu.model.hardware import Device
@@ -70,8 +70,8 @@ class _Hold(Run[None]):
         """Return whether the session has ended."""
         return self._stopped is not None or self._refused is not None or not self._source.is_open
 
-    def _take(self, message: protocol.AnyMessage | Note) -> None:
-        if isinstance(message, protocol.Held):
+    def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
+        if isinstance(message, protocol.SessionReady):
             self.devices, self._state, self._waiting = message.devices, State.RUNNING, ""
         else:
             super()._take(message)

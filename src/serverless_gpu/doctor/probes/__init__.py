@@ -17,20 +17,20 @@ from serverless_gpu.doctor.facts import (
     NO_HOME,
     AgentFacts,
     CgroupFacts,
-    Facts,
     GpuFacts,
     HomeFacts,
     ImportFacts,
     InterpreterFacts,
     KernelFacts,
     LimitFacts,
+    MachineFacts,
     MountFacts,
     NetworkFacts,
     PoolFacts,
     RunsFacts,
     ServerFacts,
     TrackingFacts,
-    Unknown,
+    UnknownFact,
 )
 from serverless_gpu.doctor.probes.bounded_calls import side_by_side
 from serverless_gpu.doctor.probes.environment import look_at_imports, look_at_packages
@@ -51,7 +51,7 @@ from serverless_gpu.doctor.probes.tracking import look_at_tracking
 T = TypeVar("T")
 
 
-def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
+def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
     """Return what can be seen within a time limit.
 
     Args:
@@ -76,13 +76,13 @@ def gather(environ: Mapping[str, str], limit_s: float) -> Facts:
     # A little longer than the processes get, which end themselves and have more to say about it.
     seen = _told_once(side_by_side(looks, limit_s + 0.5))
 
-    def area(name: str, kind: type[T]) -> T | Unknown:
+    def area(name: str, kind: type[T]) -> T | UnknownFact:
         found = seen[name]
         return found if isinstance(found, kind) else _why(found)
 
     service = seen["service"]
     agent, cgroups = service if isinstance(service, tuple) else (_why(service), _why(service))
-    return Facts(
+    return MachineFacts(
         environ=dict(environ),
         python=sys.executable,
         cwd=_cwd(),
@@ -109,13 +109,13 @@ def _told_once(seen: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(home, HomeFacts) or home.root or not home.problem:
         return seen
     return {
-        name: Unknown(NO_HOME) if isinstance(found, Unknown) and home.problem in found.why else found
+        name: UnknownFact(NO_HOME) if isinstance(found, UnknownFact) and home.problem in found.why else found
         for name, found in seen.items()
     }
 
 
-def _why(found: object) -> Unknown:
-    return found if isinstance(found, Unknown) else Unknown()
+def _why(found: object) -> UnknownFact:
+    return found if isinstance(found, UnknownFact) else UnknownFact()
 
 
 def _cwd() -> str:

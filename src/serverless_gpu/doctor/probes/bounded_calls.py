@@ -8,15 +8,15 @@ from functools import partial
 from typing import TypeVar
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.doctor.facts import Unknown
+from serverless_gpu.doctor.facts import UnknownFact
 from serverless_gpu.errors import HardwareError
 from serverless_gpu.threads import start_thread
 
 T = TypeVar("T")
 
 
-def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[str, T | Unknown]:
-    """Return what each look saw, `Unknown` for one that failed or did not end in time.
+def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[str, T | UnknownFact]:
+    """Return what each look saw, `UnknownFact` for one that failed or did not end in time.
 
     Args:
         looks: what to call, by name; each runs in a daemon thread of its own.
@@ -30,22 +30,22 @@ def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[s
             start_thread(partial(_settle, answers[name], look), f"sgpu-{name}")
         except HardwareError as error:
             answers[name].set_exception(error)
-    seen: dict[str, T | Unknown] = {}
+    seen: dict[str, T | UnknownFact] = {}
     for name, answer in answers.items():
         outcome = _outcome(answer, max(0.0, (deadline_ns - clock.boottime_ns()) / 1e9), limit_s)
         seen[name] = outcome
     return seen
 
 
-def _outcome(answer: Future[T], left_s: float, limit_s: float) -> T | Unknown:
+def _outcome(answer: Future[T], left_s: float, limit_s: float) -> T | UnknownFact:
     try:
         return answer.result(timeout=left_s)
     except TimeoutError:
         if answer.done():  # the look itself ran into a time limit
-            return Unknown(f"{answer.exception()}")
-        return Unknown(f"there was no answer within {limit_s:g} s")
+            return UnknownFact(f"{answer.exception()}")
+        return UnknownFact(f"there was no answer within {limit_s:g} s")
     except Exception as error:  # noqa: BLE001 - one look that fails must not cost the answers of the others
-        return Unknown(f"{type(error).__name__}: {error}")
+        return UnknownFact(f"{type(error).__name__}: {error}")
 
 
 def _settle(answer: Future[T], look: Callable[[], T]) -> None:

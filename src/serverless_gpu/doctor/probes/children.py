@@ -19,7 +19,7 @@ _WRITTEN_BYTES = 4_000
 _GONE_S = 1.0
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ChildEnded(msgspec.Struct, frozen=True):
     """How a look ended.
 
     Attributes:
@@ -42,7 +42,7 @@ class Ended(msgspec.Struct, frozen=True):
         return f"the process ended with code {self.code}"
 
 
-def look(start: Callable[[int, int], subprocess.Popen[bytes]], limit_s: float) -> Ended:
+def look(start: Callable[[int, int], subprocess.Popen[bytes]], limit_s: float) -> ChildEnded:
     """Start a process, take what it sends, and end it after a limit.
 
     Args:
@@ -67,7 +67,7 @@ def look(start: Callable[[int, int], subprocess.Popen[bytes]], limit_s: float) -
     finally:
         os.close(reading)
         os.close(log)
-    return Ended(answer, written, code)
+    return ChildEnded(answer, written, code)
 
 
 def _read_until(fd: int, deadline_ns: int) -> tuple[bytes, bool]:

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts, TorchFacts, Unknown
+from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts, TorchFacts, UnknownFact
 from serverless_gpu.doctor.probes.bounded_calls import side_by_side
-from serverless_gpu.doctor.probes.children import Ended, look
+from serverless_gpu.doctor.probes.children import ChildEnded, look
 from serverless_gpu.json_codec import from_builtins
 
 # Two processes: what is built on torch, and what is built on NumPy.
@@ -27,7 +27,7 @@ _WORTHWHILE_S = 0.5
 _PROGRAMS = Path(__file__).parent
 
 
-def look_at_packages(limit_s: float) -> InterpreterFacts | Unknown:
+def look_at_packages(limit_s: float) -> InterpreterFacts | UnknownFact:
     """Return what is installed.
 
     Args:
@@ -37,7 +37,7 @@ def look_at_packages(limit_s: float) -> InterpreterFacts | Unknown:
     for record in _records(ended):
         if record and record[0] == "packages":
             return from_builtins(record[1], InterpreterFacts)
-    return Unknown(f"{ended.why}. {ended.written.strip()[-300:]}".strip())
+    return UnknownFact(f"{ended.why}. {ended.written.strip()[-300:]}".strip())
 
 
 def look_at_imports(limit_s: float) -> ImportFacts:
@@ -80,7 +80,7 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
     return msgspec.structs.replace(facts, modules={name: modules[name] for name in names})
 
 
-def read_imports(records: Sequence[tuple[object, ...]], ended: Ended) -> ImportFacts:
+def read_imports(records: Sequence[tuple[object, ...]], ended: ChildEnded) -> ImportFacts:
     """Return what the importing process reported before it ended, and what its end means for the rest.
 
     Args:
@@ -109,7 +109,7 @@ def read_imports(records: Sequence[tuple[object, ...]], ended: Ended) -> ImportF
     return ImportFacts(modules=modules, torch=torch, openmp=openmp)
 
 
-def _run(program: str, arguments: Sequence[str], limit_s: float, cwd: str | None = None) -> Ended:
+def _run(program: str, arguments: Sequence[str], limit_s: float, cwd: str | None = None) -> ChildEnded:
     source = (_PROGRAMS / program).read_text(encoding="utf-8")
 
     def start(fd: int, log: int) -> subprocess.Popen[bytes]:
@@ -126,7 +126,7 @@ def _run(program: str, arguments: Sequence[str], limit_s: float, cwd: str | None
     return look(start, limit_s)
 
 
-def _records(ended: Ended) -> Iterator[tuple[object, ...]]:
+def _records(ended: ChildEnded) -> Iterator[tuple[object, ...]]:
     for line in ended.answer.decode("ascii", "replace").splitlines():
         try:
             record = ast.literal_eval(line)

@@ -10,21 +10,21 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.doctor.facts import GpuFacts, Unknown
+from serverless_gpu.doctor.facts import GpuFacts, UnknownFact
 from serverless_gpu.doctor.probes.children import look
 from serverless_gpu.errors import StorageError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
-from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, DeviceLocks, Holder
+from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, DeviceLocks, LockHolder
 from serverless_gpu.node.processes.spawn import clean_process
 from serverless_gpu.node.supervisor.gpu_faults import suspects
 
 _PCI = Path("/sys/bus/pci/devices")
 
 
-def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unknown:
+def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | UnknownFact:
     """Return what NVML and the kernel say about NVIDIA GPUs, and who holds which.
 
     Args:
@@ -43,7 +43,7 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
     try:
         facts = from_json(ended.answer, GpuFacts)
     except msgspec.MsgspecError:
-        return Unknown(f"NVML said nothing: {ended.why}. {ended.written.strip()[-300:]}")
+        return UnknownFact(f"NVML said nothing: {ended.why}. {ended.written.strip()[-300:]}")
     directory = next((path for path in MACHINE_DIRECTORIES if path.is_dir()), None)
     if directory is not None:
         facts = msgspec.structs.replace(
@@ -67,7 +67,7 @@ def _held(directory: Path) -> dict[str, str]:
 
 def _run_of(text: bytes) -> str:
     try:
-        return from_json(text, Holder).run_id
+        return from_json(text, LockHolder).run_id
     except msgspec.MsgspecError:
         return ""
 

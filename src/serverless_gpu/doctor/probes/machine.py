@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from serverless_gpu.doctor.facts import Disk, HomeFacts, KernelFacts, LimitFacts, NetworkFacts, RunsFacts, Unknown
+from serverless_gpu.doctor.facts import Disk, HomeFacts, KernelFacts, LimitFacts, NetworkFacts, RunsFacts, UnknownFact
 from serverless_gpu.doctor.probes.bounded_calls import side_by_side
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model.lifecycle.retention import Policy
@@ -114,7 +114,7 @@ def look_at_network() -> NetworkFacts:
         ports=count_ports(_text("/proc/sys/net/ipv4/ip_local_port_range")),
         sockets_used=count_sockets(_text("/proc/net/sockstat")),
         hostname=hostname,
-        hostname_problem=resolved.why if isinstance(resolved, Unknown) else "",
+        hostname_problem=resolved.why if isinstance(resolved, UnknownFact) else "",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from serverless_gpu.doctor.facts import MountFacts, Unknown
+from serverless_gpu.doctor.facts import MountFacts, UnknownFact
 from serverless_gpu.doctor.probes.children import look
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.inside import mounts
@@ -14,7 +14,7 @@ from serverless_gpu.node.processes.spawn import clean_process
 _FINE = b"fine"
 
 
-def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | Unknown:
+def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | UnknownFact:
     """Return whether a process of this user can mount an environment from its home.
 
     Args:
@@ -28,7 +28,7 @@ def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | U
     if ended.answer == _FINE:
         return MountFacts()
     if not ended.answer:
-        return Unknown(f"{ended.why}. {ended.written.strip()[-300:]}")
+        return UnknownFact(f"{ended.why}. {ended.written.strip()[-300:]}")
     return MountFacts(problem=ended.answer.decode("utf-8", "replace"), is_root=os.geteuid() == 0)
 
 

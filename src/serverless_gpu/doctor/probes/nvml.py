@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 
-from serverless_gpu.doctor.facts import GpuFacts, Health
+from serverless_gpu.doctor.facts import GpuFacts, GpuHealth
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.node.base.configuration import read_configuration
@@ -53,16 +53,16 @@ def ask(home: str) -> GpuFacts:
     )
 
 
-def _health(pynvml: Any, uuid: str) -> Health:
+def _health(pynvml: Any, uuid: str) -> GpuHealth:
     handle = _asked(pynvml, lambda: pynvml.nvmlDeviceGetHandleByUUID(uuid))
     if handle is None:
-        return Health()
+        return GpuHealth()
     kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     capability = _asked(pynvml, lambda: pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     remapped = _asked(
         pynvml, lambda: pynvml.nvmlDeviceGetRemappedRows(handle)
     )  # corrected, uncorrected, pending, failed
-    return Health(
+    return GpuHealth(
         capability=None if capability is None else (capability[0], capability[1]),
         uncorrected_errors=_asked(pynvml, lambda: pynvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)),
         remap_pending=None if remapped is None else bool(remapped[2]),

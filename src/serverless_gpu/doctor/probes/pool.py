@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from serverless_gpu.doctor.facts import Listener, PoolFacts
+from serverless_gpu.doctor.facts import ListeningPort, PoolFacts
 from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.ray_keeper import marked_pids
 from serverless_gpu.node.base.home import find_home
@@ -91,7 +91,7 @@ def _token_problem(path: Path) -> str:
         return f"it cannot be read: {error.strerror}"
 
 
-def _listeners(pids: list[int]) -> Iterator[Listener]:
+def _listeners(pids: list[int]) -> Iterator[ListeningPort]:
     """Yield what processes listen on; an address of all is "*"."""
     inodes = {inode: pid for pid in pids for inode in _sockets(pid)}
     for name in ("tcp", "tcp6"):
@@ -100,7 +100,7 @@ def _listeners(pids: list[int]) -> Iterator[Listener]:
                 words = line.split()
                 if words[3] == _LISTEN and (pid := inodes.get(words[9])) is not None:
                     text, _, port = words[1].rpartition(":")
-                    yield Listener(port=int(port, 16), address=readable_address(text), process=_called(pid))
+                    yield ListeningPort(port=int(port, 16), address=readable_address(text), process=_called(pid))
 
 
 def readable_address(text: str) -> str:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.client.remote.profile import SERVER, Profile, find_profile
+from serverless_gpu.client.remote.profile import SERVER, ServerProfile, find_profile
 from serverless_gpu.doctor.facts import ServerFacts, ServerNode
 from serverless_gpu.errors import NotAllowed, NotAuthenticated, ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.json_codec import from_json
@@ -63,7 +63,7 @@ def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
     return _asked(facts, profile)
 
 
-def _asked(facts: ServerFacts, profile: Profile) -> ServerFacts:
+def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
     """Ask one thing after the other, until it is clear what is wrong."""
     state, base = load("serverless_gpu.wire.state"), load("serverless_gpu.wire.base")
     principals, agents = load("serverless_gpu.wire.principals"), load("serverless_gpu.wire.agents")
@@ -120,7 +120,7 @@ def _written(home: Path) -> float | None:
     return (found.until_ns - SystemClock().wall_ns()) / 1e9
 
 
-def _shown(profile: Profile) -> float | None:
+def _shown(profile: ServerProfile) -> float | None:
     """Return how long the certificate is good that a server shows."""
     parts = urlsplit(profile.url)
     if parts.scheme != "https" or not parts.hostname:

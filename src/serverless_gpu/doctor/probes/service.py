@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from serverless_gpu.client.agent_status import agent_status
-from serverless_gpu.doctor.facts import AgentFacts, CgroupFacts, Unknown
+from serverless_gpu.doctor.facts import AgentFacts, CgroupFacts, UnknownFact
 from serverless_gpu.doctor.probes.bounded_calls import side_by_side
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.base.lock_files import held_note
@@ -24,7 +24,7 @@ _ANSWER_S = 3.0
 _PID_BYTES = 20
 
 
-def look_at_service(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts | Unknown]:
+def look_at_service(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts | UnknownFact]:
     """Return what the agent says, and what cgroups it uses or would use.
 
     Raises:
@@ -34,14 +34,14 @@ def look_at_service(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts
     sockets = home.sockets()
     others = _others(sockets)
     answer = side_by_side({"agent": lambda: agent_status(home.root)}, _ANSWER_S)["agent"]
-    if isinstance(answer, Unknown):
+    if isinstance(answer, UnknownFact):
         pid = _holder(agent_socket(sockets).with_suffix(".lock")) or "unknown"
         agent = AgentFacts(
             problem=f"the agent (pid {pid}) does not answer: {answer.why}",
             hint=f"kill -9 {pid}   (running attempts go on; the next call starts another agent)",
             others=others,
         )
-        return agent, Unknown("the agent does not answer")
+        return agent, UnknownFact("the agent does not answer")
     if answer is None:
         return AgentFacts(others=others), _cgroups_from_here(environ)
     agent = AgentFacts(

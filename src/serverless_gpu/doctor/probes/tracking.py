@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from serverless_gpu.client.caller.mlflow_context import SWITCH
 from serverless_gpu.doctor.facts import TrackingFacts, TrackingServer
 from serverless_gpu.node.base.home import find_home
-from serverless_gpu.node.mlflow_server.control import Server, servers
+from serverless_gpu.node.mlflow_server.control import MlflowServer, servers
 from serverless_gpu.node.mlflow_server.error_summary import without_password
 from serverless_gpu.node.mlflow_server.files import local_path
 
@@ -45,7 +45,7 @@ def without_userinfo(uri: str) -> str:
     return without_password(uri).replace("…@", "")
 
 
-def _server(server: Server) -> TrackingServer:
+def _server(server: MlflowServer) -> TrackingServer:
     database = server.place.backing().uri
     return TrackingServer(
         uri=server.uri,

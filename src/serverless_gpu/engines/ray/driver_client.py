@@ -34,7 +34,7 @@ class RayProblem(Exception):
     """Ray raised something; the text says what."""
 
 
-class Child:
+class DriverClient:
     """One process that has Ray.
 
     Args:

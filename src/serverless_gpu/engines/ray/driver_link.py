@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.ray import driver_process, node_launcher
-from serverless_gpu.engines.ray.driver_client import Child, RayProblem, Unanswered
+from serverless_gpu.engines.ray.driver_client import DriverClient, RayProblem, Unanswered
 from serverless_gpu.engines.ray.ray_tables import namespace
 
 PROGRAM = hashlib.sha256(Path(driver_process.__file__).read_bytes() + node_launcher.LAUNCHER.encode()).hexdigest()[:8]
@@ -47,7 +47,7 @@ class RayAccess(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str]
 
 
-class Link:
+class DriverLink:
     """The child, and whether it is of any use.
 
     Args:
@@ -60,7 +60,7 @@ class Link:
     def __init__(self, access: RayAccess, python: str, log: Path, clock: Clock) -> None:
         self._access, self._python, self._log, self._clock = access, python, log, clock
         self._lock = threading.Lock()
-        self._child: Child | None = None
+        self._child: DriverClient | None = None
         self._closed = False
         self._failures = 0
         self._again_ns = 0
@@ -111,7 +111,7 @@ class Link:
 
     def _begin(self) -> bool:
         try:
-            child = Child(self._python, self._access.variables, self._log)
+            child = DriverClient(self._python, self._access.variables, self._log)
         except OSError as error:
             self._fail(f"the process that speaks with Ray cannot be started: {error}")
             return False

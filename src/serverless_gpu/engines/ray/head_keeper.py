@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment
-from serverless_gpu.engines.ray.ray_keeper import Keeper, Plan
+from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, RayKeeper
 from serverless_gpu.errors import AgentUnavailable, InvalidValue, ServerlessGpuError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.lock_files import held_note, hold
@@ -42,7 +42,7 @@ _START_S = 30.0
 _END_S = 30.0
 
 
-class Kept(NamedTuple):
+class RunningKeeper(NamedTuple):
     """A keeper that runs.
 
     Attributes:
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
     digest: str
 
 
-def ensure(directory: Path, plan: Plan, owner: Path, environ: Mapping[str, str]) -> bool:
+def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str, str]) -> bool:
     """Have a keeper of a plan running; return whether one was started.
 
     Args:
@@ -89,10 +89,10 @@ def ensure(directory: Path, plan: Plan, owner: Path, environ: Mapping[str, str])
     return True
 
 
-def running(directory: Path) -> Kept | None:
+def running(directory: Path) -> RunningKeeper | None:
     """Return the keeper of a directory, or None when there is none."""
     words = (held_note(directory / LOCK) or b"").decode("ascii", "replace").split()
-    return Kept(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None
+    return RunningKeeper(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None
 
 
 def stop(directory: Path) -> bool:
@@ -123,7 +123,7 @@ def stop_ray(home: Path) -> bool:
     return stop(home / "server" / "ray")
 
 
-def digest_of(plan: Plan) -> str:
+def digest_of(plan: KeeperPlan) -> str:
     """Return what tells a plan, kept by this version, from others; another shell's PATH makes none of it."""
     ours = {name: value for name, value in plan.environ.items() if name.startswith(_TELLING)}
     told = msgspec.json.encode(msgspec.structs.replace(plan, environ=ours), order="sorted")
@@ -150,7 +150,7 @@ def main(directory: str, owner: str) -> NoReturn:
     try:
         plan = _read(place / _PLAN)
         if hold(place / LOCK, f"{os.getpid()} {digest_of(plan)}") is not None:
-            Keeper(plan, say=say, started=lambda: say("Ray has started"), needed=Needed(Path(owner))).keep(reading)
+            RayKeeper(plan, say=say, started=lambda: say("Ray has started"), needed=Needed(Path(owner))).keep(reading)
     except ServerlessGpuError as error:
         say(f"it ends: {error}")
         code = 1
@@ -185,8 +185,8 @@ def say(sentence: str) -> None:
     sys.stdout.flush()
 
 
-def _read(path: Path) -> Plan:
+def _read(path: Path) -> KeeperPlan:
     try:
-        return from_json(path.read_bytes(), Plan)
+        return from_json(path.read_bytes(), KeeperPlan)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidValue(f"{path} does not say what is to be kept: {error}") from None

@@ -22,12 +22,12 @@ import msgspec
 from serverless_gpu.ambient import SystemClock, machine
 from serverless_gpu.engines.ray import ray_machine, start_arguments
 from serverless_gpu.engines.ray.join_file import JoinFile
-from serverless_gpu.engines.ray.ray_keeper import Plan, unreachable
+from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, unreachable
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, NotFound, ServerProblem, ServerUnavailable
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.uplink.presence import LEFT, instance_of
-from serverless_gpu.node.uplink.profile import Profile, read_profile, write_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, read_profile, write_profile
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.pool_join import JoinAnswer, JoinRequest, RayPool
 
@@ -38,7 +38,7 @@ HEAD_S = 60.0
 _LOOK_S = 0.5
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody asked for.
 
     Attributes:
@@ -58,7 +58,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     port: int | None = None
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
+class JoinPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What can be started.
 
     Attributes:
@@ -68,13 +68,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
         profile: path of the agent's profile.
     """
 
-    plan: Plan
+    plan: KeeperPlan
     offer: str
     ports: str
     profile: Path
 
 
-def prepare(wish: Wish, home: Home, environ: Mapping[str, str]) -> Ready:
+def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPlan:
     """Look at everything, ask the server, and write this machine's files.
 
     Args:
@@ -105,17 +105,17 @@ def prepare(wish: Wish, home: Home, environ: Mapping[str, str]) -> Ready:
     _refuse_taken(base, address)
     directory = home.root / DIRECTORY
     profile = directory / ray_machine.PROFILE
-    files = ray_machine.Files(home=home, directory=directory, profile=profile)
+    files = ray_machine.RayMachineFiles(home=home, directory=directory, profile=profile)
     devices = ray_machine.devices_of(home)
     node = ray_machine.node_of(wish.name, address, base, files, devices)
     try:
         ca = str(directory / ray_machine.CA) if wish.file.ca else ""
-        write_profile(profile, Profile(url=wish.file.server, token=token, ca=ca, name=wish.name))
+        write_profile(profile, UplinkProfile(url=wish.file.server, token=token, ca=ca, name=wish.name))
         plan = ray_machine.prepared(node, files, pool.token, environ, head=head)
         (directory / LEFT).unlink(missing_ok=True)
     except OSError as error:
         raise ServerProblem(f"{directory} cannot be written: {error.strerror}") from error
-    return Ready(
+    return JoinPlan(
         plan=plan, offer=ray_machine.offer_text(devices), ports=start_arguments.port_range(base), profile=profile
     )
 
@@ -139,7 +139,7 @@ def parse_host(text: str) -> tuple[str, int | None]:
     return str(found), port
 
 
-def _refuse_loopback(wish: Wish, host: str) -> None:
+def _refuse_loopback(wish: JoinOptions, host: str) -> None:
     """Refuse to ask a server that listens to its own machine only, from another one."""
     if not _is_loopback(urlsplit(wish.file.server).hostname or ""):
         return
@@ -159,7 +159,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _ask(wish: Wish, home: Home) -> tuple[str, RayPool]:
+def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
     """Return this machine's own token and how it joins: as it has joined before, else with the join token."""
     directory = home.root / DIRECTORY
     ca = str(directory / ray_machine.CA) if wish.file.ca else ""
@@ -195,7 +195,7 @@ def _ask(wish: Wish, home: Home) -> tuple[str, RayPool]:
             raise ServerUnavailable(error.message, hint=hint) from None
 
 
-def _ask_again(wish: Wish, directory: Path, ca: str) -> tuple[str, RayPool] | None:
+def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPool] | None:
     """Return what a machine that has joined before gets for its own token, or None where it needs a join token."""
     try:
         profile = read_profile(directory / ray_machine.PROFILE)

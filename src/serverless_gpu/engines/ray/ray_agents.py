@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.ray import node_launcher
 from serverless_gpu.engines.ray.driver_client import RayProblem, Unanswered
-from serverless_gpu.engines.ray.driver_link import PROGRAM, Link
-from serverless_gpu.engines.ray.ray_tables import Known, Row, plain
+from serverless_gpu.engines.ray.driver_link import PROGRAM, DriverLink
+from serverless_gpu.engines.ray.ray_tables import KnownNode, NodeRow, plain
 from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 
 LOOK_EVERY_S = 5.0
@@ -22,7 +22,7 @@ _ANSWER_S = 60.0
 _SILENT_MAX = 3
 
 
-class Agents:
+class RayAgents:
     """The agents of a cluster's nodes.
 
     Args:
@@ -30,7 +30,7 @@ class Agents:
         clock: the machine's.
     """
 
-    def __init__(self, link: Link, clock: Clock) -> None:
+    def __init__(self, link: DriverLink, clock: Clock) -> None:
         self._link, self._clock = link, clock
         self._lock = threading.Lock()
         self._asking: set[str] = set()
@@ -43,7 +43,7 @@ class Agents:
         with self._lock:
             return dict(self._problems)
 
-    def due(self, known: Mapping[str, Known]) -> list[Row]:
+    def due(self, known: Mapping[str, KnownNode]) -> list[NodeRow]:
         """Return the nodes whose agents are to be asked for now, each once until it is."""
         now_ns = self._clock.boottime_ns()
         with self._lock:
@@ -59,7 +59,7 @@ class Agents:
             self._asking |= {row.id for row in rows}
             return rows
 
-    def have(self, row: Row) -> bool:
+    def have(self, row: NodeRow) -> bool:
         """Have the agent of a node running; return whether its actor said nothing."""
         problem, is_silent = "", False
         try:
@@ -84,5 +84,5 @@ class Agents:
         return is_silent
 
 
-def _is_lost(known: Mapping[str, Known], name: str) -> bool:
+def _is_lost(known: Mapping[str, KnownNode], name: str) -> bool:
     return name not in known or bool(known[name].lost)

@@ -43,10 +43,10 @@ from serverless_gpu.engines.base import (
 )
 from serverless_gpu.engines.ray import ray_tables
 from serverless_gpu.engines.ray.driver_client import RayProblem, Unanswered
-from serverless_gpu.engines.ray.driver_link import Link, RayAccess
-from serverless_gpu.engines.ray.ray_agents import Agents
-from serverless_gpu.engines.ray.ray_tables import Group, GroupState, Known
-from serverless_gpu.engines.ray.reservation_files import Memory
+from serverless_gpu.engines.ray.driver_link import DriverLink, RayAccess
+from serverless_gpu.engines.ray.ray_agents import RayAgents
+from serverless_gpu.engines.ray.ray_tables import GroupState, KnownNode, PlacementGroup
+from serverless_gpu.engines.ray.reservation_files import ReservationFiles
 
 SOON_S = 0.5
 """How long `submit` waits for Ray, which usually takes milliseconds."""
@@ -100,15 +100,15 @@ class RayEngine(Engine):
         clock: Clock | None = None,
     ) -> None:
         self._access, self._news, self._clock = access, news, clock or SystemClock()
-        self._memory = Memory(directory)
-        self._link = Link(access, python, directory / "ray.log", self._clock)
-        self._agents = Agents(self._link, self._clock)
+        self._memory = ReservationFiles(directory)
+        self._link = DriverLink(access, python, directory / "ray.log", self._clock)
+        self._agents = RayAgents(self._link, self._clock)
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
-        self._known: dict[str, Known] = self._memory.nodes()
+        self._known: dict[str, KnownNode] = self._memory.nodes()
         self._placed: dict[str, Gang] = self._memory.gangs()
         self._kept_at: dict[str, int] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, PlacementGroup] = {}
         self._reserving: dict[str, _Reservation] = {}
         self._releasing: set[str] = set()
         self._released_at: dict[str, int] = {}
@@ -239,7 +239,7 @@ class RayEngine(Engine):
         if self._age_s(reservation) > SOON_S:
             self._news()
 
-    def _ask_for(self, gang: Gang, known: Mapping[str, Known]) -> Placed | Waiting | Impossible:
+    def _ask_for(self, gang: Gang, known: Mapping[str, KnownNode]) -> Placed | Waiting | Impossible:
         said = self._link.ask(
             "reserve",
             RESERVE_S,
@@ -327,7 +327,7 @@ class RayEngine(Engine):
             if is_orphan and name not in self._releasing:  # asked for by a child that was killed
                 self._releasing.add(name)
 
-    def _repair(self, known: Mapping[str, Known]) -> None:
+    def _repair(self, known: Mapping[str, KnownNode]) -> None:
         """Reserve again what a head forgot that came back with nothing."""
         if self._looks % _REPAIR_EVERY and self._looks - self._found_at > _REPAIR_OFTEN:
             return
@@ -352,11 +352,11 @@ class RayEngine(Engine):
             if gang.id not in self._placed:  # given back meanwhile
                 self._releasing.add(gang.id)
 
-    def _have_agent(self, row: ray_tables.Row) -> None:
+    def _have_agent(self, row: ray_tables.NodeRow) -> None:
         if self._agents.have(row):
             self._wake.set()  # what an actor's end means, the node table says
 
-    def _now(self) -> dict[str, Known]:
+    def _now(self) -> dict[str, KnownNode]:
         return ray_tables.with_problems(self._known, self._agents.problems())
 
     def _age_s(self, reservation: _Reservation) -> float:

@@ -51,7 +51,7 @@ _KILL_PAUSE_S = 0.05
 _TAIL_BYTES = 200_000
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept.
 
     Attributes:
@@ -76,7 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return os.path.dirname(self.directory)
 
 
-class Keeper:
+class RayKeeper:
     """Ray on this machine.
 
     Args:
@@ -88,7 +88,7 @@ class Keeper:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KeeperPlan,
         *,
         say: Callable[[str], None],
         started: Callable[[], None] = lambda: None,

@@ -25,7 +25,7 @@ import msgspec
 
 from serverless_gpu.engines.ray import start_arguments
 from serverless_gpu.engines.ray.node_file import NodeFile, write_node_file
-from serverless_gpu.engines.ray.ray_keeper import Plan, clean, log_path
+from serverless_gpu.engines.ray.ray_keeper import KeeperPlan, clean, log_path
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.node.base.home import Home
@@ -33,7 +33,7 @@ from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.node.inside.raycluster import ray_installation
 from serverless_gpu.node.processes.spawn import clean_variables, search_path
 from serverless_gpu.node.uplink.control import PASSED_ON
-from serverless_gpu.node.uplink.presence import Presence
+from serverless_gpu.node.uplink.presence import NodePresence
 
 _PARENT = "/tmp/sgpu-pool-"
 _AWAY = "192.0.2.1"  # nobody's (RFC 5737), and nothing is sent there
@@ -41,7 +41,7 @@ _DISCARD = 9
 NODE, TOKEN, PROFILE, CA = "node.json", "token", "profile.json", "ca.pem"
 
 
-class Files(msgspec.Struct, frozen=True, kw_only=True):
+class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Where a machine's files are.
 
     Attributes:
@@ -172,7 +172,7 @@ def devices_of(home: Home) -> tuple[Device, ...]:
     Raises:
         ServerProblem: nobody can say.
     """
-    offer = Presence(home).offer(())
+    offer = NodePresence(home).offer(())
     if offer.problem:
         raise ServerProblem(f"this machine can run nothing: {offer.problem}", hint="sgpu doctor")
     return offer.devices
@@ -184,7 +184,9 @@ def offer_text(devices: Sequence[Device]) -> str:
     return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "no devices"
 
 
-def node_of(name: str, address: str, port: int, files: Files, devices: Sequence[Device]) -> start_arguments.Node:
+def node_of(
+    name: str, address: str, port: int, files: RayMachineFiles, devices: Sequence[Device]
+) -> start_arguments.MachineShare:
     """Return what a machine gives to the cluster.
 
     Args:
@@ -195,7 +197,7 @@ def node_of(name: str, address: str, port: int, files: Files, devices: Sequence[
         devices: what it offers; none where it is no node.
     """
     ordered = sorted(devices, key=lambda device: device.kind is DeviceKind.CPU)
-    return start_arguments.Node(
+    return start_arguments.MachineShare(
         name=name,
         address=address,
         port=port,
@@ -209,8 +211,13 @@ def node_of(name: str, address: str, port: int, files: Files, devices: Sequence[
 
 
 def prepared(
-    node: start_arguments.Node, files: Files, token: str, environ: Mapping[str, str], *, head: str = ""
-) -> Plan:
+    node: start_arguments.MachineShare,
+    files: RayMachineFiles,
+    token: str,
+    environ: Mapping[str, str],
+    *,
+    head: str = "",
+) -> KeeperPlan:
     """Write the files of a machine; return what is to be kept there.
 
     Args:
@@ -239,7 +246,7 @@ def prepared(
         if head
         else start_arguments.head_command(sys.executable, node)
     )
-    return Plan(
+    return KeeperPlan(
         command=tuple(command),
         environ=start_arguments.environment(node, clean(clean_variables(environ))),
         directory=node.directory,

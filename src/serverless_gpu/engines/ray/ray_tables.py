@@ -56,7 +56,7 @@ class Scheduling(StrEnum):
     UNKNOWN = "UNKNOWN"
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     """A node of ours in Ray's node table.
 
     Attributes:
@@ -78,7 +78,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     cpus: int = 0
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A placement group of ours."""
 
     gang: str
@@ -95,7 +95,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in (GroupState.PENDING, GroupState.PREPARED)
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node as the engine remembers it.
 
     Attributes:
@@ -104,7 +104,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
         missing_ns: since when Ray's table has not had it at all, or None.
     """
 
-    row: Row
+    row: NodeRow
     lost: str = ""
     missing_ns: int | None = None
 
@@ -113,7 +113,7 @@ MISSING_NS = 120_000_000_000
 """How long a node may be missing from the table: a head that forgot everything learns of its nodes again."""
 
 
-def row(raw: Mapping[str, object]) -> Row | None:
+def row(raw: Mapping[str, object]) -> NodeRow | None:
     """Return a row of `ray.nodes()`, or None when it is no node of ours."""
     resources = _numbers(raw.get("Resources"))
     names = [key.removeprefix(RESOURCE) for key in resources if key.startswith(RESOURCE)]
@@ -125,7 +125,7 @@ def row(raw: Mapping[str, object]) -> Row | None:
     declares = bool(offers)
     if not declares and len(types) == 1 and gpus:
         offers = {types[0]: gpus}
-    return Row(
+    return NodeRow(
         id=str(raw["NodeID"]),
         name=names[0],
         alive=raw.get("Alive") is True,
@@ -137,7 +137,7 @@ def row(raw: Mapping[str, object]) -> Row | None:
     )
 
 
-def rows(raw: Iterable[Mapping[str, object]]) -> list[Row]:
+def rows(raw: Iterable[Mapping[str, object]]) -> list[NodeRow]:
     """Return the rows of our nodes; those that are dead have lost their names and are left to `changes`."""
     return [found for one in raw if (found := row(one)) is not None]
 
@@ -151,7 +151,7 @@ def deaths(raw: Iterable[Mapping[str, object]]) -> dict[str, str]:
     }
 
 
-def looked(known: Mapping[str, Known], table: Sequence[Mapping[str, object]], now_ns: int) -> dict[str, Known]:
+def looked(known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]], now_ns: int) -> dict[str, KnownNode]:
     """Return what is known of each node, by name, after a look at Ray's table.
 
     Only what the table says dead is lost, or what it has not had for `MISSING_NS`. A node of which there are two rows
@@ -163,14 +163,14 @@ def looked(known: Mapping[str, Known], table: Sequence[Mapping[str, object]], no
         now_ns: boottime.
     """
     dead = deaths(table)
-    alive: dict[str, Row] = {}
+    alive: dict[str, NodeRow] = {}
     for one in rows(table):
         if one.alive and (one.name not in alive or _is_same(known.get(one.name), alive[one.name])):
             alive[one.name] = one
     return {name: _next(known.get(name), alive.get(name), dead, now_ns) for name in sorted({*known, *alive})}
 
 
-def with_problems(known: Mapping[str, Known], problems: Mapping[str, str]) -> dict[str, Known]:
+def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -> dict[str, KnownNode]:
     """Return the nodes, of which those are lost, too, on which no agent can be had.
 
     Args:
@@ -183,7 +183,7 @@ def with_problems(known: Mapping[str, Known], problems: Mapping[str, str]) -> di
     }
 
 
-def changes(told: Mapping[str, str], known: Mapping[str, Known]) -> list[NodeUp | NodeLost]:
+def changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> list[NodeUp | NodeLost]:
     """Return what is news; a node that was never up is not lost.
 
     Args:
@@ -214,7 +214,7 @@ def namespace(pool: str) -> str:
     return f"sgpu:{pool}"
 
 
-def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, Group]:
+def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, PlacementGroup]:
     """Return our placement groups that are not removed, by gang.
 
     Args:
@@ -231,16 +231,16 @@ def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, Group]
     return found
 
 
-def group(gang: str, raw: Mapping[str, object]) -> Group:
+def group(gang: str, raw: Mapping[str, object]) -> PlacementGroup:
     """Return a row of `placement_group_table()`; states that are on no list are UNKNOWN."""
     state, said = _listed(GroupState, raw.get("state")), raw.get("stats")
     scheduling = mapping(said).get("scheduling_state")
-    return Group(
+    return PlacementGroup(
         gang=gang, state=state, scheduling=_listed(Scheduling, scheduling), said=plain(scheduling or raw.get("state"))
     )
 
 
-def bundles(gang: Gang, known: Mapping[str, Known]) -> list[dict[str, float]]:
+def bundles(gang: Gang, known: Mapping[str, KnownNode]) -> list[dict[str, float]]:
     """Return what Ray is to reserve: a bundle for each share, in their order, which can be on its node only."""
     return [_bundle(share, known[share.node].row) for share in gang.shares]
 
@@ -251,7 +251,7 @@ def in_words(gang: Gang) -> str:
     return f"reserve in Ray for {gang.id}: {shares}"
 
 
-def refusal(gang: Gang, known: Mapping[str, Known]) -> Waiting | Impossible | None:
+def refusal(gang: Gang, known: Mapping[str, KnownNode]) -> Waiting | Impossible | None:
     """Return why Ray need not be asked for a gang, or None."""
     for share in gang.shares:
         if share.node not in known:
@@ -269,7 +269,7 @@ def refusal(gang: Gang, known: Mapping[str, Known]) -> Waiting | Impossible | No
 
 
 def refused(
-    gang: Gang, said: Group, known: Mapping[str, Known], free: Mapping[str, Mapping[str, float]]
+    gang: Gang, said: PlacementGroup, known: Mapping[str, KnownNode], free: Mapping[str, Mapping[str, float]]
 ) -> Waiting | Impossible:
     """Return what a gang waits for that Ray did not reserve, or why it never will.
 
@@ -317,25 +317,25 @@ def free(raw: object) -> dict[str, dict[str, float]]:
     return {name: _numbers(resources) for name, resources in mapping(raw).items()}
 
 
-def _next(before: Known | None, alive: Row | None, dead: Mapping[str, str], now_ns: int) -> Known:
+def _next(before: KnownNode | None, alive: NodeRow | None, dead: Mapping[str, str], now_ns: int) -> KnownNode:
     if alive is not None:
-        return Known(row=alive)
+        return KnownNode(row=alive)
     assert before is not None
     if before.lost:
         return before
     if before.row.id in dead:
         gone = msgspec.structs.replace(before.row, alive=False)
-        return Known(row=gone, lost=f"is lost: Ray says that it is dead ({dead[before.row.id] or _UNSAID})")
+        return KnownNode(row=gone, lost=f"is lost: Ray says that it is dead ({dead[before.row.id] or _UNSAID})")
     since_ns = now_ns if before.missing_ns is None else before.missing_ns
     lost = f"is lost: the Ray head has not known it for {MISSING_NS // 10**9} s"
-    return Known(row=before.row, lost=lost if now_ns - since_ns >= MISSING_NS else "", missing_ns=since_ns)
+    return KnownNode(row=before.row, lost=lost if now_ns - since_ns >= MISSING_NS else "", missing_ns=since_ns)
 
 
-def _is_same(known: Known | None, one: Row) -> bool:
+def _is_same(known: KnownNode | None, one: NodeRow) -> bool:
     return known is not None and known.row.id == one.id
 
 
-def _bundle(share: Share, one: Row) -> dict[str, float]:
+def _bundle(share: Share, one: NodeRow) -> dict[str, float]:
     count = float(share.count)
     base, has = ("CPU", one.cpus) if share.gpu_type == CPU else ("GPU", one.gpus)
     wanted = {DEVICES + share.gpu_type: count} if one.declares else {}
@@ -344,7 +344,7 @@ def _bundle(share: Share, one: Row) -> dict[str, float]:
     return {**wanted, RESOURCE + share.node: PIN}
 
 
-def _total(one: Row, gpu_type: str) -> int:
+def _total(one: NodeRow, gpu_type: str) -> int:
     if one.declares or (one.counts and gpu_type != CPU):
         return one.counts.get(gpu_type, 0)
     return one.cpus if gpu_type == CPU else one.gpus

@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.engines.base import Gang
-from serverless_gpu.engines.ray.ray_tables import Known
+from serverless_gpu.engines.ray.ray_tables import KnownNode
 from serverless_gpu.json_codec import from_json
 
 
-class Memory:
+class ReservationFiles:
     """Files of one engine.
 
     Args:
@@ -31,7 +31,7 @@ class Memory:
     def __init__(self, directory: Path) -> None:
         self._gangs, self._nodes = directory / "gangs", directory / "nodes.json"
         self._gangs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._noted: dict[str, Known] = {}
+        self._noted: dict[str, KnownNode] = {}
 
     def gangs(self) -> dict[str, Gang]:
         """Return the gangs that are kept, by identifier."""
@@ -52,13 +52,13 @@ class Memory:
         with contextlib.suppress(OSError):
             (self._gangs / gang).unlink(missing_ok=True)
 
-    def nodes(self) -> dict[str, Known]:
+    def nodes(self) -> dict[str, KnownNode]:
         """Return the nodes that there were, by name; how long one had been missing is counted anew."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            self._noted = from_json(self._nodes.read_bytes(), dict[str, Known])
+            self._noted = from_json(self._nodes.read_bytes(), dict[str, KnownNode])
         return {name: msgspec.structs.replace(one, missing_ns=None) for name, one in self._noted.items()}
 
-    def note(self, nodes: Mapping[str, Known]) -> None:
+    def note(self, nodes: Mapping[str, KnownNode]) -> None:
         """Note the nodes that there are, when they are others than before."""
         if dict(nodes) != self._noted:
             self._noted = dict(nodes)

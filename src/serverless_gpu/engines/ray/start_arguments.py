@@ -55,7 +55,7 @@ _HEALTH = {
 _CPU = "CPU"
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
     """A Ray cluster, as somebody on one of its machines reaches it.
 
     Attributes:
@@ -69,7 +69,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     node_address: str
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
     """What one machine gives to the cluster.
 
     Attributes:
@@ -95,7 +95,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     client: bool = False
 
 
-class Ports(NamedTuple):
+class MachinePorts(NamedTuple):
     """The ports of one machine, but for those of workers."""
 
     gcs: int
@@ -111,7 +111,7 @@ class Ports(NamedTuple):
     dashboard_metrics: int
 
 
-def ports(base: int) -> Ports:
+def ports(base: int) -> MachinePorts:
     """Return the ports that follow from the first.
 
     Raises:
@@ -121,7 +121,7 @@ def ports(base: int) -> Ports:
         raise InvalidValue(
             f"Ray's ports cannot begin with {base}", hint=f"the first of {PORTS} in a row: {PORT_MIN} to {PORT_MAX}"
         )
-    return Ports(*range(base, base + len(Ports._fields)))
+    return MachinePorts(*range(base, base + len(MachinePorts._fields)))
 
 
 def port_range(base: int) -> str:
@@ -183,7 +183,7 @@ def variables(token_file: str) -> dict[str, str]:
     }
 
 
-def environment(node: Node, clean: Mapping[str, str]) -> dict[str, str]:
+def environment(node: MachineShare, clean: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which Ray is started on a machine; its workers inherit them.
 
     Args:
@@ -204,7 +204,7 @@ def environment(node: Node, clean: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def head_command(python: str, node: Node) -> list[str]:
+def head_command(python: str, node: MachineShare) -> list[str]:
     """Return what starts the head.
 
     Args:
@@ -228,7 +228,7 @@ def head_command(python: str, node: Node) -> list[str]:
     ]
 
 
-def join_command(python: str, node: Node, address: str) -> list[str]:
+def join_command(python: str, node: MachineShare, address: str) -> list[str]:
     """Return what starts Ray on a machine that joins.
 
     Args:
@@ -246,7 +246,7 @@ def _start(python: str) -> Sequence[str]:
     return (python, "-m", "ray.scripts.scripts", "start", "--block")
 
 
-def _common(node: Node, all_ports: Ports) -> list[str]:
+def _common(node: MachineShare, all_ports: MachinePorts) -> list[str]:
     return [
         f"--node-ip-address={check_node_address(node.address)}",
         f"--node-manager-port={all_ports.node_manager}",
@@ -269,7 +269,7 @@ def _common(node: Node, all_ports: Ports) -> list[str]:
     ]
 
 
-def _resources(node: Node) -> dict[str, float]:
+def _resources(node: MachineShare) -> dict[str, float]:
     if not node.node_file:
         return {}
     types = dict.fromkeys(node.types)

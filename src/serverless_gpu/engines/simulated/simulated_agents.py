@@ -11,7 +11,7 @@ gang; a gang that nobody answered for `partition_grace_s` ends itself; what is s
 again.
 
 Faults: `reaches` and `hears` cut one direction each, `kill` and `start`, `reboot`, `forgets_to_acknowledge`, and what a
-gang does is the test's to say (`Work`).
+gang does is the test's to say (`SimulatedWork`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from serverless_gpu.wire.agents import (
     AttemptSeen,
     Heartbeat,
     HeartbeatAnswer,
-    Look,
     Order,
     OrdersTaken,
+    ReportNow,
     Start,
     Stop,
 )
@@ -98,7 +98,7 @@ class Observer(Protocol):
         ...
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedWork(msgspec.Struct, frozen=True, kw_only=True):
     """What a gang does.
 
     Attributes:
@@ -133,7 +133,7 @@ class _Attempt(msgspec.Struct, kw_only=True):
     """What a node has of one attempt; all of it is on its disk."""
 
     start: Start
-    work: Work
+    work: SimulatedWork
     ordered_ns: int
     answered_ns: int
     state: State = State.STARTING
@@ -169,7 +169,13 @@ class SimulatedAgent:
     """
 
     def __init__(
-        self, control: Control, *, name: str, devices: Sequence[Device], clock: Clock, work: Callable[[Start], Work]
+        self,
+        control: Control,
+        *,
+        name: str,
+        devices: Sequence[Device],
+        clock: Clock,
+        work: Callable[[Start], SimulatedWork],
     ) -> None:
         self.control, self.name, self.devices = control, name, tuple(devices)
         self.node = ""
@@ -278,7 +284,7 @@ class SimulatedAgent:
     def _obey(self, order: Order, now_ns: int) -> bool:
         gang = (order.run_id, order.fence)
         attempt = self._attempts.get(gang)
-        if isinstance(order, Look):
+        if isinstance(order, ReportNow):
             return False  # it reports at each turn
         if isinstance(order, Stop):
             if attempt is not None:

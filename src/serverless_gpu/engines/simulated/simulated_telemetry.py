@@ -20,8 +20,8 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, Header, HostSample, Sample, Sampled
 from serverless_gpu.node.monitor.records import Recording
-from serverless_gpu.tracking.base import Tracked, Tracker
-from serverless_gpu.tracking.delivery import Delivery, Job
+from serverless_gpu.tracking.base import Tracker, TrackerRun
+from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
 from serverless_gpu.tracking.points import telemetry_path
 from serverless_gpu.wire.agents import Start
 
@@ -47,7 +47,7 @@ class Telemetry:
     def __init__(
         self, directory: Path, *, node_rank: int, num_nodes: int, clock: Clock, tracker: Callable[[], Tracker]
     ) -> None:
-        self.tracked: dict[str, Tracked] = {}
+        self.tracked: dict[str, TrackerRun] = {}
         self._directory = directory
         self._node_rank, self._num_nodes = node_rank, num_nodes
         self._clock = clock
@@ -69,7 +69,7 @@ class Telemetry:
         gang = _Gang(Recording(telemetry_path(directory, self._node_rank), header), self._clock.wall_ns())
         self._gangs[start.run_id, start.fence] = gang
         if start.spec.tracker is not None:
-            job = Job(
+            job = DeliveryJob(
                 run_id=start.run_id,
                 fence=start.fence,
                 node_rank=self._node_rank,
@@ -78,7 +78,7 @@ class Telemetry:
                 called_ns=start.submitted_ns,
             )
             listener = _Listener(self, start.run_id)
-            gang.delivery = Delivery(directory, job, self._tracker(), listener, clock=self._clock)
+            gang.delivery = MlflowDelivery(directory, job, self._tracker(), listener, clock=self._clock)
             gang.thread = threading.Thread(target=gang.delivery.run, name=f"deliver {start.run_id}", daemon=True)
             gang.thread.start()
 
@@ -113,7 +113,7 @@ class Telemetry:
 class _Gang(msgspec.Struct):
     recording: Recording
     next_ns: int
-    delivery: Delivery | None = None
+    delivery: MlflowDelivery | None = None
     thread: threading.Thread | None = None
 
 
@@ -121,7 +121,7 @@ class _Listener:
     def __init__(self, telemetry: Telemetry, run_id: str) -> None:
         self._telemetry, self._run_id = telemetry, run_id
 
-    def tracked(self, tracked: Tracked) -> None:
+    def tracked(self, tracked: TrackerRun) -> None:
         self._telemetry.tracked[self._run_id] = tracked
 
     def untracked(self, sentence: str, *, final: bool) -> None:

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Block, Place, Row, Unit
+from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, ContentPlace, FileRow, PackBlock, Unit
 
 PACKS_MORE_MAX = 16
 """How many more packs than anew a unit may have before it is packed anew."""
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """Bytes of one file in a block: index of its row, where they start in the file, how many."""
 
     row: int
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 class BlockPlan(NamedTuple):
     """What one block holds: all of some small files, or a part of a large one."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BlockPart, ...]
     large: bool = False
 
     @property
@@ -45,11 +45,11 @@ class Reuse(NamedTuple):
     """What of an older version still serves: packs, their blocks, and places by index of the new row."""
 
     packs: tuple[str, ...] = ()
-    blocks: tuple[Block, ...] = ()
-    places: dict[int, Place] = {}  # noqa: RUF012 - never written to
+    blocks: tuple[PackBlock, ...] = ()
+    places: dict[int, ContentPlace] = {}  # noqa: RUF012 - never written to
 
 
-def plan_blocks(rows: Sequence[Row], wanted: Collection[int], block_bytes: int = BLOCK_BYTES) -> list[BlockPlan]:
+def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: int = BLOCK_BYTES) -> list[BlockPlan]:
     """Return the blocks that hold these files, in order.
 
     Args:
@@ -58,46 +58,46 @@ def plan_blocks(rows: Sequence[Row], wanted: Collection[int], block_bytes: int =
         block_bytes: content of a block.
     """
     plans: list[BlockPlan] = []
-    group: list[Part] = []
+    group: list[BlockPart] = []
     room = block_bytes
     for index in wanted:
         size = rows[index].size
         if size > block_bytes:
             plans += [
-                BlockPlan((Part(index, start, min(block_bytes, size - start)),), large=True)
+                BlockPlan((BlockPart(index, start, min(block_bytes, size - start)),), large=True)
                 for start in range(0, size, block_bytes)
             ]
             continue
         if size > room:
             plans.append(BlockPlan(tuple(group)))
             group, room = [], block_bytes
-        group.append(Part(index, 0, size))
+        group.append(BlockPart(index, 0, size))
         room -= size
     if group:
         plans.append(BlockPlan(tuple(group)))
     return plans
 
 
-def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, Place]:
+def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]:
     """Return the places of files by index of their row.
 
     Args:
         plans: the blocks.
         first: index of the first of them among the blocks of the unit; blocks without content are not counted.
     """
-    places: dict[int, Place] = {}
+    places: dict[int, ContentPlace] = {}
     block = first
     for plan in plans:
         start = 0
         for part in plan.parts:
             if part.size and part.start == 0:
-                places[part.row] = Place(block, start)
+                places[part.row] = ContentPlace(block, start)
             start += part.size
         block += start > 0
     return places
 
 
-def reuse(rows: Sequence[Row], old: Unit) -> Reuse:
+def reuse(rows: Sequence[FileRow], old: Unit) -> Reuse:
     """Return which bytes of an older version can stand for files of a new one, or nothing if that is not worth it.
 
     Args:
@@ -105,7 +105,7 @@ def reuse(rows: Sequence[Row], old: Unit) -> Reuse:
         old: the older one, already checked.
     """
     known = _known(old)
-    taken: dict[int, Place] = {}
+    taken: dict[int, ContentPlace] = {}
     used_blocks: dict[int, int] = defaultdict(int)
     for index, row in enumerate(rows):
         if row.has_content and row.size and (found := known.get((row.sha256, row.size))):
@@ -126,20 +126,20 @@ def reuse(rows: Sequence[Row], old: Unit) -> Reuse:
         blocks=tuple(
             msgspec.structs.replace(old.blocks[index], pack=pack_index[old.blocks[index].pack]) for index in kept
         ),
-        places={row: Place(block_index[place.block], place.start) for row, place in taken.items()},
+        places={row: ContentPlace(block_index[place.block], place.start) for row, place in taken.items()},
     )
 
 
-def _known(old: Unit) -> dict[tuple[bytes, int], list[Place]]:
+def _known(old: Unit) -> dict[tuple[bytes, int], list[ContentPlace]]:
     """Return where each content lies, by digest and size."""
-    known: dict[tuple[bytes, int], list[Place]] = defaultdict(list)
+    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)
     filled = (row for row in old.rows if row.has_content and row.size)
     for row, place in zip(filled, old.places, strict=True):
         known[row.sha256, row.size].append(place)
     return known
 
 
-def _spread(place: Place, size: int, blocks: Sequence[Block]) -> list[tuple[int, int]]:
+def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list[tuple[int, int]]:
     """Return the blocks a file lies in, and how many of its bytes each has."""
     if place.start + size <= blocks[place.block].size:
         return [(place.block, size)]

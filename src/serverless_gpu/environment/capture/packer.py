@@ -27,12 +27,12 @@ from typing import TypeVar
 import msgspec
 
 from serverless_gpu.environment.capture.layout import BlockPlan, Reuse, places_of, plan_blocks, reuse
-from serverless_gpu.environment.capture.sender import STORING_THREADS, WAIT_S, Counts, Ending, Sender
-from serverless_gpu.environment.capture.unit_reader import TRIES_MAX, Changed, Reader, true_sizes, unsteady
+from serverless_gpu.environment.capture.sender import STORING_THREADS, WAIT_S, Counts, ReadUnit, Sender
+from serverless_gpu.environment.capture.unit_reader import TRIES_MAX, FileChanged, Reader, true_sizes, unsteady
 from serverless_gpu.environment.compression import LEVEL_LOCAL, Compressor
-from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Block, Row, Unit, unit_address
-from serverless_gpu.environment.scan.scan import Source
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, FileRow, PackBlock, Unit, unit_address
+from serverless_gpu.environment.scan.scan import LocalUnit
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 
 BLOCKS_MAX = 12
 """How many blocks are under way, at most."""
@@ -40,7 +40,7 @@ BLOCKS_MAX = 12
 _Result = TypeVar("_Result")
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to pack.
 
     Attributes:
@@ -61,7 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.threads or 1 + min(8, max(2, len(os.sched_getaffinity(0))))
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class PackJob(msgspec.Struct, frozen=True, kw_only=True):
     """A unit to be packed.
 
     Attributes:
@@ -73,11 +73,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str
     name: str
-    source: Source
+    source: LocalUnit
     old: Unit | None = None
 
 
-class Packed(msgspec.Struct, frozen=True, kw_only=True):
+class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
     """A unit that is stored.
 
     Attributes:
@@ -85,7 +85,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
         unit: as it is stored now.
     """
 
-    job: Job
+    job: PackJob
     unit: Unit
 
 
@@ -102,8 +102,8 @@ class Packer:
 
     def __init__(
         self,
-        blobs: Blobs,
-        settings: Settings,
+        blobs: StoreBlobs,
+        settings: PackSettings,
         *,
         counts: Counts,
         pulse: Callable[[str], None] = lambda name: None,
@@ -118,9 +118,9 @@ class Packer:
         self._own = threading.local()
         self._flight: deque[tuple[_Work, BlockPlan, Future[bytes]]] = deque()
         self._again: deque[_Work] = deque()
-        self._ended: deque[tuple[Job, Future[Unit]]] = deque()
+        self._ended: deque[tuple[PackJob, Future[Unit]]] = deque()
 
-    def pack(self, *lines: Iterable[Job]) -> Iterator[Packed]:
+    def pack(self, *lines: Iterable[PackJob]) -> Iterator[PackedUnit]:
         """Yield each unit when it is stored.
 
         Args:
@@ -148,7 +148,7 @@ class Packer:
                 for work, _, _ in self._flight:
                     work.reader.close()
 
-    def _pack(self, lines: list[_Line], window: int) -> Iterator[Packed]:
+    def _pack(self, lines: list[_Line], window: int) -> Iterator[PackedUnit]:
         while lines or self._flight or self._again:
             for line in lines:
                 self._advance(line)
@@ -176,7 +176,7 @@ class Packer:
         work.outstanding += 1
         self._flight.append((work, plan, self._reading.submit(self._fill, work.reader, plan)))
 
-    def _next_work(self, jobs: Iterator[Job]) -> _Work | None:
+    def _next_work(self, jobs: Iterator[PackJob]) -> _Work | None:
         job = next(jobs, None)
         if job is None:
             return None
@@ -201,7 +201,7 @@ class Packer:
         work, plan, future = self._flight[0]
         try:
             frame = self._wait(future, work.job.name)
-        except Changed as change:
+        except FileChanged as change:
             work.changed = change.path
             frame = b""
         self._flight.popleft()
@@ -223,7 +223,7 @@ class Packer:
             return
         if work.filled:
             self._close_pack(work)
-        self._ended.append((work.job, self._sender.add_unit(Ending(work.job.name, work.packs, work.unit))))
+        self._ended.append((work.job, self._sender.add_unit(ReadUnit(work.job.name, work.packs, work.unit))))
 
     def _planned_again(self, work: _Work) -> _Work:
         if work.tries >= TRIES_MAX:
@@ -240,12 +240,12 @@ class Packer:
                 pack.result()  # a store that refuses is noticed now, not after the last of a hundred packs
         work.packs.append(self._sender.add_pack(work.take_pack()))
 
-    def _stored(self, *, wait: bool) -> Iterator[Packed]:
+    def _stored(self, *, wait: bool) -> Iterator[PackedUnit]:
         while self._ended and (wait or self._ended[0][1].done()):
             job, future = self._ended[0]
             unit = self._wait(future, job.name)
             self._ended.popleft()
-            yield Packed(job=job, unit=unit)
+            yield PackedUnit(job=job, unit=unit)
 
     def _wait(self, future: Future[_Result], name: str) -> _Result:
         while not wait((future,), timeout=WAIT_S).done:
@@ -257,7 +257,7 @@ class Packer:
 class _Line:
     """Units to be packed one after another, and the one that is being handed out."""
 
-    def __init__(self, jobs: Iterator[Job]) -> None:
+    def __init__(self, jobs: Iterator[PackJob]) -> None:
         self.jobs = jobs
         self.work: _Work | None = None
 
@@ -266,7 +266,7 @@ class _Work:
     """A unit being packed: one try."""
 
     def __init__(
-        self, job: Job, rows: list[Row], settings: Settings, stopped: Callable[[], bool], *, tries: int = 1
+        self, job: PackJob, rows: list[FileRow], settings: PackSettings, stopped: Callable[[], bool], *, tries: int = 1
     ) -> None:
         self.job = job
         self.rows = rows
@@ -286,7 +286,7 @@ class _Work:
         self.planned = self.closed = False
         self.changed = ""
         self._pack = bytearray()
-        self._blocks: list[Block] = []
+        self._blocks: list[PackBlock] = []
 
     @property
     def filled(self) -> int:
@@ -297,7 +297,7 @@ class _Work:
         self.files_done += sum(part.start == 0 for part in plan.parts)
         if frame:
             pack = len(self._reuse.packs) + len(self.packs)
-            self._blocks.append(Block(pack, self.filled, len(frame), plan.size))
+            self._blocks.append(PackBlock(pack, self.filled, len(frame), plan.size))
             self._pack += frame
 
     def take_pack(self) -> bytearray:

@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from serverless_gpu.environment.documents import Unit
 from serverless_gpu.environment.rules import check_unit
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentRejected, EnvironmentUnsupported
 
 STORING_THREADS = 4
@@ -34,7 +34,7 @@ WAIT_S = 0.2
 """How long a thread waits for anything before it reports again."""
 
 
-class Ending(msgspec.Struct, frozen=True):
+class ReadUnit(msgspec.Struct, frozen=True):
     """A unit all of which has been read.
 
     Attributes:
@@ -85,7 +85,7 @@ class Sender:
 
     def __init__(
         self,
-        blobs: Blobs,
+        blobs: StoreBlobs,
         threads: ThreadPoolExecutor,
         *,
         counts: Counts,
@@ -115,7 +115,7 @@ class Sender:
         self._flush_if_full()
         return done
 
-    def add_unit(self, ending: Ending) -> Future[Unit]:
+    def add_unit(self, ending: ReadUnit) -> Future[Unit]:
         """Add a unit whose packs were added; return it, once it is stored."""
         done = Future[Unit]()
         self._group.units.append((ending, done))
@@ -186,7 +186,7 @@ class _Group:
 
     def __init__(self) -> None:
         self.packs: list[tuple[bytes | bytearray, Future[str]]] = []
-        self.units: list[tuple[Ending, Future[Unit]]] = []
+        self.units: list[tuple[ReadUnit, Future[Unit]]] = []
         self.size = 0
 
     @property

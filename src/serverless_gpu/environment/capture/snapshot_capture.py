@@ -23,17 +23,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from serverless_gpu.environment.capture.packer import Job, Packed, Packer, Settings
+from serverless_gpu.environment.capture.packer import PackedUnit, Packer, PackJob, PackSettings
 from serverless_gpu.environment.capture.sender import Counts
 from serverless_gpu.environment.capture.unit_reader import unreadable
 from serverless_gpu.environment.compression import LEVEL_LOCAL
-from serverless_gpu.environment.documents import Member, Root, Row, Snapshot, Unit, in_order, make_snapshot
-from serverless_gpu.environment.progress import Progress, Report, nobody
+from serverless_gpu.environment.documents import FileRow, Root, Snapshot, SnapshotMember, Unit, in_order, make_snapshot
+from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
 from serverless_gpu.environment.rules import check_rows
 from serverless_gpu.environment.rules.limits import CONTENT_BYTES_MAX
 from serverless_gpu.environment.scan.description import Description
-from serverless_gpu.environment.scan.scan import Recogniser, Scan, Source, garbage_kept
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.scan.scan import LocalUnit, Recogniser, Scan, garbage_kept
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import (
     EnvironmentProblem,
     EnvironmentRejected,
@@ -83,7 +83,7 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def take(
-    description: Description, recogniser: Recogniser, blobs: Blobs, *, level: int, report: Report = nobody
+    description: Description, recogniser: Recogniser, blobs: StoreBlobs, *, level: int, report: Report = nobody
 ) -> Captured:
     """Scan an environment, capture it, and remember it.
 
@@ -101,7 +101,12 @@ def take(
 
 @garbage_kept()
 def capture(
-    scan: Scan, blobs: Blobs, *, level: int = LEVEL_LOCAL, report: Report = nobody, settings: Settings | None = None
+    scan: Scan,
+    blobs: StoreBlobs,
+    *,
+    level: int = LEVEL_LOCAL,
+    report: Report = nobody,
+    settings: PackSettings | None = None,
 ) -> Captured:
     """Send what the store lacks of an environment, and then the snapshot.
 
@@ -131,7 +136,7 @@ def capture(
 
         packer = Packer(
             blobs,
-            settings or Settings(level=level),
+            settings or PackSettings(level=level),
             counts=counts,
             pulse=lambda name: meter.pulse(counts, name),
             before_packs=before_packs,
@@ -169,7 +174,7 @@ def check_size(snapshot: Snapshot) -> None:
 class _Space:
     """Keeps the store from being filled up."""
 
-    def __init__(self, blobs: Blobs) -> None:
+    def __init__(self, blobs: StoreBlobs) -> None:
         self._store = blobs.store
 
     def check(self, content_bytes: int) -> None:
@@ -199,7 +204,7 @@ class _Space:
 class _Look:
     """Looks, beside other work, whether all files can be read."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[LocalUnit]) -> None:
         self._sources = sources
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, "sgpu-look")
@@ -236,7 +241,7 @@ class _Look:
 class _Meter:
     """Reports, several times a second."""
 
-    def __init__(self, report: Report, members: Mapping[str, Member]) -> None:
+    def __init__(self, report: Report, members: Mapping[str, SnapshotMember]) -> None:
         self._report = report
         self._bytes = sum(member.size for member in members.values())
         self._files = sum(member.files for member in members.values())
@@ -248,7 +253,7 @@ class _Meter:
             return
         self._next_s = now + REPORT_S
         self._report(
-            Progress(
+            ProgressPoint(
                 phase="capture",
                 bytes_done=counts.bytes_done,
                 bytes_total=max(self._bytes, counts.bytes_done),
@@ -260,13 +265,13 @@ class _Meter:
         )
 
 
-def _members(snapshot: Snapshot, missing: set[str]) -> dict[str, Member]:
+def _members(snapshot: Snapshot, missing: set[str]) -> dict[str, SnapshotMember]:
     """Return the units that are missing, each once, the largest first."""
     found = {member.address: member for root in snapshot.roots for member in root.members if member.address in missing}
     return dict(sorted(found.items(), key=lambda item: (-item[1].size, item[0])))
 
 
-def _jobs(take: Callable[[], Member], sources: Mapping[str, Source], blobs: Blobs) -> Iterator[Job]:
+def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> Iterator[PackJob]:
     """Yield jobs until there is nobody left to take."""
     while True:
         try:
@@ -280,10 +285,10 @@ def _jobs(take: Callable[[], Member], sources: Mapping[str, Source], blobs: Blob
             said = error.message.replace("'site/", "'")  # a place in a unit, and none that its user knows
             where = "name it in .sgpuignore" if member.kind == "code" else "remove it from the environment"
             raise EnvironmentUnsupported(f"this cannot be captured: {said}", hint=f"rename it, or {where}") from None
-        yield Job(address=member.address, name=_name(member), source=source, old=_old(source, blobs))
+        yield PackJob(address=member.address, name=_name(member), source=source, old=_old(source, blobs))
 
 
-def _old(source: Source, blobs: Blobs) -> Unit | None:
+def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
     """Return the version before of a unit, if it is whole."""
     if not source.previous:
         return None
@@ -298,7 +303,7 @@ def _old(source: Source, blobs: Blobs) -> Unit | None:
         return None  # altered, or of another format: everything is packed then
 
 
-def _result(scan: Scan, packed: Mapping[str, Packed], counts: Counts, *, known: int) -> Captured:
+def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: Counts, *, known: int) -> Captured:
     moved = {address: done.unit.address for address, done in packed.items() if done.unit.address != address}
     return Captured(
         scan=_corrected(scan, {address: packed[address].unit.rows for address in moved}, moved) if moved else scan,
@@ -311,10 +316,10 @@ def _result(scan: Scan, packed: Mapping[str, Packed], counts: Counts, *, known: 
     )
 
 
-def _corrected(scan: Scan, rows: Mapping[str, Sequence[Row]], moved: Mapping[str, str]) -> Scan:
+def _corrected(scan: Scan, rows: Mapping[str, Sequence[FileRow]], moved: Mapping[str, str]) -> Scan:
     """Return a scan in which units have their true rows and addresses."""
 
-    def corrected(member: Member) -> Member:
+    def corrected(member: SnapshotMember) -> SnapshotMember:
         if member.address not in moved:
             return member
         content = [row.size for row in rows[member.address] if row.has_content]
@@ -335,7 +340,7 @@ def _corrected(scan: Scan, rows: Mapping[str, Sequence[Row]], moved: Mapping[str
     return Scan(snapshot=make_snapshot(snapshot.interpreter, tuple(roots), snapshot.facts), sources=sources)
 
 
-def _name(member: Member) -> str:
+def _name(member: SnapshotMember) -> str:
     if member.kind == "unowned":
         return "files that no distribution owns"
     if member.kind == "code":

@@ -2,8 +2,8 @@
 
 The common case is quick: open, read, close, and the digest is the row's. If it is not, there are three stories:
 RECORD told something else than what is there (the row is corrected, and with it the unit's address); the file has
-another size than when it was looked at (`Changed`: the unit is planned again); it changes at this moment (read again a
-few times, then `EnvironmentUnsupported` names it).
+another size than when it was looked at (`FileChanged`: the unit is planned again); it changes at this moment (read
+again a few times, then `EnvironmentUnsupported` names it).
 
 Blocks of a large file are read by several threads at once, and hashed in their order: each waits for its turn, which
 is short, because the one before was started first.
@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from serverless_gpu.environment.capture.layout import BlockPlan, Part
-from serverless_gpu.environment.documents import Row
+from serverless_gpu.environment.capture.layout import BlockPart, BlockPlan
+from serverless_gpu.environment.documents import FileRow
 from serverless_gpu.errors import EnvironmentUnsupported
 
 TRIES_MAX = 4
@@ -31,7 +31,7 @@ _one_by_one = threading.Lock()
 """Whoever reads small files: two at once would only pass the interpreter to and fro, three times for each file."""
 
 
-class Changed(Exception):
+class FileChanged(Exception):
     """A file is not as large as its row says; the unit has to be planned again."""
 
     def __init__(self, path: str) -> None:
@@ -39,7 +39,7 @@ class Changed(Exception):
         self.path = path
 
 
-class Stopped(Exception):
+class CaptureStopped(Exception):
     """Somebody else failed, so that nobody needs this any more."""
 
 
@@ -55,7 +55,7 @@ class Reader:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[FileRow],
         files: Mapping[int, str],
         texts: Mapping[int, bytes],
         stopped: Callable[[], bool],
@@ -84,7 +84,7 @@ class Reader:
             EnvironmentUnsupported: a file cannot be read, is gone, or does not stand still.
         """
         if self._stopped():
-            raise Stopped
+            raise CaptureStopped
         if plan.large:
             return self._read_large(plan.parts[0], buffer)
         with _one_by_one:
@@ -95,7 +95,7 @@ class Reader:
         for large in self._large.values():
             large.close()
 
-    def _read_small(self, parts: Sequence[Part], buffer: memoryview) -> memoryview:
+    def _read_small(self, parts: Sequence[BlockPart], buffer: memoryview) -> memoryview:
         rows, files, texts = self._rows, self._files, self._texts
         sha256, readv, close = hashlib.sha256, os.readv, os.close
         start = 0
@@ -130,13 +130,13 @@ class Reader:
         else:
             data = _read_steady(self._files[index], size)
         if len(data) != size:
-            raise Changed(self._rows[index].path)
+            raise FileChanged(self._rows[index].path)
         digest = hashlib.sha256(data).digest()
         if digest != self._rows[index].sha256:
             self.corrections[index] = digest
         return data
 
-    def _read_large(self, part: Part, buffer: memoryview) -> memoryview:
+    def _read_large(self, part: BlockPart, buffer: memoryview) -> memoryview:
         index, size = part.row, self._rows[part.row].size
         if index in self._texts:
             return self._read_large_text(part, buffer)
@@ -149,10 +149,10 @@ class Reader:
             self.corrections[index] = digest
         return data
 
-    def _read_large_text(self, part: Part, buffer: memoryview) -> memoryview:
+    def _read_large_text(self, part: BlockPart, buffer: memoryview) -> memoryview:
         text, row = self._texts[part.row], self._rows[part.row]
         if len(text) != row.size:
-            raise Changed(row.path)
+            raise FileChanged(row.path)
         if part.start == 0 and (digest := hashlib.sha256(text).digest()) != row.sha256:
             self.corrections[part.row] = digest
         buffer[: part.size] = text[part.start : part.start + part.size]
@@ -174,9 +174,9 @@ class _LargeFile:
         self._failed = False
         if self._before[0] != size:
             self.close()
-            raise Changed(path)
+            raise FileChanged(path)
 
-    def read(self, part: Part, buffer: memoryview) -> memoryview:
+    def read(self, part: BlockPart, buffer: memoryview) -> memoryview:
         """Read a part into a buffer of its size."""
         try:
             count = os.preadv(self._fd, (buffer,), part.start)
@@ -185,12 +185,12 @@ class _LargeFile:
             raise unreadable(self._path, error) from None
         if count != part.size:
             self._fail()
-            raise Changed(self._path)
+            raise FileChanged(self._path)
         with self._turn:
             while self._hashed != part.start:
                 self._turn.wait(_TURN_S)
                 if self._failed or self._stopped():
-                    raise Changed(self._path) if self._failed else Stopped
+                    raise FileChanged(self._path) if self._failed else CaptureStopped
         self._digest.update(buffer)
         with self._turn:
             self._hashed += part.size
@@ -202,7 +202,7 @@ class _LargeFile:
         after = _signature(os.fstat(self._fd))
         self.close()
         if after != self._before:
-            raise Changed(self._path)
+            raise FileChanged(self._path)
         return self._digest.digest()
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ def _read_steady(path: str, size: int) -> bytes:
         try:
             before = os.fstat(fd)
             if before.st_size != size:
-                raise Changed(path)
+                raise FileChanged(path)
             data = os.read(fd, size + 1)
             after = os.fstat(fd)
         except OSError as error:
@@ -283,7 +283,7 @@ def _signature(seen: os.stat_result) -> tuple[int, int, int]:
     return seen.st_size, seen.st_mtime_ns, seen.st_ino
 
 
-def true_sizes(rows: Sequence[Row], files: Mapping[int, str], texts: Mapping[int, bytes]) -> list[Row]:
+def true_sizes(rows: Sequence[FileRow], files: Mapping[int, str], texts: Mapping[int, bytes]) -> list[FileRow]:
     """Return the rows with the sizes that their files have now; the digest of what changed is not known."""
     fresh = list(rows)
     for index, row in enumerate(rows):

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from serverless_gpu.environment.documents import Interpreter, Member, Snapshot
+from serverless_gpu.environment.documents import Interpreter, Snapshot, SnapshotMember
 from serverless_gpu.environment.restore.cache.unit_outline import Outline, record_line, record_row
 from serverless_gpu.environment.restore.scripts import scripts, specific
 
@@ -31,7 +31,7 @@ _SITE_DIRECTORIES = ("site-packages", "dist-packages")  # python processes .pth 
 _OF_GLOBAL_PREFIX = ("bin", "etc", "include", "share")
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class TreePart(msgspec.Struct, frozen=True, kw_only=True):
     """A place below the tree.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     directories: tuple[str, ...] = ()
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class AssemblyTarget(msgspec.Struct, frozen=True, kw_only=True):
     """What a tree is assembled for.
 
     Attributes:
@@ -77,7 +77,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.tree}/bin/python"
 
 
-def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: Place) -> tuple[Part, ...]:
+def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: AssemblyTarget) -> tuple[TreePart, ...]:
     """Return the parts of a tree, outer ones first.
 
     Args:
@@ -85,7 +85,7 @@ def assemble(snapshot: Snapshot, outlines: Mapping[str, Outline], place: Place) 
         outlines: of all of its units, by address.
         place: where, and with which interpreter.
     """
-    parts: list[Part] = []
+    parts: list[TreePart] = []
     for number, root in enumerate(snapshot.roots):
         prefix, site = _Files(), _Files()
         notes = _notes_by_directory(snapshot, number)
@@ -168,7 +168,7 @@ class _Files:
 
 
 def _add_distribution(
-    outline: Outline, place: Place, prefix: _Files, site: _Files, notes: Mapping[str, Mapping[str, str]]
+    outline: Outline, place: AssemblyTarget, prefix: _Files, site: _Files, notes: Mapping[str, Mapping[str, str]]
 ) -> None:
     lines = [outline.record]
     for name, text in scripts(outline.points, place.python).items():
@@ -184,7 +184,7 @@ def _add_distribution(
     site.add(f"{outline.dist_info}/RECORD", "".join(lines).encode())
 
 
-def _add_scripts(outline: Outline, place: Place, prefix: _Files) -> None:
+def _add_scripts(outline: Outline, place: AssemblyTarget, prefix: _Files) -> None:
     """Write the tree's interpreter into scripts of any unit: of wheels, of no distribution, or made by hand."""
     for path, content in outline.generic.items():
         prefix.add(path.partition("/")[2], specific(content, place.python), executable=True)
@@ -192,11 +192,11 @@ def _add_scripts(outline: Outline, place: Place, prefix: _Files) -> None:
 
 def _parts_of(
     snapshot: Snapshot, number: int, outlines: Mapping[str, Outline], prefix: _Files, site: _Files
-) -> Iterator[Part]:
+) -> Iterator[TreePart]:
     members = snapshot.roots[number].members
     in_prefix = _with_area(members, outlines, "prefix") if snapshot.roots[number].kind != "code" else ()
     if number == 0 or in_prefix or prefix.contents:
-        yield Part(
+        yield TreePart(
             at=_prefix_of(number),
             area="prefix",
             root=number,
@@ -205,7 +205,7 @@ def _parts_of(
             executable=frozenset(prefix.executable),
             directories=(site_of(snapshot, number).removeprefix(_prefix_of(number)).lstrip("/"),),
         )
-    yield Part(
+    yield TreePart(
         at=site_of(snapshot, number),
         area="site",
         root=number,
@@ -215,7 +215,7 @@ def _parts_of(
     )
 
 
-def _with_interpreter(part: Part, snapshot: Snapshot, place: Place) -> Part:
+def _with_interpreter(part: TreePart, snapshot: Snapshot, place: AssemblyTarget) -> TreePart:
     """Return the outermost part, with the interpreter and every place where something is put into it."""
     config = (
         f"home = {posixpath.dirname(place.base)}\n"
@@ -233,7 +233,7 @@ def _with_interpreter(part: Part, snapshot: Snapshot, place: Place) -> Part:
     )
 
 
-def _roots_pth(snapshot: Snapshot, place: Place) -> str:
+def _roots_pth(snapshot: Snapshot, place: AssemblyTarget) -> str:
     """Return the lines that put the other roots on `sys.path`, in their order."""
     lines = []
     before = paths_before(snapshot, place.tree)
@@ -289,7 +289,7 @@ def _prefix_of(number: int) -> str:
     return "" if number == 0 else f"roots/{number}"
 
 
-def _with_area(members: tuple[Member, ...], outlines: Mapping[str, Outline], area: str) -> tuple[str, ...]:
+def _with_area(members: tuple[SnapshotMember, ...], outlines: Mapping[str, Outline], area: str) -> tuple[str, ...]:
     return tuple(member.address for member in members if area in outlines[member.address].areas)
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.documents import Row
-from serverless_gpu.environment.progress import Progress, Report, nobody
+from serverless_gpu.environment.documents import FileRow
+from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
 from serverless_gpu.environment.restore import compiler_process
 
 PROCESSES = 2
@@ -36,7 +36,7 @@ _MEMORY_BYTES = 4 * 1024**3
 _PROGRAM = str(Path(compiler_process.__file__))
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     """One file to compile: where it is, where its bytecode goes, how long its row says it is."""
 
     source: str
@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
 
-def jobs(directory: Path, rows: Sequence[Row], tag: str, only: Collection[str] | None = None) -> list[Job]:
+def jobs(directory: Path, rows: Sequence[FileRow], tag: str, only: Collection[str] | None = None) -> list[CompileJob]:
     """Return what there is to compile in a unit.
 
     Args:
@@ -62,11 +62,13 @@ def jobs(directory: Path, rows: Sequence[Row], tag: str, only: Collection[str] |
         target = f"{folder}/__pycache__/{name[:-3]}.{tag}.pyc"
         # What a unit itself has under the name of bytecode is not ours to replace.
         if (only is None or row.path in only) and target not in taken and f"{folder}/__pycache__" not in taken:
-            found.append(Job(source=f"{directory}/{row.path}", target=f"{directory}/{target}", size=row.size))
+            found.append(CompileJob(source=f"{directory}/{row.path}", target=f"{directory}/{target}", size=row.size))
     return [job for job in found if not os.path.lexists(job.target)]
 
 
-def compile_all(work: Sequence[Job], python: str, *, report: Report = nobody, patience_s: float = FILE_S_MAX) -> int:
+def compile_all(
+    work: Sequence[CompileJob], python: str, *, report: Report = nobody, patience_s: float = FILE_S_MAX
+) -> int:
     """Compile files in two processes and return how many have bytecode now.
 
     Args:
@@ -95,7 +97,7 @@ def compile_all(work: Sequence[Job], python: str, *, report: Report = nobody, pa
                     crew.remove(worker)
                     deaths += 1
                     waiting += reversed(worker.rest())
-            report(Progress(phase="compile", files_done=done, files_total=len(work)))
+            report(ProgressPoint(phase="compile", files_done=done, files_total=len(work)))
     finally:
         for worker in crew:
             worker.end()
@@ -106,7 +108,7 @@ class _Worker:
     """A process that compiles one batch of files after another."""
 
     def __init__(self, python: str) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[CompileJob] = []
         self._next = 0
         self._deadline = 0.0
         self._buffer = b""
@@ -123,7 +125,7 @@ class _Worker:
             )
         self.over = self._process is None
 
-    def take(self, batch: list[Job], patience_s: float) -> None:
+    def take(self, batch: list[CompileJob], patience_s: float) -> None:
         """Hand it files; a batch fits into the pipe, or is read while it is written."""
         self.jobs, self._next = batch, 0
         self._deadline = time.monotonic() + patience_s
@@ -160,7 +162,7 @@ class _Worker:
             self.end()
         return finished, compiled
 
-    def rest(self) -> list[Job]:
+    def rest(self) -> list[CompileJob]:
         """Return what it did not deal with, without the file it was at when it ended."""
         return self.jobs[self._next + 1 :]
 

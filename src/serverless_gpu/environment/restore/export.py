@@ -17,16 +17,16 @@ import msgspec
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.progress import Report, nobody
-from serverless_gpu.environment.restore.assembly import Part, Place
+from serverless_gpu.environment.restore.assembly import AssemblyTarget, TreePart
 from serverless_gpu.environment.restore.cache.cache_layout import delete, make_public
 from serverless_gpu.environment.restore.cache.cache_locks import locked
 from serverless_gpu.environment.restore.cache.disk import free_bytes, full, is_full, occupied_bytes
 from serverless_gpu.environment.restore.cache.exposure import linking
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.link_tree import Linked, Source, fill
+from serverless_gpu.environment.restore.link_tree import ContentSource, Linked, fill
 from serverless_gpu.environment.restore.preparation import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.trees import MAKING_S_MAX, assembled
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot
 from serverless_gpu.errors import InvalidValue, StorageError
 
@@ -73,7 +73,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a person asked for: the directory, an interpreter to try first, and whether to copy every file."""
 
     target: Path
@@ -81,7 +81,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     copies: bool = False
 
 
-def export(address: str, blobs: Blobs, cache: Cache, order: Order, *, report: Report = nobody) -> Exported:
+def export(address: str, blobs: StoreBlobs, cache: Cache, order: ExportRequest, *, report: Report = nobody) -> Exported:
     """Make a free-standing tree of an environment.
 
     Args:
@@ -144,7 +144,7 @@ def _make(prepared: Prepared, cache: Cache, target: Path, *, copies: bool) -> Li
     snapshot, base = prepared.snapshot, prepared.base
     target.parent.mkdir(parents=True, exist_ok=True)
     _check_space(snapshot, cache, target.parent, copies=copies)
-    place = Place(tree=str(target), base=base.path, version=base.version, alone=True)
+    place = AssemblyTarget(tree=str(target), base=base.path, version=base.version, alone=True)
     parts = assembled(snapshot, cache, place)
     fresh = target.with_name(f".{target.name}.new-{os.urandom(4).hex()}")
     try:
@@ -168,9 +168,9 @@ def _check_space(snapshot: Snapshot, cache: Cache, directory: Path, *, copies: b
             raise full(directory, needed, 0)
 
 
-def _source(part: Part, snapshot: Snapshot, cache: Cache, *, copies: bool) -> Source:
+def _source(part: TreePart, snapshot: Snapshot, cache: Cache, *, copies: bool) -> ContentSource:
     own = copies or snapshot.roots[part.root].kind == "code"
-    return Source(part, [cache.unit(address) / part.area for address in part.units], own)
+    return ContentSource(part, [cache.unit(address) / part.area for address in part.units], own)
 
 
 def _write_activate(fresh: Path, target: Path) -> None:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from serverless_gpu.environment.restore.assembly import Part
+from serverless_gpu.environment.restore.assembly import TreePart
 from serverless_gpu.environment.restore.cache.exposure import is_suspect
 from serverless_gpu.environment.restore.cache.fork_pool import divide
 from serverless_gpu.errors import EnvironmentRejected
@@ -72,7 +72,7 @@ class Linked(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Source(NamedTuple):
+class ContentSource(NamedTuple):
     """Where the content of a part comes from.
 
     Attributes:
@@ -82,7 +82,7 @@ class Source(NamedTuple):
         since_ns: since when links to each are known to be right; 0 for one that is not looked at.
     """
 
-    part: Part
+    part: TreePart
     directories: Sequence[Path]
     copies: bool = False
     files: Sequence[int] = ()
@@ -99,7 +99,7 @@ class _Origin(NamedTuple):
     since_ns: int
 
 
-def fill(tree: Path, sources: Sequence[Source], *, read_only: bool = False) -> Linked:
+def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = False) -> Linked:
     """Make a tree.
 
     Args:
@@ -135,7 +135,7 @@ class _Folder(msgspec.Struct):
 _NOTHING = _Folder()
 
 
-def _generated(sources: Sequence[Source]) -> dict[str, _Folder]:
+def _generated(sources: Sequence[ContentSource]) -> dict[str, _Folder]:
     """Return what is generated, by directory; where two parts want the same path the inner one has it."""
     folders: dict[str, _Folder] = {}
 
@@ -176,7 +176,7 @@ class _Merging:
         below: directories that one unit has alone, or none, and are empty as yet.
     """
 
-    def __init__(self, filler: _Filler, sources: Sequence[Source]) -> None:
+    def __init__(self, filler: _Filler, sources: Sequence[ContentSource]) -> None:
         self._filler = filler
         self._parts: dict[str, list[_Origin]] = {}
         self.below: dict[str, _Origin | None] = {}
@@ -383,7 +383,7 @@ def _list(directory: int, path: str, since_ns: int) -> _Listing:
     return listing
 
 
-def write_generated(directory: Path, part: Part) -> None:
+def write_generated(directory: Path, part: TreePart) -> None:
     """Write the generated files, links and directories of a part.
 
     Args:
@@ -391,7 +391,7 @@ def write_generated(directory: Path, part: Part) -> None:
         part: what to write.
     """
     os.mkdir(directory, 0o755)
-    fill(directory, [Source(msgspec.structs.replace(part, at=""), ())])
+    fill(directory, [ContentSource(msgspec.structs.replace(part, at=""), ())])
 
 
 def _write(name: str, content: bytes, mode: int, directory: int) -> None:

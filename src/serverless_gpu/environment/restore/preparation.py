@@ -11,12 +11,12 @@ import msgspec
 from serverless_gpu.environment.documents import Root, Snapshot, Unit
 from serverless_gpu.environment.progress import Report
 from serverless_gpu.environment.restore import bytecode
-from serverless_gpu.environment.restore.bytecode import Job
+from serverless_gpu.environment.restore.bytecode import CompileJob
 from serverless_gpu.environment.restore.cache.cache_layout import make_public, read_document
 from serverless_gpu.environment.restore.cache.unit_cache import Cache, Ensured
 from serverless_gpu.environment.restore.pythons import Python, find_python, keep, recall, trusted
 from serverless_gpu.environment.rules import check_snapshot
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import mended
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected
 
@@ -44,7 +44,7 @@ def known_snapshot(cache: Cache, address: str) -> Snapshot | None:
     return snapshot
 
 
-def prepare(snapshot: Snapshot, blobs: Blobs, cache: Cache, python: str, report: Report) -> Prepared:
+def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, python: str, report: Report) -> Prepared:
     """Have the units of a snapshot in the cache; the caller holds the environment.
 
     Args:
@@ -88,12 +88,12 @@ def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
     return accept
 
 
-def loaded_jobs(prepared: Prepared, cache: Cache) -> dict[str, list[Job]]:
+def loaded_jobs(prepared: Prepared, cache: Cache) -> dict[str, list[CompileJob]]:
     """Return what to compile, by unit: what the caller had loaded and has no bytecode.
 
     A few short files are left to whoever imports them, and to `compile_rest`: a process takes longer to start.
     """
-    work: dict[str, list[Job]] = {}
+    work: dict[str, list[CompileJob]] = {}
     for address, jobs in _loaded(prepared.snapshot, cache, prepared.base.tag):
         work.setdefault(address, []).extend(jobs)
     return work if sum(job.size for jobs in work.values() for job in jobs) > FEW_BYTES else {}
@@ -127,7 +127,7 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
-def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[tuple[str, list[Job]]]:
+def _loaded(snapshot: Snapshot, cache: Cache, tag: str) -> Iterator[tuple[str, list[CompileJob]]]:
     """Yield, for each unit, what the caller had loaded and has no bytecode for this interpreter yet."""
     for root, paths in zip(snapshot.roots, snapshot.facts.loaded, strict=False):
         for address, here in _by_unit(root, cache, paths).items():

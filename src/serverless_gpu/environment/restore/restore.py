@@ -25,13 +25,13 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import Progress, Report, nobody
+from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
 from serverless_gpu.environment.restore.assembly import library_name, moved, paths_before
 from serverless_gpu.environment.restore.bytecode import jobs
 from serverless_gpu.environment.restore.cache.cache_locks import locked
 from serverless_gpu.environment.restore.cache.disk import full, is_full, occupied_bytes
 from serverless_gpu.environment.restore.cache.unit_cache import Cache, Ensured
-from serverless_gpu.environment.restore.export import Exported, Order, export
+from serverless_gpu.environment.restore.export import Exported, ExportRequest, export
 from serverless_gpu.environment.restore.preparation import Prepared, known_snapshot, loaded_jobs, prepare
 from serverless_gpu.environment.restore.pythons import ask, find_python
 from serverless_gpu.environment.restore.tree_repair import changed_units, mend_units, said
@@ -39,7 +39,7 @@ from serverless_gpu.environment.restore.trees import (
     LAYERS_MAX,
     MAKING_S_MAX,
     Mount,
-    Ready,
+    ReadyTree,
     UnitSuspect,
     forget_links,
     link_bytecode,
@@ -49,15 +49,15 @@ from serverless_gpu.environment.restore.trees import (
     read_ready,
     tree_change,
 )
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot
 from serverless_gpu.errors import StorageError
 
 __all__ = [
+    "ExportRequest",
     "Exported",
     "Mount",
-    "Order",
-    "Restored",
+    "RestoredTree",
     "Way",
     "compile_rest",
     "export",
@@ -80,7 +80,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 OVERLAY = Way()
 
 
-class Restored(msgspec.Struct, frozen=True, kw_only=True):
+class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
     """An environment that is ready on this node.
 
     Attributes:
@@ -119,13 +119,13 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
 
 def restore(
     address: str,
-    blobs: Blobs,
+    blobs: StoreBlobs,
     cache: Cache,
     *,
     way: Way = OVERLAY,
     python: str = "",
     report: Report = nobody,
-) -> Restored:
+) -> RestoredTree:
     """Have an environment ready on this node.
 
     Args:
@@ -217,7 +217,7 @@ def _way_for(snapshot: Snapshot, way: Way) -> Way:
     return way
 
 
-def _make(prepared: Prepared, cache: Cache, way: Way, look: Callable[[], None], report: Report) -> Ready:
+def _make(prepared: Prepared, cache: Cache, way: Way, look: Callable[[], None], report: Report) -> ReadyTree:
     snapshot = prepared.snapshot
     with locked(cache.making_lock(snapshot.address), wait_s=MAKING_S_MAX):
         ready = read_ready(cache, snapshot, way.mode)
@@ -226,11 +226,11 @@ def _make(prepared: Prepared, cache: Cache, way: Way, look: Callable[[], None], 
         if work := loaded_jobs(prepared, cache):
             look()  # no source that was written to is compiled
             cache.compile(work, prepared.base.path, report)
-        report(Progress(phase="restore", files_total=snapshot.files, bytes_total=snapshot.size))
+        report(ProgressPoint(phase="restore", files_total=snapshot.files, bytes_total=snapshot.size))
         make = make_overlay if way.mode == "overlay" else make_links
         ready = _with_space(cache, snapshot, lambda: make(snapshot, cache, prepared.base))
         report(
-            Progress(
+            ProgressPoint(
                 phase="restore",
                 files_done=snapshot.files,
                 files_total=snapshot.files,
@@ -241,7 +241,7 @@ def _make(prepared: Prepared, cache: Cache, way: Way, look: Callable[[], None], 
         return ready
 
 
-def _with_space(cache: Cache, snapshot: Snapshot, make: Callable[[], Ready]) -> Ready:
+def _with_space(cache: Cache, snapshot: Snapshot, make: Callable[[], ReadyTree]) -> ReadyTree:
     """Make a tree; when the disk is full, once more after what was not used for longest has gone."""
     needed = occupied_bytes(0, snapshot.files // 8 + 400)  # directories, and generated files
     try:
@@ -256,9 +256,9 @@ def _with_space(cache: Cache, snapshot: Snapshot, make: Callable[[], Ready]) -> 
         raise full(cache.trees, needed, 0) from error
 
 
-def _restored(snapshot: Snapshot, cache: Cache, ready: Ready, way: Way, ensured: Ensured, ms: int) -> Restored:
+def _restored(snapshot: Snapshot, cache: Cache, ready: ReadyTree, way: Way, ensured: Ensured, ms: int) -> RestoredTree:
     tree = ready.tree
-    return Restored(
+    return RestoredTree(
         address=snapshot.address,
         tree=tree,
         python=f"{tree}/bin/python",

@@ -23,14 +23,14 @@ from serverless_gpu.environment.progress import Report
 from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since, linking, suspects
 from serverless_gpu.environment.restore.cache.fork_pool import divide
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 
 _NAMED_MAX = 3
 
 Suspects = tuple[list[str], list[str]]
 
 
-def mend_units(snapshot: Snapshot, blobs: Blobs, cache: Cache, report: Report) -> tuple[str, ...]:
+def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: Cache, report: Report) -> tuple[str, ...]:
     """Look at the units of an environment that links lead to, and fetch again what was changed through them.
 
     Args:
@@ -88,7 +88,7 @@ def _suspects(units: Sequence[Path]) -> dict[int, Suspects]:
     return functools.reduce(operator.or_, divide(len(units), work, dict[int, Suspects]))
 
 
-def _mend(address: str, own: list[str], bytecode: list[str], blobs: Blobs, cache: Cache, report: Report) -> str:
+def _mend(address: str, own: list[str], bytecode: list[str], blobs: StoreBlobs, cache: Cache, report: Report) -> str:
     unit = cache.unit(address)
     for path in bytecode:
         Path(path).unlink(missing_ok=True)  # it is compiled again

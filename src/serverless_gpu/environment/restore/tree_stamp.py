@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.environment.restore.assembly import Part
+from serverless_gpu.environment.restore.assembly import TreePart
 
 _BYTECODE = "__pycache__"
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class TreeStamp(msgspec.Struct, frozen=True, kw_only=True):
     """What a tree was when it was made, by paths below it.
 
     Attributes:
@@ -32,11 +32,11 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, tuple[int, int, int, int]] = {}
 
 
-Folders = Callable[[Part], Sequence[Path]]
+Folders = Callable[[TreePart], Sequence[Path]]
 """Where the units of a part lie, the first one first."""
 
 
-def watch(tree: Path, directories: Mapping[str, int], own_files: Iterable[str]) -> Watched:
+def watch(tree: Path, directories: Mapping[str, int], own_files: Iterable[str]) -> TreeStamp:
     """Return what a tree is now.
 
     Args:
@@ -44,7 +44,7 @@ def watch(tree: Path, directories: Mapping[str, int], own_files: Iterable[str]) 
         directories: time of each of its directories, by its path relative to it; "" is itself.
         own_files: files that are not links to units, relative.
     """
-    return Watched(
+    return TreeStamp(
         directories={path: time for path, time in directories.items() if not path.endswith(_BYTECODE)},
         files={path: signature(tree / path) for path in own_files},
     )
@@ -56,7 +56,7 @@ def signature(path: Path) -> tuple[int, int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def change(tree: Path, watched: Watched, parts: Callable[[], Sequence[Part]], folders: Folders) -> str:
+def change(tree: Path, watched: TreeStamp, parts: Callable[[], Sequence[TreePart]], folders: Folders) -> str:
     """Return what of a tree has changed, in a few words, or "".
 
     Args:
@@ -85,7 +85,7 @@ def change(tree: Path, watched: Watched, parts: Callable[[], Sequence[Part]], fo
     return next(filter(None, (_difference(tree, path, assembled, folders) for path in moved)), "")
 
 
-def _difference(tree: Path, path: str, parts: Sequence[Part], folders: Folders) -> str:
+def _difference(tree: Path, path: str, parts: Sequence[TreePart], folders: Folders) -> str:
     """Compare one directory with what it was made of."""
     expected = _expected(path, parts, folders)
     present = set(os.listdir(tree / path)) - {_BYTECODE}
@@ -99,7 +99,7 @@ def _difference(tree: Path, path: str, parts: Sequence[Part], folders: Folders) 
     return ""
 
 
-def _expected(path: str, parts: Sequence[Part], folders: Folders) -> dict[str, Path | None]:
+def _expected(path: str, parts: Sequence[TreePart], folders: Folders) -> dict[str, Path | None]:
     """Return the names a directory should have; with the file of a unit that is linked there."""
     found: dict[str, Path | None] = {}
     for part in parts:

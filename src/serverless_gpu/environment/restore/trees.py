@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.restore.assembly import Part, Place, assemble, site_of
+from serverless_gpu.environment.restore.assembly import AssemblyTarget, TreePart, assemble, site_of
 from serverless_gpu.environment.restore.cache.cache_layout import (
     delete,
     exchange,
@@ -29,11 +29,11 @@ from serverless_gpu.environment.restore.cache.cache_layout import (
     write_document,
 )
 from serverless_gpu.environment.restore.cache.exposure import exposed_since, linking
-from serverless_gpu.environment.restore.cache.shared_metadata import Sharing, make_layers
+from serverless_gpu.environment.restore.cache.shared_metadata import SharedMetadata, make_layers
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.link_tree import Source, fill, link_new, write_generated
+from serverless_gpu.environment.restore.link_tree import ContentSource, fill, link_new, write_generated
 from serverless_gpu.environment.restore.pythons import Python
-from serverless_gpu.environment.restore.tree_stamp import Watched, change, watch
+from serverless_gpu.environment.restore.tree_stamp import TreeStamp, change, watch
 from serverless_gpu.errors import EnvironmentCorrupt
 
 LAYERS_MAX = 480
@@ -61,7 +61,7 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
+class ReadyTree(msgspec.Struct, frozen=True, kw_only=True):
     """What was made, and what it relies on.
 
     Attributes:
@@ -86,10 +86,10 @@ def most_layers(snapshot: Snapshot) -> int:
     return max(len(root.members) for root in snapshot.roots) + _OURS
 
 
-def read_ready(cache: Cache, snapshot: Snapshot, mode: str) -> Ready | None:
+def read_ready(cache: Cache, snapshot: Snapshot, mode: str) -> ReadyTree | None:
     """Return what was made before, or None when it cannot be used any more."""
     directory, name = _overlay(cache, snapshot) if mode == "overlay" else _links(cache, snapshot)
-    ready = read_document(name, Ready)
+    ready = read_document(name, ReadyTree)
     if ready is None or not directory.is_dir() or ready.boot != cache.boot:
         return None
     if ready.tree != str(cache.view if mode == "overlay" else directory):
@@ -107,7 +107,7 @@ def read_ready(cache: Cache, snapshot: Snapshot, mode: str) -> Ready | None:
     return ready if same else None
 
 
-def make_overlay(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
+def make_overlay(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
     """Make the layers of an environment; the caller holds its making lock."""
     final, _ = _overlay(cache, snapshot)
     with _fresh(final) as fresh:
@@ -116,12 +116,12 @@ def make_overlay(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
     return ready
 
 
-def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -> Ready:
+def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -> ReadyTree:
     final, _ = _overlay(cache, snapshot)
     for directory in (fresh, fresh / "parts", cache.view):
         make_public(directory)
     make_layers(cache)
-    sharing = Sharing(cache)
+    sharing = SharedMetadata(cache)
     mounts: list[Mount] = []
     for part in _assemble(snapshot, cache, base, str(cache.view), add=True):
         number = len(mounts)
@@ -136,7 +136,7 @@ def _write_layers(snapshot: Snapshot, cache: Cache, base: Python, fresh: Path) -
     return ready
 
 
-def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
+def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> ReadyTree:
     """Make a tree of links of an environment; the caller holds its making lock.
 
     Raises:
@@ -163,15 +163,15 @@ def make_links(snapshot: Snapshot, cache: Cache, base: Python) -> Ready:
     return ready
 
 
-def tree_change(snapshot: Snapshot, cache: Cache, ready: Ready) -> str:
+def tree_change(snapshot: Snapshot, cache: Cache, ready: ReadyTree) -> str:
     """Return what somebody has changed in a tree of links, or ""; files of units are not looked at."""
     tree, _ = _links(cache, snapshot)
-    watched = read_document(_watched(cache, snapshot), Watched)
+    watched = read_document(_watched(cache, snapshot), TreeStamp)
     if watched is None:
         return "what it was made of is not known"
 
-    def parts() -> Sequence[Part]:
-        place = Place(tree=ready.tree, base=ready.base, version="")
+    def parts() -> Sequence[TreePart]:
+        place = AssemblyTarget(tree=ready.tree, base=ready.base, version="")
         outlines = {address: cache.outline(address) for address in snapshot.addresses()}
         return [_with_bytecode_room(part) for part in assemble(snapshot, outlines, place)]
 
@@ -212,13 +212,13 @@ def _link_bytecode(snapshot: Snapshot, cache: Cache) -> None:
                         link_new(source, tree / above / "__pycache__")
                     moved.append(above)
     cache.expose(snapshot.addresses())
-    watched = read_document(_watched(cache, snapshot), Watched) or Watched()
+    watched = read_document(_watched(cache, snapshot), TreeStamp) or TreeStamp()
     times = {path: os.stat(tree / path).st_mtime_ns for path in moved}
     watched = msgspec.structs.replace(watched, directories={**watched.directories, **times})
     write_document(_watched(cache, snapshot), watched)
 
 
-def assembled(snapshot: Snapshot, cache: Cache, place: Place, *, add: bool = False) -> tuple[Part, ...]:
+def assembled(snapshot: Snapshot, cache: Cache, place: AssemblyTarget, *, add: bool = False) -> tuple[TreePart, ...]:
     """Return the parts of a tree, without the generated files that its units have already.
 
     Args:
@@ -228,7 +228,7 @@ def assembled(snapshot: Snapshot, cache: Cache, place: Place, *, add: bool = Fal
         add: whether to add to units what they do not have yet.
     """
     outlines = {address: cache.outline(address) for address in snapshot.addresses()}
-    sharing = Sharing(cache)
+    sharing = SharedMetadata(cache)
     parts = []
     for part in assemble(snapshot, outlines, place):
         if part.area == "site":
@@ -240,16 +240,16 @@ def assembled(snapshot: Snapshot, cache: Cache, place: Place, *, add: bool = Fal
     return tuple(parts)
 
 
-def _assemble(snapshot: Snapshot, cache: Cache, base: Python, tree: str, *, add: bool = False) -> tuple[Part, ...]:
-    return assembled(snapshot, cache, Place(tree=tree, base=base.path, version=base.version), add=add)
+def _assemble(snapshot: Snapshot, cache: Cache, base: Python, tree: str, *, add: bool = False) -> tuple[TreePart, ...]:
+    return assembled(snapshot, cache, AssemblyTarget(tree=tree, base=base.path, version=base.version), add=add)
 
 
-def _directories(cache: Cache, part: Part) -> Sequence[Path]:
+def _directories(cache: Cache, part: TreePart) -> Sequence[Path]:
     return [cache.unit(address) / part.area for address in part.units]
 
 
-def _source(part: Part, cache: Cache, files: Mapping[str, int]) -> Source:
-    return Source(
+def _source(part: TreePart, cache: Cache, files: Mapping[str, int]) -> ContentSource:
+    return ContentSource(
         _with_bytecode_room(part),
         _directories(cache, part),
         files=[files[address] for address in part.units],
@@ -257,7 +257,7 @@ def _source(part: Part, cache: Cache, files: Mapping[str, int]) -> Source:
     )
 
 
-def _with_bytecode_room(part: Part) -> Part:
+def _with_bytecode_room(part: TreePart) -> TreePart:
     """Return a part whose `__pycache__` is there, so that importing a module beside it changes no time we look at."""
     if part.area != "site":
         return part
@@ -271,8 +271,8 @@ def _ready(
     *,
     mounts: tuple[Mount, ...] = (),
     copied: str = "",
-) -> Ready:
-    return Ready(
+) -> ReadyTree:
+    return ReadyTree(
         tree=tree,
         base=base.path,
         stamp=_stamp(base.path),

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from serverless_gpu.environment.documents import Member, Root, Snapshot
+from serverless_gpu.environment.documents import Root, Snapshot, SnapshotMember
 from serverless_gpu.environment.restore.assembly import library_name
 
 
@@ -135,17 +135,17 @@ def _root_problem(loaded: Loaded, old: Root, new: Root, units: Units) -> str:
     return ""
 
 
-def _difference(old: Root, new: Root) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
+def _difference(old: Root, new: Root) -> tuple[tuple[SnapshotMember, ...], tuple[SnapshotMember, ...]]:
     """Return the units that only the old, and that only the new one has."""
     return _without(old.members, new.members), _without(new.members, old.members)
 
 
-def _without(members: Iterable[Member], others: Iterable[Member]) -> tuple[Member, ...]:
+def _without(members: Iterable[SnapshotMember], others: Iterable[SnapshotMember]) -> tuple[SnapshotMember, ...]:
     addresses = {member.address for member in others}
     return tuple(member for member in members if member.address not in addresses)
 
 
-def _text(member: Member) -> str:
+def _text(member: SnapshotMember) -> str:
     if member.kind == "code":
         return f"the code in {member.name}"
     if member.kind == "unowned":
@@ -153,7 +153,7 @@ def _text(member: Member) -> str:
     return f"{member.name} {member.version}".strip()
 
 
-def _fate(member: Member, come: Iterable[Member]) -> str:
+def _fate(member: SnapshotMember, come: Iterable[SnapshotMember]) -> str:
     for other in come:
         if (other.kind, other.name) == (member.kind, member.name):
             return "has changed" if other.version == member.version else f"is {other.version} now"

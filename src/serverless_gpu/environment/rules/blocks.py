@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from serverless_gpu.environment.documents import BLOCK_BYTES, Block, Place, Row, Unit
+from serverless_gpu.environment.documents import BLOCK_BYTES, ContentPlace, FileRow, PackBlock, Unit
 from serverless_gpu.environment.rules.limits import (
     BLOCKS_MAX,
     FREE_RATIO_BYTES,
@@ -57,7 +57,7 @@ def _check_ratio(unit: Unit, content_bytes: int, what: str) -> None:
         refuse(what, "", f"its blocks hold {made} bytes, far more than the {content_bytes} of its files")
 
 
-def _check_block(index: int, block: Block, packs: int, what: str) -> None:
+def _check_block(index: int, block: PackBlock, packs: int, what: str) -> None:
     name = f"block {index}"
     if not 0 <= block.pack < packs:
         refuse(what, name, f"it lies in pack {block.pack} of {packs}")
@@ -67,7 +67,7 @@ def _check_block(index: int, block: Block, packs: int, what: str) -> None:
         refuse(what, name, f"it lies outside its pack, at {block.offset} with {block.length} bytes")
 
 
-def _check_overlap(blocks: Sequence[Block], what: str) -> None:
+def _check_overlap(blocks: Sequence[PackBlock], what: str) -> None:
     pack, end = -1, 0
     for index in sorted(range(len(blocks)), key=lambda index: (blocks[index].pack, blocks[index].offset)):
         block = blocks[index]
@@ -76,7 +76,9 @@ def _check_overlap(blocks: Sequence[Block], what: str) -> None:
         pack, end = block.pack, block.offset + block.length
 
 
-def _check_places(filled: Sequence[Row], places: Sequence[Place], blocks: Sequence[Block], what: str) -> None:
+def _check_places(
+    filled: Sequence[FileRow], places: Sequence[ContentPlace], blocks: Sequence[PackBlock], what: str
+) -> None:
     parts: list[tuple[int, int, int, str]] = []  # block, start, end, path: what each file takes
     for row, place in zip(filled, places, strict=True):
         if not 0 <= place.block < len(blocks) or place.start < 0:
@@ -94,7 +96,7 @@ def _check_places(filled: Sequence[Row], places: Sequence[Place], blocks: Sequen
             refuse(what, part[3], f"it shares bytes with {before[3]!r}")
 
 
-def _run(row: Row, first: int, blocks: Sequence[Block], what: str) -> list[tuple[int, int, int, str]]:
+def _run(row: FileRow, first: int, blocks: Sequence[PackBlock], what: str) -> list[tuple[int, int, int, str]]:
     """Return the blocks that a large file fills."""
     parts, left, index = [], row.size, first
     while left:

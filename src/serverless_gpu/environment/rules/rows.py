@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from serverless_gpu.environment.documents import Row
+from serverless_gpu.environment.documents import FileRow
 from serverless_gpu.environment.rules.limits import (
     CONTENT_BYTES_MAX,
     DEPTH_MAX,
@@ -54,7 +54,7 @@ def check_path(path: str, what: str = "a path") -> None:
         _check_name(name, path, what)
 
 
-def check_rows(rows: Sequence[Row], what: str = "a unit") -> None:
+def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
     """Check all rows of a unit: each by itself, and the tree they make.
 
     Args:
@@ -192,7 +192,7 @@ class Tree:
             self._folded[path] = folded
 
 
-def _check_row(row: Row, what: str) -> None:
+def _check_row(row: FileRow, what: str) -> None:
     if row.kind not in _KINDS:
         refuse(what, row.path, f"{row.kind!r} is no kind of row")
     if not row.has_content:

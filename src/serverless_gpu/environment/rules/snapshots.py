@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 
 from serverless_gpu.environment.documents import (
     SNAPSHOT_VERSION,
-    Facts,
     Generated,
     Interpreter,
-    Member,
     Root,
     Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
     in_order,
     snapshot_address,
 )
@@ -110,7 +110,7 @@ def _check_root(index: int, root: Root, roots: int, what: str) -> None:
         tree.add(file.path, "x" if file.executable else "f")
 
 
-def _check_member(member: Member, root: Root, what: str) -> None:
+def _check_member(member: SnapshotMember, root: Root, what: str) -> None:
     if not is_digest(member.address):
         refuse(what, member.address, "an address is 64 hexadecimal digits")
     if member.kind not in ("distribution", "unowned", "code") or (member.kind == "code") != (root.kind == "code"):
@@ -134,7 +134,7 @@ def _check_generated(file: Generated, roots: int, what: str) -> None:
             refuse(what, file.path, f"'{{{{sgpu:{place}}}}}' stands for nothing")
 
 
-def _check_facts(facts: Facts, roots: int, what: str) -> None:
+def _check_facts(facts: SnapshotOrigin, roots: int, what: str) -> None:
     if not 0 <= facts.captured_ns < 2**63:
         refuse(what, "captured_ns", "it is no time")
     if max(len(facts.originals), len(facts.notes), len(facts.loaded)) > roots:

@@ -38,7 +38,7 @@ _SHELL_SHEBANG = re.compile(rb"#!/bin/sh\r?\n'''exec' [^\n]*\n' '''\r?\n")
 _DIST_INFO = re.compile(r"(?P<name>[^/]+?)-(?P<version>[^/-]+)\.dist-info")
 
 
-class Claim(NamedTuple):
+class RecordLine(NamedTuple):
     """A line of RECORD: path as it is written there, SHA-256 (or b""), size (or -1)."""
 
     path: str
@@ -57,14 +57,14 @@ def parse_info_name(directory: str) -> tuple[str, str] | None:
     return (normal_name(match["name"]), match["version"]) if match else None
 
 
-def parse_record(text: str) -> list[Claim]:
+def parse_record(text: str) -> list[RecordLine]:
     """Return the lines of a RECORD; what cannot be read is a file without a digest, or no line."""
     claims = []
     for fields in csv.reader(text.splitlines()):
         if not fields or not fields[0]:
             continue
         path, digest, size = (*fields, "", "")[:3]
-        claims.append(Claim(path, _sha256(digest), int(size) if size.isascii() and size.isdigit() else -1))
+        claims.append(RecordLine(path, _sha256(digest), int(size) if size.isascii() and size.isdigit() else -1))
     return claims
 
 
@@ -134,7 +134,7 @@ def is_known_installer(installer: str) -> bool:
     return installer.strip().partition(" ")[0].lower() in _INSTALLERS
 
 
-def is_trusted(claim: Claim, *, size: int, mtime_ns: int, record_mtime_ns: int) -> bool:
+def is_trusted(claim: RecordLine, *, size: int, mtime_ns: int, record_mtime_ns: int) -> bool:
     """Return whether a file is taken to be what RECORD of a known installer says.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.environment.documents import Generated, Member, Root, Row, Snapshot
+from serverless_gpu.environment.documents import FileRow, Generated, Root, Snapshot, SnapshotMember
 
 ChangeKind = Literal["interpreter", "distribution", "unowned", "code", "generated", "root"]
 What = Literal["added", "removed", "changed", "edited", "mended"]
@@ -96,7 +96,7 @@ def _compare_rest(a: Snapshot, b: Snapshot) -> Change:
     return Change(kind="root", name=name, what="changed", detail=detail)
 
 
-def compare_rows(a: Iterable[Row], b: Iterable[Row]) -> tuple[FileChange, ...]:
+def compare_rows(a: Iterable[FileRow], b: Iterable[FileRow]) -> tuple[FileChange, ...]:
     """Return which files differ from one version of a unit to another, in order of their paths."""
     before, after = {row.path: row for row in a}, {row.path: row for row in b}
     changes = [FileChange(path=path, what="removed") for path in before.keys() - after.keys()]
@@ -108,7 +108,7 @@ def compare_rows(a: Iterable[Row], b: Iterable[Row]) -> tuple[FileChange, ...]:
 
 
 def with_files(
-    change: Change, before: Iterable[Row], after: Iterable[Row], installed: Mapping[str, bytes]
+    change: Change, before: Iterable[FileRow], after: Iterable[FileRow], installed: Mapping[str, bytes]
 ) -> tuple[Change, ...]:
     """Return a changed unit as what happened to its files, one change for each kind of thing.
 
@@ -141,7 +141,7 @@ def _compare_interpreters(a: Snapshot, b: Snapshot) -> list[Change]:
     return changes
 
 
-def _compare_distributions(a: dict[str, list[Member]], b: dict[str, list[Member]]) -> list[Change]:
+def _compare_distributions(a: dict[str, list[SnapshotMember]], b: dict[str, list[SnapshotMember]]) -> list[Change]:
     changes = []
     for name in sorted(a.keys() | b.keys()):
         before, after = a.get(name, []), b.get(name, [])
@@ -158,7 +158,9 @@ def _compare_distributions(a: dict[str, list[Member]], b: dict[str, list[Member]
     return changes
 
 
-def _compare_others(a: dict[tuple[ChangeKind, str], Member], b: dict[tuple[ChangeKind, str], Member]) -> list[Change]:
+def _compare_others(
+    a: dict[tuple[ChangeKind, str], SnapshotMember], b: dict[tuple[ChangeKind, str], SnapshotMember]
+) -> list[Change]:
     changes = []
     for kind, name in sorted(a.keys() | b.keys()):
         before, after = a.get((kind, name)), b.get((kind, name))
@@ -178,8 +180,8 @@ def _compare_generated(a: dict[str, Generated], b: dict[str, Generated]) -> list
     return changes
 
 
-def _distributions(snapshot: Snapshot) -> dict[str, list[Member]]:
-    found: dict[str, list[Member]] = {}
+def _distributions(snapshot: Snapshot) -> dict[str, list[SnapshotMember]]:
+    found: dict[str, list[SnapshotMember]] = {}
     for root in snapshot.roots:
         for member in root.members:
             if member.kind == "distribution":
@@ -187,9 +189,9 @@ def _distributions(snapshot: Snapshot) -> dict[str, list[Member]]:
     return found
 
 
-def _others(snapshot: Snapshot) -> dict[tuple[ChangeKind, str], Member]:
+def _others(snapshot: Snapshot) -> dict[tuple[ChangeKind, str], SnapshotMember]:
     """Return units that are no distributions; those of one name are told apart by their number."""
-    found: dict[tuple[ChangeKind, str], Member] = {}
+    found: dict[tuple[ChangeKind, str], SnapshotMember] = {}
     for root in snapshot.roots:
         for member in root.members:
             if member.kind != "distribution":

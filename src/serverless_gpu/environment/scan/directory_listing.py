@@ -28,7 +28,7 @@ BYTECODE = (".pyc", ".pyo")
 _UNUSUAL = frozenset(map(chr, (*range(32), *range(127, 160))))
 
 
-class File(NamedTuple):
+class ListedFile(NamedTuple):
     """A file or link, as it was found.
 
     Attributes:
@@ -58,11 +58,11 @@ class Directory(NamedTuple):
     mark: bytes
 
 
-class Look(NamedTuple):
+class DirectoryListing(NamedTuple):
     """One directory: itself, files and subdirectories by name, and names that are left out, with the reason."""
 
     directory: Directory
-    files: dict[str, File]
+    files: dict[str, ListedFile]
     directories: list[str]
     odd: dict[str, str]
 
@@ -78,7 +78,7 @@ class Listing(msgspec.Struct):
     """
 
     top: str
-    files: dict[str, File] = {}
+    files: dict[str, ListedFile] = {}
     directories: dict[str, Directory] = {}
     odd: dict[str, str] = {}
 
@@ -92,7 +92,7 @@ def keep_all(above: str, name: str, is_directory: bool) -> bool:
     return name != "__pycache__" and not name.endswith(BYTECODE) and (name != ".lock" or bool(above))
 
 
-def look(directory: str, top: str, keep: Keep = keep_all) -> Look:
+def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
     """Return what is in one directory.
 
     Args:
@@ -105,7 +105,7 @@ def look(directory: str, top: str, keep: Keep = keep_all) -> Look:
     """
     above = directory[len(top) :].lstrip("/")
     above += "/" if above else ""
-    files: dict[str, File] = {}
+    files: dict[str, ListedFile] = {}
     directories: list[str] = []
     odd: dict[str, str] = {}
     marks: list[str] = []
@@ -135,7 +135,7 @@ def look(directory: str, top: str, keep: Keep = keep_all) -> Look:
         ) from error
     marks.sort()
     mark = hashlib.blake2b("\0\0".join(marks).encode(errors="surrogateescape"), digest_size=8).digest()
-    return Look(Directory(directory, mtime_ns, mark), files, directories, odd)
+    return DirectoryListing(Directory(directory, mtime_ns, mark), files, directories, odd)
 
 
 def walk(top: str, keep: Keep = keep_all, start: Iterable[str] = ("",)) -> Listing:
@@ -176,7 +176,7 @@ def show(path: str) -> str:
     return path if is_plain(path) else ascii(path)
 
 
-def read_file(path: str) -> File | None:
+def read_file(path: str) -> ListedFile | None:
     """Return a file by its path, or None where there is no regular one."""
     try:
         found = os.stat(path)
@@ -190,7 +190,7 @@ def is_inside(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
-def _read_entry(entry: os.DirEntry[str], top: str) -> File | str:
+def _read_entry(entry: os.DirEntry[str], top: str) -> ListedFile | str:
     if entry.is_symlink():
         return _read_link(entry.path, top)
     if entry.is_file(follow_symlinks=False):
@@ -198,18 +198,18 @@ def _read_entry(entry: os.DirEntry[str], top: str) -> File | str:
     return "it is a device, a socket or a FIFO"
 
 
-def _read_link(path: str, top: str) -> File | str:
+def _read_link(path: str, top: str) -> ListedFile | str:
     target = os.readlink(path)
     resolved = os.path.realpath(path)
     if is_inside(resolved, os.path.realpath(top)):
         own = os.lstat(path)
-        return File(path, "l", 0, own.st_mtime_ns, own.st_ino, own.st_ctime_ns, target)
+        return ListedFile(path, "l", 0, own.st_mtime_ns, own.st_ino, own.st_ctime_ns, target)
     found = read_file(resolved)
     if found is not None:
         return found._replace(file=path)
     return f"it is a link to {show(target)}, out of {show(top)}, and not to a file"
 
 
-def _file(path: str, found: os.stat_result) -> File:
+def _file(path: str, found: os.stat_result) -> ListedFile:
     kind = "x" if found.st_mode & stat.S_IXUSR else "f"
-    return File(path, kind, found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)
+    return ListedFile(path, kind, found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)

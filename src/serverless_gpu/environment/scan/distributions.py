@@ -10,13 +10,13 @@ import msgspec
 
 from serverless_gpu.environment.rules.limits import NOTE_BYTES_MAX, NOTE_NAMES
 from serverless_gpu.environment.scan.canonical import (
-    Claim,
+    RecordLine,
     is_known_installer,
     parse_info_name,
     parse_record,
     parse_scripts,
 )
-from serverless_gpu.environment.scan.directory_listing import File, Listing
+from serverless_gpu.environment.scan.directory_listing import ListedFile, Listing
 from serverless_gpu.errors import EnvironmentUnsupported
 
 RECORD_BYTES_MAX = 256 * 1024 * 1024
@@ -39,9 +39,9 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     version: str
     info: str
-    claims: list[Claim]
+    claims: list[RecordLine]
     trusted: bool
-    record: File
+    record: ListedFile
     scripts: frozenset[str]
     notes: dict[str, str]
 

@@ -31,7 +31,7 @@ from blake3 import blake3
 
 from serverless_gpu.environment.documents import Snapshot, UnitKind
 from serverless_gpu.environment.scan.canonical import flat_path
-from serverless_gpu.environment.scan.directory_listing import Directory, File
+from serverless_gpu.environment.scan.directory_listing import Directory, ListedFile
 from serverless_gpu.environment.scan.roots import Spot
 from serverless_gpu.environment.scan.survey import Area, KeptDistribution
 from serverless_gpu.json_codec import from_msgpack
@@ -118,7 +118,7 @@ class GatePart(msgspec.Struct, array_like=True):
         return self.directories.split("\0") if self.directories else []
 
 
-class Owner(msgspec.Struct, frozen=True, array_like=True):
+class UnitOwner(msgspec.Struct, frozen=True, array_like=True):
     """A unit that files belong to: directory and prefix of its root, and what it was captured as."""
 
     site: str
@@ -149,9 +149,9 @@ class FilesPart(msgspec.Struct, array_like=True):
     generation: bytes
     files: Stats
     owners_of: bytes
-    owners: tuple[Owner, ...]
+    owners: tuple[UnitOwner, ...]
 
-    def owner(self, number: int) -> Owner:
+    def owner(self, number: int) -> UnitOwner:
         """Return what a file belongs to."""
         return self.owners[memoryview(self.owners_of).cast("I")[number]]
 
@@ -246,7 +246,7 @@ class IndexFile:
                 path.unlink(missing_ok=True)
 
 
-def pack_stats(files: Iterable[tuple[str, File | None, bytes]], seen_ns: int) -> Stats:
+def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: int) -> Stats:
     """Return files as they are kept: path, stat (None: not there), SHA-256 (b"" in all of them, or in none)."""
     paths: list[str] = []
     kinds: list[str] = []

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from serverless_gpu.environment.documents import Member, Row, Snapshot
+from serverless_gpu.environment.documents import FileRow, Snapshot, SnapshotMember
 from serverless_gpu.environment.scan.canonical import row_path
 from serverless_gpu.environment.scan.digests import Digest, digest_files
-from serverless_gpu.environment.scan.directory_listing import File, read_file
+from serverless_gpu.environment.scan.directory_listing import ListedFile, read_file
 from serverless_gpu.environment.scan.distributions import Distribution
 from serverless_gpu.environment.scan.index import (
     NOBODY,
@@ -24,13 +24,13 @@ from serverless_gpu.environment.scan.index import (
     GatePart,
     IndexFile,
     KeptPart,
-    Owner,
     Stats,
+    UnitOwner,
     pack_directories,
     pack_stats,
 )
 from serverless_gpu.environment.scan.roots import Spot
-from serverless_gpu.environment.scan.stdlib_rescan import Memory, directory_inodes, reusable
+from serverless_gpu.environment.scan.stdlib_rescan import IndexParts, directory_inodes, reusable
 from serverless_gpu.environment.scan.survey import Survey
 from serverless_gpu.errors import EnvironmentUnsupported
 
@@ -38,17 +38,17 @@ Place = tuple[str, str, str]
 """Where a unit is, whatever its version: directory of its root, kind, name."""
 
 
-class Made(msgspec.Struct, frozen=True):
+class IndexedUnit(msgspec.Struct, frozen=True):
     """A unit that was made: where, as what, of which files by path of the row, with which rows, of what."""
 
     spot: Spot
-    member: Member
-    files: Mapping[str, File]
-    rows: tuple[Row, ...]
+    member: SnapshotMember
+    files: Mapping[str, ListedFile]
+    rows: tuple[FileRow, ...]
     distribution: Distribution | None = None
 
 
-class Known(msgspec.Struct, frozen=True):
+class IndexedFile(msgspec.Struct, frozen=True):
     """What was read before.
 
     Attributes:
@@ -61,14 +61,14 @@ class Known(msgspec.Struct, frozen=True):
     records: dict[str, tuple[int, int, int]] = {}
     addresses: dict[Place, str] = {}
 
-    def find(self, file: File) -> Digest | None:
+    def find(self, file: ListedFile) -> Digest | None:
         """Return the digest of a file that is the one that was read, by its stat."""
         kept = self.digests.get(file.file)
         if kept is None or kept[:4] != (file.size, file.mtime_ns, file.inode, file.ctime_ns):
             return None
         return Digest(kept[4], file.size)
 
-    def is_touched(self, file: File, record: File) -> bool:
+    def is_touched(self, file: ListedFile, record: ListedFile) -> bool:
         """Return whether a file was touched since it was read, without an installer that wrote RECORD anew.
 
         Then RECORD is not believed, however well size and mtime go with it.
@@ -78,18 +78,18 @@ class Known(msgspec.Struct, frozen=True):
         return is_old and file.file in self.digests
 
 
-def read_memory(index: IndexFile) -> Memory | None:
+def read_memory(index: IndexFile) -> IndexParts | None:
     """Return what is kept of an environment."""
     gate, files, kept = index.read_gate(), index.read_files(), index.read_kept()
     if gate is None or files is None or kept is None:
         return None
-    return Memory(gate, files, kept) if gate.generation == files.generation == kept.generation else None
+    return IndexParts(gate, files, kept) if gate.generation == files.generation == kept.generation else None
 
 
-def known_of(memory: Memory | None, found: Survey) -> Known:
+def known_of(memory: IndexParts | None, found: Survey) -> IndexedFile:
     """Return what was read before of what is there now; nothing without a memory."""
     if memory is None:
-        return Known()
+        return IndexedFile()
     gate, files = memory.gate, memory.files
     wanted = {file.file for part in found.parts for file in part.files.values()}
     digests: dict[str, tuple[int, int, int, int, bytes]] = {}
@@ -101,12 +101,17 @@ def known_of(memory: Memory | None, found: Survey) -> Known:
     small = zip(gate.small.names(), *gate.small.columns(), strict=True)
     records = {name: (size, mtime_ns, inode) for name, size, mtime_ns, inode, _ in small}
     addresses: dict[Place, str] = {(owner.site, owner.kind, owner.name): owner.address for owner in files.owners}
-    return Known(digests, records, addresses)
+    return IndexedFile(digests, records, addresses)
 
 
 def make_parts(
-    key: bytes, snapshot: Snapshot, found: Survey, made: Sequence[Made], digests: Mapping[str, bytes], seen_ns: int
-) -> Memory:
+    key: bytes,
+    snapshot: Snapshot,
+    found: Survey,
+    made: Sequence[IndexedUnit],
+    digests: Mapping[str, bytes],
+    seen_ns: int,
+) -> IndexParts:
     """Return the parts of an index.
 
     Args:
@@ -140,21 +145,23 @@ def make_parts(
     )
     files, owners_of, owners = _owned_files(snapshot, made, digests)
     parts = FilesPart(generation, pack_stats(files, seen_ns), owners_of, owners)
-    return Memory(gate, parts, _kept_part(found, gate, made, seen_ns))
+    return IndexParts(gate, parts, _kept_part(found, gate, made, seen_ns))
 
 
-def _made_before(found: Survey) -> list[Made]:
+def _made_before(found: Survey) -> list[IndexedUnit]:
     """Return the units that were reused as if they had been made."""
     made = []
     for part in found.parts:
         for member in part.reused.members if part.reused is not None else ():
             assert part.reused is not None
             unit = part.reused.unit(member.address)
-            made.append(Made(part.spot, member, {row.path: file for row, file in unit}, tuple(row for row, _ in unit)))
+            made.append(
+                IndexedUnit(part.spot, member, {row.path: file for row, file in unit}, tuple(row for row, _ in unit))
+            )
     return made
 
 
-def _kept_part(found: Survey, gate: GatePart, made: Sequence[Made], seen_ns: int) -> KeptPart:
+def _kept_part(found: Survey, gate: GatePart, made: Sequence[IndexedUnit], seen_ns: int) -> KeptPart:
     part = found.parts[0]
     if not part.spot.is_venv:
         return KeptPart(generation=gate.generation)
@@ -185,8 +192,8 @@ def _kept_part(found: Survey, gate: GatePart, made: Sequence[Made], seen_ns: int
 
 
 def _owned_files(
-    snapshot: Snapshot, made: Sequence[Made], digests: Mapping[str, bytes]
-) -> tuple[list[tuple[str, File | None, bytes]], bytes, tuple[Owner, ...]]:
+    snapshot: Snapshot, made: Sequence[IndexedUnit], digests: Mapping[str, bytes]
+) -> tuple[list[tuple[str, ListedFile | None, bytes]], bytes, tuple[UnitOwner, ...]]:
     """Return the files of the libraries with their digests, for each the number of its owner, and the owners."""
     originals = snapshot.facts.originals
     captured = {
@@ -194,13 +201,13 @@ def _owned_files(
         for number, root in enumerate(snapshot.roots)
         for member in root.members
     }
-    owners: list[Owner] = []
+    owners: list[UnitOwner] = []
     owners_of = array("I")
-    files: list[tuple[str, File | None, bytes]] = []
+    files: list[tuple[str, ListedFile | None, bytes]] = []
     for one in made:
         member, spot = one.member, one.spot
         address = captured.get((spot.directory, member.kind, member.name, member.version), member.address)
-        owner = Owner(spot.directory, spot.prefix, member.kind, member.name, member.version, address)
+        owner = UnitOwner(spot.directory, spot.prefix, member.kind, member.name, member.version, address)
         if member.kind != "code":
             mine = _digested(one, digests)
             files += mine
@@ -209,8 +216,8 @@ def _owned_files(
     return files, owners_of.tobytes(), tuple(owners)
 
 
-def _digested(one: Made, digests: Mapping[str, bytes]) -> list[tuple[str, File | None, bytes]]:
-    found: list[tuple[str, File | None, bytes]] = []
+def _digested(one: IndexedUnit, digests: Mapping[str, bytes]) -> list[tuple[str, ListedFile | None, bytes]]:
+    found: list[tuple[str, ListedFile | None, bytes]] = []
     for row in one.rows:
         file = one.files[row.path]
         if row.has_content:
@@ -220,7 +227,7 @@ def _digested(one: Made, digests: Mapping[str, bytes]) -> list[tuple[str, File |
     return found
 
 
-def _watched(found: Survey, snapshot: Snapshot) -> dict[str, File | None]:
+def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
     """Return the small files that decide what counts, as they were found; None for those that were not listed.
 
     Files that were taken out of their units because they name directories are among them: no unit answers for them.
@@ -230,7 +237,7 @@ def _watched(found: Survey, snapshot: Snapshot) -> dict[str, File | None]:
         for original, root in zip(snapshot.facts.originals, snapshot.roots, strict=True)
         if root.generated
     }
-    watched: dict[str, File | None] = {}
+    watched: dict[str, ListedFile | None] = {}
     for part in found.parts:
         paths = [path for path in generated.get(part.spot.directory, ()) if path in part.files]
         watched |= {part.files[path].file: part.files[path] for path in paths}
@@ -238,13 +245,13 @@ def _watched(found: Survey, snapshot: Snapshot) -> dict[str, File | None]:
     return watched
 
 
-def _small(files: Mapping[str, File | None], seen_ns: int) -> Stats:
+def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
     """Return small files with their digests, those that are not there as such.
 
     One that is no longer what was found is kept as it was found, with a digest that nothing has: what was captured is
     not what it says now.
     """
-    found: list[tuple[str, File | None, bytes]] = []
+    found: list[tuple[str, ListedFile | None, bytes]] = []
     for path, then in files.items():
         file, digest = read_file(path), b"\0" * 32
         if then is not None and then.kind != "l" and then != file:

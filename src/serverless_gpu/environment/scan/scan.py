@@ -23,26 +23,26 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import Progress, Report
+from serverless_gpu.environment.progress import ProgressPoint, Report
 from serverless_gpu.environment.scan.changes import Change, compare
 from serverless_gpu.environment.scan.code.git_settings import user_patterns
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.index import FilesPart, GatePart, IndexFile
 from serverless_gpu.environment.scan.index_codec import known_of, make_parts, read_memory
 from serverless_gpu.environment.scan.recognition import find_edits, recognise
-from serverless_gpu.environment.scan.snapshot_composition import Composed, Source, compose
+from serverless_gpu.environment.scan.snapshot_composition import Composed, LocalUnit, compose
 from serverless_gpu.environment.scan.stdlib_rescan import look_again
 from serverless_gpu.environment.scan.survey import Survey, survey
-from serverless_gpu.environment.scan.watcher import Unwatchable, Watcher
+from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 
-__all__ = ["Recogniser", "Scan", "Source"]
+__all__ = ["LocalUnit", "Recogniser", "Scan"]
 
 
 class Scan(msgspec.Struct, frozen=True, kw_only=True):
     """An environment as it was found: its snapshot, and by address where its units are."""
 
     snapshot: Snapshot
-    sources: Mapping[str, Source]
+    sources: Mapping[str, LocalUnit]
 
 
 _UNKNOWN = Change(kind="root", name="the environment", what="changed")
@@ -148,7 +148,7 @@ class Recogniser:
             return (_UNKNOWN,)
         return compare(was.snapshot, now) or self.check()
 
-    def watch(self, description: Description) -> tuple[Watcher, bytes]:
+    def watch(self, description: Description) -> tuple[LibraryWatcher, bytes]:
         """Place watches on the libraries, look at everything, and return the watches and the index's generation.
 
         Args:
@@ -161,7 +161,7 @@ class Recogniser:
         gate, files = index.read_gate(), index.read_files()
         if gate is None or files is None:
             raise Unwatchable("the index of the environment cannot be read")
-        watcher = Watcher(gate, files.files)
+        watcher = LibraryWatcher(gate, files.files)
         try:
             # From here on events tell of changes, and the look finds those from before.
             if self.gate(description) is None or self.check():
@@ -194,7 +194,7 @@ class Recogniser:
         def look_at(name: str, files: int) -> None:
             nonlocal counted
             counted += files
-            report(Progress(phase="scan", files_done=counted, name=name))
+            report(ProgressPoint(phase="scan", files_done=counted, name=name))
 
         with garbage_kept():
             memory = read_memory(self._index(key))

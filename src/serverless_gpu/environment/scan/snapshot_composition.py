@@ -14,30 +14,30 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from serverless_gpu.environment.documents import (
-    Facts,
-    Member,
+    FileRow,
     Root,
-    Row,
     RowKind,
     Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
     in_order,
     make_snapshot,
     unit_address,
 )
-from serverless_gpu.environment.progress import Progress, Report
+from serverless_gpu.environment.progress import ProgressPoint, Report
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.digests import Digest, digest_files, may_be_script
-from serverless_gpu.environment.scan.directory_listing import File, is_plain
-from serverless_gpu.environment.scan.index_codec import Known, Made
+from serverless_gpu.environment.scan.directory_listing import ListedFile, is_plain
+from serverless_gpu.environment.scan.index_codec import IndexedFile, IndexedUnit
 from serverless_gpu.environment.scan.path_files import Directories, archive_line, take_generated
 from serverless_gpu.environment.scan.stdlib_rescan import own_row_path
-from serverless_gpu.environment.scan.survey import Part, Reused, Survey
+from serverless_gpu.environment.scan.survey import Reused, Survey, SurveyedRoot
 from serverless_gpu.environment.scan.units import Draft, Drafts, draft_units, settle_contested, settle_links
 
 _LEFT_OUT_MAX = 1000
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class LocalUnit(msgspec.Struct, frozen=True, kw_only=True):
     """A unit on this machine.
 
     Attributes:
@@ -47,7 +47,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         previous: address of the version of this unit that was captured here before, or "".
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[FileRow, ...]
     files: tuple[str, ...]
     texts: dict[int, bytes] = {}
     previous: str = ""
@@ -57,11 +57,11 @@ class Composed(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot, where its units are, and what of each file is worth remembering."""
 
     snapshot: Snapshot
-    sources: Mapping[str, Source]
-    made: list[Made]
+    sources: Mapping[str, LocalUnit]
+    made: list[IndexedUnit]
 
 
-def compose(found: Survey, description: Description, known: Known, captured_ns: int, report: Report) -> Composed:
+def compose(found: Survey, description: Description, known: IndexedFile, captured_ns: int, report: Report) -> Composed:
     """Return the snapshot of what was found.
 
     Args:
@@ -100,14 +100,14 @@ def compose(found: Survey, description: Description, known: Known, captured_ns: 
     return Composed(snapshot=snapshot, sources=composer.sources, made=composer.made)
 
 
-class Sources(Mapping[str, Source]):
+class Sources(Mapping[str, LocalUnit]):
     """Sources by address; those of units that are reused are made when somebody asks."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Source] = {}
+        self._known: dict[str, LocalUnit] = {}
         self._reused: dict[str, Reused] = {}
 
-    def add(self, address: str, source: Source) -> None:
+    def add(self, address: str, source: LocalUnit) -> None:
         """Add a source."""
         self._known[address] = source
 
@@ -116,11 +116,11 @@ class Sources(Mapping[str, Source]):
         for member in reused.members:
             self._reused.setdefault(member.address, reused)
 
-    def __getitem__(self, address: str) -> Source:
+    def __getitem__(self, address: str) -> LocalUnit:
         if address not in self._known:
             unit = self._reused[address].unit(address)
             rows, files = tuple(row for row, _ in unit), tuple(file.file for _, file in unit)
-            self._known[address] = Source(rows=rows, files=files)
+            self._known[address] = LocalUnit(rows=rows, files=files)
         return self._known[address]
 
     def __iter__(self) -> Iterator[str]:
@@ -133,36 +133,36 @@ class Sources(Mapping[str, Source]):
 class _Composer:
     """Units as they come: their sources by address, and what is remembered of them."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: IndexedFile) -> None:
         self._known = known
         self.sources = Sources()
-        self.made: list[Made] = []
+        self.made: list[IndexedUnit] = []
 
-    def make_member(self, part: Part, draft: Draft, digests: Mapping[str, Digest]) -> Member:
+    def make_member(self, part: SurveyedRoot, draft: Draft, digests: Mapping[str, Digest]) -> SnapshotMember:
         """Return a unit as its root lists it, and keep its source."""
-        rows: list[Row] = []
+        rows: list[FileRow] = []
         files: list[str] = []
         texts: dict[int, bytes] = {}
         size = 0
         for path in sorted(draft.files):
             file = draft.files[path]
             if file.kind == "l":
-                rows.append(Row(path, "l", target=file.target))
+                rows.append(FileRow(path, "l", target=file.target))
                 continue
             digest = digests[path]
             if digest.text is not None:
                 texts[len(rows)] = digest.text
-            rows.append(Row(path, _row_kind(draft, path, file), digest.size, digest.sha256))
+            rows.append(FileRow(path, _row_kind(draft, path, file), digest.size, digest.sha256))
             files.append(file.file)
             size += digest.size
         address = unit_address(rows)
         place = (part.spot.directory, draft.kind, draft.name)
         previous = self._known.addresses.get(place, "")
-        source = Source(
+        source = LocalUnit(
             rows=tuple(rows), files=tuple(files), texts=texts, previous="" if previous == address else previous
         )
         self.sources.add(address, source)
-        member = Member(
+        member = SnapshotMember(
             address=address,
             kind=draft.kind,
             name=draft.name,
@@ -171,10 +171,10 @@ class _Composer:
             files=len(files),
             modules=draft.modules(),
         )
-        self.made.append(Made(part.spot, member, draft.files, tuple(rows), draft.distribution))
+        self.made.append(IndexedUnit(part.spot, member, draft.files, tuple(rows), draft.distribution))
         return member
 
-    def reuse(self, part: Part) -> tuple[Member, ...]:
+    def reuse(self, part: SurveyedRoot) -> tuple[SnapshotMember, ...]:
         """Return the units of a root that are as they were."""
         if part.reused is None:
             return ()
@@ -182,10 +182,10 @@ class _Composer:
         return part.reused.members
 
 
-def _digest_all(drafts: Sequence[Drafts], known: Known, report: Report) -> list[dict[str, Digest]]:
+def _digest_all(drafts: Sequence[Drafts], known: IndexedFile, report: Report) -> list[dict[str, Digest]]:
     """Return for each part the digests of its files by path of the row."""
     digests: list[dict[str, Digest]] = []
-    unread: list[tuple[int, str, File]] = []
+    unread: list[tuple[int, str, ListedFile]] = []
     for number, one in enumerate(drafts):
         mine: dict[str, Digest] = {}
         digests.append(mine)
@@ -206,7 +206,7 @@ def _digest_all(drafts: Sequence[Drafts], known: Known, report: Report) -> list[
 
     def done(files: int, size: int) -> None:
         report(
-            Progress(
+            ProgressPoint(
                 phase="scan",
                 files_done=files,
                 files_total=len(unread),
@@ -222,22 +222,24 @@ def _digest_all(drafts: Sequence[Drafts], known: Known, report: Report) -> list[
     return digests
 
 
-def _row_kind(draft: Draft, path: str, file: File) -> RowKind:
+def _row_kind(draft: Draft, path: str, file: ListedFile) -> RowKind:
     # pip leaves a wheel's script as executable as it was packed, uv makes each of them so.
     return "x" if file.kind == "x" or (draft.kind == "distribution" and path.startswith("prefix/bin/")) else "f"
 
 
-def _in_order(members: Sequence[Member]) -> tuple[Member, ...]:
+def _in_order(members: Sequence[SnapshotMember]) -> tuple[SnapshotMember, ...]:
     """Return members in their order; of two that are the same unit, one."""
     return in_order({member.address: member for member in members}.values())
 
 
-def _make_facts(parts: Sequence[Part], description: Description, captured_ns: int, left_out: Sequence[str]) -> Facts:
+def _make_facts(
+    parts: Sequence[SurveyedRoot], description: Description, captured_ns: int, left_out: Sequence[str]
+) -> SnapshotOrigin:
     sentences = tuple(dict.fromkeys(sentence for sentence in left_out if is_plain(sentence)))
     if len(sentences) > _LEFT_OUT_MAX:
         more = len(sentences) - _LEFT_OUT_MAX
         sentences = (*sentences[:_LEFT_OUT_MAX], f"{more} more")
-    return Facts(
+    return SnapshotOrigin(
         captured_ns=captured_ns,
         python=os.path.realpath(description.base_executable),
         prefix=description.prefix,
@@ -249,14 +251,14 @@ def _make_facts(parts: Sequence[Part], description: Description, captured_ns: in
     )
 
 
-def _notes(part: Part) -> dict[str, str]:
+def _notes(part: SurveyedRoot) -> dict[str, str]:
     notes = {path: text for distribution in part.distributions for path, text in distribution.notes.items()}
     if part.reused is not None:
         notes.update(part.reused.notes)
     return dict(sorted(notes.items()))
 
 
-def _loaded(parts: Sequence[Part], loaded: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _loaded(parts: Sequence[SurveyedRoot], loaded: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return for each root the rows of the Python files that were imported."""
     rows = {file.file: (number, path) for number, part in enumerate(parts) for path, file in part.files.items()}
     found: list[list[str]] = [[] for _ in parts]

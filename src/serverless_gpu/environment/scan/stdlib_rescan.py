@@ -19,21 +19,21 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from serverless_gpu.environment.documents import Member, Row, RowKind
+from serverless_gpu.environment.documents import FileRow, RowKind, SnapshotMember
 from serverless_gpu.environment.scan.canonical import row_path
 from serverless_gpu.environment.scan.digests import may_be_script
-from serverless_gpu.environment.scan.directory_listing import Directory, File, Listing, Look, look
+from serverless_gpu.environment.scan.directory_listing import Directory, DirectoryListing, ListedFile, Listing, look
 from serverless_gpu.environment.scan.distributions import Distribution, read_distributions
 from serverless_gpu.environment.scan.index import NOBODY, FilesPart, GatePart, KeptPart, Stats
 from serverless_gpu.environment.scan.path_files import may_name_directories
 from serverless_gpu.environment.scan.roots import Spot
-from serverless_gpu.environment.scan.survey import Area, KeptDistribution, Part, Reused, check_names, keep_for
+from serverless_gpu.environment.scan.survey import Area, KeptDistribution, Reused, SurveyedRoot, check_names, keep_for
 from serverless_gpu.errors import EnvironmentUnsupported
 
 _INFO = ".dist-info"
 
 
-class Memory(msgspec.Struct, frozen=True):
+class IndexParts(msgspec.Struct, frozen=True):
     """The three parts of an index."""
 
     gate: GatePart
@@ -41,7 +41,7 @@ class Memory(msgspec.Struct, frozen=True):
     kept: KeptPart
 
 
-def look_again(spot: Spot, memory: Memory) -> Part | None:
+def look_again(spot: Spot, memory: IndexParts) -> SurveyedRoot | None:
     """Return the interpreter's own library as it is now, or None where everything has to be looked at.
 
     Args:
@@ -59,7 +59,9 @@ def look_again(spot: Spot, memory: Memory) -> Part | None:
         return None
 
 
-def reusable(part: Part, units: Sequence[tuple[int, Distribution, Sequence[Row]]]) -> list[KeptDistribution]:
+def reusable(
+    part: SurveyedRoot, units: Sequence[tuple[int, Distribution, Sequence[FileRow]]]
+) -> list[KeptDistribution]:
     """Return those of the distributions whose units may be reused as long as their files are what they are.
 
     Not those with a link, with a file that another one claims, or with one that is rewritten on its way.
@@ -106,13 +108,13 @@ def _claimed(distribution: Distribution, site: str, prefix: str) -> set[str]:
 class _Directories:
     """What is not as it was: directories that were listed again, and those that are gone."""
 
-    def __init__(self, spot: Spot, memory: Memory) -> None:
+    def __init__(self, spot: Spot, memory: IndexParts) -> None:
         self._spot = spot
         self._gate = memory.gate
         self._files = memory.files
         self._kept = memory.kept
         self.known: dict[str, int] = {}
-        self.looked: dict[str, Look] = {}
+        self.looked: dict[str, DirectoryListing] = {}
         self.gone: set[str] = set()
         areas_of = memoryview(memory.gate.areas_of).cast("H").tolist()
         self._area_of: dict[str, int] = {}
@@ -198,12 +200,12 @@ class _Directories:
 class _Choice:
     """What is reused, and what is left for a first look."""
 
-    def __init__(self, spot: Spot, memory: Memory, seen: _Directories) -> None:
+    def __init__(self, spot: Spot, memory: IndexParts, seen: _Directories) -> None:
         self._spot = spot
         self._memory = memory
         self._seen = seen
 
-    def part(self) -> Part:
+    def part(self) -> SurveyedRoot:
         """Return the part as it is now."""
         spot, memory = self._spot, self._memory
         mine = [owner.site == spot.directory for owner in memory.files.owners]
@@ -228,7 +230,7 @@ class _Choice:
             for owner in hit:  # somebody else claims what they have
                 del reused[owner]
         check_names(spot, by_row)
-        return Part(
+        return SurveyedRoot(
             spot=spot,
             files=by_row,
             areas=self._seen.listings(),
@@ -237,7 +239,9 @@ class _Choice:
             reused=self._reused(reused, kept),
         )
 
-    def _changed(self, kept: Sequence[tuple[File, int]], void: set[str], fresh: dict[str, File]) -> set[str]:
+    def _changed(
+        self, kept: Sequence[tuple[ListedFile, int]], void: set[str], fresh: dict[str, ListedFile]
+    ) -> set[str]:
         """Return the paths of files that are new, gone, or another one."""
         before = {file.file: file for file, _ in kept if _above(file.file) in void}
         return {
@@ -247,7 +251,7 @@ class _Choice:
         }
 
     def _drop_changed(
-        self, reused: dict[int, KeptDistribution], kept: Sequence[tuple[File, int]], changed: set[str]
+        self, reused: dict[int, KeptDistribution], kept: Sequence[tuple[ListedFile, int]], changed: set[str]
     ) -> None:
         top = self._spot.directory + "/"
         rows = {own_row_path(self._spot, path) for path in changed}
@@ -257,7 +261,7 @@ class _Choice:
             if owner in owners or one.info in infos or not rows.isdisjoint(one.missing):
                 del reused[owner]
 
-    def _read(self, by_row: dict[str, File], reused: set[str]) -> list[Distribution]:
+    def _read(self, by_row: dict[str, ListedFile], reused: set[str]) -> list[Distribution]:
         top = self._spot.directory
         infos = [
             name[len(top) + 1 :]
@@ -275,23 +279,23 @@ class _Choice:
                 area, _, below = path.partition("/")
                 yield f"{spot.directory if area == 'site' else spot.prefix}/{below}"
 
-    def _watched(self, by_row: dict[str, File], reused: Iterable[KeptDistribution]) -> tuple[str, ...]:
+    def _watched(self, by_row: dict[str, ListedFile], reused: Iterable[KeptDistribution]) -> tuple[str, ...]:
         spot = self._spot
         records = [file.file for path, file in by_row.items() if path.endswith(f"{_INFO}/RECORD")]
         records += [f"{spot.directory}/{one.info}/RECORD" for one in reused]
         return (*records, os.path.join(spot.prefix, "pyvenv.cfg"))
 
-    def _reused(self, reused: dict[int, KeptDistribution], kept: Sequence[tuple[File, int]]) -> Reused:
+    def _reused(self, reused: dict[int, KeptDistribution], kept: Sequence[tuple[ListedFile, int]]) -> Reused:
         memory = self._memory
         members = {
             (member.kind, member.name, member.version, member.address): member
             for member in memory.gate.snapshot.roots[0].members
         }
-        found: dict[int, Member] = {}
+        found: dict[int, SnapshotMember] = {}
         for owner in reused:
             one = memory.files.owners[owner]
             found[owner] = members[one.kind, one.name, one.version, one.address]
-        others: dict[int, list[File]] = {owner: [] for owner in reused}
+        others: dict[int, list[ListedFile]] = {owner: [] for owner in reused}
         for file, owner in _kept_files(memory.kept.others, memory.kept.others_of):
             if owner in others:
                 others[owner].append(file)
@@ -314,9 +318,9 @@ class _Units:
         self._spot = spot
         self._files = files
         self._owners = owners
-        self._found: dict[int, list[tuple[Row, File]]] = {}
+        self._found: dict[int, list[tuple[FileRow, ListedFile]]] = {}
 
-    def unit(self, address: str) -> list[tuple[Row, File]]:
+    def unit(self, address: str) -> list[tuple[FileRow, ListedFile]]:
         """Return rows with their files, in order of their paths."""
         if not self._found:
             digests, wanted = self._files.files.digests, set(self._owners.values())
@@ -324,7 +328,7 @@ class _Units:
                 if owner in wanted:
                     kind: RowKind = "x" if file.kind == "x" else "f"
                     path, digest = own_row_path(self._spot, file.file), digests[32 * number : 32 * number + 32]
-                    self._found.setdefault(owner, []).append((Row(path, kind, file.size, digest), file))
+                    self._found.setdefault(owner, []).append((FileRow(path, kind, file.size, digest), file))
         return sorted(self._found[self._owners[address]], key=lambda one: one[0].path)
 
 
@@ -332,11 +336,11 @@ def _above(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _kept_files(stats: Stats, owners_of: bytes) -> Iterator[tuple[File, int]]:
+def _kept_files(stats: Stats, owners_of: bytes) -> Iterator[tuple[ListedFile, int]]:
     names, owners = stats.names(), memoryview(owners_of).cast("I").tolist()
     for name, kind, *numbers, owner in zip(names, stats.kinds, *stats.columns(), owners, strict=True):
         size, mtime_ns, inode, ctime_ns = numbers
-        yield File(name, kind, size, mtime_ns, inode, ctime_ns), owner
+        yield ListedFile(name, kind, size, mtime_ns, inode, ctime_ns), owner
 
 
 def _differing(stats: Stats, mine: Sequence[bool] | None) -> set[str]:

@@ -15,14 +15,14 @@ from typing import Literal
 
 import msgspec
 
-from serverless_gpu.environment.documents import Member, Row
+from serverless_gpu.environment.documents import FileRow, SnapshotMember
 from serverless_gpu.environment.scan.canonical import flat_path, row_path
 from serverless_gpu.environment.scan.code.project import CodePlace, list_code, wanted_files
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.directory_listing import (
     BYTECODE,
-    File,
     Keep,
+    ListedFile,
     Listing,
     is_inside,
     is_plain,
@@ -83,16 +83,16 @@ class Reused(msgspec.Struct, frozen=True, kw_only=True):
         unit: returns rows and files of one, by address.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[SnapshotMember, ...]
     scripts: frozenset[str]
     notes: dict[str, str]
     files: frozenset[str]
     distributions: dict[str, KeptDistribution]
-    others: dict[str, tuple[File, ...]]
-    unit: Callable[[str], list[tuple[Row, File]]]
+    others: dict[str, tuple[ListedFile, ...]]
+    unit: Callable[[str], list[tuple[FileRow, ListedFile]]]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
     """A root as it was found.
 
     Attributes:
@@ -105,7 +105,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     spot: Spot
-    files: dict[str, File]
+    files: dict[str, ListedFile]
     areas: tuple[tuple[Area, Listing], ...] = ()
     distributions: tuple[Distribution, ...] = ()
     watched: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """All parts, the interpreter's own first; entries of `sys.path` that are not there; what was left out, and why."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SurveyedRoot, ...]
     absent: tuple[str, ...]
     left_out: tuple[str, ...]
 
@@ -147,7 +147,7 @@ def keep_for(area: Area) -> Keep:
 def survey(
     description: Description,
     look_at: Callable[[str, int], None] = lambda name, files: None,
-    again: Callable[[Spot], Part | None] = lambda spot: None,
+    again: Callable[[Spot], SurveyedRoot | None] = lambda spot: None,
 ) -> Survey:
     """Look at everything an interpreter imports from.
 
@@ -161,7 +161,7 @@ def survey(
         EnvironmentTooLarge: a project's directory is larger than a project may be.
     """
     spots = find_spots(description)
-    parts: dict[int, Part] = {}
+    parts: dict[int, SurveyedRoot] = {}
     # By depth: whether a spot lies in another is known when the outer one was walked. Code comes last.
     order = sorted(
         enumerate(spots.spots), key=lambda one: (one[1].kind != "own", one[1].kind == "code", len(one[1].real))
@@ -178,17 +178,17 @@ def survey(
     return Survey(parts=tuple(parts[number] for number in sorted(parts)), absent=spots.absent, left_out=tuple(left_out))
 
 
-def _look(spot: Spot, spots: Spots, description: Description) -> Part:
+def _look(spot: Spot, spots: Spots, description: Description) -> SurveyedRoot:
     if spot.kind == "code":
         return _look_at_code(spot, spots, description)
     if spot.kind == "archive":
         path = os.path.join(spot.directory, spot.archive)
         file = read_file(path)
-        return Part(spot=spot, files={f"site/{spot.archive}": file} if file else {}, watched=(path,))
+        return SurveyedRoot(spot=spot, files={f"site/{spot.archive}": file} if file else {}, watched=(path,))
     return _look_at_library(spot)
 
 
-def _look_at_library(spot: Spot) -> Part:
+def _look_at_library(spot: Spot) -> SurveyedRoot:
     site = walk(spot.directory) if os.path.isdir(spot.directory) else Listing(spot.directory)
     areas = [(Area("site", spot.directory), site)]
     if spot.site:
@@ -205,7 +205,7 @@ def _look_at_library(spot: Spot) -> Part:
     distributions = tuple(read_distributions(site))
     if not spot.is_venv:
         _add_claimed(spot, distributions, files)
-    return Part(spot=spot, files=files, areas=tuple(areas), distributions=distributions, watched=tuple(watched))
+    return SurveyedRoot(spot=spot, files=files, areas=tuple(areas), distributions=distributions, watched=tuple(watched))
 
 
 def check_names(spot: Spot, files: Iterable[str]) -> None:
@@ -222,7 +222,7 @@ def check_names(spot: Spot, files: Iterable[str]) -> None:
             )
 
 
-def _add_claimed(spot: Spot, distributions: tuple[Distribution, ...], files: dict[str, File]) -> None:
+def _add_claimed(spot: Spot, distributions: tuple[Distribution, ...], files: dict[str, ListedFile]) -> None:
     """Add what distributions own in a prefix that is not walked, because others live there, too."""
     for distribution in distributions:
         for claim in distribution.claims:
@@ -234,7 +234,7 @@ def _add_claimed(spot: Spot, distributions: tuple[Distribution, ...], files: dic
                 files[path] = found
 
 
-def _look_at_code(spot: Spot, spots: Spots, description: Description) -> Part:
+def _look_at_code(spot: Spot, spots: Spots, description: Description) -> SurveyedRoot:
     libraries = [one for one in spots.spots if one.kind in ("own", "library")]
     others = [description.stdlib, description.platstdlib, description.own_home]
     others += [directory for one in libraries for directory in (one.directory, one.real)]
@@ -250,10 +250,10 @@ def _look_at_code(spot: Spot, spots: Spots, description: Description) -> Part:
         code.listing.odd[path] = "its name has control characters, or bytes that are not UTF-8"
     place = msgspec.structs.replace(code.place, wanted=tuple(path for path in wanted if path in code.listing.files))
     area = Area("code", spot.directory, place)
-    return Part(spot=spot, files=files, areas=((area, code.listing),), watched=code.watched)
+    return SurveyedRoot(spot=spot, files=files, areas=((area, code.listing),), watched=code.watched)
 
 
-def _say_odd(part: Part) -> list[str]:
+def _say_odd(part: SurveyedRoot) -> list[str]:
     sentences = []
     for area, listing in part.areas:
         for path, reason in listing.odd.items():

@@ -17,7 +17,7 @@ import msgspec
 from serverless_gpu.environment.documents import UnitKind
 from serverless_gpu.environment.rules.limits import LINK_HOPS_MAX
 from serverless_gpu.environment.scan.canonical import (
-    Claim,
+    RecordLine,
     is_dropped,
     is_entry_script,
     is_trusted,
@@ -25,9 +25,9 @@ from serverless_gpu.environment.scan.canonical import (
     row_path,
 )
 from serverless_gpu.environment.scan.digests import may_be_script
-from serverless_gpu.environment.scan.directory_listing import File, read_file, show
+from serverless_gpu.environment.scan.directory_listing import ListedFile, read_file, show
 from serverless_gpu.environment.scan.distributions import Distribution
-from serverless_gpu.environment.scan.survey import Part
+from serverless_gpu.environment.scan.survey import SurveyedRoot
 
 # Made by venv, virtualenv and uv for the environment itself; `𝜋thon` is Python 3.14's joke.
 _VENV_FILE = re.compile(
@@ -53,9 +53,9 @@ class Draft(msgspec.Struct, kw_only=True):
     kind: UnitKind
     name: str = ""
     version: str = ""
-    files: dict[str, File] = {}
-    believed: dict[str, Claim] = {}
-    record: File | None = None
+    files: dict[str, ListedFile] = {}
+    believed: dict[str, RecordLine] = {}
+    record: ListedFile | None = None
     distribution: Distribution | None = None
 
     def modules(self) -> tuple[str, ...]:
@@ -67,16 +67,16 @@ class Drafts(msgspec.Struct, kw_only=True):
     """The units of a root, and for files that distributions disagree about, which claims what."""
 
     units: list[Draft]
-    contested: dict[str, list[tuple[Draft, Claim]]]
+    contested: dict[str, list[tuple[Draft, RecordLine]]]
 
 
-def draft_units(part: Part) -> Drafts:
+def draft_units(part: SurveyedRoot) -> Drafts:
     """Divide the files of a part."""
     if part.spot.kind == "code":
         code = Draft(kind="code", name=os.path.basename(part.spot.real), files=dict(part.files), believed={})
         return Drafts(units=[code], contested={})
     units: list[Draft] = []
-    claimed: dict[str, list[tuple[Draft, Claim]]] = {}
+    claimed: dict[str, list[tuple[Draft, RecordLine]]] = {}
     scripts = part.reused.scripts if part.reused is not None else frozenset()
     for distribution in part.distributions:
         draft = Draft(
@@ -104,7 +104,7 @@ def draft_units(part: Part) -> Drafts:
     return Drafts(units=units, contested=contested)
 
 
-def settle_contested(contested: Mapping[str, list[tuple[Draft, Claim]]], sha256: Mapping[str, bytes]) -> None:
+def settle_contested(contested: Mapping[str, list[tuple[Draft, RecordLine]]], sha256: Mapping[str, bytes]) -> None:
     """Leave files that distributions disagree about to those that are right, or to the first when none is.
 
     Args:
@@ -142,7 +142,7 @@ def settle_links(draft: Draft) -> list[str]:
 
 
 def _claim_files(
-    part: Part, distribution: Distribution, draft: Draft, claimed: dict[str, list[tuple[Draft, Claim]]]
+    part: SurveyedRoot, distribution: Distribution, draft: Draft, claimed: dict[str, list[tuple[Draft, RecordLine]]]
 ) -> None:
     site, prefix = part.spot.site, part.spot.prefix
     for claim in distribution.claims:
@@ -178,7 +178,7 @@ def _directories(paths: Iterable[str]) -> set[str]:
     return directories
 
 
-def _leads_somewhere(path: str, files: Mapping[str, File], directories: set[str]) -> bool:
+def _leads_somewhere(path: str, files: Mapping[str, ListedFile], directories: set[str]) -> bool:
     """Return whether a link's text leads to a file or directory of the unit, through real directories only."""
     for _ in range(LINK_HOPS_MAX):
         target = files[path].target
@@ -202,7 +202,7 @@ def _leads_somewhere(path: str, files: Mapping[str, File], directories: set[str]
     return False
 
 
-def _resolve(path: str, files: Mapping[str, File], directories: set[str]) -> File | None:
+def _resolve(path: str, files: Mapping[str, ListedFile], directories: set[str]) -> ListedFile | None:
     """Return what a link becomes: one that says it directly, or the file it leads to, or nothing."""
     file = files[path]
     depth = path.count("/")

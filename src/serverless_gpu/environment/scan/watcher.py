@@ -60,7 +60,7 @@ class Unwatchable(Exception):
     """Watches cannot be had for an environment, or would not suffice; its text is the reason."""
 
 
-class Plan(NamedTuple):
+class WatchPlan(NamedTuple):
     """What to watch: tops of the libraries, directories, numbers of files, and of files whose stat is compared."""
 
     tops: tuple[str, ...]
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     compared: tuple[int, ...]
 
 
-class Watcher:
+class LibraryWatcher:
     """Watches on the libraries of one environment.
 
     Args:
@@ -171,7 +171,7 @@ class Watcher:
             return mounts_about(self._plan.tops, os.fsdecode(file.read()))
 
 
-def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> Plan:
+def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
     """Return what to watch of the libraries of an environment.
 
     Args:
@@ -200,7 +200,7 @@ def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> Plan:
             watched.append(number)
     if len(compared) > COMPARED_MAX:
         raise Unwatchable(f"{len(compared):,} files are links to other places, or lie outside of the libraries")
-    return Plan(tops, directories, tuple(watched), tuple(compared))
+    return WatchPlan(tops, directories, tuple(watched), tuple(compared))
 
 
 def mounts_about(tops: Iterable[str], table: str) -> frozenset[str]:

@@ -47,7 +47,7 @@ _PAUSE_S = 1.0
 _Value = TypeVar("_Value")
 
 
-class Blobs:
+class StoreBlobs:
     """What a store holds, as values.
 
     Args:

@@ -23,9 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from serverless_gpu.environment.progress import Progress, Report, nobody
+from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
 from serverless_gpu.environment.stores.base import Stored
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import ITEMS_MAX
 from serverless_gpu.environment.stores.condemned_objects import (
     COLLECTOR,
@@ -36,7 +36,7 @@ from serverless_gpu.environment.stores.condemned_objects import (
     read_condemned,
     write_condemned,
 )
-from serverless_gpu.environment.stores.reachability import Plan, joined, kept_parts, kept_snapshots, make_plan
+from serverless_gpu.environment.stores.reachability import CollectionPlan, joined, kept_parts, kept_snapshots, make_plan
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentRejected, StoreUnavailable
 
 KEEP_S = 30 * 24 * 3600
@@ -60,7 +60,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
 
 
-class Collected(msgspec.Struct, frozen=True, kw_only=True):
+class CollectionResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a collection did, or would do.
 
     Attributes:
@@ -87,14 +87,14 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collect(
-    blobs: Blobs,
+    blobs: StoreBlobs,
     *,
     in_use: Collection[str] = (),
     keep_s: int = KEEP_S,
     grace_s: int = GRACE_S,
     dry_run: bool = False,
     report: Report = nobody,
-) -> Collected:
+) -> CollectionResult:
     """Condemn what nobody needs, and delete what was condemned long enough ago.
 
     Args:
@@ -110,19 +110,19 @@ def collect(
         StoreUnavailable: the store does not answer, or this took too long; the next collection goes on.
         EnvironmentRejected: the list was written by a newer version.
     """
-    work = _Collection(blobs, Terms(frozenset(in_use), max(keep_s, grace_s) * 10**9, grace_s * 10**9), report)
+    work = _Collection(blobs, CollectionTerms(frozenset(in_use), max(keep_s, grace_s) * 10**9, grace_s * 10**9), report)
     if dry_run:
         return msgspec.structs.replace(work.collected(work.look()), dry_run=True)
     with work.announced() as alone:
         if not alone:
-            return Collected(busy=True)
+            return CollectionResult(busy=True)
         plan = work.look()
         work.delete(plan.deleted)
         work.write_list(plan)
     return work.collected(plan)
 
 
-class Terms(msgspec.Struct, frozen=True):
+class CollectionTerms(msgspec.Struct, frozen=True):
     """What stays: these snapshots, young snapshots, and what was put just now."""
 
     in_use: frozenset[str]
@@ -133,7 +133,7 @@ class Terms(msgspec.Struct, frozen=True):
 class _Collection:
     """One collection, from announcing it to withdrawing."""
 
-    def __init__(self, blobs: Blobs, terms: Terms, report: Report) -> None:
+    def __init__(self, blobs: StoreBlobs, terms: CollectionTerms, report: Report) -> None:
         self._blobs = blobs
         self._store = blobs.store
         self._clock = blobs.clock
@@ -162,7 +162,7 @@ class _Collection:
             with contextlib.suppress(StoreUnavailable):  # it becomes void by itself
                 self._store.delete([self._key])
 
-    def look(self) -> Plan:
+    def look(self) -> CollectionPlan:
         """List everything, read what stays, and return what is to be done."""
         self._condemned = self._read_list()
         listed = {kind: list(self._store.list(kind)) for kind in _KINDS}
@@ -186,7 +186,7 @@ class _Collection:
             self._store.delete(some)
             self._pulse("deleting", done, len(doomed))
 
-    def write_list(self, plan: Plan) -> None:
+    def write_list(self, plan: CollectionPlan) -> None:
         """Put the new list in place: first without dates, then, when it is known to be there, with them."""
         some = plan.condemned[: ITEMS_MAX - len(plan.waiting)]
         new = tuple(Sentence(stored.key, 0, stored.put_ns) for stored in some)
@@ -200,10 +200,10 @@ class _Collection:
             self._renew()
             write_condemned(self._store, Condemned(entries=plan.waiting + dated))
 
-    def collected(self, plan: Plan) -> Collected:
+    def collected(self, plan: CollectionPlan) -> CollectionResult:
         """Return what is to be said of it."""
         waiting = [self._listed[sentence.key] for sentence in plan.waiting]
-        return Collected(
+        return CollectionResult(
             kept=_tally(plan.kept),
             condemned=_tally(plan.condemned),
             waiting=_tally(waiting),
@@ -222,7 +222,7 @@ class _Collection:
             return Condemned()  # everything is condemned anew
 
     def _read(
-        self, plan: Plan, kept: Collection[str], parts: Callable[[str], Iterable[str]]
+        self, plan: CollectionPlan, kept: Collection[str], parts: Callable[[str], Iterable[str]]
     ) -> tuple[frozenset[str] | None, frozenset[str]]:
         """Return the keys that documents point at: those that stay (None when one cannot be read), and all."""
         keys = plan.remaining()
@@ -274,7 +274,7 @@ class _Collection:
         self._renewed_ns = now_ns
 
     def _pulse(self, name: str, done: int, total: int) -> None:
-        self._report(Progress(phase="collect", files_done=done, files_total=total, name=name))
+        self._report(ProgressPoint(phase="collect", files_done=done, files_total=total, name=name))
 
 
 def _batches(keys: Sequence[str], size: int) -> Iterator[tuple[int, list[str]]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from serverless_gpu.environment.compression import decompress
-from serverless_gpu.environment.documents import Row, Unit
+from serverless_gpu.environment.documents import FileRow, Unit
 from serverless_gpu.errors import EnvironmentRejected
 
 PACK_READS_FREE = 16
@@ -32,7 +32,7 @@ class Unequal(Exception):
 class _Part(NamedTuple):
     """What a block holds of a file: its bytes from `start` to `end`, and whether the file ends there."""
 
-    row: Row
+    row: FileRow
     start: int
     end: int
     is_last: bool = True
@@ -73,7 +73,7 @@ def check_content(unit: Unit, read: ReadPack) -> None:
             digest = hashlib.sha256()
 
 
-def _content(frame: memoryview, size: int, row: Row) -> memoryview:
+def _content(frame: memoryview, size: int, row: FileRow) -> memoryview:
     try:
         content = decompress(frame, size)
     except EnvironmentRejected as error:

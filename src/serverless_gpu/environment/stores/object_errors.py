@@ -40,14 +40,14 @@ _STEPS = (
 _METADATA = re.compile(r"169\.254\.169\.254|metadata\.google|/latest/api/token|/latest/meta-data|/metadata/identity")
 
 
-class Answer(NamedTuple):
+class ErrorMeaning(NamedTuple):
     """What an answer means, and what may be said of it."""
 
     verdict: Verdict
     said: str
 
 
-def judge(text: str, *, not_found: bool = False, denied: bool = False) -> Answer:
+def judge(text: str, *, not_found: bool = False, denied: bool = False) -> ErrorMeaning:
     """Return what an error means.
 
     Args:
@@ -59,21 +59,21 @@ def judge(text: str, *, not_found: bool = False, denied: bool = False) -> Answer
     code = said.partition(" ")[2]
     status = int(match[1]) if (match := _STATUS.search(text)) else 0
     if code in _NO_BUCKET:
-        return Answer("no bucket", said)
+        return ErrorMeaning("no bucket", said)
     if not_found:
-        return Answer("absent", said)
+        return ErrorMeaning("absent", said)
     if _METADATA.search(text):
-        return Answer("no credentials", "no credentials were found")
+        return ErrorMeaning("no credentials", "no credentials were found")
     if status == 416:
-        return Answer("beyond", said)
+        return ErrorMeaning("beyond", said)
     if "non-partial response" in text:
-        return Answer("whole", "it knows no ranges")
+        return ErrorMeaning("whole", "it knows no ranges")
     if _FULL.search(text):
-        return Answer("full", said)
+        return ErrorMeaning("full", said)
     if denied:
-        return Answer("refused", said)
+        return ErrorMeaning("refused", said)
     transient = not status or status >= 500 or status in _TRANSIENT or code in _TRANSIENT_CODES
-    return Answer("again" if transient else "refused", said)
+    return ErrorMeaning("again" if transient else "refused", said)
 
 
 def _said(text: str) -> str:

@@ -39,7 +39,7 @@ from serverless_gpu.environment.stores.base import (
     check_size,
 )
 from serverless_gpu.environment.stores.clouds import CLOUDS, connector, endpoint_of
-from serverless_gpu.environment.stores.object_errors import Answer, judge, pause_s
+from serverless_gpu.environment.stores.object_errors import ErrorMeaning, judge, pause_s
 from serverless_gpu.errors import EnvironmentRejected, ServerlessGpuError, StorageError, StoreUnavailable
 from serverless_gpu.units import format_duration_ms
 
@@ -151,7 +151,7 @@ class ObjectStore(Store):
         try:
             self._ask(f"put {key}", lambda client: self._put(client, key, data), reads=False)
         except _Final as error:
-            raise self._problem(f"put {key}", Answer("no bucket", error.answer.said), 1, 0.0) from None
+            raise self._problem(f"put {key}", ErrorMeaning("no bucket", error.answer.said), 1, 0.0) from None
 
     def _delete_one(self, key: str) -> None:
         with contextlib.suppress(_Final):
@@ -219,7 +219,7 @@ class ObjectStore(Store):
             self._clients[reads] = self._connect(half_s, reads)
         return self._clients[reads]
 
-    def _problem(self, what: str, answer: Answer, tries: int, took_s: float) -> ServerlessGpuError:
+    def _problem(self, what: str, answer: ErrorMeaning, tries: int, took_s: float) -> ServerlessGpuError:
         name = f"the store {self.url}" + (f" (at {self._endpoint})" if self._endpoint else "")
         if answer.verdict == "full":
             return StorageError(
@@ -251,7 +251,7 @@ class _ArrivedAltered(Exception):
 class _Final(Exception):
     """An answer that asking again does not change."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ErrorMeaning) -> None:
         super().__init__(answer.said)
         self.answer = answer
 
@@ -309,11 +309,11 @@ def _together(call: Callable[[str], _Value], keys: list[str]) -> list[_Value]:
         return list(pool.map(call, keys))
 
 
-def _judged(error: Exception) -> Answer:
+def _judged(error: Exception) -> ErrorMeaning:
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     if isinstance(error, _ArrivedAltered):
-        return Answer("again", "what arrived is not what was sent")
+        return ErrorMeaning("again", "what arrived is not what was sent")
     denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
     return judge(str(error), not_found=isinstance(error, FileNotFoundError), denied=denied)
 

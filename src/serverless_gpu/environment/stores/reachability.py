@@ -22,7 +22,7 @@ from serverless_gpu.environment.stores.base import Stored
 from serverless_gpu.environment.stores.condemned_objects import Condemned, Sentence
 
 
-class Plan(NamedTuple):
+class CollectionPlan(NamedTuple):
     """What becomes of everything that was listed."""
 
     kept: tuple[Stored, ...]
@@ -75,7 +75,7 @@ def make_plan(
     *,
     now_ns: int,
     grace_ns: int,
-) -> Plan:
+) -> CollectionPlan:
     """Return what becomes of each object of one kind.
 
     Args:
@@ -99,10 +99,10 @@ def make_plan(
             wait.append(sentence)
         else:
             delete.append(stored)
-    return Plan(tuple(keep), tuple(condemn), tuple(wait), tuple(delete))
+    return CollectionPlan(tuple(keep), tuple(condemn), tuple(wait), tuple(delete))
 
 
-def joined(*plans: Plan) -> Plan:
+def joined(*plans: CollectionPlan) -> CollectionPlan:
     """Return the plans of several kinds as one, in their order."""
     kept, condemned, waiting, deleted = (tuple(chain.from_iterable(parts)) for parts in zip(*plans, strict=True))
-    return Plan(kept, condemned, waiting, deleted)
+    return CollectionPlan(kept, condemned, waiting, deleted)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from serverless_gpu.environment.documents import Snapshot, Unit
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.content import ReadPack, Unequal, check_content
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentProblem, ServerlessGpuError
 
@@ -26,7 +26,7 @@ NAMED_MAX = 3
 _AGAIN = "where it is installed, `sgpu env capture` sends that again"
 
 
-def read_snapshot(blobs: Blobs, address: str) -> Snapshot:
+def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
     """Return a snapshot; what is not what its address says is removed from the store.
 
     Raises:
@@ -39,7 +39,7 @@ def read_snapshot(blobs: Blobs, address: str) -> Snapshot:
         raise _explained(error, _repaired(blobs, [key]), blobs, [key]) from None
 
 
-def mended(error: EnvironmentProblem, blobs: Blobs, addresses: Iterable[str]) -> EnvironmentProblem:
+def mended(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str]) -> EnvironmentProblem:
     """Look at all that units need in a store, remove what is altered, and return the error to raise.
 
     Args:
@@ -56,7 +56,7 @@ def mended(error: EnvironmentProblem, blobs: Blobs, addresses: Iterable[str]) ->
     return _explained(error, removed, blobs, bad) if removed or bad else error
 
 
-def repair(blobs: Blobs, addresses: Iterable[str]) -> tuple[str, ...]:
+def repair(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]:
     """Check all that units need in a store, and remove what no restore can use.
 
     Args:
@@ -78,7 +78,7 @@ def repair(blobs: Blobs, addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def damaged(
-    blobs: Blobs, addresses: Iterable[str], check: Callable[[Unit, ReadPack], None] = check_content
+    blobs: StoreBlobs, addresses: Iterable[str], check: Callable[[Unit, ReadPack], None] = check_content
 ) -> tuple[str, ...]:
     """Return the keys of what no restore can use, in the order in which it may be deleted: units, then packs.
 
@@ -108,7 +108,7 @@ def damaged(
     return (*units, *(f"packs/{digest}" for digest, state in packs.items() if state == "altered"))
 
 
-def _holds(blobs: Blobs, unit: Unit, check: Callable[[Unit, ReadPack], None]) -> bool:
+def _holds(blobs: StoreBlobs, unit: Unit, check: Callable[[Unit, ReadPack], None]) -> bool:
     """Return whether packs that are what their names say hold what a unit's rows say."""
     try:
         check(unit, lambda digest, length: blobs.read_range(digest, 0, length))
@@ -117,7 +117,7 @@ def _holds(blobs: Blobs, unit: Unit, check: Callable[[Unit, ReadPack], None]) ->
     return True
 
 
-def _repaired(blobs: Blobs, keys: Collection[str]) -> tuple[str, ...] | None:
+def _repaired(blobs: StoreBlobs, keys: Collection[str]) -> tuple[str, ...] | None:
     """Return what a store has removed by itself; None where that is left to us."""
     removed = blobs.store.repair(keys)
     if removed:
@@ -125,7 +125,7 @@ def _repaired(blobs: Blobs, keys: Collection[str]) -> tuple[str, ...] | None:
     return removed
 
 
-def _state(blobs: Blobs, digest: str) -> str:
+def _state(blobs: StoreBlobs, digest: str) -> str:
     try:
         blobs.read_pack(digest)
     except EnvironmentCorrupt:
@@ -136,7 +136,7 @@ def _state(blobs: Blobs, digest: str) -> str:
 
 
 def _explained(
-    error: EnvironmentProblem, removed: Collection[str] | None, blobs: Blobs, found: Collection[str]
+    error: EnvironmentProblem, removed: Collection[str] | None, blobs: StoreBlobs, found: Collection[str]
 ) -> EnvironmentProblem:
     """Return the error to raise, with what the store has removed by itself, or what was found and is removed now."""
     bad = list(found if removed is None else removed)

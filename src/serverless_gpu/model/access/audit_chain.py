@@ -19,7 +19,7 @@ GENESIS = "0" * 64
 """What the first entry follows."""
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class ChainedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the audit, in its place.
 
     Attributes:
@@ -45,14 +45,14 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
 
 
-class Head(msgspec.Struct, frozen=True):
+class ChainHead(msgspec.Struct, frozen=True):
     """How far a chain goes: the number and the digest of its last entry."""
 
     number: int = 0
     sha256: str = GENESIS
 
 
-def digest(previous: str, link: Link) -> str:
+def digest(previous: str, link: ChainedEntry) -> str:
     """Return the digest that an entry has to have.
 
     Args:
@@ -63,7 +63,7 @@ def digest(previous: str, link: Link) -> str:
     return hashlib.sha256(previous.encode() + b"\n" + msgspec.json.encode(said, order="sorted")).hexdigest()
 
 
-def follow(links: Iterable[Link], *, after: Head) -> tuple[Head, str]:
+def follow(links: Iterable[ChainedEntry], *, after: ChainHead) -> tuple[ChainHead, str]:
     """Follow a chain from a known head on, as far as it is whole.
 
     Args:
@@ -79,5 +79,5 @@ def follow(links: Iterable[Link], *, after: Head) -> tuple[Head, str]:
             return head, f"entry {head.number + 1} is missing: entry {link.number} follows entry {head.number}"
         if link.sha256 != digest(head.sha256, link):
             return head, f"entry {link.number} is not what was written down, or the one before it is not"
-        head = Head(link.number, link.sha256)
+        head = ChainHead(link.number, link.sha256)
     return head, ""

@@ -42,7 +42,7 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     approved: bool
 
 
-class Answer(StrEnum):
+class HelloDecision(StrEnum):
     """What becomes of a hello whose token is good."""
 
     ADMITTED = "admitted"
@@ -51,7 +51,7 @@ class Answer(StrEnum):
     PENDING = "pending"  # an administrator has to approve the name
 
 
-class Refused(msgspec.Struct, frozen=True):
+class HelloRefused(msgspec.Struct, frozen=True):
     """Why a hello is refused, and what to do."""
 
     why: str
@@ -61,7 +61,7 @@ class Refused(msgspec.Struct, frozen=True):
 _OWN_TOKEN = "give each node a token of its own: `sgpu node invite`"
 
 
-def judge(binding: Binding | None, said: Identity) -> Answer | Refused:
+def judge(binding: Binding | None, said: Identity) -> HelloDecision | HelloRefused:
     """Return what becomes of a hello.
 
     Args:
@@ -69,22 +69,22 @@ def judge(binding: Binding | None, said: Identity) -> Answer | Refused:
         said: what the node says it is.
     """
     if binding is None:
-        return Answer.PENDING
+        return HelloDecision.PENDING
     bound = binding.node
     if not bound.name:
-        return Answer.BOUND
+        return HelloDecision.BOUND
     if bound.name != said.name:
-        return Refused(f"the token of {said.name!r} is that of the node {bound.name!r}", _OWN_TOKEN)
+        return HelloRefused(f"the token of {said.name!r} is that of the node {bound.name!r}", _OWN_TOKEN)
     if bound.instance != said.instance and (bound.instance or bound.machine != said.machine):
         what = "home of this machine" if bound.machine == said.machine else "machine"
-        return Refused(f"the token of {said.name!r} is that of a node of this name in another {what}", _OWN_TOKEN)
+        return HelloRefused(f"the token of {said.name!r} is that of a node of this name in another {what}", _OWN_TOKEN)
     if bound.machine != said.machine and not said.instance:
-        return Refused(f"the token of {said.name!r} is that of a node of this name on another machine", _OWN_TOKEN)
+        return HelloRefused(f"the token of {said.name!r} is that of a node of this name on another machine", _OWN_TOKEN)
     if not binding.approved:
-        return Answer.PENDING
+        return HelloDecision.PENDING
     if bound.instance != said.instance:
-        return Answer.BOUND  # it did not say its instance before
-    return Answer.ADMITTED if bound.machine == said.machine else Answer.MOVED
+        return HelloDecision.BOUND  # it did not say its instance before
+    return HelloDecision.ADMITTED if bound.machine == said.machine else HelloDecision.MOVED
 
 
 def second_process(before: str, said: str, *, connected: bool) -> bool:

@@ -21,7 +21,7 @@ Role = Literal["admin", "operator", "member", "viewer", "agent"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
-class Reach(StrEnum):
+class AccessReach(StrEnum):
     """How far somebody may reach on a resource."""
 
     NONE = "none"
@@ -80,10 +80,10 @@ class Resource(StrEnum):
     SECRETS = "secrets"
 
 
-_NONE, _OWN, _TEAM, _ALL = Reach.NONE, Reach.OWN, Reach.TEAM, Reach.ALL
+_NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL
 
 # Role → resource → how far it may read, and write. What is not there is none.
-POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
+POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     "admin": dict.fromkeys(Resource, (_ALL, _ALL))
     | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE), Resource.JOINING: (_NONE, _NONE)}
     | {Resource.METRICS: (_ALL, _NONE), Resource.USAGE: (_ALL, _NONE)},
@@ -147,7 +147,9 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[Reach, Reach]]] = {
 }
 
 # By what comes from outside, which may be anything.
-_ROWS: Mapping[str, Mapping[Resource, tuple[Reach, Reach]]] = {str(role): row for role, row in POLICY.items()}
+_ROWS: Mapping[str, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
+    str(role): row for role, row in POLICY.items()
+}
 _RESOURCES: Mapping[str, Resource] = {resource.value: resource for resource in Resource}
 
 # Scope of a token → what it lets through: resources, and whether to change them, too.
@@ -172,7 +174,7 @@ SCOPES: Mapping[str, Mapping[Resource, bool]] = {
 }
 
 
-def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()) -> Reach:
+def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()) -> AccessReach:
     """Return how far somebody may reach.
 
     Args:
@@ -184,9 +186,9 @@ def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()
     row = _ROWS.get(role)
     wanted = _RESOURCES.get(resource)
     if row is None or wanted is None:
-        return Reach.NONE
+        return AccessReach.NONE
     if scopes and not any(_lets(scope, wanted, write=write) for scope in scopes):
-        return Reach.NONE
+        return AccessReach.NONE
     return row.get(wanted, (_NONE, _NONE))[write]
 
 
@@ -200,11 +202,11 @@ def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: s
         owner: of the thing.
         team: the thing belongs to, or "".
     """
-    if reached == Reach.ALL:
+    if reached == AccessReach.ALL:
         return True
-    if reached == Reach.NONE or not name:
+    if reached == AccessReach.NONE or not name:
         return False
-    return owner == name or (reached == Reach.TEAM and bool(team) and team in teams)
+    return owner == name or (reached == AccessReach.TEAM and bool(team) and team in teams)
 
 
 def table() -> str:
@@ -221,7 +223,7 @@ def _lets(scope: str, resource: Resource, *, write: bool) -> bool:
     return resource in found and (found[resource] or not write)
 
 
-def _cell(read: Reach, write: Reach) -> str:
+def _cell(read: AccessReach, write: AccessReach) -> str:
     if read == write:
-        return "–" if read == Reach.NONE else read.value
-    return " / ".join("–" if one == Reach.NONE else one.value for one in (read, write))
+        return "–" if read == AccessReach.NONE else read.value
+    return " / ".join("–" if one == AccessReach.NONE else one.value for one in (read, write))

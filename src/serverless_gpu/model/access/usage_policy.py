@@ -95,7 +95,7 @@ class NamedPolicy(msgspec.Struct, frozen=True):
     is_attached: bool = True
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class PolicySubject(msgspec.Struct, frozen=True, kw_only=True):
     """Whom a policy is attached to.
 
     Attributes:

@@ -27,7 +27,7 @@ CHANGE_PERCENT = 20
 _USES_MAX = 2_000_000
 
 
-class Use(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Some GPUs, from one moment until another; nanoseconds of any clock."""
 
     start_ns: int
@@ -81,7 +81,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return Curve(span_ns=self.span_ns, levels=tuple(sorted(levels.items())))
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
+class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
     """What one GPU costs for one hour.
 
     Attributes:
@@ -128,7 +128,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
         return self.reserved_micros + self.on_demand_micros
 
 
-class Changed(msgspec.Struct, frozen=True, kw_only=True):
+class AdviceVariation(msgspec.Struct, frozen=True, kw_only=True):
     """What the advice would be if something were different.
 
     Attributes:
@@ -175,17 +175,17 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     gpu_type: str
     curve: Curve
-    rates: Rates
+    rates: GpuRates
     duty_percent: float
     best: Mix
     now: Mix
     none: Mix
     all_reserved: Mix
     slots: tuple[Slot, ...]
-    changed: tuple[Changed, ...]
+    changed: tuple[AdviceVariation, ...]
 
 
-def curve_of(uses: Iterable[Use], start_ns: int, end_ns: int) -> Curve:
+def curve_of(uses: Iterable[GpuUse], start_ns: int, end_ns: int) -> Curve:
     """Return how much was wanted, and for how long.
 
     Args:
@@ -215,7 +215,7 @@ def curve_of(uses: Iterable[Use], start_ns: int, end_ns: int) -> Curve:
     return Curve(span_ns=end_ns - start_ns, levels=tuple(sorted(levels.items())))
 
 
-def best_slots(curve: Curve, rates: Rates) -> int:
+def best_slots(curve: Curve, rates: GpuRates) -> int:
     """Return how many GPUs to reserve: slot k if and only if it is wanted for more than the break-even duty."""
     best = 0
     for level, at_least_ns in curve.steps():
@@ -225,7 +225,7 @@ def best_slots(curve: Curve, rates: Rates) -> int:
     return best
 
 
-def mix(curve: Curve, rates: Rates, slots: int) -> Mix:
+def mix(curve: Curve, rates: GpuRates, slots: int) -> Mix:
     """Return what some reserved GPUs cost, and those that are missing on demand; each sum is rounded up once.
 
     Args:
@@ -257,7 +257,7 @@ def micros_of(gpu_ns: int, micros_per_hour: int | Fraction) -> int:
     return -(-gpu_ns * micros_per_hour // HOUR_NS)
 
 
-def advise(curve: Curve, rates: Rates, *, gpu_type: str = "", now: int = 0) -> Advice:
+def advise(curve: Curve, rates: GpuRates, *, gpu_type: str = "", now: int = 0) -> Advice:
     """Return how many GPUs to reserve.
 
     Args:
@@ -289,7 +289,7 @@ def advise(curve: Curve, rates: Rates, *, gpu_type: str = "", now: int = 0) -> A
     )
 
 
-def _slots(curve: Curve, rates: Rates) -> Iterator[Slot]:
+def _slots(curve: Curve, rates: GpuRates) -> Iterator[Slot]:
     best, before = best_slots(curve, rates), 0
     for level, at_least_ns in curve.steps():
         share = 100 * at_least_ns / curve.span_ns
@@ -297,7 +297,7 @@ def _slots(curve: Curve, rates: Rates) -> Iterator[Slot]:
         before = level
 
 
-def _changed(curve: Curve, rates: Rates, slots: int) -> Iterator[Changed]:
+def _changed(curve: Curve, rates: GpuRates, slots: int) -> Iterator[AdviceVariation]:
     lower, higher = 100 - CHANGE_PERCENT, 100 + CHANGE_PERCENT
     for percent in (lower, higher):
         other = msgspec.structs.replace(rates, reserved=rates.reserved * percent // 100)
@@ -313,5 +313,7 @@ def _sign(percent: int) -> str:
     return f"{'−' if percent < 100 else '+'}{CHANGE_PERCENT} %"
 
 
-def _change(what: str, curve: Curve, rates: Rates, slots: int) -> Changed:
-    return Changed(what=what, best=mix(curve, rates, best_slots(curve, rates)), advised=mix(curve, rates, slots))
+def _change(what: str, curve: Curve, rates: GpuRates, slots: int) -> AdviceVariation:
+    return AdviceVariation(
+        what=what, best=mix(curve, rates, best_slots(curve, rates)), advised=mix(curve, rates, slots)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from serverless_gpu.model.billing.advice import Advice, Mix, Rates
+from serverless_gpu.model.billing.advice import Advice, GpuRates, Mix
 from serverless_gpu.model.billing.oversized_runs import BUSY_MIN_PERCENT, HEAD_ROOM_PERCENT
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.units import MICROS_PER_UNIT, format_micros
@@ -106,11 +106,11 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
     )
 
 
-def _times_part(rates: Rates) -> str:
+def _times_part(rates: GpuRates) -> str:
     return "" if rates.billed == 1 else " × part that is billed"
 
 
-def _on_demand(rates: Rates) -> str:
+def _on_demand(rates: GpuRates) -> str:
     known = price(rates.on_demand)
     return known if rates.billed == 1 else f"({known} × {percent(rates.billed)})"
 

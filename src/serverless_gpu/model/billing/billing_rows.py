@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from serverless_gpu import units
-from serverless_gpu.model.billing.ledger import Entry, EntryKind
+from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry
 from serverless_gpu.model.billing.pricing import CORE, MEMORY, Price, Tariff, tariff
 from serverless_gpu.model.billing.usage_report import Accounted
 from serverless_gpu.model.hardware import CPU, families_of
@@ -100,7 +100,7 @@ class ProductFeatures(msgspec.Struct, frozen=True, kw_only=True):
     ai_runtime: AiRuntime | None = None
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class BillingRow(msgspec.Struct, frozen=True, kw_only=True):
     """One row, with the columns of `system.billing.usage` in their order."""
 
     record_id: str
@@ -142,7 +142,7 @@ class ListPrice(msgspec.Struct, frozen=True, kw_only=True):
     pricing: Pricing
 
 
-def records(entry: Entry, account: Accounted, *, run_id: str, fence: int, posted_ns: int) -> Iterator[Record]:
+def records(entry: LedgerEntry, account: Accounted, *, run_id: str, fence: int, posted_ns: int) -> Iterator[BillingRow]:
     """Yield the rows of an entry of the ledger: its devices, and cores and memory where those were limited.
 
     Args:
@@ -258,10 +258,10 @@ def moment(at_ns: int) -> str:
     return (_EPOCH + datetime.timedelta(milliseconds=at_ms)).isoformat(sep=" ", timespec="milliseconds")
 
 
-def _devices(entry: Entry, account: Accounted, *, run_id: str, fence: int, posted_ns: int) -> Record:
+def _devices(entry: LedgerEntry, account: Accounted, *, run_id: str, fence: int, posted_ns: int) -> BillingRow:
     line = entry.line
     is_dbu = line.dbu_micros != 0
-    return Record(
+    return BillingRow(
         record_id=f"{run_id}:{fence}:{entry.number}",
         account_id=None,
         workspace_id=None,

@@ -113,7 +113,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         """Return the limit that is set."""
         return self.limit_micros if self.limit_micros is not None else self.limit_gpu_ms or 0
 
-    def counts(self, use: Use) -> int:
+    def counts(self, use: BudgetUse) -> int:
         """Return how much of its limit a use is."""
         return use.micros if self.limit_micros is not None else use.gpu_ms
 
@@ -140,7 +140,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
         return teams_charged(self.team, self.member_of)
 
 
-class Use(msgspec.Struct, frozen=True, kw_only=True):
+class BudgetUse(msgspec.Struct, frozen=True, kw_only=True):
     """What was used, as far as it counts: not where the platform failed.
 
     Attributes:
@@ -153,24 +153,24 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     gpu_ms: int = 0
     unpriced_ms: int = 0
 
-    def __add__(self, other: Use) -> Use:
+    def __add__(self, other: BudgetUse) -> BudgetUse:
         """Return both together."""
-        return Use(
+        return BudgetUse(
             micros=self.micros + other.micros,
             gpu_ms=self.gpu_ms + other.gpu_ms,
             unpriced_ms=self.unpriced_ms + other.unpriced_ms,
         )
 
-    def __sub__(self, other: Use) -> Use:
+    def __sub__(self, other: BudgetUse) -> BudgetUse:
         """Return this without the other."""
-        return Use(
+        return BudgetUse(
             micros=self.micros - other.micros,
             gpu_ms=self.gpu_ms - other.gpu_ms,
             unpriced_ms=self.unpriced_ms - other.unpriced_ms,
         )
 
 
-NOTHING = Use()
+NOTHING = BudgetUse()
 
 
 class Spender(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,7 +203,7 @@ class Spender(msgspec.Struct, frozen=True, kw_only=True):
     longest_s: float | None = None
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True):
+class BudgetWindow(msgspec.Struct, frozen=True, kw_only=True):
     """One day, week or month: from `start_ns` until before `end_ns`, nanoseconds since 1970."""
 
     start_ns: int
@@ -228,10 +228,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     budget: Budget
-    window: Window
-    used: Use
-    held: Use
-    ahead: Use = NOTHING
+    window: BudgetWindow
+    used: BudgetUse
+    held: BudgetUse
+    ahead: BudgetUse = NOTHING
     stop: tuple[str, ...] = ()
     is_closed: bool = False
 
@@ -270,7 +270,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         return (*marks, CLOSED) if self.budget.hard and (self.is_closed or self.stop) else marks
 
 
-def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> Window:
+def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> BudgetWindow:
     """Return the day, week or month that a moment is in.
 
     Args:
@@ -279,7 +279,7 @@ def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> 
         zone: the time zone whose days these are; one has 23 or 25 hours where its clocks change.
     """
     start_ns, end_ns = bounds_ns(period.value, at_ns, zone)
-    return Window(start_ns=start_ns, end_ns=end_ns)
+    return BudgetWindow(start_ns=start_ns, end_ns=end_ns)
 
 
 def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
@@ -306,7 +306,7 @@ def ahead_ns(grace_s: float) -> int:
     return round(max(AHEAD_S, grace_s + STOPPING_S) * 1e9)
 
 
-def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> Use:
+def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> BudgetUse:
     """Return what some time of devices is.
 
     Args:
@@ -317,11 +317,11 @@ def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> Use:
     ms = ns // 1_000_000
     gpu_ms = units.gpu_milliseconds(gpus, ms)
     if micros_per_hour is None:
-        return Use(gpu_ms=gpu_ms, unpriced_ms=gpu_ms)
-    return Use(micros=units.micros_for(ms, micros_per_hour), gpu_ms=gpu_ms)
+        return BudgetUse(gpu_ms=gpu_ms, unpriced_ms=gpu_ms)
+    return BudgetUse(micros=units.micros_for(ms, micros_per_hour), gpu_ms=gpu_ms)
 
 
-def used(one: Spender, within: Window) -> Use:
+def used(one: Spender, within: BudgetWindow) -> BudgetUse:
     """Return what an attempt used of a period, until its last sign of life."""
     if one.started_ns is None:
         return NOTHING
@@ -339,7 +339,7 @@ def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
     return round((LONGER * longest_s + LOOK_S) * 1e9)
 
 
-def held(one: Spender, now_ns: int, within: Window | None = None) -> Use:
+def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> BudgetUse:
     """Return what an attempt holds, from its last sign of life on.
 
     Args:
@@ -367,7 +367,7 @@ def held(one: Spender, now_ns: int, within: Window | None = None) -> Use:
     return costs(max(0, until_ns - from_ns), gpus=one.gpus, micros_per_hour=one.micros_per_hour)
 
 
-def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longest_s: float | None = None) -> Use:
+def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longest_s: float | None = None) -> BudgetUse:
     """Return what a run has to be able to hold so that it may start.
 
     Args:
@@ -392,12 +392,12 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt at one moment, for one period: what it used of that, what it holds of it, and beyond its end."""
 
     spender: Spender
-    used: Use
-    held: Use
-    ahead: Use
+    used: BudgetUse
+    held: BudgetUse
+    ahead: BudgetUse
 
 
-def weigh(one: Spender, within: Window, now_ns: int) -> Weighed:
+def weigh(one: Spender, within: BudgetWindow, now_ns: int) -> Weighed:
     """Return what an attempt used of a period, and what it holds."""
     ahead = held(one, now_ns)
     is_whole = within.start_ns <= one.seen_ns and now_ns + ahead_ns(one.grace_s) <= within.end_ns
@@ -407,7 +407,11 @@ def weigh(one: Spender, within: Window, now_ns: int) -> Weighed:
 
 
 def judge(
-    budget: Budget, posted: Use, going_on: Sequence[Spender], now_ns: int, known: dict[_Gang, Weighed] | None = None
+    budget: Budget,
+    posted: BudgetUse,
+    going_on: Sequence[Spender],
+    now_ns: int,
+    known: dict[_Gang, Weighed] | None = None,
 ) -> Standing:
     """Return how a budget stands, and whom it stops.
 
@@ -452,16 +456,16 @@ def _in_order(one: Weighed) -> tuple[bool, int, str]:
     return one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id
 
 
-def _sum(first: Use, others: Iterable[Use]) -> Use:
+def _sum(first: BudgetUse, others: Iterable[BudgetUse]) -> BudgetUse:
     micros, gpu_ms, unpriced_ms = first.micros, first.gpu_ms, first.unpriced_ms
     for one in others:
         micros += one.micros
         gpu_ms += one.gpu_ms
         unpriced_ms += one.unpriced_ms
-    return Use(micros=micros, gpu_ms=gpu_ms, unpriced_ms=unpriced_ms)
+    return BudgetUse(micros=micros, gpu_ms=gpu_ms, unpriced_ms=unpriced_ms)
 
 
-def may_start(standing: Standing, hold: Use) -> bool:
+def may_start(standing: Standing, hold: BudgetUse) -> bool:
     """Return whether a run may start, as far as one budget goes.
 
     Args:
@@ -477,7 +481,7 @@ def may_start(standing: Standing, hold: Use) -> bool:
     return wants <= min(standing.left, standing.budget.limit - standing.budget.counts(standing.ahead))
 
 
-def is_refused(standing: Standing, hold: Use) -> bool:
+def is_refused(standing: Standing, hold: BudgetUse) -> bool:
     """Return whether a run cannot start in this period, whatever the others give back.
 
     Args:

@@ -77,7 +77,7 @@ def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, i
     return msgspec.structs.replace(whole, attempt=ordered[0].attempt if ordered else "", gpu_type=gpu_type)
 
 
-def sum_of(days: Sequence[Line], tariff: Tariff) -> Charge:
+def sum_of(days: Sequence[LedgerLine], tariff: Tariff) -> Charge:
     """Return the sum of the lines of one attempt.
 
     Args:
@@ -126,7 +126,7 @@ def bill_of(used: Charge, reason: Reason | None) -> Bill:
 # --- lines: what an attempt used on each day --------------------------------------------------------------------------
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     """What one attempt used on one day (UTC), and what that costs.
 
     The segments are device-milliseconds: how long each lasted, times the devices lent. `gpu_ms` is what counts as use
@@ -167,7 +167,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     dbu_micros: int = 0
 
 
-def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> tuple[Line, ...]:
+def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> tuple[LedgerLine, ...]:
     """Return what an attempt used on each day, in order; their costs add up to one that is rounded up once.
 
     Args:
@@ -184,7 +184,7 @@ def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> t
     return priced(meter.used(), tariff, is_billed=is_billed)
 
 
-def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True) -> tuple[Line, ...]:
+def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True) -> tuple[LedgerLine, ...]:
     """Return the lines of what an attempt used.
 
     Args:
@@ -192,7 +192,7 @@ def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True
         tariff: as it was in force when the devices were reserved.
         is_billed: whether the time counts.
     """
-    found: list[Line] = []
+    found: list[LedgerLine] = []
     billed_ms = core_ms = memory_mib_ms = micros = dbu_micros = 0
     for number, day in days.items():
         if is_billed:
@@ -202,7 +202,7 @@ def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True
         total = cost(tariff, billed_ms, core_ms, memory_mib_ms)
         total_dbu = dbu_cost(tariff, billed_ms)
         found.append(
-            Line(
+            LedgerLine(
                 day=number,
                 start_ns=day.start_ns,
                 end_ns=day.end_ns,
@@ -231,7 +231,7 @@ class EntryKind(StrEnum):
     RESTATED = "restated"  # what holds in its place
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the ledger, never changed and never removed.
 
     Attributes:
@@ -243,10 +243,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     kind: EntryKind
     provisional: bool
-    line: Line
+    line: LedgerLine
 
 
-def post(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tuple[Entry, ...]:
+def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool) -> tuple[LedgerEntry, ...]:
     """Return the entries that make a ledger say what it has to; none for what is there and right.
 
     A row that is wrong is taken back and said anew. So is a provisional one once what it says is final: provisional
@@ -261,7 +261,7 @@ def post(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tup
     there, known = standing(posted), {entry.line.day for entry in posted}
     wanted = {line.day: line for line in target}
     last = max(wanted, default=0)
-    new: list[Entry] = []
+    new: list[LedgerEntry] = []
     for day in sorted(wanted.keys() | there.keys()):
         line, entry = wanted.get(day), there.get(day)
         provisional = not final and day == last
@@ -270,21 +270,21 @@ def post(posted: Sequence[Entry], target: Sequence[Line], *, final: bool) -> tup
                 continue
             number += 1
             taken = reversed_line(entry.line)
-            new.append(Entry(number=number, kind=EntryKind.REVERSAL, provisional=entry.provisional, line=taken))
+            new.append(LedgerEntry(number=number, kind=EntryKind.REVERSAL, provisional=entry.provisional, line=taken))
         if line is not None:
             number += 1
             kind = EntryKind.RESTATED if day in known else EntryKind.ORIGINAL
-            new.append(Entry(number=number, kind=kind, provisional=provisional, line=line))
+            new.append(LedgerEntry(number=number, kind=kind, provisional=provisional, line=line))
     return tuple(new)
 
 
-def standing(posted: Iterable[Entry]) -> dict[int, Entry]:
+def standing(posted: Iterable[LedgerEntry]) -> dict[int, LedgerEntry]:
     """Return the entries that hold, by their days in order: those that were not taken back.
 
     Args:
         posted: what the ledger has of an attempt, in any order.
     """
-    found: dict[int, Entry] = {}
+    found: dict[int, LedgerEntry] = {}
     for entry in sorted(posted, key=lambda entry: entry.number):
         if entry.kind is EntryKind.REVERSAL:
             found.pop(entry.line.day, None)
@@ -293,11 +293,11 @@ def standing(posted: Iterable[Entry]) -> dict[int, Entry]:
     return {day: found[day] for day in sorted(found)}
 
 
-def reversed_line(line: Line) -> Line:
+def reversed_line(line: LedgerLine) -> LedgerLine:
     """Return what takes a line back: its amounts negative, its place and devices as they are."""
     amounts = {name: -value for name in _AMOUNTS if (value := getattr(line, name)) is not None}
     return msgspec.structs.replace(line, **amounts)
 
 
 _PLACE = ("day", "start_ns", "end_ns", "gpus")
-_AMOUNTS = tuple(name for name in Line.__struct_fields__ if name not in _PLACE)
+_AMOUNTS = tuple(name for name in LedgerLine.__struct_fields__ if name not in _PLACE)

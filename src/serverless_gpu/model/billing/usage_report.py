@@ -128,7 +128,7 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 _FIELDS = tuple(name for name in Amounts.__struct_fields__ if name != "micros")
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a report.
 
     Attributes:
@@ -142,14 +142,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     amounts: Amounts
 
 
-class Window(NamedTuple):
+class DayRange(NamedTuple):
     """Days of UTC, since 1970-01-01: from one, and not the other any more."""
 
     from_day: int
     until_day: int
 
 
-class Unit(NamedTuple):
+class UsageUnit(NamedTuple):
     """In what times are shown: its name, how long it is, and from which time on."""
 
     name: str
@@ -158,18 +158,18 @@ class Unit(NamedTuple):
 
 
 UNITS = (
-    Unit("hours", units.MS_PER_HOUR, units.MS_PER_HOUR // 10),
-    Unit("minutes", 60_000, 60_000),
-    Unit("seconds", 1_000, 0),
+    UsageUnit("hours", units.MS_PER_HOUR, units.MS_PER_HOUR // 10),
+    UsageUnit("minutes", 60_000, 60_000),
+    UsageUnit("seconds", 1_000, 0),
 )
 
 
-class Share(NamedTuple):
+class CostShare(NamedTuple):
     """What somebody pays: who, the group, and their part of the money in hundredths of a per cent."""
 
     name: str
     is_team: bool
-    group: Group
+    group: ReportRow
     part: int | None
 
 
@@ -240,7 +240,7 @@ def day_of(text: str) -> int:
         raise InvalidValue(f"{text[:40]!r} is no day", hint="write it as 2026-11-30; days are of UTC") from None
 
 
-def month(text: str) -> Window:
+def month(text: str) -> DayRange:
     """Return the days of a month that is written ``2026-11``.
 
     Raises:
@@ -250,10 +250,10 @@ def month(text: str) -> Window:
         found = utc_days.days_of_month(utc_days.number_of(datetime.date.fromisoformat(f"{text}-01")))
     except ValueError:
         raise InvalidValue(f"{text[:40]!r} is no month", hint="write it as 2026-11") from None
-    return checked(Window(found.start, found.stop))
+    return checked(DayRange(found.start, found.stop))
 
 
-def months(window: Window) -> list[tuple[int, str]]:
+def months(window: DayRange) -> list[tuple[int, str]]:
     """Return the months of some days, in their order: the first day after each, and its name."""
     found: list[tuple[int, str]] = []
     day = window.from_day
@@ -263,7 +263,7 @@ def months(window: Window) -> list[tuple[int, str]]:
     return found
 
 
-def checked(window: Window) -> Window:
+def checked(window: DayRange) -> DayRange:
     """Return days that a report may be over.
 
     Raises:
@@ -286,21 +286,21 @@ def added(one: Amounts, other: Amounts) -> Amounts:
     return Amounts(micros=micros, **{name: getattr(one, name) + getattr(other, name) for name in _FIELDS})
 
 
-def together(groups: Iterable[Group]) -> list[Group]:
+def together(groups: Iterable[ReportRow]) -> list[ReportRow]:
     """Return groups with those of the same key and currency as one, in the order in which they first came."""
     found: dict[tuple[tuple[str, ...], str], Amounts] = {}
     for group in groups:
         place = (group.key, group.currency)
         found[place] = added(found[place], group.amounts) if place in found else group.amounts
-    return [Group(key=key, currency=currency, amounts=amounts) for (key, currency), amounts in found.items()]
+    return [ReportRow(key=key, currency=currency, amounts=amounts) for (key, currency), amounts in found.items()]
 
 
-def totals(groups: Iterable[Group]) -> list[Group]:
+def totals(groups: Iterable[ReportRow]) -> list[ReportRow]:
     """Return what groups add up to, one for each currency."""
-    return together(Group(key=(), currency=group.currency, amounts=group.amounts) for group in groups)
+    return together(ReportRow(key=(), currency=group.currency, amounts=group.amounts) for group in groups)
 
 
-def in_order(groups: Iterable[Group], by: Sequence[str]) -> list[Group]:
+def in_order(groups: Iterable[ReportRow], by: Sequence[str]) -> list[ReportRow]:
     """Return groups as they are shown: periods in their order, and in each what costs most first."""
     at = [place for place, field in enumerate(by) if field in PERIODS]
     return sorted(
@@ -316,7 +316,7 @@ def in_order(groups: Iterable[Group], by: Sequence[str]) -> list[Group]:
     )
 
 
-def chargeback(groups: Iterable[Group]) -> list[Share]:
+def chargeback(groups: Iterable[ReportRow]) -> list[CostShare]:
     """Return who pays what: teams, and users without one.
 
     The money of all is exactly that of the groups, and the parts of each currency are 100 %: what rounding leaves over
@@ -326,7 +326,7 @@ def chargeback(groups: Iterable[Group]) -> list[Share]:
         groups: by team and user.
     """
     named = together(
-        Group(
+        ReportRow(
             key=("team", group.key[0]) if group.key[0] else ("user", group.key[1]),
             currency=group.currency,
             amounts=group.amounts,
@@ -339,17 +339,17 @@ def chargeback(groups: Iterable[Group]) -> list[Share]:
         for group, part in zip(priced, _parts([group.amounts.micros or 0 for group in priced]), strict=True):
             parts[group.key, currency] = part
     return [
-        Share(group.key[1], group.key[0] == "team", group, parts.get((group.key, group.currency)))
+        CostShare(group.key[1], group.key[0] == "team", group, parts.get((group.key, group.currency)))
         for group in in_order(named, ())
     ]
 
 
-def unit_for(most_ms: int) -> Unit:
+def unit_for(most_ms: int) -> UsageUnit:
     """Return in what the times of a table are shown: hours, or less where nothing in it takes a tenth of one."""
     return next((unit for unit in UNITS if most_ms >= unit.from_ms), UNITS[-1])
 
 
-def time_in(unit: Unit, ms: int) -> str:
+def time_in(unit: UsageUnit, ms: int) -> str:
     """Return milliseconds with two decimals; what is there and less than that does not look like nothing."""
     if 0 < ms < unit.ms // 200:
         return "<0.01"

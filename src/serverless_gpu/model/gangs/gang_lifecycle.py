@@ -29,7 +29,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp
 
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 _CRASHES = frozenset({Reason.RANK_SIGNAL, Reason.HOST_OOM, Reason.GPU_LOST})
@@ -137,7 +137,7 @@ class Fold(msgspec.Struct, frozen=True, kw_only=True):
     began: bool
     cause: Cause | None
     releases: bool
-    over: Ended | GivenUp | None
+    over: AttemptEnded | GivenUp | None
 
 
 def fold(
@@ -259,18 +259,18 @@ def _is_given_up(crews: Sequence[Crew], cause: Cause) -> bool:
     return over is not None and over.given_up
 
 
-def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Ended | GivenUp:
+def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> AttemptEnded | GivenUp:
     ends = [crew.over for crew in crews if crew.over is not None]
     proven = all(over.proven for over in ends)
     if cause is None:
         if all(_succeeded(crew) for crew in crews):
-            return Ended(ends[0].reason, began=began, proven=proven)
+            return AttemptEnded(ends[0].reason, began=began, proven=proven)
         # All say that it failed on another node, and none that it was the one.
-        return Ended(Reason.RUNTIME_LOST if began else Reason.GANG_START, began=began, proven=proven)
+        return AttemptEnded(Reason.RUNTIME_LOST if began else Reason.GANG_START, began=began, proven=proven)
     lost = ends[cause.crew] if cause.crew is not None else None
     if lost is not None and lost.given_up and lost.reason is cause.reason and proven:
         return GivenUp(cause.reason)
-    return Ended(_explained(crews, cause), began=began, proven=proven, uncounted=cause.silent and not began)
+    return AttemptEnded(_explained(crews, cause), began=began, proven=proven, uncounted=cause.silent and not began)
 
 
 def _explained(crews: Sequence[Crew], cause: Cause) -> Reason:

@@ -74,7 +74,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class Reach(msgspec.Struct, frozen=True, kw_only=True):
+class CrewReach(msgspec.Struct, frozen=True, kw_only=True):
     """What one crew reached of the others."""
 
     crew: int
@@ -121,7 +121,7 @@ def word(nonce: str, *, frm: int, to: int) -> bytes:
     return hashlib.sha256(f"{nonce}:{frm}:{to}".encode()).digest()
 
 
-def choose(offers: Sequence[Offer], reaches: Sequence[Reach], nodes: Sequence[str]) -> Chosen | Apart:
+def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequence[str]) -> Chosen | Apart:
     """Return how a gang meets, or who does not reach whom.
 
     One kind of address for all, as NCCL and Gloo take it: IPv4, else IPv6, else loopback, which all share or nobody.

@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.model.gangs.crew import CrewPlace, numbered
 from serverless_gpu.model.hangs import hang_detection
-from serverless_gpu.model.hangs.hang_detection import Action, Due, RankSeen, Watch
+from serverless_gpu.model.hangs.hang_detection import HangAction, HangDeadline, RankSeen, RunProgress
 from serverless_gpu.model.hangs.hang_report import STACKS_TOLD, ranks_on, told_of
 from serverless_gpu.model.lifecycle.attempt import Hang, Limits
 
@@ -48,7 +48,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     window_ms: int
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
     """What a crew saw of its ranks.
 
     Attributes:
@@ -101,14 +101,14 @@ class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
-    watch: Watch = Watch(since_ns=0, seen_ns=0)
+    watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)
     ask: Ask | None = None
-    seen: Mapping[int, Seen] = msgspec.field(default_factory=dict)
+    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)
     judgement: Judgement | None = None
 
 
 def heard(
-    gang: GangWatch, crew: int, silence: Silence | None, seen: Seen | None, *, returned: bool, now_ns: int
+    gang: GangWatch, crew: int, silence: Silence | None, seen: CrewObservation | None, *, returned: bool, now_ns: int
 ) -> GangWatch:
     """Return what is known after a crew was heard of.
 
@@ -173,12 +173,14 @@ def decide(
     return _judged(gang, due, crews, per_node=per_node, now_ns=now_ns)
 
 
-def _judged(gang: GangWatch, due: Due, crews: Sequence[CrewPlace], *, per_node: bool, now_ns: int) -> GangWatch:
+def _judged(
+    gang: GangWatch, due: HangDeadline, crews: Sequence[CrewPlace], *, per_node: bool, now_ns: int
+) -> GangWatch:
     ranks = [rank for seen in gang.seen.values() for rank in seen.ranks]
     if not ranks or not hang_detection.are_still(ranks):
         return _at_work(gang, now_ns)
     watch = gang.watch
-    at_work = due.action is Action.END and any(rank.moving for rank in ranks)
+    at_work = due.action is HangAction.END and any(rank.moving for rank in ranks)
     if at_work:
         watch = hang_detection.spared(watch, now_ns)
     gang = msgspec.structs.replace(gang, ask=None, watch=watch)
@@ -195,7 +197,7 @@ def _judged(gang: GangWatch, due: Due, crews: Sequence[CrewPlace], *, per_node: 
     judgement = Judgement(
         number=number,
         sentence=told_of(ranks, waiting, elsewhere, silent_ms, named),
-        ends=due.action is Action.END and not at_work,
+        ends=due.action is HangAction.END and not at_work,
         hang=Hang(
             waiting=tuple(waiting),
             elsewhere=tuple(elsewhere),
@@ -206,7 +208,7 @@ def _judged(gang: GangWatch, due: Due, crews: Sequence[CrewPlace], *, per_node: 
     return msgspec.structs.replace(gang, watch=hang_detection.warned(watch), judgement=judgement)
 
 
-def _stacks(seen: Collection[Seen], waiting: Sequence[int], elsewhere: Sequence[int]) -> dict[int, str]:
+def _stacks(seen: Collection[CrewObservation], waiting: Sequence[int], elsewhere: Sequence[int]) -> dict[int, str]:
     """Return stacks of the few ranks that explain it most: those elsewhere, else those that wait."""
     known = {rank: text for one in seen for rank, text in one.stacks.items()}
     chosen = [rank for rank in elsewhere if rank in known] or [rank for rank in waiting if rank in known]

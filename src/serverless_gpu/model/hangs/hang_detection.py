@@ -32,7 +32,15 @@ from enum import StrEnum
 
 import msgspec
 
-from serverless_gpu.model.hangs.stacks import Frame, Stack, at_socket, delegates, in_backward, in_collective, uses_torch
+from serverless_gpu.model.hangs.stacks import (
+    Stack,
+    StackFrame,
+    at_socket,
+    delegates,
+    in_backward,
+    in_collective,
+    uses_torch,
+)
 from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State
 
@@ -77,7 +85,7 @@ class Sign(StrEnum):
     SOCKET = "socket"
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
     """One rank at one moment.
 
     Attributes:
@@ -130,7 +138,7 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
     signs: tuple[Sign, ...] = ()
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True):
+class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What is known about a run's progress.
 
     Attributes:
@@ -152,15 +160,15 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     began_ns: int = 0
     looked_ns: int = 0
     looks: int = 0
-    first: dict[int, Look] = {}
-    last: dict[int, Look] = {}
+    first: dict[int, RankInspection] = {}
+    last: dict[int, RankInspection] = {}
     places: dict[int, frozenset[int]] = {}
     warned: int = 0
     warned_ever: int = 0
     spared_ns: int = 0
 
 
-class Action(StrEnum):
+class HangAction(StrEnum):
     """What to do next."""
 
     WAIT = "wait"
@@ -172,36 +180,36 @@ class Action(StrEnum):
 class Step(msgspec.Struct, frozen=True):
     """An action, and for WAIT until when (None: nothing will ever be due)."""
 
-    action: Action
+    action: HangAction
     at_ns: int | None = None
 
 
-class Due(msgspec.Struct, frozen=True):
+class HangDeadline(msgspec.Struct, frozen=True):
     """What is done once nothing has happened until then; ranks are looked at for a while before."""
 
     at_ns: int
     window_ns: int
-    action: Action
+    action: HangAction
 
 
-def begin(now_ns: int) -> Watch:
+def begin(now_ns: int) -> RunProgress:
     """Return the watch over a run that has just started."""
-    return Watch(since_ns=now_ns, seen_ns=now_ns)
+    return RunProgress(since_ns=now_ns, seen_ns=now_ns)
 
 
-def progressed(watch: Watch, now_ns: int) -> Watch:
+def progressed(watch: RunProgress, now_ns: int) -> RunProgress:
     """Return the watch after a sign of progress."""
-    return Watch(since_ns=now_ns, seen_ns=now_ns, warned_ever=watch.warned_ever)
+    return RunProgress(since_ns=now_ns, seen_ns=now_ns, warned_ever=watch.warned_ever)
 
 
-def observed(watch: Watch, now_ns: int) -> Watch:
+def observed(watch: RunProgress, now_ns: int) -> RunProgress:
     """Return the watch after a turn of the observer; time in which it did not run does not count as silence."""
     if now_ns - watch.seen_ns > _UNOBSERVED_NS:
         return progressed(watch, now_ns)
     return msgspec.structs.replace(watch, seen_ns=now_ns)
 
 
-def next_step(watch: Watch, limits: Limits, now_ns: int) -> Step:
+def next_step(watch: RunProgress, limits: Limits, now_ns: int) -> Step:
     """Return what to do now.
 
     Args:
@@ -211,16 +219,16 @@ def next_step(watch: Watch, limits: Limits, now_ns: int) -> Step:
     """
     due = due_of(watch, limits)
     if due is None:
-        return Step(Action.WAIT)
+        return Step(HangAction.WAIT)
     start_ns = due.at_ns - due.window_ns
     if now_ns < start_ns:
-        return Step(Action.WAIT, start_ns)
+        return Step(HangAction.WAIT, start_ns)
     if now_ns >= due.at_ns and watch.looks >= _LOOKS_MIN:
         return Step(due.action)
     next_ns = watch.looked_ns + max(_INTERVAL_NS_MIN, _uneven(due.window_ns // _LOOKS, watch.looks))
     if watch.looks and now_ns < next_ns:
-        return Step(Action.WAIT, next_ns if watch.looks < _LOOKS_MIN else min(next_ns, due.at_ns))
-    return Step(Action.LOOK)
+        return Step(HangAction.WAIT, next_ns if watch.looks < _LOOKS_MIN else min(next_ns, due.at_ns))
+    return Step(HangAction.LOOK)
 
 
 def may_spin(world_size: int, kinds: Collection[DeviceKind]) -> bool:
@@ -233,7 +241,7 @@ def may_spin(world_size: int, kinds: Collection[DeviceKind]) -> bool:
     return world_size > 1 and DeviceKind.GPU in kinds
 
 
-def looked(watch: Watch, looks: Sequence[Look], now_ns: int, *, spins: bool) -> Watch:
+def looked(watch: RunProgress, looks: Sequence[RankInspection], now_ns: int, *, spins: bool) -> RunProgress:
     """Return the watch after a look at all ranks that have not returned.
 
     Args:
@@ -247,7 +255,7 @@ def looked(watch: Watch, looks: Sequence[Look], now_ns: int, *, spins: bool) -> 
     return progressed(watch, now_ns) if had_looks and not _still(watch.places) else watch
 
 
-def noted(watch: Watch, looks: Sequence[Look], now_ns: int, *, spins: bool) -> Watch:
+def noted(watch: RunProgress, looks: Sequence[RankInspection], now_ns: int, *, spins: bool) -> RunProgress:
     """Return the watch with a look at all ranks that have not returned, whatever that means for them; see `looked`."""
     elapsed_ms = (now_ns - watch.looked_ns) / 1e6
     places = {}
@@ -267,12 +275,12 @@ def noted(watch: Watch, looks: Sequence[Look], now_ns: int, *, spins: bool) -> W
     )
 
 
-def warned(watch: Watch) -> Watch:
+def warned(watch: RunProgress) -> RunProgress:
     """Return the watch after a warning."""
     return msgspec.structs.replace(watch, warned=watch.warned + 1, warned_ever=watch.warned_ever + 1)
 
 
-def spared(watch: Watch, now_ns: int) -> Watch:
+def spared(watch: RunProgress, now_ns: int) -> RunProgress:
     """Return the watch after an end that was put off: a rank at work may be what the others rightly wait for.
 
     From here on the ranks are judged by new looks.
@@ -280,7 +288,7 @@ def spared(watch: Watch, now_ns: int) -> Watch:
     return msgspec.structs.replace(watch, spared_ns=now_ns, looks=0, first={}, last={}, places={})
 
 
-def moving(watch: Watch) -> frozenset[int]:
+def moving(watch: RunProgress) -> frozenset[int]:
     """Return the ranks that were seen in more than one place."""
     return frozenset(rank for rank, places in watch.places.items() if len(places) > 1)
 
@@ -298,12 +306,14 @@ def returned_early(attempt: Attempt, returned_ns: int | None, now_ns: int) -> bo
     return is_waiting and returned_ns is not None and now_ns - returned_ns >= _EARLY_NS
 
 
-def seen(watch: Watch) -> tuple[RankSeen, ...]:
+def seen(watch: RunProgress) -> tuple[RankSeen, ...]:
     """Return what the looks of a watch come to, by rank."""
     return tuple(_seen(look, watch.places.get(rank, frozenset())) for rank, look in sorted(watch.last.items()))
 
 
-def divide(looks: Collection[Look], returned: Collection[int], moved: Collection[int]) -> tuple[list[int], list[int]]:
+def divide(
+    looks: Collection[RankInspection], returned: Collection[int], moved: Collection[int]
+) -> tuple[list[int], list[int]]:
     """Return which ranks wait for others and which are elsewhere, as `divided`.
 
     Args:
@@ -345,7 +355,7 @@ def are_still(ranks: Collection[RankSeen]) -> bool:
     return _still({one.rank: frozenset(one.places) for one in ranks})
 
 
-def _seen(look: Look, places: frozenset[int]) -> RankSeen:
+def _seen(look: RankInspection, places: frozenset[int]) -> RankSeen:
     frames = look.stack.frames
     signs = []
     if in_collective(frames):
@@ -374,7 +384,9 @@ def _largest_group(ranks: Sequence[RankSeen]) -> set[int]:
     return {one.rank for one in ranks if best is not None and one.place == best.place}
 
 
-def _place(look: Look, before: Look | None, elapsed_ms: float, number: int, spins: bool) -> frozenset[int]:
+def _place(
+    look: RankInspection, before: RankInspection | None, elapsed_ms: float, number: int, spins: bool
+) -> frozenset[int]:
     """Return where a rank is, as digests; nothing where the kernel has stopped it, or nothing is known."""
     if look.state in (STOPPED, TRACED):
         return frozenset()
@@ -388,7 +400,7 @@ def _place(look: Look, before: Look | None, elapsed_ms: float, number: int, spin
     return frozenset(map(_digest, found))
 
 
-def _texts(frames: Sequence[Frame]) -> tuple[str, ...]:
+def _texts(frames: Sequence[StackFrame]) -> tuple[str, ...]:
     """Return a stack as it is on any node: the same file may lie elsewhere there."""
     return tuple(frame.text() for frame in frames)
 
@@ -397,7 +409,7 @@ def _digest(texts: tuple[str, ...]) -> int:
     return int.from_bytes(hashlib.blake2b("\n".join(texts).encode("utf-8", "replace"), digest_size=7).digest())
 
 
-def _used_ms(look: Look, before: Look, spins: bool) -> float:
+def _used_ms(look: RankInspection, before: RankInspection, spins: bool) -> float:
     """Return the CPU time since the look before that was work."""
     frames = look.stack.frames
     used_ms = 0.0
@@ -421,15 +433,15 @@ def _uneven(interval_ns: int, number: int) -> int:
     return round(interval_ns * (0.5 + number * _GOLDEN % 1))
 
 
-def due_of(watch: Watch, limits: Limits) -> Due | None:
+def due_of(watch: RunProgress, limits: Limits) -> HangDeadline | None:
     """Return what a silence leads to next, or None where nothing ever does."""
     dues = []
     if limits.hang_timeout_ns is not None:
         limit_ns = limits.hang_timeout_ns
-        dues.append(Due((watch.spared_ns or watch.since_ns) + limit_ns, _window_ns(limit_ns), Action.END))
+        dues.append(HangDeadline((watch.spared_ns or watch.since_ns) + limit_ns, _window_ns(limit_ns), HangAction.END))
     if limits.hang_warning_ns is not None and watch.warned_ever < WARNINGS_MAX:
         limit_ns = limits.hang_warning_ns
-        dues.append(Due(watch.since_ns + (limit_ns << watch.warned), _window_ns(limit_ns), Action.WARN))
+        dues.append(HangDeadline(watch.since_ns + (limit_ns << watch.warned), _window_ns(limit_ns), HangAction.WARN))
     return min(dues, key=lambda due: due.at_ns, default=None)  # of two at the same time the end
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from serverless_gpu.model.gangs.crew import CrewPlace, numbered
-from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, Look, RankSeen
+from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, RankInspection, RankSeen
 from serverless_gpu.units import format_duration_ms
 
 RANK_CHARACTERS_MAX = 256 << 10
@@ -30,7 +30,7 @@ _STATES = {
 }
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class HangFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A run that stands still, as far as it is known.
 
     Attributes:
@@ -45,8 +45,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting: tuple[int, ...]
     elsewhere: tuple[int, ...]
-    looks: dict[int, Look]
-    first: dict[int, Look]
+    looks: dict[int, RankInspection]
+    first: dict[int, RankInspection]
     moving: frozenset[int]
     silent_ms: int
     watched_ms: int
@@ -77,7 +77,7 @@ def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Seque
     return text
 
 
-def sentence(finding: Finding) -> str:
+def sentence(finding: HangFinding) -> str:
     """Return in one line who waits, and for whom."""
     seen = [
         RankSeen(rank=rank, state=look.state, where=look.stack.where(), moving=rank in finding.moving)
@@ -106,14 +106,14 @@ def told_of(
     return f"no output for {format_duration_ms(silent_ms)}, and {who}"
 
 
-def stacks(finding: Finding) -> dict[int, str]:
+def stacks(finding: HangFinding) -> dict[int, str]:
     """Return the main stacks of the few ranks that explain it most: those elsewhere, else those that wait."""
     running = [rank for rank in finding.elsewhere if rank in finding.looks] or list(finding.waiting)
     chosen = [finding.looks[rank] for rank in running[:STACKS_TOLD]]
     return {look.rank: _main(look)[:STACK_CHARACTERS_MAX] for look in chosen}
 
 
-def report(finding: Finding, title: str, ranks: Iterable[int], told: str = "") -> str:
+def report(finding: HangFinding, title: str, ranks: Iterable[int], told: str = "") -> str:
     """Return the text of the file with all stacks.
 
     Args:
@@ -186,7 +186,7 @@ def _be(ranks: Sequence[int]) -> str:
     return "is" if len(ranks) == 1 else "are"
 
 
-def _row(finding: Finding, rank: int) -> str:
+def _row(finding: HangFinding, rank: int) -> str:
     look = finding.looks.get(rank)
     if look is None:
         return f"{rank:<5} {'':<10} has returned"
@@ -196,7 +196,7 @@ def _row(finding: Finding, rank: int) -> str:
     return f"{rank:<5} {look.pid:<10} {', '.join(parts)}"
 
 
-def _section(finding: Finding, look: Look) -> str:
+def _section(finding: HangFinding, look: RankInspection) -> str:
     role = "waits" if look.rank in finding.waiting else "elsewhere"
     lines = [f"---- rank {look.rank} ({role}) ----"]
     if look.note:
@@ -208,5 +208,5 @@ def _section(finding: Finding, look: Look) -> str:
     return text
 
 
-def _main(look: Look) -> str:
+def _main(look: RankInspection) -> str:
     return look.stack.main.body() if look.stack.main is not None and look.stack.frames else "  (no stack)"

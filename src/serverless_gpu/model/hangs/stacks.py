@@ -46,7 +46,7 @@ _DELEGATES = (
 _SOCKETS = ("/socket.py", "/ssl.py", "/selectors.py")
 
 
-class Frame(msgspec.Struct, frozen=True):
+class StackFrame(msgspec.Struct, frozen=True):
     """One call."""
 
     file: str
@@ -62,7 +62,7 @@ class Thread(msgspec.Struct, frozen=True):
     """One thread: its title line and its frames, innermost first."""
 
     title: str
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
 
     @property
     def current(self) -> bool:
@@ -81,7 +81,7 @@ class Stack(msgspec.Struct, frozen=True):
     others: tuple[Thread, ...] = ()
 
     @property
-    def frames(self) -> tuple[Frame, ...]:
+    def frames(self) -> tuple[StackFrame, ...]:
         """Return the main thread's frames, innermost first."""
         return () if self.main is None else self.main.frames
 
@@ -99,7 +99,7 @@ def parse(text: str, own: str) -> Stack:
         text: its output.
         own: the directory of the runtime. A main thread that has no other frames keeps these.
     """
-    threads: list[tuple[str, list[Frame]]] = []
+    threads: list[tuple[str, list[StackFrame]]] = []
     cut = False
     for line in text.splitlines():
         frame = _frame(line)
@@ -149,7 +149,7 @@ def is_whole(text: str) -> bool:
     return text.endswith("\n") and (last.strip() == _CUT or bool(_OUTERMOST.match(last)))
 
 
-def in_collective(frames: tuple[Frame, ...]) -> bool:
+def in_collective(frames: tuple[StackFrame, ...]) -> bool:
     """Return whether these frames stand in a call that waits for other ranks.
 
     Only the frames inside the innermost code that is neither torch's nor the standard library's are asked: a model's
@@ -165,22 +165,22 @@ def in_collective(frames: tuple[Frame, ...]) -> bool:
     return False
 
 
-def in_backward(frames: tuple[Frame, ...]) -> bool:
+def in_backward(frames: tuple[StackFrame, ...]) -> bool:
     """Return whether these frames stand in a backward pass, whose end waits for gradients of other ranks."""
     return bool(frames) and _BACKWARD in frames[0].file
 
 
-def at_socket(frames: tuple[Frame, ...]) -> bool:
+def at_socket(frames: tuple[StackFrame, ...]) -> bool:
     """Return whether the innermost frame is the standard library's socket code."""
     return bool(frames) and _standard(frames[0].file) and frames[0].file.endswith(_SOCKETS)
 
 
-def delegates(frames: tuple[Frame, ...]) -> bool:
+def delegates(frames: tuple[StackFrame, ...]) -> bool:
     """Return whether these frames only wait for other threads or processes of the same rank."""
     return bool(frames) and _standard(frames[0].file) and _has(frames[0].file, _DELEGATES)
 
 
-def uses_torch(frames: tuple[Frame, ...]) -> bool:
+def uses_torch(frames: tuple[StackFrame, ...]) -> bool:
     """Return whether torch is inside the innermost frame of the user's."""
     for frame in frames:
         if "/torch/" in frame.file:
@@ -190,12 +190,12 @@ def uses_torch(frames: tuple[Frame, ...]) -> bool:
     return False
 
 
-def _frame(line: str) -> Frame | None:
+def _frame(line: str) -> StackFrame | None:
     found = _FRAME.match(line)
-    return Frame(found["file"], int(found["line"]), found["function"]) if found else None
+    return StackFrame(found["file"], int(found["line"]), found["function"]) if found else None
 
 
-def _zygotes(outermost: Frame) -> bool:
+def _zygotes(outermost: StackFrame) -> bool:
     """Return whether the outermost frame of a thread is the zygote's program; further in, `<string>` is the user's."""
     return outermost.file == _ZYGOTE and outermost.function == "<module>"
 

@@ -329,7 +329,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         return root_cause(self.failures, self.stop_ns)
 
 
-class Placed(msgspec.Struct, frozen=True):
+class GangPlaced(msgspec.Struct, frozen=True):
     """The gang has its GPUs and a stem."""
 
 
@@ -337,7 +337,7 @@ class Preparing(msgspec.Struct, frozen=True):
     """What the ranks start from is still being made ready, and it gets on."""
 
 
-class StartFailed(msgspec.Struct, frozen=True):
+class RanksNotStarted(msgspec.Struct, frozen=True):
     """Ranks could not be started; no user code has run."""
 
     reason: Reason
@@ -425,9 +425,9 @@ class PeerFailed(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Placed
+    GangPlaced
     | Preparing
-    | StartFailed
+    | RanksNotStarted
     | RankExecuting
     | RankReturned
     | RankFailed

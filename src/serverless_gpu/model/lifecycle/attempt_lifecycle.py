@@ -33,20 +33,20 @@ from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Event,
     Failure,
+    GangPlaced,
     GpuFailed,
     HangConfirmed,
     LeaseExpired,
     PeerFailed,
     Phase,
-    Placed,
     Preparing,
     RankExecuting,
     RankExited,
     RankFailed,
     RankReturned,
+    RanksNotStarted,
     Reason,
     Released,
-    StartFailed,
     State,
     StemLost,
     StopRequested,
@@ -65,7 +65,7 @@ ASKED = frozenset({Reason.NODE_PARTITIONED, *STOPPED_BY.values()})
 _NOT_A_FAILURE = ASKED | {Reason.COMPLETED}
 
 
-class Instruction(StrEnum):
+class AttemptInstruction(StrEnum):
     """What thin code does next."""
 
     START_RANKS = "start_ranks"
@@ -75,11 +75,11 @@ class Instruction(StrEnum):
     CONCLUDE = "conclude"
 
 
-Step = tuple[Attempt, tuple[Instruction, ...]]
+Step = tuple[Attempt, tuple[AttemptInstruction, ...]]
 _Handler = Callable[..., Step]
 
 
-class IllegalTransition(Exception):
+class IllegalAttemptTransition(Exception):
     """An event arrived in a state that has no row for it; nothing was changed."""
 
     def __init__(self, attempt: Attempt, event: Event) -> None:
@@ -102,20 +102,20 @@ def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
     """
     handler = TABLE[attempt.state].get(type(event))
     if handler is None:
-        raise IllegalTransition(attempt, event)
+        raise IllegalAttemptTransition(attempt, event)
     return handler(attempt, event, now_ns)
 
 
-def _placed(attempt: Attempt, _: Placed, now_ns: int) -> Step:
+def _placed(attempt: Attempt, _: GangPlaced, now_ns: int) -> Step:
     wake_ns = now_ns + attempt.limits.start_ns
-    return msgspec.structs.replace(attempt, state=State.STARTING, wake_ns=wake_ns), (Instruction.START_RANKS,)
+    return msgspec.structs.replace(attempt, state=State.STARTING, wake_ns=wake_ns), (AttemptInstruction.START_RANKS,)
 
 
 def _preparing(attempt: Attempt, _: Preparing, now_ns: int) -> Step:
     return msgspec.structs.replace(attempt, wake_ns=now_ns + attempt.limits.start_ns), ()
 
 
-def _start_failed(attempt: Attempt, event: StartFailed, now_ns: int) -> Step:
+def _start_failed(attempt: Attempt, event: RanksNotStarted, now_ns: int) -> Step:
     failure = Failure(rank=None, reason=event.reason, at_ns=now_ns, detail=event.detail)
     return _kill(_with_failure(attempt, failure), now_ns, event.reason)
 
@@ -125,7 +125,7 @@ def _tick_starting(attempt: Attempt, _: Tick, now_ns: int) -> Step:
         return attempt, ()
     seconds = attempt.limits.start_ns // 1_000_000_000
     detail = f"no user code had started {seconds} s after the GPUs were there"
-    return _start_failed(attempt, StartFailed(reason=Reason.START_FAILED, detail=detail), now_ns)
+    return _start_failed(attempt, RanksNotStarted(reason=Reason.START_FAILED, detail=detail), now_ns)
 
 
 def _executing(attempt: Attempt, _: RankExecuting, now_ns: int) -> Step:
@@ -152,7 +152,7 @@ def _released(attempt: Attempt, _: Released, now_ns: int) -> Step:
     attempt = _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns)
     if len(attempt.exited) == attempt.world_size:  # they died while they waited for those on other nodes
         return _kill(attempt, now_ns, Reason.COMPLETED)
-    return attempt, (Instruction.RELEASE_RANKS,)
+    return attempt, (AttemptInstruction.RELEASE_RANKS,)
 
 
 def _failed(attempt: Attempt, event: RankFailed, now_ns: int) -> Step:
@@ -237,7 +237,7 @@ def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
 
 
 def _gpu_failed_at_start(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
-    return _start_failed(attempt, StartFailed(Reason.START_FAILED, event.detail), now_ns)
+    return _start_failed(attempt, RanksNotStarted(Reason.START_FAILED, event.detail), now_ns)
 
 
 def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
@@ -269,7 +269,7 @@ def _stop(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
         return _kill(attempt, now_ns, reason)
     # The limit is reached on another node, whose clock began a little earlier: what is left is the same.
     grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
-    return _terminating(attempt, now_ns, reason, grace), (Instruction.TERMINATE_RANKS,)
+    return _terminating(attempt, now_ns, reason, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _tick_running(attempt: Attempt, _: Tick, now_ns: int) -> Step:
@@ -278,7 +278,7 @@ def _tick_running(attempt: Attempt, _: Tick, now_ns: int) -> Step:
     if attempt.phase is Phase.SETTLING or (attempt.fault_ns is not None and now_ns >= attempt.fault_ns + FAULT_NS):
         return _stop_for_failure(attempt, now_ns)
     grace = attempt.limits.stop_grace_ns()
-    return _terminating(attempt, now_ns, Reason.TIMEOUT, grace), (Instruction.TERMINATE_RANKS,)
+    return _terminating(attempt, now_ns, Reason.TIMEOUT, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _tick_stopping(attempt: Attempt, _: Tick, now_ns: int) -> Step:
@@ -296,7 +296,7 @@ def _tree_empty(attempt: Attempt, _: TreeEmpty, now_ns: int) -> Step:
         reason = attempt.cause.reason  # what was heard during the stop may explain it better
     state = MEANINGS[reason].state
     attempt = msgspec.structs.replace(attempt, state=state, reason=reason, wake_ns=None, phase=Phase.NONE)
-    return attempt, (Instruction.CONCLUDE,)
+    return attempt, (AttemptInstruction.CONCLUDE,)
 
 
 def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
@@ -304,7 +304,7 @@ def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, Reason.NODE_PARTITIONED)
     grace = min(attempt.limits.grace_ns, FENCE_GRACE_NS)
-    return _terminating(attempt, now_ns, Reason.NODE_PARTITIONED, grace), (Instruction.TERMINATE_RANKS,)
+    return _terminating(attempt, now_ns, Reason.NODE_PARTITIONED, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _expired_while_stopping(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
@@ -327,7 +327,7 @@ def _stop_for_failure(attempt: Attempt, now_ns: int) -> Step:
     attempt = _terminating(attempt, now_ns, reason, attempt.limits.failure_grace_ns)
     if len(attempt.exited) == attempt.world_size:
         return _kill(attempt, now_ns, reason)
-    return attempt, (Instruction.TERMINATE_RANKS,)
+    return attempt, (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _terminating(attempt: Attempt, now_ns: int, reason: Reason, grace_ns: int) -> Attempt:
@@ -346,15 +346,15 @@ def _kill(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
     attempt = msgspec.structs.replace(
         attempt, state=State.STOPPING, phase=Phase.KILLING, reason=reason, stop_ns=stop_ns, wake_ns=None
     )
-    return attempt, (Instruction.KILL_TREE,)
+    return attempt, (AttemptInstruction.KILL_TREE,)
 
 
 # Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
-        Placed: _placed,
+        GangPlaced: _placed,
         Preparing: _nothing,
-        StartFailed: _start_failed,
+        RanksNotStarted: _start_failed,
         StemLost: _stem_lost,
         StopRequested: _asked_to_stop,
         LeaseExpired: _expired,
@@ -364,7 +364,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
     },
     State.STARTING: {
         Preparing: _preparing,
-        StartFailed: _start_failed,
+        RanksNotStarted: _start_failed,
         RankExecuting: _executing,
         RankFailed: _failed,
         RankExited: _exited,
@@ -394,7 +394,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.UNREACHABLE: {},  # what only a server sees
     State.STOPPING: {
         Preparing: _nothing,
-        StartFailed: _nothing,
+        RanksNotStarted: _nothing,
         RankExecuting: _nothing,
         RankReturned: _returned,
         RankFailed: _failed_while_stopping,

@@ -20,7 +20,7 @@ DEFAULT_DAYS = 30.0
 DEFAULT_GIB = 20.0
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class RunDirectory(msgspec.Struct, frozen=True, kw_only=True):
     """One run directory.
 
     Attributes:
@@ -48,7 +48,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     spared_ns: int = HOUR_NS
 
 
-def to_delete(entries: Iterable[Entry], policy: Policy, now_ns: int) -> tuple[Entry, ...]:
+def to_delete(entries: Iterable[RunDirectory], policy: Policy, now_ns: int) -> tuple[RunDirectory, ...]:
     """Return what the policy no longer keeps, oldest first.
 
     Args:
@@ -59,7 +59,7 @@ def to_delete(entries: Iterable[Entry], policy: Policy, now_ns: int) -> tuple[En
     dated = [(entry.ended_ns, entry.run_id, entry) for entry in entries if entry.ended_ns is not None]
     ended = sorted(dated, key=lambda row: row[:2])
     total = sum(entry.size_bytes for _, _, entry in ended)
-    chosen: list[Entry] = []
+    chosen: list[RunDirectory] = []
     for ended_ns, _, entry in ended:
         age_ns = now_ns - ended_ns
         too_old = policy.age_ns is not None and age_ns > policy.age_ns

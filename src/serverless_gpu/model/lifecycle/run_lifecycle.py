@@ -11,7 +11,8 @@ reports.
 
 Five promises, each a test:
 - A run ends once. A terminal state has an empty row.
-- A new attempt is made only after proof that the one before is over: its own report (`Ended`, and `proven`), another
+- A new attempt is made only after proof that the one before is over: its own report (`AttemptEnded`, and `proven`),
+  another
   boot of its node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it
   shows.
 - A server that was restored from a backup starts nothing that it knew before: whether it ran since, nobody knows.
@@ -68,7 +69,7 @@ _POINTLESS = _RAN_TO_ITS_END | {
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
-class Instruction(StrEnum):
+class RunInstruction(StrEnum):
     """What thin code does next, in the transaction that writes the run."""
 
     SEND_STOP = "send_stop"
@@ -116,11 +117,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     attempts_max: int | None = None
 
 
-class Placed(msgspec.Struct, frozen=True):
+class RunPlaced(msgspec.Struct, frozen=True):
     """The scheduler has decided where the next attempt runs; this is the intent, before anybody is told."""
 
 
-class Started(msgspec.Struct, frozen=True):
+class UserCodeStarted(msgspec.Struct, frozen=True):
     """User code begins."""
 
 
@@ -144,7 +145,7 @@ class StopAsked(msgspec.Struct, frozen=True):
     why: StopReason
 
 
-class Ended(msgspec.Struct, frozen=True):
+class AttemptEnded(msgspec.Struct, frozen=True):
     """The node reports that the attempt is over.
 
     Attributes:
@@ -177,13 +178,23 @@ class Unsatisfiable(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Placed | Started | Stopping | Silent | Heard | StopAsked | Ended | GivenUp | Forgotten | Restored | Unsatisfiable
+    RunPlaced
+    | UserCodeStarted
+    | Stopping
+    | Silent
+    | Heard
+    | StopAsked
+    | AttemptEnded
+    | GivenUp
+    | Forgotten
+    | Restored
+    | Unsatisfiable
 )
-Step = tuple[Run, tuple[Instruction, ...]]
+Step = tuple[Run, tuple[RunInstruction, ...]]
 _Handler = Callable[..., Step]
 
 
-class IllegalTransition(Exception):
+class IllegalRunTransition(Exception):
     """An event arrived in a state that has no row for it; nothing was changed."""
 
     def __init__(self, run: Run, event: Event) -> None:
@@ -205,11 +216,11 @@ def advance(run: Run, event: Event) -> Step:
     """
     handler = TABLE[run.state].get(type(event))
     if handler is None:
-        raise IllegalTransition(run, event)
+        raise IllegalRunTransition(run, event)
     return handler(run, event)
 
 
-def over_because(event: Ended | GivenUp | Forgotten) -> Reason:
+def over_because(event: AttemptEnded | GivenUp | Forgotten) -> Reason:
     """Return why the attempt is over that an event ends; the run may go on with another one."""
     return Reason.NODE_GONE if isinstance(event, Forgotten) else event.reason
 
@@ -222,8 +233,8 @@ def surely_ends(run: Run, reasons: Iterable[Reason], *, began: bool) -> bool:
         reasons: as what it may end.
         began: whether user code of it has started.
     """
-    ends = (advance(run, Ended(reason, began=began)) for reason in reasons)
-    return all(Instruction.CONCLUDE in instructions for _, instructions in ends)
+    ends = (advance(run, AttemptEnded(reason, began=began)) for reason in reasons)
+    return all(RunInstruction.CONCLUDE in instructions for _, instructions in ends)
 
 
 def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:
@@ -239,11 +250,11 @@ def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:
     return INFRA_PAUSES_S[retries_used - 1]
 
 
-def _placed(run: Run, _: Placed) -> Step:
+def _placed(run: Run, _: RunPlaced) -> Step:
     return msgspec.structs.replace(run, fence=run.fence + 1, state=State.STARTING), ()
 
 
-def _started(run: Run, _: Started) -> Step:
+def _started(run: Run, _: UserCodeStarted) -> Step:
     return msgspec.structs.replace(run, began=True, state=_later(run.state, State.RUNNING)), ()
 
 
@@ -279,13 +290,13 @@ def _stop(run: Run, event: StopAsked) -> Step:
         return run, ()
     run = msgspec.structs.replace(run, stop=event.why)
     if run.state is State.UNREACHABLE:  # still is; but whatever is heard next, it is stopping
-        return msgspec.structs.replace(run, before=State.STOPPING), (Instruction.SEND_STOP,)
-    return msgspec.structs.replace(run, state=State.STOPPING), (Instruction.SEND_STOP,)
+        return msgspec.structs.replace(run, before=State.STOPPING), (RunInstruction.SEND_STOP,)
+    return msgspec.structs.replace(run, state=State.STOPPING), (RunInstruction.SEND_STOP,)
 
 
-def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
+def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
     reason = over_because(event)
-    run = msgspec.structs.replace(run, began=run.began or (isinstance(event, Ended) and event.began))
+    run = msgspec.structs.replace(run, began=run.began or (isinstance(event, AttemptEnded) and event.began))
     if MEANINGS[reason].state is State.SUCCEEDED:
         return _conclude(run, reason)
     untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
@@ -294,10 +305,10 @@ def _over(run: Run, event: Ended | GivenUp | Forgotten) -> Step:
         # Had nobody asked, it would go on with another attempt: then the stop is what ended it, else what is reported.
         goes_on = untouched or at_limit or reason in _DISPLACED
         return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
-    if isinstance(event, Ended) and not event.proven:
+    if isinstance(event, AttemptEnded) and not event.proven:
         return _conclude(run, reason)  # what is left of it might run beside the next one
     if untouched:
-        return _again_untouched(run, reason, is_counted=not (isinstance(event, Ended) and event.uncounted))
+        return _again_untouched(run, reason, is_counted=not (isinstance(event, AttemptEnded) and event.uncounted))
     if at_limit:
         return _resume(run, reason)
     if reason in _DISPLACED:
@@ -349,12 +360,12 @@ def _requeue_for_infra(run: Run, reason_of_the_last: Reason) -> Step:
 
 def _requeue(run: Run) -> Step:
     run = msgspec.structs.replace(run, state=State.QUEUED, stop=None, began=False, before=None)
-    return run, (Instruction.REQUEUE,)
+    return run, (RunInstruction.REQUEUE,)
 
 
 def _conclude(run: Run, reason: Reason) -> Step:
     run = msgspec.structs.replace(run, state=MEANINGS[reason].state, reason=reason, before=None)
-    return run, (Instruction.CONCLUDE,)
+    return run, (RunInstruction.CONCLUDE,)
 
 
 def _nothing(run: Run, _: Event) -> Step:
@@ -366,18 +377,18 @@ def _later(one: State, other: State) -> State:
     return max(one, other, key=_ORDER.index)
 
 
-_OVER: Mapping[type, _Handler] = {Ended: _over, GivenUp: _over, Forgotten: _over}
+_OVER: Mapping[type, _Handler] = {AttemptEnded: _over, GivenUp: _over, Forgotten: _over}
 
 # Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
-        Placed: _placed,
+        RunPlaced: _placed,
         StopAsked: _stop_in_queue,
         Restored: _restored,
         Unsatisfiable: _unsatisfiable,
     },
     State.STARTING: {
-        Started: _started,
+        UserCodeStarted: _started,
         Stopping: _stopping,
         Silent: _silent,
         Heard: _nothing,
@@ -385,7 +396,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         **_OVER,
     },
     State.RUNNING: {
-        Started: _nothing,
+        UserCodeStarted: _nothing,
         Stopping: _stopping,
         Silent: _silent,
         Heard: _nothing,
@@ -399,7 +410,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         **_OVER,
     },
     State.STOPPING: {
-        Started: _started,
+        UserCodeStarted: _started,
         Stopping: _nothing,
         Silent: _silent,
         Heard: _nothing,

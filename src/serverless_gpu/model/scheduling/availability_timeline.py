@@ -19,7 +19,7 @@ from bisect import insort
 from collections.abc import Iterable
 
 
-class Profile:
+class DeviceTimeline:
     """What is free of one type on one node, now and later.
 
     Args:
@@ -70,7 +70,7 @@ class Profile:
         if not math.isinf(end):
             insort(self._releases, (end, count))
 
-    def like(self, other: Profile) -> Profile:
+    def like(self, other: DeviceTimeline) -> DeviceTimeline:
         """Return itself, with what is promised in another one."""
         self._bookings = list(other._bookings)
         self._earliest.clear()
@@ -127,9 +127,9 @@ class Book:
         names: identifiers of the runs that are promised something, in their order, and how much.
     """
 
-    def __init__(self, likely: Profile, bound: Profile) -> None:
+    def __init__(self, likely: DeviceTimeline, bound: DeviceTimeline) -> None:
         self.likely, self.bound = likely, bound
-        self.guess: Profile | None = None
+        self.guess: DeviceTimeline | None = None
         self.names: list[tuple[str, int]] = []
 
     def fits(self, count: int, ends: Ends) -> bool:
@@ -181,7 +181,7 @@ class Book:
             self.guess.book(run_id, count, guess)
         self.names.append((run_id, count))
 
-    def _profiles(self) -> tuple[Profile, ...]:
+    def _profiles(self) -> tuple[DeviceTimeline, ...]:
         return (self.likely, self.bound) if self.guess is None else (self.likely, self.bound, self.guess)
 
 

@@ -19,26 +19,26 @@ from itertools import islice
 import msgspec
 
 from serverless_gpu.model.gangs.crew import NODES_MAX
-from serverless_gpu.model.scheduling.capacity import Floor
+from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.device_holders import OVERDUE_NS
 from serverless_gpu.model.scheduling.gang_placement import is_usable, unkept, usable
 from serverless_gpu.model.scheduling.multi_node_placement import Kind, are_one, is_several
-from serverless_gpu.model.scheduling.node_capacity import Group, PartReady, Place
+from serverless_gpu.model.scheduling.node_capacity import NodeDevices, NodeGroup, PartReady
 from serverless_gpu.model.scheduling.preemption import may_use
 from serverless_gpu.model.scheduling.request_shapes import Ask
-from serverless_gpu.model.scheduling.values import Reservation, Share, Wanted
+from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Reservation
 
-Ready = tuple[float, float, str, str, Place, str, int]
+Ready = tuple[float, float, str, str, NodeDevices, str, int]
 """When devices of a node are free, likely and at the latest; its name and identifier; the node, the type, how many."""
-Need = tuple[Place, str, int, float, float]
+Need = tuple[NodeDevices, str, int, float, float]
 """A node, a type, how many; when that many are free there: likely, and at the latest."""
 _ROUNDS_MAX = 16
 _TURNS_MAX = 4
 """So many times it looks for nodes that do not change hands before it would be over."""
 _SLACK_NS = 60e9
 """A promise that slips by less holds: who starts before it does so when somebody looks, a little after they could."""
-_Row = tuple[int, str, str, Place]
-Chosen = list[tuple[Place, str, int]]
+_Row = tuple[int, str, str, NodeDevices]
+Chosen = list[tuple[NodeDevices, str, int]]
 """Nodes, types, how many."""
 
 
@@ -53,7 +53,7 @@ class Seeker:
         by_guess: whether it goes by a guess where nobody can say when somebody leaves.
     """
 
-    def __init__(self, floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, *, by_guess: bool = False) -> None:
+    def __init__(self, floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, *, by_guess: bool = False) -> None:
         self._floor, self._wanted, self._ask, self._now_ns = floor, wanted, ask, now_ns
         self._by_guess = by_guess
         self._count = ask.shape.gpus
@@ -98,7 +98,7 @@ class Seeker:
             if not may_use(self._wanted, group.sample, self._floor.terms, math.ceil(at))
         }
 
-    def may_have(self, shares: tuple[Share, ...]) -> bool:
+    def may_have(self, shares: tuple[DeviceShare, ...]) -> bool:
         """Return whether devices that were promised are still what it wants and may have."""
         for share in shares:
             where = self._floor.places.get(share.node_id)
@@ -109,7 +109,7 @@ class Seeker:
         enough = self._count is None or sum(share.count for share in shares) == self._count
         return enough and are_one(self._floor, shares)
 
-    def is_away(self, shares: tuple[Share, ...]) -> bool:
+    def is_away(self, shares: tuple[DeviceShare, ...]) -> bool:
         """Return whether a node is away that devices were promised on."""
         places = self._floor.places
         return any(share.node_id in places and places[share.node_id].node.away for share in shares)
@@ -151,7 +151,7 @@ class Seeker:
         return (likely, bound) if len(needs) == 1 else (math.inf, math.inf)
 
     def when(
-        self, where: Place, gpu_type: str, count: int, after: tuple[float, float] = (0.0, 0.0)
+        self, where: NodeDevices, gpu_type: str, count: int, after: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[float, float]:
         """Return when so many devices of a node are free beside what is promised: likely, and at the latest.
 
@@ -193,7 +193,7 @@ class Seeker:
             return [(where, name, needed, likely, bound)]
         return []
 
-    def _groups(self) -> Iterator[tuple[Group, str]]:
+    def _groups(self) -> Iterator[tuple[NodeGroup, str]]:
         """Yield groups of nodes, and types, that it may use now."""
         floor, wanted = self._floor, self._wanted
         for group, types, pool in floor.reach(self._ask.shape).entries:
@@ -201,7 +201,7 @@ class Seeker:
                 for name in types:
                     yield group, name
 
-    def _beside(self) -> Iterator[tuple[Place, str]]:
+    def _beside(self) -> Iterator[tuple[NodeDevices, str]]:
         """Yield nodes and types that it may use now, and that are in no order: on their own, or something is kept."""
         books, places = self._floor.books, self._floor.places
         singles = self._floor.reach(self._ask.shape).singles
@@ -220,7 +220,7 @@ class Seeker:
                 yield where, name
 
     def _of_group(
-        self, group: Group, gpu_type: str, count: int | None, *, is_part: bool = False
+        self, group: NodeGroup, gpu_type: str, count: int | None, *, is_part: bool = False
     ) -> Iterator[PartReady]:
         """Yield a group's nodes of which nothing is kept, in the order in which so many devices are free.
 
@@ -233,7 +233,7 @@ class Seeker:
         floor, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
         medians = floor.medians
 
-        def look(where: Place, at_ns: int) -> tuple[PartReady | None, float]:
+        def look(where: NodeDevices, at_ns: int) -> tuple[PartReady | None, float]:
             there = where.usable(gpu_type) if is_part else where.node.total[gpu_type]
             number = count or there
             if where.node.away or not 0 < number <= there:
@@ -306,7 +306,7 @@ class Seeker:
         ]
         return heapq.merge(*groups, sorted(beside))
 
-    def _row(self, where: Place, gpu_type: str, count: int) -> PartReady | None:
+    def _row(self, where: NodeDevices, gpu_type: str, count: int) -> PartReady | None:
         """Return when so many devices of a node are free, large nodes first, or those with the least left over."""
         there = where.usable(gpu_type)
         number = count or there
@@ -336,7 +336,9 @@ class Seeker:
             return None
         for where, name, number in chosen:
             self._floor.book(where, name, self._now_ns).keep(self._wanted.run_id, number, self._now_ns)
-        shares = tuple(Share(node_id=where.node.id, gpu_type=name, count=number) for where, name, number in chosen)
+        shares = tuple(
+            DeviceShare(node_id=where.node.id, gpu_type=name, count=number) for where, name, number in chosen
+        )
         return Reservation(run_id=self._wanted.run_id, shares=shares, at_ns=None, is_bound=False)
 
     def _nearest(self) -> tuple[int, Chosen] | None:
@@ -381,7 +383,7 @@ class Seeker:
         lacking, _, chosen = min(options, key=lambda option: option[:2])
         return lacking, chosen
 
-    def _candidates(self) -> Iterator[tuple[Place, str]]:
+    def _candidates(self) -> Iterator[tuple[NodeDevices, str]]:
         """Yield nodes among which is the one that lacks the fewest devices: of a group the one with the most free."""
         floor, shape = self._floor, self._ask.shape
         reach = floor.reach(shape)
@@ -408,22 +410,22 @@ class Seeker:
             return sum(most) + sum(index.free for index in indexes) >= count
         return max(most + [index.counts[-1] for index in indexes if index.counts], default=0) >= count
 
-    def _needed(self, where: Place, gpu_type: str) -> int:
+    def _needed(self, where: NodeDevices, gpu_type: str) -> int:
         return where.node.total[gpu_type] if self._count is None else self._count
 
-    def _usable(self) -> Iterator[tuple[Place, str]]:
+    def _usable(self) -> Iterator[tuple[NodeDevices, str]]:
         found = usable(self._floor, self._wanted, self._ask, self._now_ns)
         if self._closing:
             return ((where, name) for where, name in found if id(where.group) not in self._closing)
         return found
 
-    def _is_usable(self, where: Place, gpu_type: str) -> bool:
+    def _is_usable(self, where: NodeDevices, gpu_type: str) -> bool:
         is_closing = id(where.group) in self._closing
         return not is_closing and is_usable(self._floor, self._wanted, self._ask, (where, gpu_type), self._now_ns)
 
 
-def _shares(needs: list[Need]) -> tuple[Share, ...]:
-    return tuple(Share(node_id=where.node.id, gpu_type=name, count=count) for where, name, count, *_ in needs)
+def _shares(needs: list[Need]) -> tuple[DeviceShare, ...]:
+    return tuple(DeviceShare(node_id=where.node.id, gpu_type=name, count=count) for where, name, count, *_ in needs)
 
 
 def _sooner(

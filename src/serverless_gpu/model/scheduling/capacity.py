@@ -19,36 +19,36 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from serverless_gpu.model.hardware import CPU, GpuType, matches
-from serverless_gpu.model.scheduling.availability_timeline import Book, Ends, Profile
-from serverless_gpu.model.scheduling.device_holders import Held
+from serverless_gpu.model.scheduling.availability_timeline import Book, DeviceTimeline, Ends
+from serverless_gpu.model.scheduling.device_holders import HeldDevices
 from serverless_gpu.model.scheduling.duration_estimates import Medians
-from serverless_gpu.model.scheduling.node_capacity import Entry, Group, Index, Place, Reach, together
+from serverless_gpu.model.scheduling.node_capacity import Entry, Index, NodeDevices, NodeGroup, ShapeNodes, together
 from serverless_gpu.model.scheduling.preemption import Terms
 from serverless_gpu.model.scheduling.preemption_candidates import Leavers
 from serverless_gpu.model.scheduling.request_shapes import Ask, Shape
-from serverless_gpu.model.scheduling.values import Node, Pool, QueuePolicy, Running, Share, Wanted
+from serverless_gpu.model.scheduling.values import DeviceShare, Node, Pool, QueuedRun, QueuePolicy, RunningRun
 
 _S = 1_000_000_000
 _REACHES_MAX = 10_000
 
 
-class Floor:
+class Capacity:
     """Every node, and who has what of it; `leavers`: who could be asked to leave."""
 
     def __init__(self, policy: QueuePolicy) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, NodeDevices] = {}
         self.terms = Terms(policy=policy)
         self.books: dict[tuple[str, str], Book] = {}
         self.leavers = Leavers()
-        self._reaches: dict[int, Reach] = {}
+        self._reaches: dict[int, ShapeNodes] = {}
         self.is_plain = True
         self._is_forecast = False
         self._numbers = itertools.count()
-        self.groups: dict[tuple[object, ...], Group] = {}
-        self._runs: dict[str, dict[str, dict[str, Held]]] = {}
+        self.groups: dict[tuple[object, ...], NodeGroup] = {}
+        self._runs: dict[str, dict[str, dict[str, HeldDevices]]] = {}
         self._used: dict[str, Counter[str]] = {}
         self.medians = Medians()
-        self._machines: dict[str, dict[str, Place]] = {}
+        self._machines: dict[str, dict[str, NodeDevices]] = {}
 
     # --- changes ---
 
@@ -78,8 +78,8 @@ class Floor:
         self.forget(node.id)
         group = self.groups.get(_group_key(node))
         if group is None:
-            group = self.groups[_group_key(node)] = Group(node, next(self._numbers))
-        place = self.places[node.id] = Place(
+            group = self.groups[_group_key(node)] = NodeGroup(node, next(self._numbers))
+        place = self.places[node.id] = NodeDevices(
             node, group, self._runs.setdefault(node.id, {}), self._used.setdefault(node.id, Counter())
         )
         group.add(place)
@@ -115,16 +115,16 @@ class Floor:
             del self._runs[node_id], self._used[node_id]
         self.change()
 
-    def take(self, running: Running) -> None:
+    def take(self, running: RunningRun) -> None:
         """Take note that a run has devices."""
         for share in running.shares:
             runs = self._runs.setdefault(share.node_id, {}).setdefault(share.gpu_type, {})
-            runs[running.wanted.run_id] = Held(running, share.count)
+            runs[running.wanted.run_id] = HeldDevices(running, share.count)
             self.leavers.count(running, share, share.count)
             self._used.setdefault(share.node_id, Counter())[share.gpu_type] += share.count
             self._refresh(share)
 
-    def give(self, running: Running) -> None:
+    def give(self, running: RunningRun) -> None:
         """Take note that a run has its devices no longer."""
         for share in running.shares:
             del self._runs[share.node_id][share.gpu_type][running.wanted.run_id]
@@ -134,19 +134,19 @@ class Floor:
             if share.node_id not in self.places and not any(self._runs[share.node_id].values()):
                 del self._runs[share.node_id], self._used[share.node_id]
 
-    def _refresh(self, share: Share) -> None:
+    def _refresh(self, share: DeviceShare) -> None:
         place = self.places.get(share.node_id)
         if place is not None and share.gpu_type in place.node.total:
             self._out(place, share.gpu_type)
             self._in(place, share.gpu_type)
 
-    def _in(self, place: Place, gpu_type: str) -> None:
+    def _in(self, place: NodeDevices, gpu_type: str) -> None:
         free = place.free[gpu_type] = place.count(gpu_type)
         place.group.mark(place, gpu_type)
         if not place.node.away and (place.node.id, gpu_type) not in self.books:
             place.group.index[gpu_type].add(place, free, place.usable(gpu_type))
 
-    def _out(self, place: Place, gpu_type: str) -> None:
+    def _out(self, place: NodeDevices, gpu_type: str) -> None:
         if not place.node.away and (place.node.id, gpu_type) not in self.books:
             place.group.index[gpu_type].remove(place, place.free[gpu_type], place.usable(gpu_type))
 
@@ -162,7 +162,7 @@ class Floor:
 
     # --- what is kept during a pass ---
 
-    def book(self, place: Place, gpu_type: str, now_ns: int) -> Book:
+    def book(self, place: NodeDevices, gpu_type: str, now_ns: int) -> Book:
         """Return who is promised what of a node; it leaves the index until the next pass."""
         key = (place.node.id, gpu_type)
         book = self.books.get(key)
@@ -172,18 +172,20 @@ class Floor:
             book = self.books[key] = place.book(gpu_type, now_ns)
         return book
 
-    def guess(self, place: Place, gpu_type: str, now_ns: int) -> Profile:
+    def guess(self, place: NodeDevices, gpu_type: str, now_ns: int) -> DeviceTimeline:
         """Return what is free when by a guess; it is kept with the node's book, where there is one."""
         book = self.books.get((place.node.id, gpu_type))
         if book is not None and book.guess is not None:
             return book.guess
         held = place.runs.get(gpu_type, {}).values()
-        profile = Profile(now_ns, place.free[gpu_type], [(one.guess(now_ns, self.medians), one.count) for one in held])
+        profile = DeviceTimeline(
+            now_ns, place.free[gpu_type], [(one.guess(now_ns, self.medians), one.count) for one in held]
+        )
         if book is not None:
             book.guess = profile.like(book.likely)
         return profile
 
-    def ends(self, wanted: Wanted, ask: Ask, now_ns: int) -> Ends:
+    def ends(self, wanted: QueuedRun, ask: Ask, now_ns: int) -> Ends:
         """Return when a run that starts now is over: likely, at the latest, by a guess."""
         likely, limit = ask.spans(wanted)
         guess = likely
@@ -200,7 +202,7 @@ class Floor:
             if not place.node.away:
                 place.group.index[gpu_type].add(place, place.free[gpu_type], place.usable(gpu_type))
 
-    def forecast(self) -> Floor:
+    def forecast(self) -> Capacity:
         """Return a floor on which promises are tried: they leave this one as it is."""
         other = copy.copy(self)
         other.books, other._is_forecast = {}, True
@@ -213,7 +215,7 @@ class Floor:
         reach = self.reach(shape)
         return (shape.gpus or 1) <= (max(reach.whole, reach.most) if shape.several else reach.whole)
 
-    def reach(self, shape: Shape) -> Reach:
+    def reach(self, shape: Shape) -> ShapeNodes:
         """Return what a shape may use, whether it is free or not."""
         reach = self._reaches.get(shape.number)
         if reach is None:
@@ -222,9 +224,9 @@ class Floor:
             reach = self._reaches[shape.number] = self._reach(shape)
         return reach
 
-    def _reach(self, shape: Shape) -> Reach:
-        groups: list[tuple[Group, Pool | None]] = []
-        singles: list[tuple[Place, Pool | None]] = []
+    def _reach(self, shape: Shape) -> ShapeNodes:
+        groups: list[tuple[NodeGroup, Pool | None]] = []
+        singles: list[tuple[NodeDevices, Pool | None]] = []
         for group in self.groups.values():
             admitted, pool = admits(group.sample, shape, self.terms.pools)
             if admitted and not shape.machine and has_python(group.sample, shape.python):
@@ -247,10 +249,10 @@ class Floor:
             for place, pool in singles
             if (types := _types(shape, sorted(place.node.total), place.node.own, only))
         }
-        return _measured(Reach(entries, found))
+        return _measured(ShapeNodes(entries, found))
 
     def _only_type(
-        self, groups: list[tuple[Group, Pool | None]], singles: list[tuple[Place, Pool | None]]
+        self, groups: list[tuple[NodeGroup, Pool | None]], singles: list[tuple[NodeDevices, Pool | None]]
     ) -> str | None:
         """Return the only GPU type there is; what would only be lent counts where there is nothing else."""
         for lent in (False, True):
@@ -288,7 +290,7 @@ def _types(shape: Shape, there: list[str], own: tuple[GpuType, ...], only: str |
     return tuple(name for name in there if matches(shape.gpu_type, name, own))
 
 
-def _measured(reach: Reach) -> Reach:
+def _measured(reach: ShapeNodes) -> ShapeNodes:
     """Note how large the largest node in reach is, and what a gang on several nodes can have at most."""
     sizes: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for group, types, _ in reach.entries:

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from serverless_gpu.model.scheduling import gang_placement
-from serverless_gpu.model.scheduling.capacity import Floor
+from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.impossible_requests import could_be
 from serverless_gpu.model.scheduling.multi_node_placement import are_one, is_several
-from serverless_gpu.model.scheduling.node_capacity import Group, Place
+from serverless_gpu.model.scheduling.node_capacity import NodeDevices, NodeGroup
 from serverless_gpu.model.scheduling.node_order import Row
-from serverless_gpu.model.scheduling.planner_state import State
+from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import (
     FULL_CLAIM,
     NO_CLAIM,
@@ -37,7 +37,14 @@ from serverless_gpu.model.scheduling.preemption import (
     standing,
 )
 from serverless_gpu.model.scheduling.request_shapes import Ask
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, Preemption, Reservation, Running, Share, Wanted
+from serverless_gpu.model.scheduling.values import (
+    BEST_EFFORT,
+    DeviceShare,
+    Preemption,
+    QueuedRun,
+    Reservation,
+    RunningRun,
+)
 
 SITES_MAX = 32
 """So many nodes that would do are compared for the least loss."""
@@ -47,7 +54,7 @@ LOOKED_MAX = 512
 Claim = tuple[bool, bool]
 """How far who has the most right of those that wait is from it, as `preempting.standing` says."""
 
-Start = Callable[[Wanted, Ask, tuple[Share, ...]], None]
+Start = Callable[[QueuedRun, Ask, tuple[DeviceShare, ...]], None]
 
 
 class Clearing:
@@ -62,7 +69,7 @@ class Clearing:
         wake_ns: when it is worth asking again though nothing has changed; None for never.
     """
 
-    def __init__(self, state: State, start: Start) -> None:
+    def __init__(self, state: PlannerState, start: Start) -> None:
         self._state, self._start = state, start
         self._vain: set[object] = set()
         self._hosts = [group for group in state.floor.groups.values() if _has_guests(group, state)]
@@ -70,7 +77,7 @@ class Clearing:
         self._claims: list[Claim] | None = None
         self._is_last = not self._hosts
         self._looked = 0
-        self._stayers: list[Running] = []  # who is asked, as they were before
+        self._stayers: list[RunningRun] = []  # who is asked, as they were before
         self._cleared: list[str] = []  # for whom room is made
         self.preemptions: list[Preemption] = []
         self.wake_ns: int | None = None
@@ -98,7 +105,7 @@ class Clearing:
         self._vain.clear()
         self._is_last = True
 
-    def clear(self, wanted: Wanted, ask: Ask) -> bool:
+    def clear(self, wanted: QueuedRun, ask: Ask) -> bool:
         """Ask others to leave for a run that is blocked; return whether room is made for it.
 
         Args:
@@ -137,7 +144,7 @@ class Clearing:
             if state.clearing.pop(run_id, None) is not None:
                 del state.reservations[run_id]
 
-    def _is_guest_soon(self, wanted: Wanted, ask: Ask) -> bool:
+    def _is_guest_soon(self, wanted: QueuedRun, ask: Ask) -> bool:
         """Return whether there is room for it as a guest: it has that in the next round, and nobody has to leave."""
         if self._is_last:
             return False
@@ -152,7 +159,7 @@ class Clearing:
                 return True
         return False
 
-    def _search(self, wanted: Wanted, ask: Ask) -> Room:
+    def _search(self, wanted: QueuedRun, ask: Ask) -> Room:
         """Return who has to leave for a run, of the first nodes that lack the fewest devices."""
         state = self._state
         if is_several(state.floor, wanted, ask):
@@ -171,7 +178,7 @@ class Clearing:
                 break
         return room(wanted, ripe or green[:SITES_MAX], state.floor.terms, state.now_ns) or Room()
 
-    def _nodes(self, wanted: Wanted, ask: Ask) -> Iterator[tuple[Place, str]]:
+    def _nodes(self, wanted: QueuedRun, ask: Ask) -> Iterator[tuple[NodeDevices, str]]:
         """Yield nodes that a run may use where enough could get free, those that lack the fewest devices first."""
         floor, count = self._state.floor, ask.shape.gpus
         reach, leavers = floor.reach(ask.shape), floor.leavers
@@ -191,17 +198,17 @@ class Clearing:
             if is_enough and node_id not in wanted.avoid and not where.node.away:
                 yield where, name
 
-    def _order(self, group: Group, gpu_type: str, *, is_whole: bool) -> list[Row]:
+    def _order(self, group: NodeGroup, gpu_type: str, *, is_whole: bool) -> list[Row]:
         """Return the nodes of a group where somebody could leave, those that lack the fewest devices first."""
         counts = self._state.floor.leavers.counts
 
-        def look(where: Place, _now_ns: int) -> tuple[Row | None, float]:
+        def look(where: NodeDevices, _now_ns: int) -> tuple[Row | None, float]:
             is_there = (where.node.id, gpu_type) in counts
             return _lacking(where, gpu_type, is_whole=is_whole) if is_there else None, math.inf
 
         return group.rows(gpu_type, is_whole, look, self._state.now_ns)
 
-    def _parts(self, wanted: Wanted, ask: Ask) -> list[tuple[Place, str]]:
+    def _parts(self, wanted: QueuedRun, ask: Ask) -> list[tuple[NodeDevices, str]]:
         """Return nodes of which a gang on several could have some, those on which an attempt failed last of all."""
         usable = gang_placement.usable(self._state.floor, wanted, ask, self._state.now_ns)
         found = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
@@ -209,7 +216,7 @@ class Clearing:
         several = well if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0) else found
         return sorted(several, key=lambda entry: (*entry[0].entry[:2], entry[1]))
 
-    def _site(self, where: Place, gpu_type: str, ask: Ask) -> Site | None:
+    def _site(self, where: NodeDevices, gpu_type: str, ask: Ask) -> Site | None:
         """Return a node with those who are there; None where somebody waits for what gets free by itself."""
         floor, count = self._state.floor, ask.shape.gpus
         book = floor.books.get((where.node.id, gpu_type))
@@ -224,7 +231,7 @@ class Clearing:
             holders=tuple(held.running for held in where.runs.get(gpu_type, {}).values()),
         )
 
-    def _is_ripe(self, wanted: Wanted, site: Site) -> bool:
+    def _is_ripe(self, wanted: QueuedRun, site: Site) -> bool:
         """Return whether enough may be asked to leave a node now."""
         terms, now_ns = self._state.floor.terms, self._state.now_ns
         missing = site.need - site.free
@@ -248,14 +255,14 @@ class Clearing:
         self._stayers.append(held)
         self.preemptions.append(preemption)
 
-    def _keep(self, run_id: str, shares: tuple[Share, ...]) -> None:
+    def _keep(self, run_id: str, shares: tuple[DeviceShare, ...]) -> None:
         state = self._state
         for share in shares:
             book = state.floor.book(state.floor.places[share.node_id], share.gpu_type, state.now_ns)
             book.keep(run_id, share.count, state.now_ns)
         state.reservations[run_id] = Reservation(run_id=run_id, shares=shares, at_ns=None, is_bound=False)
 
-    def _missing(self, wanted: Wanted, ask: Ask, share: Share) -> int | None:
+    def _missing(self, wanted: QueuedRun, ask: Ask, share: DeviceShare) -> int | None:
         """Return how many devices of a share have yet to be given back; None when it will not come."""
         state = self._state
         where = state.floor.places.get(share.node_id)
@@ -267,7 +274,7 @@ class Clearing:
         missing = share.count - gang_placement.unkept(state.floor, where, share.gpu_type)
         return None if missing > state.floor.leavers.leaving(share.node_id, share.gpu_type) else max(0, missing)
 
-    def _types(self, wanted: Wanted, ask: Ask, where: Place) -> tuple[str, ...]:
+    def _types(self, wanted: QueuedRun, ask: Ask, where: NodeDevices) -> tuple[str, ...]:
         """Return the types that a run may use on a node now."""
         found = self._state.floor.reach(ask.shape).of(where)
         if found is None or where.group.rank(self._state.floor.terms, wanted, found[1], self._state.now_ns) is None:
@@ -275,7 +282,7 @@ class Clearing:
         return found[0]
 
 
-def _has_room(group: Group, types: tuple[str, ...], wanted: Wanted) -> bool:
+def _has_room(group: NodeGroup, types: tuple[str, ...], wanted: QueuedRun) -> bool:
     indexes = [group.index[name] for name in types]
     if wanted.gpus is None:
         return any(index.whole for index in indexes)
@@ -284,7 +291,7 @@ def _has_room(group: Group, types: tuple[str, ...], wanted: Wanted) -> bool:
     return any(index.best(wanted.gpus, wanted.avoid) is not None for index in indexes)
 
 
-def close_to_guests(state: State) -> list[Group]:
+def close_to_guests(state: PlannerState) -> list[NodeGroup]:
     """Let nobody in who has no right to be on a node; return groups of nodes that may have guests."""
     hosts = [group for group in state.floor.groups.values() if _has_guests(group, state)]
     for group in hosts:
@@ -292,7 +299,7 @@ def close_to_guests(state: State) -> list[Group]:
     return hosts
 
 
-def open_to_guests(state: State, hosts: list[Group]) -> bool:
+def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
     """Let guests in where nobody waits who has more right to be there, and could be there.
 
     Args:
@@ -313,7 +320,7 @@ def open_to_guests(state: State, hosts: list[Group]) -> bool:
     return any(line.key[0] >= BEST_EFFORT and not line.ask.shape.pool for line in state.queue.lines())
 
 
-def _claims(state: State, hosts: list[Group]) -> list[Claim]:
+def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
     """Return the most right to each group of nodes that anybody has who waits and could be there."""
     floor, claims = state.floor, [NO_CLAIM] * len(hosts)
     owners = {group.sample.owner for group in hosts if group.sample.owner_first}
@@ -337,19 +344,19 @@ def _claims(state: State, hosts: list[Group]) -> list[Claim]:
     return claims
 
 
-def _has_guests(group: Group, state: State) -> bool:
+def _has_guests(group: NodeGroup, state: PlannerState) -> bool:
     pool = state.floor.terms.pools.get(group.sample.pool)
     lends = pool is not None and pool.reserved and pool.lends
     return lends or (group.sample.owner_first and bool(group.sample.owner))
 
 
-def _lacking(where: Place, gpu_type: str, *, is_whole: bool) -> Row:
+def _lacking(where: NodeDevices, gpu_type: str, *, is_whole: bool) -> Row:
     """Return the place of a node among those that lack the fewest devices: of so many of them, or of all."""
     all_there = where.node.total[gpu_type] if is_whole else 0
     return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)
 
 
-def _is_all(floor: Floor, ask: Ask, shares: tuple[Share, ...]) -> bool:
+def _is_all(floor: Capacity, ask: Ask, shares: tuple[DeviceShare, ...]) -> bool:
     """Return whether shares are still what a run asks for, all of them, and what one gang may have."""
     enough = ask.shape.gpus is None or ask.shape.gpus == sum(share.count for share in shares)
     return enough and are_one(floor, shares)

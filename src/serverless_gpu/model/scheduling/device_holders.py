@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from serverless_gpu.model.scheduling.duration_estimates import Medians, over_after_s
-from serverless_gpu.model.scheduling.values import Running
+from serverless_gpu.model.scheduling.values import RunningRun
 
 _S = 1_000_000_000
 OVERDUE_NS = 60 * _S
 """What is over its own limit is being stopped: it counts as gone after that."""
 
 
-class Held:
+class HeldDevices:
     """Devices of one type that a run has on a node.
 
     Attributes:
@@ -24,7 +24,7 @@ class Held:
 
     __slots__ = ("_guess_ns", "bound_ns", "count", "likely_ns", "running", "size")
 
-    def __init__(self, running: Running, count: int) -> None:
+    def __init__(self, running: RunningRun, count: int) -> None:
         self.running, self.count = running, count
         self.size = sum(share.count for share in running.shares)
         self.likely_ns, self.bound_ns = ends(running)
@@ -51,7 +51,7 @@ class Held:
         return (min(likely, bound) if likely > now_ns else bound), bound
 
 
-def ends(running: Running) -> tuple[float, float]:
+def ends(running: RunningRun) -> tuple[float, float]:
     """Return when a run likely gives its devices back, and when at the latest; infinite where nobody can say."""
     wanted = running.wanted
     bound = math.inf if wanted.limit_s is None else running.since_ns + wanted.limit_s * _S

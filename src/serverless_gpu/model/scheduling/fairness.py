@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.scheduling.values import QueuePolicy, Share, TeamUse, Used, Wanted
+from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, TeamUse, Used
 
 CPU_WEIGHT = 1 / 32
 """GPUs that a CPU slot counts for."""
@@ -35,7 +35,7 @@ Key = tuple[str, str]
 _K = TypeVar("_K")
 
 
-def team_of(wanted: Wanted) -> str:
+def team_of(wanted: QueuedRun) -> str:
     """Return the team that pays for a run; a user without one is a team of their own."""
     return wanted.team or f"~{wanted.owner}"
 
@@ -45,7 +45,7 @@ def charged(gpu_type: str, count: int) -> float:
     return count * CPU_WEIGHT if gpu_type == CPU else float(count)
 
 
-def charged_all(shares: tuple[Share, ...]) -> float:
+def charged_all(shares: tuple[DeviceShare, ...]) -> float:
     """Return for how many GPUs a gang's devices count in the fair share."""
     return sum(charged(share.gpu_type, share.count) for share in shares)
 
@@ -98,11 +98,11 @@ class Fairness:
             account = accounts.setdefault(key, _Account(at_ns))
             account.value, account.at_ns = values.get(key, 0.0), at_ns
 
-    def begin(self, run_id: str, wanted: Wanted, gpus: float, since_ns: int) -> None:
+    def begin(self, run_id: str, wanted: QueuedRun, gpus: float, since_ns: int) -> None:
         """Count devices that somebody has, from when they got them; `settle` does it."""
         self._begun[run_id] = ((team_of(wanted), wanted.owner), gpus, since_ns)
 
-    def place(self, run_id: str, wanted: Wanted, gpus: float) -> None:
+    def place(self, run_id: str, wanted: QueuedRun, gpus: float) -> None:
         """Count devices that somebody gets now, and charge the advance until they give them back."""
         key = (team_of(wanted), wanted.owner)
         advance = gpus * self._policy.entry_penalty_s

@@ -15,12 +15,12 @@ import msgspec
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.impossible_requests import ELSEWHERE_REMEDY, NO_GPU_REMEDY
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.values import Node, NodeSeen, Pool, PoolSeen, Wanted
+from serverless_gpu.model.scheduling.values import Node, NodeSeen, Pool, PoolSeen, QueuedRun
 
 CHOICES_MAX = 6
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that some node could serve; each field only where it differs from what was asked for."""
 
     gpus: int | None = None
@@ -43,10 +43,10 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     why: str
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[FeasibleRequest, ...] = ()
 
 
-def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: Wanted) -> Shortage | None:
+def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) -> Shortage | None:
     """Return why none of these nodes could ever serve a run, or None when one could.
 
     Args:
@@ -63,7 +63,7 @@ def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: Wanted) -> Sh
     return Shortage(why=why.removesuffix(NO_GPU_REMEDY).removesuffix(ELSEWHERE_REMEDY), choices=tuple(_best(found)))
 
 
-def _similar(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Choice]:
+def _similar(nodes: Sequence[Node], wanted: QueuedRun) -> Iterator[FeasibleRequest]:
     """Yield requests that differ in as little as possible; GPUs come before CPU slots."""
     pools = sorted({node.pool for node in nodes} - {wanted.pool, ""})
     types = sorted({name for node in nodes for name, count in node.total.items() if count}, key=_gpus_first)
@@ -71,28 +71,28 @@ def _similar(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Choice]:
     fewer = [size for size in sizes if wanted.gpus is not None and size < wanted.gpus]
     others = [name for name in types if name != wanted.gpu_type]
     if wanted.machine:
-        yield Choice(env="snapshot")
-    yield from (Choice(pool=pool) for pool in pools)
+        yield FeasibleRequest(env="snapshot")
+    yield from (FeasibleRequest(pool=pool) for pool in pools)
     if wanted.gpu_type is not None:
-        yield from (Choice(gpus=size) for size in fewer)
+        yield from (FeasibleRequest(gpus=size) for size in fewer)
     for name in others:
-        yield Choice(gpu_type=name)
-        yield from (Choice(gpu_type=name, gpus=size) for size in fewer)
-    yield from (Choice(gpu_type=name, pool=pool) for pool in pools for name in others)
+        yield FeasibleRequest(gpu_type=name)
+        yield from (FeasibleRequest(gpu_type=name, gpus=size) for size in fewer)
+    yield from (FeasibleRequest(gpu_type=name, pool=pool) for pool in pools for name in others)
 
 
 def _gpus_first(name: str) -> tuple[bool, str]:
     return name == CPU, name
 
 
-def _changed(wanted: Wanted, choice: Choice) -> Wanted:
+def _changed(wanted: QueuedRun, choice: FeasibleRequest) -> QueuedRun:
     changes = choice.changes()
     if changes.pop("env", None):
         changes |= {"machine": ""}
     return msgspec.structs.replace(wanted, **changes)
 
 
-def _best(choices: Iterable[Choice]) -> Iterator[Choice]:
+def _best(choices: Iterable[FeasibleRequest]) -> Iterator[FeasibleRequest]:
     """Yield the first choice for each pool and type, with the largest number of devices; no pool and type where one is
     enough.
     """
@@ -106,7 +106,7 @@ def _best(choices: Iterable[Choice]) -> Iterator[Choice]:
             yield choice
 
 
-def like(wanted: Wanted) -> Wanted:
+def like(wanted: QueuedRun) -> QueuedRun:
     """Return what a run wants without what makes no difference to whether it can ever be served."""
     return msgspec.structs.replace(
         wanted,

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from serverless_gpu.model.scheduling.capacity import Floor
+from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.multi_node_placement import apart, is_several, spread
-from serverless_gpu.model.scheduling.node_capacity import Place
+from serverless_gpu.model.scheduling.node_capacity import NodeDevices
 from serverless_gpu.model.scheduling.request_shapes import Ask
-from serverless_gpu.model.scheduling.values import Share, Wanted
+from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun
 
 _NOBODY: frozenset[str] = frozenset()
-Option = tuple[tuple[int, int, str, str], Place, str, int]
+Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
 """Rank, devices left over, name and identifier; the node, the type, how many."""
 
 
-def place(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[Share, ...] | None:
+def place(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> tuple[DeviceShare, ...] | None:
     """Return devices that a run can have now, or None; nothing is taken.
 
     Args:
@@ -37,11 +37,11 @@ def place(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> tuple[Share, .
         found = min(_options(floor, wanted, ask, now_ns, avoid), key=_first, default=None)
         if found is not None:
             _, where, gpu_type, count = found
-            return (Share(node_id=where.node.id, gpu_type=gpu_type, count=count),)
+            return (DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count),)
     return None
 
 
-def fits(floor: Floor, shares: tuple[Share, ...], wanted: Wanted, ask: Ask, now_ns: int) -> bool:
+def fits(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: Ask, now_ns: int) -> bool:
     """Return whether a gang can have just these devices now, all of them, beside what is promised to others."""
     for share in shares:
         book = floor.books.get((share.node_id, share.gpu_type))
@@ -52,7 +52,7 @@ def fits(floor: Floor, shares: tuple[Share, ...], wanted: Wanted, ask: Ask, now_
     return True
 
 
-def take(floor: Floor, shares: tuple[Share, ...], wanted: Wanted, ask: Ask, now_ns: int) -> None:
+def take(floor: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: Ask, now_ns: int) -> None:
     """Enter devices that a run gets now into the books of their nodes."""
     for share in shares:
         book = floor.books.get((share.node_id, share.gpu_type))
@@ -64,7 +64,7 @@ def _first(option: Option) -> tuple[int, int, str, str]:
     return option[0]
 
 
-def _options(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
+def _options(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
     reach = floor.reach(ask.shape)
     count = ask.shape.gpus
     for group, types, pool in reach.entries:
@@ -96,7 +96,7 @@ def _options(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozens
         yield from _beside(floor, wanted, ask, now_ns, avoid)
 
 
-def _beside(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
+def _beside(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: frozenset[str]) -> Iterator[Option]:
     """Return what may be used of nodes on which something is kept."""
     reach, ends = floor.reach(ask.shape), floor.ends(wanted, ask, now_ns)
     for (node_id, name), book in floor.books.items():
@@ -113,7 +113,7 @@ def _beside(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozense
             yield (rank, left, *where.entry[:2]), where, name, needed
 
 
-def usable(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> Iterator[tuple[Place, str]]:
+def usable(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> Iterator[tuple[NodeDevices, str]]:
     """Return nodes and types that a run may use now, free or not."""
     for where, types, pool in floor.reach(ask.shape).places():
         if not where.node.away and where.group.rank(floor.terms, wanted, pool, now_ns) is not None:
@@ -121,7 +121,7 @@ def usable(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> Iterator[tupl
                 yield where, name
 
 
-def is_usable(floor: Floor, wanted: Wanted, ask: Ask, at: tuple[Place, str], now_ns: int) -> bool:
+def is_usable(floor: Capacity, wanted: QueuedRun, ask: Ask, at: tuple[NodeDevices, str], now_ns: int) -> bool:
     """Return whether a run may use a type of a node now, free or not."""
     where, name = at
     found = floor.reach(ask.shape).of(where)
@@ -130,7 +130,7 @@ def is_usable(floor: Floor, wanted: Wanted, ask: Ask, at: tuple[Place, str], now
     return where.group.rank(floor.terms, wanted, found[1], now_ns) is not None
 
 
-def unkept(floor: Floor, where: Place, gpu_type: str) -> int:
+def unkept(floor: Capacity, where: NodeDevices, gpu_type: str) -> int:
     """Return what is free of a node now beside what is kept; less than 0 where more is waited for."""
     book = floor.books.get((where.node.id, gpu_type))
     return where.free[gpu_type] if book is None else book.likely.free()

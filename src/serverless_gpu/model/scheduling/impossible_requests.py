@@ -9,26 +9,26 @@ import msgspec
 
 from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.hardware import CPU, matches
-from serverless_gpu.model.scheduling.capacity import Floor, has_python
+from serverless_gpu.model.scheduling.capacity import Capacity, has_python
 from serverless_gpu.model.scheduling.multi_node_placement import most, sizes
-from serverless_gpu.model.scheduling.node_capacity import Place
+from serverless_gpu.model.scheduling.node_capacity import NodeDevices
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
 from serverless_gpu.model.scheduling.request_shapes import Ask
-from serverless_gpu.model.scheduling.values import Node, Wanted
+from serverless_gpu.model.scheduling.values import Node, QueuedRun
 from serverless_gpu.model.scheduling.wait_messages import some
 
 NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
 ELSEWHERE_REMEDY = '; env="snapshot" takes them along'
 
 
-def impossible(floor: Floor, wanted: Wanted, ask: Ask) -> str:
+def impossible(floor: Capacity, wanted: QueuedRun, ask: Ask) -> str:
     """Return why nothing that has joined can ever serve a run, or "" when something can."""
     if not floor.places:
         return "no node has joined this server yet"
     return "" if could_be(floor, wanted, ask) else _sentence(floor, wanted)
 
 
-def could_be(floor: Floor, wanted: Wanted, ask: Ask) -> bool:
+def could_be(floor: Capacity, wanted: QueuedRun, ask: Ask) -> bool:
     """Return whether something that has joined can serve a run."""
     if any((wanted.gpus or 1) <= size for _, size in sizes(floor, wanted, ask)):
         return True
@@ -37,7 +37,7 @@ def could_be(floor: Floor, wanted: Wanted, ask: Ask) -> bool:
     return max(most(floor, wanted, ask).values(), default=0) >= wanted.gpus
 
 
-def _sentence(floor: Floor, wanted: Wanted) -> str:
+def _sentence(floor: Capacity, wanted: QueuedRun) -> str:
     nodes = [place.node for place in sorted(floor.places.values(), key=_by_name)]
     admitted = [node for node in nodes if _admits(floor, node, wanted)]
     open_to = [node for node in admitted if is_open(wanted, node)]
@@ -54,21 +54,21 @@ def _sentence(floor: Floor, wanted: Wanted) -> str:
     return _lacking(wanted, open_to) + _instead(wanted, beyond)
 
 
-def _by_name(place: Place) -> tuple[str, str]:
+def _by_name(place: NodeDevices) -> tuple[str, str]:
     return place.node.name, place.node.id
 
 
-def _admits(floor: Floor, node: Node, wanted: Wanted) -> bool:
+def _admits(floor: Capacity, node: Node, wanted: QueuedRun) -> bool:
     is_here = wanted.machine in ("", node.machine)
     on_platform = not wanted.platform or not node.platform or wanted.platform == node.platform
     return could_use(wanted, node, floor.terms) and is_here and on_platform and _has_python(node, wanted)
 
 
-def _has_python(node: Node, wanted: Wanted) -> bool:
+def _has_python(node: Node, wanted: QueuedRun) -> bool:
     return has_python(node, wanted.python) or wanted.caller == node.machine
 
 
-def _nowhere(floor: Floor, wanted: Wanted, nodes: Sequence[Node]) -> str:
+def _nowhere(floor: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
     """Return why no node may be used at all."""
     if wanted.pool and not any(node.pool == wanted.pool for node in nodes):
         pools = sorted({node.pool for node in nodes})
@@ -100,7 +100,7 @@ def _version(python: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in python.split("."))
 
 
-def _lacking(wanted: Wanted, eligible: Sequence[Node]) -> str:
+def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:
     """Return why the devices of the nodes that may be used will never do."""
     where = f" in pool {wanted.pool!r}" if wanted.pool else ""
     if wanted.gpu_type is None:
@@ -137,7 +137,7 @@ def _kinds(nodes: Sequence[tuple[str, Node]]) -> dict[tuple[str, str], list[int]
     return {kind: sorted(sizes, reverse=True) for kind, sizes in sorted(kinds.items())}
 
 
-def _too_few(wanted: Wanted, fitting: Sequence[tuple[str, Node]], asked: str) -> str:
+def _too_few(wanted: QueuedRun, fitting: Sequence[tuple[str, Node]], asked: str) -> str:
     """Return why no pool ever has enough for a gang on several nodes."""
     kinds = _kinds(fitting)
     old = sorted({node.name for _, node in fitting if not node.crews})
@@ -155,7 +155,7 @@ def _too_few(wanted: Wanted, fitting: Sequence[tuple[str, Node]], asked: str) ->
     return f"{needs}; all {len(sizes)} nodes{of} have {sum(sizes)} together{without}"
 
 
-def _instead(wanted: Wanted, nodes: Sequence[Node]) -> str:
+def _instead(wanted: QueuedRun, nodes: Sequence[Node]) -> str:
     """Return how a gang that asked for one node would find room on several, or ""."""
     count = wanted.gpus or 0
     if not wanted.alone or wanted.several_nodes or wanted.gpu_type is None:

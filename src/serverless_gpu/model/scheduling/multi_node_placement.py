@@ -19,20 +19,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from serverless_gpu.model.gangs.crew import NODES_MAX
-from serverless_gpu.model.scheduling.capacity import Floor
-from serverless_gpu.model.scheduling.node_capacity import Index, Place, together
+from serverless_gpu.model.scheduling.capacity import Capacity
+from serverless_gpu.model.scheduling.node_capacity import Index, NodeDevices, together
 from serverless_gpu.model.scheduling.preemption import could_use, is_open
 from serverless_gpu.model.scheduling.request_shapes import Ask
-from serverless_gpu.model.scheduling.values import Share, Wanted
+from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun
 
 Kind = tuple[str, str]
 """A pool and a type: of one such all devices of a gang are."""
 _PAIRS_MAX = 4
-_Option = tuple[tuple[int, int, int], tuple[Share, ...]]
+_Option = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
 """How many nodes, what is left over on the last one, the largest size; what the gang has."""
 
 
-def is_several(floor: Floor, wanted: Wanted, ask: Ask) -> bool:
+def is_several(floor: Capacity, wanted: QueuedRun, ask: Ask) -> bool:
     """Return whether a run has several nodes: it may, and none that it may ever use could hold it.
 
     Args:
@@ -43,7 +43,7 @@ def is_several(floor: Floor, wanted: Wanted, ask: Ask) -> bool:
     return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(floor, wanted, ask)
 
 
-def largest(floor: Floor, wanted: Wanted, ask: Ask) -> int:
+def largest(floor: Capacity, wanted: QueuedRun, ask: Ask) -> int:
     """Return how many devices the largest node has that a run may ever use, free or not."""
     reach = floor.reach(ask.shape)
     if floor.is_plain and not reach.is_lent:
@@ -51,7 +51,7 @@ def largest(floor: Floor, wanted: Wanted, ask: Ask) -> int:
     return max((size for _, size in sizes(floor, wanted, ask)), default=0)
 
 
-def most(floor: Floor, wanted: Wanted, ask: Ask) -> dict[Kind, int]:
+def most(floor: Capacity, wanted: QueuedRun, ask: Ask) -> dict[Kind, int]:
     """Return how many devices a gang on several nodes can ever have, by pool and type."""
     sizes: defaultdict[Kind, Counter[int]] = defaultdict(Counter)
     for group, types, _ in floor.reach(ask.shape).entries:
@@ -65,14 +65,14 @@ def most(floor: Floor, wanted: Wanted, ask: Ask) -> dict[Kind, int]:
     return {kind: together(row) for kind, row in sizes.items()}
 
 
-def are_one(floor: Floor, shares: tuple[Share, ...]) -> bool:
+def are_one(floor: Capacity, shares: tuple[DeviceShare, ...]) -> bool:
     """Return whether devices that were promised or cleared are still what one gang may have."""
     nodes = [floor.places[share.node_id].node for share in shares]
     kinds = {(node.pool, share.gpu_type) for node, share in zip(nodes, shares, strict=True)}
     return len(nodes) < 2 or (len(kinds) == 1 and all(node.crews for node in nodes))
 
 
-def apart(wanted: Wanted) -> Iterator[frozenset[str]]:
+def apart(wanted: QueuedRun) -> Iterator[frozenset[str]]:
     """Yield which nodes are left out, one way after the other, until one will do.
 
     First those on which it failed, and one of each pair that did not reach each other; then only the former, then none.
@@ -87,8 +87,8 @@ def apart(wanted: Wanted) -> Iterator[frozenset[str]]:
 
 
 def spread(
-    floor: Floor, wanted: Wanted, ask: Ask, now_ns: int, avoid: frozenset[str] = frozenset()
-) -> tuple[Share, ...] | None:
+    floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int, avoid: frozenset[str] = frozenset()
+) -> tuple[DeviceShare, ...] | None:
     """Return devices of several nodes that a gang can have now, lent ones only where there is nothing else; or None.
 
     What is kept for the gang itself counts as free.
@@ -118,7 +118,7 @@ class _Beside:
 
     __slots__ = ("is_whole", "left", "rank", "spare", "where")
 
-    def __init__(self, where: Place, gpu_type: str, rank: int, spare: int) -> None:
+    def __init__(self, where: NodeDevices, gpu_type: str, rank: int, spare: int) -> None:
         free = where.free[gpu_type]
         self.where, self.rank, self.spare = where, rank, spare
         self.left = free - spare
@@ -158,7 +158,7 @@ class _Stock:
         No whole node is larger than what is missing: that one would have been the part.
         """
         left, taken = count, set(avoid)
-        shares: list[Share] = []
+        shares: list[DeviceShare] = []
         part: tuple[int, str] | None = None
         for number, node_id in self._wholes(size):
             if node_id in avoid:
@@ -166,7 +166,7 @@ class _Stock:
             part = self._part(left, taken)
             if part is not None or len(shares) == NODES_MAX:
                 break
-            shares.append(Share(node_id=node_id, gpu_type=gpu_type, count=number))
+            shares.append(DeviceShare(node_id=node_id, gpu_type=gpu_type, count=number))
             taken.add(node_id)
             left -= number
             if not left:
@@ -174,12 +174,12 @@ class _Stock:
         part = part or self._part(left, taken)
         if part is None or len(shares) == NODES_MAX:
             return None
-        last = Share(node_id=part[1], gpu_type=gpu_type, count=left)
+        last = DeviceShare(node_id=part[1], gpu_type=gpu_type, count=left)
         return (len(shares) + 1, part[0], size), (*shares, last)
 
     def _wholes(self, most: int) -> Iterator[tuple[int, str]]:
         """Yield wholly free nodes of no more than a size, the largest first, of those alike the first by name."""
-        alone: defaultdict[int, list[tuple[str, str, Place]]] = defaultdict(list)
+        alone: defaultdict[int, list[tuple[str, str, NodeDevices]]] = defaultdict(list)
         for one in self.beside:
             if one.is_whole:
                 alone[one.spare].append(one.where.entry)
@@ -205,7 +205,7 @@ class _Stock:
         return left, node_id
 
 
-def sizes(floor: Floor, wanted: Wanted, ask: Ask) -> Iterator[tuple[str, int]]:
+def sizes(floor: Capacity, wanted: QueuedRun, ask: Ask) -> Iterator[tuple[str, int]]:
     """Yield types and sizes of the nodes that a run may ever use."""
     for group, types, _ in floor.reach(ask.shape).entries:
         if could_use(wanted, group.sample, floor.terms) and is_open(wanted, group.sample):
@@ -215,7 +215,7 @@ def sizes(floor: Floor, wanted: Wanted, ask: Ask) -> Iterator[tuple[str, int]]:
             yield from ((name, where.node.total[name]) for name in types)
 
 
-def _stocks(floor: Floor, wanted: Wanted, ask: Ask, now_ns: int) -> dict[Kind, _Stock]:
+def _stocks(floor: Capacity, wanted: QueuedRun, ask: Ask, now_ns: int) -> dict[Kind, _Stock]:
     """Return what a gang could have now, by pool and type."""
     reach, ends = floor.reach(ask.shape), floor.ends(wanted, ask, now_ns)
     stocks: dict[Kind, _Stock] = {}

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from serverless_gpu.model.gangs.crew import NODES_MAX
-from serverless_gpu.model.scheduling.availability_timeline import Book, Profile
-from serverless_gpu.model.scheduling.device_holders import Held
+from serverless_gpu.model.scheduling.availability_timeline import Book, DeviceTimeline
+from serverless_gpu.model.scheduling.device_holders import HeldDevices
 from serverless_gpu.model.scheduling.duration_estimates import Medians
-from serverless_gpu.model.scheduling.node_order import Look, Order, Row
+from serverless_gpu.model.scheduling.node_order import Look, NodeOrder, Row
 from serverless_gpu.model.scheduling.preemption import NO_CLAIM, Terms, may_use, standing
-from serverless_gpu.model.scheduling.values import Node, Pool, Wanted
+from serverless_gpu.model.scheduling.values import Node, Pool, QueuedRun
 
 _ORDERS_MAX = 64
 """So many orders of a group's nodes are kept for each type; the one that was made first gives way."""
@@ -27,11 +27,11 @@ class Index:
     def __init__(self) -> None:
         self.counts: list[int] = []
         self.free = 0
-        self.rows: dict[int, list[tuple[str, str, Place]]] = {}
-        self.whole: dict[int, list[tuple[str, str, Place]]] = {}
+        self.rows: dict[int, list[tuple[str, str, NodeDevices]]] = {}
+        self.whole: dict[int, list[tuple[str, str, NodeDevices]]] = {}
         self.totals = Counter[int]()
 
-    def add(self, place: Place, free: int, usable: int) -> None:
+    def add(self, place: NodeDevices, free: int, usable: int) -> None:
         """Enter a node of which so many devices are free, of those that there are to give."""
         if free <= 0:
             return
@@ -44,7 +44,7 @@ class Index:
         if free == usable:
             insort(self.whole.setdefault(free, []), place.entry)
 
-    def remove(self, place: Place, free: int, usable: int) -> None:
+    def remove(self, place: NodeDevices, free: int, usable: int) -> None:
         """Take a node out."""
         if free <= 0:
             return
@@ -60,7 +60,7 @@ class Index:
             if not whole:
                 del self.whole[free]
 
-    def best(self, count: int, avoid: Container[str]) -> tuple[int, Place] | None:
+    def best(self, count: int, avoid: Container[str]) -> tuple[int, NodeDevices] | None:
         """Return the node with the least left over for so many devices, and how many that are."""
         for free in self.counts[bisect_left(self.counts, count) :]:
             for _, node_id, place in self.rows[free]:
@@ -68,14 +68,14 @@ class Index:
                     return free - count, place
         return None
 
-    def most(self) -> Iterator[tuple[int, Place]]:
+    def most(self) -> Iterator[tuple[int, NodeDevices]]:
         """Return nodes that have something free, and how much, the most first."""
         for free in reversed(self.counts):
             for *_, place in self.rows[free]:
                 yield free, place
 
 
-class Group:
+class NodeGroup:
     """Nodes that the same runs may use.
 
     Attributes:
@@ -90,39 +90,39 @@ class Group:
         self.sample, self.number = sample, number
         self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
         self.claim = NO_CLAIM
-        self.members: dict[str, Place] = {}
-        self.order: list[tuple[str, str, Place]] = []
+        self.members: dict[str, NodeDevices] = {}
+        self.order: list[tuple[str, str, NodeDevices]] = []
         self.index: dict[str, Index] = {}
-        self._kept: dict[str, dict[object, Order[Place]]] = {}
+        self._kept: dict[str, dict[object, NodeOrder[NodeDevices]]] = {}
 
-    def add(self, place: Place) -> None:
+    def add(self, place: NodeDevices) -> None:
         """Take a node in."""
         self.members[place.node.id] = place
         insort(self.order, place.entry)
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: NodeDevices) -> None:
         """Let a node go."""
         del self.members[place.node.id]
         del self.order[bisect_left(self.order, place.entry)]
         for gpu_type in self._kept:
             self.mark(place, gpu_type)
 
-    def mark(self, place: Place, gpu_type: str) -> None:
+    def mark(self, place: NodeDevices, gpu_type: str) -> None:
         """Note that what is free of a node has changed, or who has it."""
         for order in self._kept.get(gpu_type, {}).values():
             order.mark(place.node.id)
 
-    def rows(self, gpu_type: str, key: object, look: Look[Place], now_ns: int) -> list[Row]:
+    def rows(self, gpu_type: str, key: object, look: Look[NodeDevices], now_ns: int) -> list[Row]:
         """Return the nodes in an order that is kept; `key` tells orders of a type apart, and belongs to `look`."""
         kept = self._kept.setdefault(gpu_type, {})
         order = kept.get(key)
         if order is None:
             if len(kept) >= _ORDERS_MAX:
                 del kept[next(iter(kept))]
-            order = kept[key] = Order(self.members, look)
+            order = kept[key] = NodeOrder(self.members, look)
         return order.rows(now_ns)
 
-    def first(self, gpu_type: str, count: int, books: Container[tuple[str, str]]) -> Place | None:
+    def first(self, gpu_type: str, count: int, books: Container[tuple[str, str]]) -> NodeDevices | None:
         """Return the first node by name that is large enough, is there, and of which nothing is promised."""
         for _, node_id, place in self.order:
             if place.node.total[gpu_type] >= count and not place.node.away and (node_id, gpu_type) not in books:
@@ -133,7 +133,7 @@ class Group:
         """Return the types of which there is something."""
         return sorted(name for name, index in self.index.items() if index.totals)
 
-    def rank(self, terms: Terms, wanted: Wanted, pool: Pool | None, now_ns: int) -> int | None:
+    def rank(self, terms: Terms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
         """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no.
 
         Args:
@@ -149,14 +149,16 @@ class Group:
         return 1 if pool is not None else -1 if self.sample.owner and self.sample.owner == wanted.owner else 0
 
 
-class Place:
+class NodeDevices:
     """A node, and who has what of it."""
 
     __slots__ = ("entry", "free", "group", "node", "runs", "used")
 
-    def __init__(self, node: Node, group: Group, runs: dict[str, dict[str, Held]], used: Counter[str]) -> None:
+    def __init__(
+        self, node: Node, group: NodeGroup, runs: dict[str, dict[str, HeldDevices]], used: Counter[str]
+    ) -> None:
         self.node, self.group, self.runs, self.used = node, group, runs, used
-        self.entry: tuple[str, str, Place] = (node.name, node.id, self)
+        self.entry: tuple[str, str, NodeDevices] = (node.name, node.id, self)
         self.free: dict[str, int] = {}
 
     def count(self, gpu_type: str) -> int:
@@ -171,8 +173,8 @@ class Place:
         """Return what is free when."""
         until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
         free = self.free[gpu_type]
-        likely = Profile(now_ns, free, [(at[0], count) for at, count in until if not math.isinf(at[0])])
-        bound = Profile(now_ns, free, [(at[1], count) for at, count in until if not math.isinf(at[1])])
+        likely = DeviceTimeline(now_ns, free, [(at[0], count) for at, count in until if not math.isinf(at[0])])
+        bound = DeviceTimeline(now_ns, free, [(at[1], count) for at, count in until if not math.isinf(at[1])])
         return Book(likely, bound)
 
     def ready(self, gpu_type: str, count: int, now_ns: int) -> Readiness:
@@ -202,7 +204,7 @@ Readiness = tuple[float, float, float]
 """When devices are free, likely and at the latest, and until when that holds where nothing changes."""
 
 
-def _expires(held: Iterable[Held], ends: Iterable[float], now_ns: int) -> float:
+def _expires(held: Iterable[HeldDevices], ends: Iterable[float], now_ns: int) -> float:
     """Return when somebody takes longer than was thought: with the time where somebody is over the limit already."""
     is_over = any(one.bound_ns <= now_ns for one in held)
     return now_ns + 1 if is_over else min(ends, default=math.inf)
@@ -230,13 +232,13 @@ def together(sizes: Mapping[int, int]) -> int:
     return most
 
 
-PartReady = tuple[float, float, int, str, str, Place]
+PartReady = tuple[float, float, int, str, str, NodeDevices]
 """When devices of a node are free, likely and at the latest; how many are left over; its name and identifier; it."""
-Entry = tuple[Group, tuple[str, ...], Pool | None]
-Single = tuple[Place, tuple[str, ...], Pool | None]
+Entry = tuple[NodeGroup, tuple[str, ...], Pool | None]
+Single = tuple[NodeDevices, tuple[str, ...], Pool | None]
 
 
-class Reach:
+class ShapeNodes:
     """What a shape may use.
 
     Attributes:
@@ -260,7 +262,7 @@ class Reach:
         self.kind = frozenset((*groups, *alone))
         self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
 
-    def of(self, place: Place) -> tuple[tuple[str, ...], Pool | None] | None:
+    def of(self, place: NodeDevices) -> tuple[tuple[str, ...], Pool | None] | None:
         """Return the types that will do on a node, and who would lend them; None when it is out of reach."""
         single = self.singles.get(place.node.id)
         if single is not None:
@@ -270,7 +272,7 @@ class Reach:
                 return types, pool
         return None
 
-    def places(self) -> Iterator[tuple[Place, tuple[str, ...], Pool | None]]:
+    def places(self) -> Iterator[tuple[NodeDevices, tuple[str, ...], Pool | None]]:
         """Return every node in reach."""
         for group, types, pool in self.entries:
             for place in group.members.values():

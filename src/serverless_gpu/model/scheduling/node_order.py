@@ -22,7 +22,7 @@ _REBUILT = 4
 """The order is sorted as a whole when more than one node in so many is stale."""
 
 
-class Order(Generic[_P]):
+class NodeOrder(Generic[_P]):
     """Nodes of one group in one order.
 
     Args:

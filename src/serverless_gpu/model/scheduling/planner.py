@@ -19,14 +19,14 @@ from collections.abc import Iterable
 
 from serverless_gpu.model.scheduling import wait_explanation
 from serverless_gpu.model.scheduling.fairness import charged_all
-from serverless_gpu.model.scheduling.planner_state import State
+from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.principal_isolation import never_served
-from serverless_gpu.model.scheduling.scheduling_pass import Pass
+from serverless_gpu.model.scheduling.scheduling_pass import ClassPass
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,
     Decision,
-    Estimate,
+    DevicesTaken,
     Gone,
     NodeGone,
     NodeSeen,
@@ -34,15 +34,15 @@ from serverless_gpu.model.scheduling.values import (
     PoolSeen,
     Preemption,
     Promised,
+    QueuedRun,
     QueuePolicy,
     QueuePolicySet,
     Reservation,
-    Running,
-    Started,
+    RunningRun,
+    StartEstimate,
     TeamUse,
     Used,
     Wait,
-    Wanted,
 )
 
 _S = 1e9
@@ -64,7 +64,7 @@ class Planner:
     """
 
     def __init__(self, policy: QueuePolicy | None = None) -> None:
-        self._state = State(policy or QueuePolicy())
+        self._state = PlannerState(policy or QueuePolicy())
 
     # --- changes ---
 
@@ -76,7 +76,7 @@ class Planner:
                 case Arrived(wanted):
                     self._end(wanted.run_id, began=False)
                     state.queue.put(wanted)
-                case Started(running):
+                case DevicesTaken(running):
                     self._start(running)
                 case Gone(run_id):
                     state.queue.remove(run_id)
@@ -94,7 +94,7 @@ class Planner:
                 case Promised(reservation):
                     state.promises[reservation.run_id] = reservation
 
-    def _start(self, running: Running) -> None:
+    def _start(self, running: RunningRun) -> None:
         """Take note that a run has devices, whoever gave them."""
         state, run_id = self._state, running.wanted.run_id
         state.queue.remove(run_id)
@@ -130,7 +130,7 @@ class Planner:
         wakes: list[int | None] = []
         for _ in range(_PASSES_MAX):
             self._state.begin(now_ns)
-            under_way = Pass(self._state)
+            under_way = ClassPass(self._state)
             under_way.run()
             placements += under_way.placements
             wakes += [under_way.clearing.wake_ns, now_ns + _SOON_NS if under_way.is_new else None]
@@ -162,7 +162,7 @@ class Planner:
         """Return why a run waits, as of the last decision; None for one that does not wait."""
         return wait_explanation.why(self._state, run_id, now_ns)
 
-    def estimate(self, wanted: Wanted, now_ns: int) -> Estimate:
+    def estimate(self, wanted: QueuedRun, now_ns: int) -> StartEstimate:
         """Return when a run would start if it came now; nothing is changed."""
         return wait_explanation.estimate(self._state, wanted, now_ns)
 
@@ -170,7 +170,7 @@ class Planner:
         """Return whether a run waits, as far as this was told; `why` says why, and costs a look at the queue."""
         return self._state.queue.find(run_id) is not None
 
-    def impossible(self, wanted: Wanted) -> str:
+    def impossible(self, wanted: QueuedRun) -> str:
         """Return why nothing that has joined can ever serve a run, or "" when something can."""
         return never_served(self._state, wanted, self._state.queue.ask(wanted))
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.model.scheduling.capacity import Floor
+from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.fairness import Fairness
 from serverless_gpu.model.scheduling.queue import Queue
 from serverless_gpu.model.scheduling.request_shapes import Ask
-from serverless_gpu.model.scheduling.values import QueuePolicy, Reservation, Running, Share
+from serverless_gpu.model.scheduling.values import DeviceShare, QueuePolicy, Reservation, RunningRun
 
 _S = 1e9
 
 
-class State:
+class PlannerState:
     """Everything that waits and runs, and what it can run on.
 
     Attributes:
@@ -31,12 +31,12 @@ class State:
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
-        self.queue, self.floor, self.fairness = Queue(), Floor(policy), Fairness(policy)
-        self.running: dict[str, Running] = {}
+        self.queue, self.floor, self.fairness = Queue(), Capacity(policy), Fairness(policy)
+        self.running: dict[str, RunningRun] = {}
         self.reservations: dict[str, Reservation] = {}
-        self.ended: list[Running] = []
+        self.ended: list[RunningRun] = []
         self.promises: dict[str, Reservation] = {}
-        self.clearing: dict[str, tuple[Share, ...]] = {}
+        self.clearing: dict[str, tuple[DeviceShare, ...]] = {}
         self.number = 0
         self.now_ns = 0
 

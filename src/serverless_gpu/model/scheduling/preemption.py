@@ -29,13 +29,13 @@ from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CLASSES,
+    DeviceShare,
     Node,
     Pool,
     Preemption,
+    QueuedRun,
     QueuePolicy,
-    Running,
-    Share,
-    Wanted,
+    RunningRun,
 )
 
 NO_CLAIM = (True, True)
@@ -66,7 +66,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     gpu_type: str
     need: int
     free: int
-    holders: tuple[Running, ...] = ()
+    holders: tuple[RunningRun, ...] = ()
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     preemptions: tuple[Preemption, ...] = ()
-    shares: tuple[Share, ...] = ()
+    shares: tuple[DeviceShare, ...] = ()
     wake_ns: int | None = None
 
 
@@ -87,14 +87,14 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What it takes to make room on a site."""
 
     site: Site
-    victims: tuple[Running, ...] = ()
+    victims: tuple[RunningRun, ...] = ()
     lost: int = 0
 
 
 # --- who may be where -------------------------------------------------------------------------------------------------
 
 
-def could_use(wanted: Wanted, node: Node, terms: Terms) -> bool:
+def could_use(wanted: QueuedRun, node: Node, terms: Terms) -> bool:
     """Return whether a run may ever use a node, as far as pools have a say.
 
     Args:
@@ -115,7 +115,7 @@ def could_use(wanted: Wanted, node: Node, terms: Terms) -> bool:
     return pool.lends and wanted.priority >= BEST_EFFORT and (in_time or is_short)
 
 
-def is_open(wanted: Wanted, node: Node) -> bool:
+def is_open(wanted: QueuedRun, node: Node) -> bool:
     """Return whether a node is ever open to a run, as far as its owner has a say.
 
     Args:
@@ -128,7 +128,7 @@ def is_open(wanted: Wanted, node: Node) -> bool:
     return can_leave and (node.shared or node.turns_ns is not None)
 
 
-def may_use(wanted: Wanted, node: Node, terms: Terms, now_ns: int) -> bool:
+def may_use(wanted: QueuedRun, node: Node, terms: Terms, now_ns: int) -> bool:
     """Return whether a run may start on a node now, as far as pools, owners and calendars have a say.
 
     Args:
@@ -147,7 +147,7 @@ def may_use(wanted: Wanted, node: Node, terms: Terms, now_ns: int) -> bool:
     return left_s is None or (left_s > 0 and (wanted.preemptible or _ends_within(wanted, left_s)))
 
 
-def standing(wanted: Wanted, node: Node, terms: Terms) -> tuple[bool, bool]:
+def standing(wanted: QueuedRun, node: Node, terms: Terms) -> tuple[bool, bool]:
     """Return how far a run is from having a right to be on a node: whoever has less pushes out whoever has more.
 
     Args:
@@ -176,14 +176,14 @@ def has_guests(node: Node, terms: Terms) -> bool:
     return (bool(node.owner) and node.owner_first) or (pool is not None and pool.reserved)
 
 
-def _ends_within(wanted: Wanted, seconds: float) -> bool:
+def _ends_within(wanted: QueuedRun, seconds: float) -> bool:
     return wanted.limit_s is not None and wanted.limit_s <= seconds
 
 
 # --- who leaves -------------------------------------------------------------------------------------------------------
 
 
-def room(wanted: Wanted, sites: Sequence[Site], terms: Terms, now_ns: int) -> Room | None:
+def room(wanted: QueuedRun, sites: Sequence[Site], terms: Terms, now_ns: int) -> Room | None:
     """Return who has to leave so that a gang that is blocked can start, or None when nobody may be asked.
 
     Args:
@@ -202,7 +202,7 @@ def room(wanted: Wanted, sites: Sequence[Site], terms: Terms, now_ns: int) -> Ro
     return Room(wake_ns=min(wakes)) if wakes else None
 
 
-def may_ask(wanted: Wanted, running: Running, node: Node, terms: Terms) -> int | None:
+def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: Terms) -> int | None:
     """Return from when on a run may be asked to leave a node for another one, or None for never.
 
     Args:
@@ -220,7 +220,7 @@ def may_ask(wanted: Wanted, running: Running, node: Node, terms: Terms) -> int |
     return _by_class(wanted, running, terms.policy)
 
 
-def _by_class(wanted: Wanted, running: Running, policy: QueuePolicy) -> int | None:
+def _by_class(wanted: QueuedRun, running: RunningRun, policy: QueuePolicy) -> int | None:
     """Return from when on a run may be asked to leave for another one of a higher class, or None for never."""
     held = running.wanted
     if held.priority <= wanted.priority or held.preemptions >= policy.preemptions_max:
@@ -228,7 +228,7 @@ def _by_class(wanted: Wanted, running: Running, policy: QueuePolicy) -> int | No
     return running.since_ns + round(policy.preempt_after_s * _NS) if _can_leave(wanted, running) else None
 
 
-def _can_leave(wanted: Wanted, running: Running) -> bool:
+def _can_leave(wanted: QueuedRun, running: RunningRun) -> bool:
     held = running.wanted
     return held.preemptible and not running.is_leaving and held.run_id != wanted.run_id
 
@@ -240,7 +240,7 @@ class _Search:
         highest: the highest class that is asked at the moment.
     """
 
-    def __init__(self, wanted: Wanted, terms: Terms, now_ns: int) -> None:
+    def __init__(self, wanted: QueuedRun, terms: Terms, now_ns: int) -> None:
         self.wanted, self.terms, self.now_ns, self.highest = wanted, terms, now_ns, _NOBODY
         self._count = wanted.gpus or 0
         self._known: dict[int, tuple[Site, list[tuple[int, _Candidate]]]] = {}
@@ -362,7 +362,7 @@ class _Gathering:
         return changed
 
 
-def _is_part(wanted: Wanted, site: Site) -> bool:
+def _is_part(wanted: QueuedRun, site: Site) -> bool:
     return wanted.several_nodes and wanted.gpus is not None and site.need < wanted.gpus
 
 
@@ -382,7 +382,7 @@ def _clear(search: _Search, site: Site) -> _Plan | None:
     return _Plan(site=site, victims=tuple(victim for *_, victim in victims), lost=sum(lost for lost, *_ in victims))
 
 
-_Candidate = tuple[int, int, Running]
+_Candidate = tuple[int, int, RunningRun]
 """What is lost when a run leaves, how many devices that frees on the site, and the run."""
 
 
@@ -428,7 +428,7 @@ def _weight(way: Sequence[_Candidate]) -> tuple[int, int]:
     return sum(lost for lost, *_ in way), len(way)
 
 
-def _count(running: Running, site: Site) -> int:
+def _count(running: RunningRun, site: Site) -> int:
     if len(running.shares) == 1:  # it is there
         return running.shares[0].count
     return sum(
@@ -436,7 +436,7 @@ def _count(running: Running, site: Site) -> int:
     )
 
 
-def _ripe_at(wanted: Wanted, site: Site, terms: Terms) -> int | None:
+def _ripe_at(wanted: QueuedRun, site: Site, terms: Terms) -> int | None:
     """Return from when on those on a site who may be asked make room together, or None when they never do."""
     lacking = site.need - site.free
     ripening = [
@@ -451,7 +451,7 @@ def _ripe_at(wanted: Wanted, site: Site, terms: Terms) -> int | None:
     return None
 
 
-def _room(wanted: Wanted, plans: Sequence[_Plan], terms: Terms) -> Room:
+def _room(wanted: QueuedRun, plans: Sequence[_Plan], terms: Terms) -> Room:
     preemptions = {
         victim.wanted.run_id: Preemption(
             run_id=victim.wanted.run_id,
@@ -461,11 +461,13 @@ def _room(wanted: Wanted, plans: Sequence[_Plan], terms: Terms) -> Room:
         for plan in plans
         for victim in plan.victims
     }
-    shares = [Share(node_id=plan.site.node.id, gpu_type=plan.site.gpu_type, count=plan.site.need) for plan in plans]
+    shares = [
+        DeviceShare(node_id=plan.site.node.id, gpu_type=plan.site.gpu_type, count=plan.site.need) for plan in plans
+    ]
     return Room(preemptions=tuple(preemptions.values()), shares=tuple(shares))
 
 
-def _told(wanted: Wanted, held: Wanted, node: Node, terms: Terms) -> str:
+def _told(wanted: QueuedRun, held: QueuedRun, node: Node, terms: Terms) -> str:
     """Return why a run has to leave, as its owner reads it."""
     is_visitor, borrows = standing(held, node, terms)
     if is_visitor and wanted.owner == node.owner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, Running, Share
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, DeviceShare, RunningRun
 
 
 class Leavers:
@@ -18,7 +18,7 @@ class Leavers:
     def __bool__(self) -> bool:
         return bool(self.counts)
 
-    def count(self, running: Running, share: Share, number: int) -> None:
+    def count(self, running: RunningRun, share: DeviceShare, number: int) -> None:
         """Take note that a run has so many devices more, or less."""
         if not (running.wanted.preemptible or running.is_leaving):
             return

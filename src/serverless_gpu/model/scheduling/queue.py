@@ -15,13 +15,13 @@ from weakref import WeakValueDictionary
 
 from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.request_shapes import Ask, Shape
-from serverless_gpu.model.scheduling.values import Wanted
+from serverless_gpu.model.scheduling.values import QueuedRun
 
 _AGES_SPARE = 1000
 LineKey = tuple[int, str, str, int]
 
 
-class Line:
+class QueueLine:
     """Runs of one user that ask for the same, the oldest first.
 
     Attributes:
@@ -35,11 +35,11 @@ class Line:
     def __init__(self, key: LineKey, ask: Ask) -> None:
         self.key, self.ask = key, ask
         _, self.team, self.owner, _ = key
-        self.rows: list[tuple[int, str, Wanted]] = []
+        self.rows: list[tuple[int, str, QueuedRun]] = []
         self.blocked = self.skipped = 0
 
 
-Users = dict[str, list[Line]]
+Users = dict[str, list[QueueLine]]
 
 
 class Queue:
@@ -51,33 +51,33 @@ class Queue:
 
     def __init__(self) -> None:
         self.classes: dict[int, dict[str, Users]] = {}
-        self._waiting: dict[str, tuple[Wanted, Line]] = {}
-        self._lines: dict[LineKey, Line] = {}
+        self._waiting: dict[str, tuple[QueuedRun, QueueLine]] = {}
+        self._lines: dict[LineKey, QueueLine] = {}
         self._shapes: WeakValueDictionary[tuple[object, ...], Shape] = WeakValueDictionary()
         self._asks: WeakValueDictionary[tuple[object, ...], Ask] = WeakValueDictionary()
         self._numbers = itertools.count(1)
-        self._held: dict[str, Wanted] = {}
+        self._held: dict[str, QueuedRun] = {}
         self._later: list[tuple[int, str]] = []
         self._ages: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._held)
 
-    def find(self, run_id: str) -> Wanted | None:
+    def find(self, run_id: str) -> QueuedRun | None:
         """Return what a run wants that waits, in a line or beside it."""
         entry = self._waiting.get(run_id)
         return self._held.get(run_id) if entry is None else entry[0]
 
-    def where(self, run_id: str) -> tuple[Wanted, Line | None] | None:
+    def where(self, run_id: str) -> tuple[QueuedRun, QueueLine | None] | None:
         """Return what a run wants that waits, and its line; None for the line when it waits beside them."""
         held = self._held.get(run_id)
         return self._waiting.get(run_id) if held is None else (held, None)
 
-    def held(self) -> Iterator[Wanted]:
+    def held(self) -> Iterator[QueuedRun]:
         """Return those that are left alone until later."""
         return iter(self._held.values())
 
-    def put(self, wanted: Wanted) -> None:
+    def put(self, wanted: QueuedRun) -> None:
         """Let a run wait, or wait for something else than before."""
         if self.find(wanted.run_id) == wanted:
             return
@@ -88,7 +88,7 @@ class Queue:
         else:
             self._line_up(wanted)
 
-    def remove(self, run_id: str) -> Wanted | None:
+    def remove(self, run_id: str) -> QueuedRun | None:
         """Let a run wait no longer; return what it wanted."""
         entry = self._waiting.pop(run_id, None)
         if entry is None:
@@ -125,11 +125,11 @@ class Queue:
             heapq.heappop(self._ages)
         return None
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[QueueLine]:
         """Return every line; none is empty."""
         return iter(self._lines.values())
 
-    def ask(self, wanted: Wanted) -> Ask:
+    def ask(self, wanted: QueuedRun) -> Ask:
         """Return what a run asks for: one value for all that ask for the same."""
         shape_key = Shape.key(wanted)
         shape = self._shapes.get(shape_key)
@@ -141,12 +141,12 @@ class Queue:
             ask = self._asks[key] = Ask(wanted, shape, next(self._numbers))
         return ask
 
-    def _line_up(self, wanted: Wanted) -> None:
+    def _line_up(self, wanted: QueuedRun) -> None:
         ask, team = self.ask(wanted), team_of(wanted)
         key = (wanted.priority, team, wanted.owner, ask.number)
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = Line(key, ask)
+            line = self._lines[key] = QueueLine(key, ask)
             self.classes.setdefault(wanted.priority, {}).setdefault(team, {}).setdefault(wanted.owner, []).append(line)
         self._waiting[wanted.run_id] = (wanted, line)
         if len(self._ages) > 2 * len(self._waiting) + _AGES_SPARE:
@@ -156,7 +156,7 @@ class Queue:
             heapq.heappush(self._ages, (wanted.queued_ns, wanted.run_id))
         insort(line.rows, (wanted.queued_ns, wanted.run_id, wanted))
 
-    def _close(self, line: Line) -> None:
+    def _close(self, line: QueueLine) -> None:
         priority, team, owner, _ = line.key
         del self._lines[line.key]
         users = self.classes[priority][team]

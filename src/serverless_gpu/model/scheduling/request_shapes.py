@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, Node, Wanted
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, Node, QueuedRun
 
 _LEARNED, _DECLARED = 1.5, 1.1
 _MINUTES_MAX = 60
@@ -43,7 +43,7 @@ class Shape:
         "walls_of",
     )
 
-    def __init__(self, wanted: Wanted, number: int = -1) -> None:
+    def __init__(self, wanted: QueuedRun, number: int = -1) -> None:
         self.number = number
         self.gpus, self.gpu_type, self.several = wanted.gpus, wanted.gpu_type, wanted.several_nodes
         self.pool, self.machine, self.platform = wanted.pool, wanted.machine, wanted.platform
@@ -78,7 +78,7 @@ class Shape:
             self.blocked = number
 
     @staticmethod
-    def key(wanted: Wanted) -> tuple[object, ...]:
+    def key(wanted: QueuedRun) -> tuple[object, ...]:
         """Return what two runs of one shape have in common."""
         where = (wanted.pool, wanted.machine, wanted.platform, wanted.python, wanted.caller if wanted.python else "")
         return (wanted.gpus, wanted.gpu_type, wanted.several_nodes, where, wanted.second_principal)
@@ -94,13 +94,13 @@ class Ask:
 
     __slots__ = ("__weakref__", "blocked", "expected_ns", "number", "shape")
 
-    def __init__(self, wanted: Wanted, shape: Shape, number: int = -1) -> None:
+    def __init__(self, wanted: QueuedRun, shape: Shape, number: int = -1) -> None:
         self.number, self.shape = number, shape
         self.expected_ns = math.inf if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED) * 1e9
         self.blocked = 0
 
     @staticmethod
-    def key(wanted: Wanted, shape: Shape) -> tuple[object, ...]:
+    def key(wanted: QueuedRun, shape: Shape) -> tuple[object, ...]:
         """Return what two runs of one ask have in common."""
         expected_s = None if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED)
         limit_s = None if wanted.limit_s is None else rounded(wanted.limit_s, _DECLARED)
@@ -108,13 +108,13 @@ class Ask:
         minutes = _minutes(wanted) if is_lowest and not wanted.preemptible else 0
         return (shape.number, limit_s, expected_s, wanted.preemptible, wanted.grace_s, is_lowest, minutes)
 
-    def spans(self, wanted: Wanted) -> tuple[float, float]:
+    def spans(self, wanted: QueuedRun) -> tuple[float, float]:
         """Return how long one of its runs needs devices: likely, and at most; infinite where nobody can say."""
         limit_ns = math.inf if wanted.limit_s is None else wanted.limit_s * 1e9
         return min(self.expected_ns, limit_ns), limit_ns
 
 
-def _minutes(wanted: Wanted) -> int:
+def _minutes(wanted: QueuedRun) -> int:
     """Return what decides whether a run may borrow, told apart as finely as pools' times of return usually are."""
     if wanted.limit_s is None:
         return 0

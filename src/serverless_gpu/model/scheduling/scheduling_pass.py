@@ -20,16 +20,16 @@ from serverless_gpu.model.scheduling import gang_placement, multi_node_placement
 from serverless_gpu.model.scheduling.backfill import Seeker
 from serverless_gpu.model.scheduling.cleared_devices import Clearing, close_to_guests, open_to_guests
 from serverless_gpu.model.scheduling.fairness import charged_all
-from serverless_gpu.model.scheduling.planner_state import State
-from serverless_gpu.model.scheduling.queue import Line
+from serverless_gpu.model.scheduling.planner_state import PlannerState
+from serverless_gpu.model.scheduling.queue import QueueLine
 from serverless_gpu.model.scheduling.request_shapes import Ask
-from serverless_gpu.model.scheduling.values import Placement, Reservation, Running, Share, Wanted
+from serverless_gpu.model.scheduling.values import DeviceShare, Placement, QueuedRun, Reservation, RunningRun
 
 _ROUNDS_MAX = 4
-_Head = tuple[float, int, str, Line]
+_Head = tuple[float, int, str, QueueLine]
 
 
-class Pass:
+class ClassPass:
     """One pass, class after class.
 
     Args:
@@ -43,7 +43,7 @@ class Pass:
             have these, and who was asked to leave may not have to.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: PlannerState) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
         self.placements: list[Placement] = []
         self.is_stale = self.is_new = False
@@ -117,7 +117,7 @@ class Pass:
             else:
                 heapq.heappop(due)
 
-    def _keep_guarded(self, line: Line) -> bool:
+    def _keep_guarded(self, line: QueueLine) -> bool:
         wanted, floor = line.rows[0][2], self._state.floor
         if wanted.run_id in self._state.reservations or self.clearing.clear(wanted, line.ask):
             return True
@@ -154,7 +154,7 @@ class Pass:
                 heapq.heappop(heads)
         return False
 
-    def _next(self, heads: list[_Head], line: Line) -> None:
+    def _next(self, heads: list[_Head], line: QueueLine) -> None:
         """Let the next of a line take its place among the user's."""
         if line.skipped < len(line.rows):
             queued_ns, run_id, _ = line.rows[line.skipped]
@@ -165,7 +165,7 @@ class Pass:
 
     # --- what fits, and what does not ---
 
-    def _place(self, line: Line, wanted: Wanted) -> bool:
+    def _place(self, line: QueueLine, wanted: QueuedRun) -> bool:
         """Start a run if it fits; else its line is closed for this pass."""
         state = self._state
         shares = gang_placement.place(state.floor, wanted, line.ask, self._now_ns)
@@ -175,9 +175,9 @@ class Pass:
         self._start(wanted, line.ask, shares)
         return True
 
-    def _start(self, wanted: Wanted, ask: Ask, shares: tuple[Share, ...]) -> None:
+    def _start(self, wanted: QueuedRun, ask: Ask, shares: tuple[DeviceShare, ...]) -> None:
         state, run_id = self._state, wanted.run_id
-        running = Running(wanted=wanted, shares=shares, since_ns=self._now_ns)
+        running = RunningRun(wanted=wanted, shares=shares, since_ns=self._now_ns)
         state.queue.remove(run_id)
         state.running[run_id] = running
         gang_placement.take(state.floor, shares, wanted, ask, self._now_ns)
@@ -193,7 +193,7 @@ class Pass:
         state.fairness.place(run_id, wanted, charged_all(shares))
         self.placements.append(Placement(run_id=run_id, shares=shares))
 
-    def _is_blocked(self, line: Line, wanted: Wanted) -> bool:
+    def _is_blocked(self, line: QueueLine, wanted: QueuedRun) -> bool:
         number, ask = self._number, line.ask
         if ask.shape.several and wanted.run_id in self._state.reservations:
             return False  # what is kept for itself counts as free: it may fit where another one like it does not
@@ -201,7 +201,7 @@ class Pass:
             return True
         return ask.shape.is_walled(number, ask.spans(wanted))
 
-    def _block(self, line: Line, wanted: Wanted) -> None:
+    def _block(self, line: QueueLine, wanted: QueuedRun) -> None:
         """Note who else does not fit, either: all of the shape, unless it matters for how long, or whose it is."""
         floor, ask = self._state.floor, line.ask
         shape = ask.shape
@@ -214,7 +214,7 @@ class Pass:
         else:
             shape.blocked = self._number
 
-    def _reserve(self, line: Line, wanted: Wanted) -> bool:
+    def _reserve(self, line: QueueLine, wanted: QueuedRun) -> bool:
         """Promise or keep devices for a blocked gang; return whether the next of its line is to be asked, too."""
         state, ask = self._state, line.ask
         if wanted.run_id in state.reservations or self.clearing.clear(wanted, ask):
@@ -239,7 +239,7 @@ class Pass:
         ask.shape.unreserved = self._number
         return False
 
-    def _keep_share(self, seeker: Seeker, wanted: Wanted, ask: Ask) -> Reservation | None:
+    def _keep_share(self, seeker: Seeker, wanted: QueuedRun, ask: Ask) -> Reservation | None:
         """Keep devices for a gang whose team or user is behind.
 
         Part of a node is kept as it gets free, which is soon. Whole nodes would stand idle for long: they are reserved
@@ -255,7 +255,7 @@ class Pass:
             return seeker.keep(0.0)
         return Seeker(floor, wanted, ask, self._now_ns, by_guess=True).promise()
 
-    def _promise(self, line: Line, reservation: Reservation | None) -> bool:
+    def _promise(self, line: QueueLine, reservation: Reservation | None) -> bool:
         """Note a promise. The latest time of a user's first gang of a kind is kept from then on; others may move."""
         if reservation is None:
             return False
@@ -279,7 +279,7 @@ class Pass:
             elif found[0].priority == priority and run_id not in state.reservations:
                 self._redeem_one(found[0], found[1], promised)
 
-    def _redeem_one(self, wanted: Wanted, line: Line, promised: Reservation) -> None:
+    def _redeem_one(self, wanted: QueuedRun, line: QueueLine, promised: Reservation) -> None:
         state, ask = self._state, line.ask
         seeker = Seeker(state.floor, wanted, ask, self._now_ns)
         if seeker.may_have(promised.shares) and gang_placement.fits(
@@ -301,7 +301,7 @@ class Pass:
         """Return what a run is in line for: groups of nodes, and types."""
         return self._state.floor.reach(ask.shape).kind
 
-    def _is_behind(self, line: Line) -> bool:
+    def _is_behind(self, line: QueueLine) -> bool:
         """Return whether others that wait had so much more that a gang's devices are kept for it as they get free."""
         state, team = self._state, self._teams.get(line.team)
         gpus = line.ask.shape.gpus or state.floor.reach(line.ask.shape).whole
@@ -326,7 +326,7 @@ def _as_told(reservation: Reservation) -> Reservation:
 class _Team:
     """The users of a team, the one with the least use first, and the heads of their lines; `most`: who had the most."""
 
-    def __init__(self, state: State, priority: int, name: str) -> None:
+    def __init__(self, state: PlannerState, priority: int, name: str) -> None:
         self._state, self.name = state, name
         self._lines = state.queue.classes[priority][name]
         self.users = [(state.fairness.user(name, owner), owner) for owner in self._lines]

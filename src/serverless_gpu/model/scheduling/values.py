@@ -115,7 +115,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     crews: bool = True
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run that waits.
 
     Attributes:
@@ -176,7 +176,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     capped: bool = False
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class DeviceShare(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Devices of one type on one node that a gang has, or is to have."""
 
     node_id: str
@@ -184,7 +184,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     count: int
 
 
-class Running(msgspec.Struct, frozen=True, kw_only=True):
+class RunningRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that has devices.
 
     Attributes:
@@ -195,8 +195,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
         leaving_ns: when it was; None where that is not known.
     """
 
-    wanted: Wanted
-    shares: tuple[Share, ...]
+    wanted: QueuedRun
+    shares: tuple[DeviceShare, ...]
     since_ns: int
     is_leaving: bool = False
     leaving_ns: int | None = None
@@ -213,7 +213,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     run_id: str
-    shares: tuple[Share, ...]
+    shares: tuple[DeviceShare, ...]
     at_ns: int | None
     is_bound: bool
     likely_ns: int | None = None
@@ -225,13 +225,13 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 class Arrived(msgspec.Struct, frozen=True):
     """A run waits, or wants something else than before; one that was placed and could not start waits again."""
 
-    wanted: Wanted
+    wanted: QueuedRun
 
 
-class Started(msgspec.Struct, frozen=True):
+class DevicesTaken(msgspec.Struct, frozen=True):
     """A run has devices: what is found at the start, or was placed by somebody else, or is leaving now."""
 
-    running: Running
+    running: RunningRun
 
 
 class Gone(msgspec.Struct, frozen=True):
@@ -293,7 +293,7 @@ class Promised(msgspec.Struct, frozen=True):
     reservation: Reservation
 
 
-Change = Arrived | Started | Gone | NodeSeen | NodeGone | PoolSeen | QueuePolicySet | Used | Promised
+Change = Arrived | DevicesTaken | Gone | NodeSeen | NodeGone | PoolSeen | QueuePolicySet | Used | Promised
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run that is to start with these devices, now."""
 
     run_id: str
-    shares: tuple[Share, ...]
+    shares: tuple[DeviceShare, ...]
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
@@ -348,7 +348,7 @@ class WaitReason(StrEnum):
     UNSATISFIABLE = "unsatisfiable"  # nothing that has joined can ever serve it
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody who has devices that are waited for.
 
     Attributes:
@@ -370,7 +370,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     likely_ns: int | None = None
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class GangPart(msgspec.Struct, frozen=True, kw_only=True):
     """What a gang on several nodes waits for on one of them.
 
     Attributes:
@@ -416,11 +416,11 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = False
     gpu_type: str = ""
     one_node: bool = True
-    nodes: tuple[Part, ...] = ()
+    nodes: tuple[GangPart, ...] = ()
     node: str = ""
     free: int = 0
     outside: int = 0
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[DeviceHolder, ...] = ()
     ahead: str = ""
     kept_ns: int | None = None
     spare_s: float = 0.0
@@ -434,7 +434,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     ends_ns: int | None = None
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class StartEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """When a run would start if it were submitted now.
 
     Attributes:

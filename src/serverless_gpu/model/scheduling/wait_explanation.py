@@ -14,17 +14,26 @@ import msgspec
 
 from serverless_gpu.model.scheduling import gang_placement
 from serverless_gpu.model.scheduling.backfill import Chosen, Seeker
-from serverless_gpu.model.scheduling.capacity import Floor
+from serverless_gpu.model.scheduling.capacity import Capacity
 from serverless_gpu.model.scheduling.duration_estimates import says_no_end
 from serverless_gpu.model.scheduling.fairness import team_of
 from serverless_gpu.model.scheduling.multi_node_placement import is_several
-from serverless_gpu.model.scheduling.node_capacity import Place
-from serverless_gpu.model.scheduling.planner_state import State
+from serverless_gpu.model.scheduling.node_capacity import NodeDevices
+from serverless_gpu.model.scheduling.planner_state import PlannerState
 from serverless_gpu.model.scheduling.preemption import may_ask, standing
 from serverless_gpu.model.scheduling.principal_isolation import isolation_problem, never_served
-from serverless_gpu.model.scheduling.queue import Line
+from serverless_gpu.model.scheduling.queue import QueueLine
 from serverless_gpu.model.scheduling.request_shapes import Ask
-from serverless_gpu.model.scheduling.values import Estimate, Holder, Part, Reservation, Share, Wait, WaitReason, Wanted
+from serverless_gpu.model.scheduling.values import (
+    DeviceHolder,
+    DeviceShare,
+    GangPart,
+    QueuedRun,
+    Reservation,
+    StartEstimate,
+    Wait,
+    WaitReason,
+)
 from serverless_gpu.model.scheduling.wait_messages import some
 from serverless_gpu.units import format_duration_ms
 
@@ -37,7 +46,7 @@ Rank = tuple[int, bool, float, float, float, int, str]
 """The place of a run in the order of the queue as a value to sort by: the smallest is next."""
 
 
-def why(state: State, run_id: str, now_ns: int) -> Wait | None:
+def why(state: PlannerState, run_id: str, now_ns: int) -> Wait | None:
     """Return why a run waits; None for one that does not wait.
 
     Args:
@@ -61,7 +70,7 @@ def why(state: State, run_id: str, now_ns: int) -> Wait | None:
     return _Explained(state, wanted, line.ask, now_ns).wait(place)
 
 
-def queue(state: State, now_ns: int, limit: int) -> tuple[str, ...]:
+def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
     """Return who waits, in the order in which they are served.
 
     Those that no device will ever do for come after all others, and last those that are left alone until later.
@@ -88,7 +97,7 @@ def queue(state: State, now_ns: int, limit: int) -> tuple[str, ...]:
     return tuple(found + [run_id for _, run_id in held[: max(0, limit - len(found))]])
 
 
-def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
+def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstimate:
     """Return when a run would start if it came now.
 
     Args:
@@ -99,18 +108,20 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     ask = state.queue.ask(wanted)
     never = never_served(state, wanted, ask)
     if never:
-        return Estimate(at_ns=None, basis=never, impossible=True)
+        return StartEstimate(at_ns=None, basis=never, impossible=True)
     closed = isolation_problem(state, wanted, ask)
     if closed:
         wait = Wait(run_id=wanted.run_id, reason=WaitReason.ISOLATION, words=closed)
-        return Estimate(at_ns=None, basis=closed, wait=wait)
+        return StartEstimate(at_ns=None, basis=closed, wait=wait)
     shares = gang_placement.place(state.floor, wanted, ask, now_ns)
     if shares is not None:
-        return Estimate(at_ns=now_ns, node=_node(state, shares), nodes=_nodes(state, shares), basis="enough is free")
+        return StartEstimate(
+            at_ns=now_ns, node=_node(state, shares), nodes=_nodes(state, shares), basis="enough is free"
+        )
     lines = _ahead(state, wanted, ask, now_ns)
     place = 1 + sum(count for _, count in lines)
     if place > AHEAD_MAX:
-        return Estimate(at_ns=None, basis="too many are ahead of it", place=place)
+        return StartEstimate(at_ns=None, basis="too many are ahead of it", place=place)
     ahead = [(other, line) for line, count in lines for *_, other in line.rows[:count]]
     order = _Order(state, now_ns)
     ahead.sort(key=lambda entry: order.of(entry[0], entry[1].ask))
@@ -119,7 +130,7 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
         if Seeker(forecast, other, line.ask, now_ns).promise() is None:
             before = f"nobody can say when {other.title} starts, which is ahead"
             basis = f"{before}: {_unknown(state, other, line.ask, ahead[:number])}"
-            return Estimate(
+            return StartEstimate(
                 at_ns=None, basis=basis, place=place, wait=_Explained(state, wanted, ask, now_ns).wait(place)
             )
     found = Seeker(forecast, wanted, ask, now_ns).promise()
@@ -132,9 +143,9 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
         )
     ):
         wait = _Explained(state, wanted, ask, now_ns).wait(place)
-        return Estimate(at_ns=None, basis=_unknown(state, wanted, ask, ahead), place=place, wait=wait)
+        return StartEstimate(at_ns=None, basis=_unknown(state, wanted, ask, ahead), place=place, wait=wait)
     known = "declared" if found.is_bound and found.likely_ns is None else "declared and learned"
-    return Estimate(
+    return StartEstimate(
         at_ns=found.at_ns if found.likely_ns is None else found.likely_ns,
         node=_node(state, found.shares),
         nodes=_nodes(state, found.shares),
@@ -144,7 +155,7 @@ def estimate(state: State, wanted: Wanted, now_ns: int) -> Estimate:
     )
 
 
-def _unknown(state: State, wanted: Wanted, ask: Ask, ahead: list[tuple[Wanted, Line]]) -> str:
+def _unknown(state: PlannerState, wanted: QueuedRun, ask: Ask, ahead: list[tuple[QueuedRun, QueueLine]]) -> str:
     """Return why nobody can say when devices get free."""
     if next(iter(gang_placement.usable(state.floor, wanted, ask, state.now_ns)), None) is None:
         closed = _Explained(state, wanted, ask, state.now_ns).wait(0)
@@ -164,11 +175,13 @@ def _unknown(state: State, wanted: Wanted, ask: Ask, ahead: list[tuple[Wanted, L
     return f"no timeout was declared for {named}, and too few like them have ended to learn from"
 
 
-def _says_no_end(wanted: Wanted) -> bool:
+def _says_no_end(wanted: QueuedRun) -> bool:
     return says_no_end(expected_s=wanted.expected_s, limit_s=wanted.limit_s, capped=wanted.capped)
 
 
-def _rests_on_caps(state: State, shares: Iterable[Share], ahead: Iterable[Wanted], at_ns: int, now_ns: int) -> bool:
+def _rests_on_caps(
+    state: PlannerState, shares: Iterable[DeviceShare], ahead: Iterable[QueuedRun], at_ns: int, now_ns: int
+) -> bool:
     """Return whether a time is no earlier than the end of a run that only a cap of days would end.
 
     Args:
@@ -188,7 +201,7 @@ def _rests_on_caps(state: State, shares: Iterable[Share], ahead: Iterable[Wanted
     )
 
 
-def _is_far(state: State, kept: Reservation, now_ns: int) -> bool:
+def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
     """Return whether the time of a reservation only says when a cap of days would end others."""
     books = [state.floor.books.get((share.node_id, share.gpu_type)) for share in kept.shares]
     names = {run_id for book in books if book is not None for run_id, _ in book.names} - {kept.run_id}
@@ -196,7 +209,7 @@ def _is_far(state: State, kept: Reservation, now_ns: int) -> bool:
     return _rests_on_caps(state, kept.shares, ahead, kept.at_ns or 0, now_ns)
 
 
-def reservations(state: State, now_ns: int) -> tuple[Reservation, ...]:
+def reservations(state: PlannerState, now_ns: int) -> tuple[Reservation, ...]:
     """Return what is kept for whom, with times that people can use: learned ones, or none, in place of a cap of days.
 
     Args:
@@ -211,11 +224,11 @@ def reservations(state: State, now_ns: int) -> tuple[Reservation, ...]:
     )
 
 
-def _node(state: State, shares: tuple[Share, ...]) -> str:
+def _node(state: PlannerState, shares: tuple[DeviceShare, ...]) -> str:
     return state.floor.places[shares[0].node_id].node.name if len(shares) == 1 else ""
 
 
-def _nodes(state: State, shares: tuple[Share, ...]) -> tuple[str, ...]:
+def _nodes(state: PlannerState, shares: tuple[DeviceShare, ...]) -> tuple[str, ...]:
     return tuple(state.floor.places[share.node_id].node.name for share in shares) if len(shares) > 1 else ()
 
 
@@ -225,16 +238,16 @@ class _Order:
     Of one line the oldest is next, so the rows of a line are in order, and who is ahead of somebody are its first ones.
     """
 
-    def __init__(self, state: State, now_ns: int) -> None:
+    def __init__(self, state: PlannerState, now_ns: int) -> None:
         self._state, self._now_ns, self._guarded_ns = state, now_ns, state.guarded_ns(now_ns)
         self._fairness = state.fairness.at(now_ns)
         self._shares: dict[tuple[str, str], tuple[float, float]] = {}
 
-    def rank(self, line: Line, at: int) -> Rank:
+    def rank(self, line: QueueLine, at: int) -> Rank:
         """Return the place of one run of a line."""
         return self.of(line.rows[at][2], line.ask)
 
-    def of(self, wanted: Wanted, ask: Ask) -> Rank:
+    def of(self, wanted: QueuedRun, ask: Ask) -> Rank:
         """Return the place of a run: by class, the guard, its team, its user, then by how long it has waited."""
         state, queued_ns = self._state, wanted.queued_ns
         if queued_ns <= self._guarded_ns:
@@ -246,7 +259,7 @@ class _Order:
         score = -state.score(ask, queued_ns, self._now_ns)
         return (wanted.priority, True, *shares, score, queued_ns, wanted.run_id)
 
-    def count(self, line: Line, mine: Rank) -> int:
+    def count(self, line: QueueLine, mine: Rank) -> int:
         """Return how many of a line are before somebody."""
         if self.rank(line, 0) >= mine:
             return 0
@@ -255,7 +268,7 @@ class _Order:
         return bisect_left(range(len(line.rows)), mine, key=lambda at: self.rank(line, at))
 
 
-def _ahead(state: State, wanted: Wanted, ask: Ask, now_ns: int) -> list[tuple[Line, int]]:
+def _ahead(state: PlannerState, wanted: QueuedRun, ask: Ask, now_ns: int) -> list[tuple[QueueLine, int]]:
     """Return who is served before a run and wants the same kind of devices: so many of the first of each line."""
     order = _Order(state, now_ns)
     mine = order.of(wanted, ask)
@@ -268,7 +281,7 @@ def _ahead(state: State, wanted: Wanted, ask: Ask, now_ns: int) -> list[tuple[Li
 class _Explained:
     """What a run that could be served waits for."""
 
-    def __init__(self, state: State, wanted: Wanted, ask: Ask, now_ns: int) -> None:
+    def __init__(self, state: PlannerState, wanted: QueuedRun, ask: Ask, now_ns: int) -> None:
         self._state, self._floor = state, state.floor
         self._wanted, self._ask, self._now_ns = wanted, ask, now_ns
         self._is_several = is_several(state.floor, wanted, ask)
@@ -301,7 +314,7 @@ class _Explained:
             likely_ns=likely_ns,
         )
 
-    def _there(self, where: Place, gpu_type: str, reason: WaitReason, free: int) -> Wait:
+    def _there(self, where: NodeDevices, gpu_type: str, reason: WaitReason, free: int) -> Wait:
         """Return what is to be said of any wait for devices of a node."""
         shape = self._ask.shape
         return Wait(
@@ -332,7 +345,7 @@ class _Explained:
             return WaitReason.MAKING_ROOM
         return WaitReason.RESERVED if ahead else WaitReason.TURN if enough else WaitReason.CAPACITY
 
-    def _nearest(self) -> tuple[Place, str] | None:
+    def _nearest(self) -> tuple[NodeDevices, str] | None:
         """Return where enough is free but kept, else what is promised to it, else where it lacks the fewest devices."""
         kept = min(self._kept(), key=lambda option: option[:2], default=None)
         if kept is not None and self._wanted.run_id not in self._state.clearing:
@@ -353,7 +366,7 @@ class _Explained:
         *_, where, name = min(options, key=lambda option: option[:4])
         return where, name
 
-    def _kept(self) -> Iterator[tuple[str, str, Place, str]]:
+    def _kept(self) -> Iterator[tuple[str, str, NodeDevices, str]]:
         """Yield nodes where enough is free for it: people see that, and ask why it does not start there."""
         reach = self._floor.reach(self._ask.shape)
         for node_id, name in self._floor.books:
@@ -364,7 +377,7 @@ class _Explained:
             if enough and self._keeper(where, name):
                 yield *where.entry[:2], where, name
 
-    def _keeper(self, where: Place, gpu_type: str) -> str:
+    def _keeper(self, where: NodeDevices, gpu_type: str) -> str:
         """Return the title of the first other run for which something of a node is kept."""
         book = self._floor.books.get((where.node.id, gpu_type))
         others = (run_id for run_id, _ in book.names if run_id != self._wanted.run_id) if book is not None else ()
@@ -374,14 +387,14 @@ class _Explained:
                 return other.title
         return ""
 
-    def _start(self, where: Place, gpu_type: str, count: int, place: int) -> tuple[int | None, bool, int | None]:
+    def _start(self, where: NodeDevices, gpu_type: str, count: int, place: int) -> tuple[int | None, bool, int | None]:
         """Return when it starts, whether that is the latest, and when it likely does; None where nobody can say."""
         if self._reservation is not None:
             return self._promised()
         if place != 1 or where.free[gpu_type] >= count:
             return None, False, None
         likely, _ = Seeker(self._floor, self._wanted, self._ask, self._now_ns).when(where, gpu_type, count)
-        share = Share(node_id=where.node.id, gpu_type=gpu_type, count=count)
+        share = DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count)
         if math.isinf(likely) or _rests_on_caps(self._state, (share,), (), int(likely), self._now_ns):
             return None, False, None
         return int(likely), False, None  # nothing is kept for it: it may be later
@@ -401,7 +414,7 @@ class _Explained:
             return None, False, None
         return kept.at_ns, kept.is_bound, likely_ns
 
-    def _holders(self, rows: list[tuple[Place, str]], *, lacking: int = 0) -> tuple[Holder, ...]:
+    def _holders(self, rows: list[tuple[NodeDevices, str]], *, lacking: int = 0) -> tuple[DeviceHolder, ...]:
         """Return who has devices, those who leave first first.
 
         Args:
@@ -422,7 +435,7 @@ class _Explained:
                 elif _says_no_end(running.wanted):
                     until, is_bound = math.inf, False
                 title = held.running.wanted.title
-                holder = Holder(
+                holder = DeviceHolder(
                     title=title,
                     count=held.count,
                     until_ns=None if math.isinf(until) else int(until),
@@ -435,7 +448,7 @@ class _Explained:
                 found.append(((until, -held.count, title), holder))
         return tuple(holder for _, holder in sorted(found, key=lambda entry: entry[0])[:HOLDERS_MAX])
 
-    def _asked(self, row: tuple[Place, str], lacking: int) -> dict[str, int]:
+    def _asked(self, row: tuple[NodeDevices, str], lacking: int) -> dict[str, int]:
         """Return who is asked to make room there in a while, and when; nobody where all of them are not enough."""
         where, name = row
         asked: dict[str, int] = {}
@@ -489,7 +502,7 @@ class _Explained:
             words=words,
         )
 
-    def _before_turn(self, where: Place, gpu_type: str) -> tuple[float, str]:
+    def _before_turn(self, where: NodeDevices, gpu_type: str) -> tuple[float, str]:
         """Return how long a run may declare that is over before a node changes hands, or why none is."""
         turns_ns = where.node.turns_ns
         if turns_ns is None:
@@ -518,7 +531,7 @@ class _Explained:
             gpu_type=self._wanted.gpu_type or chosen[0][1],
             one_node=False,
             nodes=tuple(
-                Part(node=where.node.name, count=count, free=where.free[name]) for where, name, count in chosen
+                GangPart(node=where.node.name, count=count, free=where.free[name]) for where, name, count in chosen
             ),
             free=sum(where.free[name] for where, name, _ in chosen),
             outside=sum(where.node.outside.get(name, 0) for where, name in lacks),
@@ -554,11 +567,11 @@ class _Explained:
         return [(where, name, where.node.total[name]) for where, name in rows] if is_all else []
 
 
-def _part(where: Place, gpu_type: str, count: int) -> Part:
-    return Part(node=where.node.name, count=count, free=where.free[gpu_type])
+def _part(where: NodeDevices, gpu_type: str, count: int) -> GangPart:
+    return GangPart(node=where.node.name, count=count, free=where.free[gpu_type])
 
 
-def _claimed(where: Place, wanted: Wanted, floor: Floor) -> str:
+def _claimed(where: NodeDevices, wanted: QueuedRun, floor: Capacity) -> str:
     """Return whose right keeps a guest out of a node, or "" when that is not the reason."""
     node = where.node
     if standing(wanted, node, floor.terms) <= where.group.claim:

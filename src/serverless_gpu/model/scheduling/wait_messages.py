@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
+from serverless_gpu.model.scheduling.values import DeviceHolder, StartEstimate, Wait, WaitReason
 from serverless_gpu.units import format_duration_ms
 
 Clock = Callable[[int], str]
@@ -41,7 +41,7 @@ def sentence(wait: Wait, clock: Clock) -> str:
     return "; ".join(part for part in parts if part) or _UNSEEN
 
 
-def estimate_text(estimate: Estimate, clock: Clock) -> str:
+def estimate_text(estimate: StartEstimate, clock: Clock) -> str:
     """Return when a run would start and what that rests on, as people read it.
 
     Args:
@@ -128,11 +128,11 @@ def _calendar(wait: Wait, clock: Clock) -> str:
     return f"{name} is {whose} now" if wait.turns_ns is None else f"{name} is {whose} until {clock(wait.turns_ns)}"
 
 
-def _holding(holders: Sequence[Holder], clock: Clock) -> list[str]:
+def _holding(holders: Sequence[DeviceHolder], clock: Clock) -> list[str]:
     return some([_holder(holder, clock) for holder in _merged(holders)])
 
 
-def _holder(holder: Holder, clock: Clock) -> str:
+def _holder(holder: DeviceHolder, clock: Clock) -> str:
     where = f" on {holder.node}" if holder.node else ""
     if holder.is_leaving:
         until = ""
@@ -149,16 +149,16 @@ def _holder(holder: Holder, clock: Clock) -> str:
     return f"{holder.title} holds {holder.count}{where}{until}"
 
 
-def _merged(holders: Sequence[Holder]) -> list[Holder]:
+def _merged(holders: Sequence[DeviceHolder]) -> list[DeviceHolder]:
     """Return one holder for each title: ten runs of one name are one line, until the last of them ends."""
-    merged: dict[tuple[str, bool, bool], Holder] = {}
+    merged: dict[tuple[str, bool, bool], DeviceHolder] = {}
     for holder in holders:
         key = (holder.title, holder.is_leaving, holder.asked_ns is not None)
         merged[key] = _together(merged[key], holder) if key in merged else holder
     return list(merged.values())
 
 
-def _together(one: Holder, other: Holder) -> Holder:
+def _together(one: DeviceHolder, other: DeviceHolder) -> DeviceHolder:
     known = one.until_ns is not None and other.until_ns is not None
     return msgspec.structs.replace(
         one,
@@ -171,7 +171,7 @@ def _together(one: Holder, other: Holder) -> Holder:
     )
 
 
-def _last_likely(one: Holder, other: Holder) -> int | None:
+def _last_likely(one: DeviceHolder, other: DeviceHolder) -> int | None:
     """Return when the last of two holders likely leaves, where something was learned of either."""
     if one.likely_ns is None and other.likely_ns is None:
         return None

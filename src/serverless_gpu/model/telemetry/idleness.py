@@ -34,7 +34,7 @@ LIMITS_S: dict[type[Payload], float | None] = {Function: None, Command: None, Ke
 """Seconds of idle devices until a run is stopped, by what it does, where nobody says; a session has its own (3600)."""
 
 
-class Verdict(StrEnum):
+class IdleVerdict(StrEnum):
     """What is to be done."""
 
     GO_ON = "go on"
@@ -42,7 +42,7 @@ class Verdict(StrEnum):
     STOP = "stop"
 
 
-_ORDER = (Verdict.GO_ON, Verdict.WARN, Verdict.STOP)
+_ORDER = (IdleVerdict.GO_ON, IdleVerdict.WARN, IdleVerdict.STOP)
 
 
 class Idle(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,28 +97,28 @@ def used(idle: Idle, now_ns: int) -> Idle:
     return msgspec.structs.replace(idle, heard_ns=now_ns, idle_ns=0, warned=False)
 
 
-def decide(idle: Idle) -> tuple[Idle, Verdict]:
+def decide(idle: Idle) -> tuple[Idle, IdleVerdict]:
     """Return the next value and what is to be done now: warn once, and stop only after that."""
     if idle.warned:
-        return idle, Verdict.STOP if idle.idle_ns >= idle.limit_ns else Verdict.GO_ON
+        return idle, IdleVerdict.STOP if idle.idle_ns >= idle.limit_ns else IdleVerdict.GO_ON
     if idle.idle_ns >= idle.limit_ns * _WARN_AT:
-        return msgspec.structs.replace(idle, warned=True), Verdict.WARN
-    return idle, Verdict.GO_ON
+        return msgspec.structs.replace(idle, warned=True), IdleVerdict.WARN
+    return idle, IdleVerdict.GO_ON
 
 
-def level(idle: Idle) -> Verdict:
+def level(idle: Idle) -> IdleVerdict:
     """Return how far a crew is by what was seen on its own node, said or not."""
     if idle.idle_ns >= idle.limit_ns:
-        return Verdict.STOP
-    return Verdict.WARN if idle.idle_ns >= idle.limit_ns * _WARN_AT else Verdict.GO_ON
+        return IdleVerdict.STOP
+    return IdleVerdict.WARN if idle.idle_ns >= idle.limit_ns * _WARN_AT else IdleVerdict.GO_ON
 
 
-def of_gang(levels: Collection[Verdict], told: Verdict | None) -> Verdict:
+def of_gang(levels: Collection[IdleVerdict], told: IdleVerdict | None) -> IdleVerdict:
     """Return what is to be done of a gang: it is idle only where all of its crews are, and stopped only once warned.
 
     Args:
         levels: of all crews whose ranks have not all returned.
         told: what it was told before.
     """
-    least = min(levels, key=_ORDER.index, default=Verdict.GO_ON)
-    return Verdict.WARN if least is Verdict.STOP and told in (None, Verdict.GO_ON) else least
+    least = min(levels, key=_ORDER.index, default=IdleVerdict.GO_ON)
+    return IdleVerdict.WARN if least is IdleVerdict.STOP and told in (None, IdleVerdict.GO_ON) else least

@@ -347,7 +347,7 @@ BUSY_PERCENT = 5.0
 _GAP_NS_MAX = 600 * SECOND_NS
 
 
-class Use(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
     """What one device did, summed up sample by sample; `result()` is the account.
 
     Each sample stands for the time since the one before, up to ten minutes; the first one for a second.
@@ -363,7 +363,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     energy_joules: float | None = None
     throttled_ns: int | None = None
 
-    def plus(self, at_ns: int, gpu: GpuSample) -> Use:
+    def plus(self, at_ns: int, gpu: GpuSample) -> DeviceTotals:
         """Return the sum with one more sample."""
         gap_ns = min(max(0, at_ns - self.at_ns), _GAP_NS_MAX) if self.samples else 0
         stands_ns = gap_ns or SECOND_NS
@@ -399,11 +399,11 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
         return (self.energy_joules or 0.0) + mean * gap_ns / 1e9
 
 
-def add(uses: Mapping[str, Use], header: Header, sample: Sample) -> dict[str, Use]:
+def add(uses: Mapping[str, DeviceTotals], header: Header, sample: Sample) -> dict[str, DeviceTotals]:
     """Return the sums of an attempt's devices, by uuid, with one more sample."""
     summed = dict(uses)
     for device, gpu in zip(header.devices, sample.gpus, strict=False):
-        summed[device.uuid] = summed.get(device.uuid, Use(uuid=device.uuid)).plus(sample.at_ns, gpu)
+        summed[device.uuid] = summed.get(device.uuid, DeviceTotals(uuid=device.uuid)).plus(sample.at_ns, gpu)
     return summed
 
 

@@ -37,7 +37,7 @@ import msgspec
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY
 from serverless_gpu.node.agent.attempts import Attempts, Supervised
-from serverless_gpu.node.agent.environments import Environments, Waiter
+from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironments
 from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
 from serverless_gpu.node.agent.zygote_pool import ZygotePool
 from serverless_gpu.node.agent.zygotes import ZygoteRequest
@@ -54,7 +54,7 @@ from serverless_gpu.node.monitor.control import Monitoring, preparation
 from serverless_gpu.node.processes.process_tree import AGENT, find_cgroup_root
 from serverless_gpu.node.processes.spawn import bound_log, clean_process, open_log
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
-from serverless_gpu.node.supervisor.ray_cluster import Sweeper
+from serverless_gpu.node.supervisor.ray_cluster import ClusterSweeper
 from serverless_gpu.version import __version__
 
 ATTEMPTS_MAX = 64
@@ -118,9 +118,9 @@ class Agent:
         self._attempts = Attempts(home, sockets, self._log, environ, self._selector, self._clock)
         self._monitoring = Monitoring(home, sockets, environ, self._selector, self._clock)
         zygotes = self._zygotes = ZygotePool(home, self._log, self._cgroups, self._selector, self._clock)
-        self._environments = Environments(home, self._log, environ, self._selector, zygotes.leave_environments)
+        self._environments = RestoredEnvironments(home, self._log, environ, self._selector, zygotes.leave_environments)
         self._retention = Schedule(self._clock, lambda fd: self._clean(fd, environ))
-        self._rays = Sweeper(self._clock, lambda: self._sweep(environ))
+        self._rays = ClusterSweeper(self._clock, lambda: self._sweep(environ))
         self._secrets = secret_files.Sweeper(self._clock)
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
@@ -301,7 +301,7 @@ class Agent:
         elif launch.environment is None:
             self._give_stem(launch, supervisor)
         else:
-            waiter = Waiter(
+            waiter = EnvironmentWaiter(
                 ready=lambda environment, fetched: self._give_stem(launch, supervisor, environment, fetched=fetched),
                 failed=lambda reason, message: supervisor.give_problem(message, reason),
                 told=supervisor.tell,
@@ -335,7 +335,11 @@ class Agent:
             supervisor.give_problem(f"{context.python} could not be started: {error}")
 
     def _prewarm(
-        self, asked: ZygoteRequest, ranks: int, wanted: protocol.Wanted | None, keeper: Supervised | None = None
+        self,
+        asked: ZygoteRequest,
+        ranks: int,
+        wanted: protocol.EnvironmentRequest | None,
+        keeper: Supervised | None = None,
     ) -> None:
         """Have an interpreter ready, kept as long as a session if it is for one; the first run says what goes wrong."""
 
@@ -350,7 +354,7 @@ class Agent:
         if wanted is None:
             warm()
             return
-        waiter = Waiter(ready=warm, failed=lambda _reason, _message: None, told=lambda _sentence: None)
+        waiter = EnvironmentWaiter(ready=warm, failed=lambda _reason, _message: None, told=lambda _sentence: None)
         self._environments.have(wanted, asked.context.environ, waiter, self._zygotes.is_entered)
 
     def _keep_warm(self, launch: protocol.Launch, keeper: Supervised) -> None:

@@ -64,7 +64,7 @@ class Supervised:
     def tell(self, sentence: str) -> None:
         """Say what the stem waits for."""
         with contextlib.suppress(OSError):
-            protocol.send(self.channel, protocol.Preparing(sentence=sentence))
+            protocol.send(self.channel, protocol.PreparingNote(sentence=sentence))
 
 
 class Attempts:

@@ -19,14 +19,14 @@ from serverless_gpu.ambient import format_soon
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.placement import Candidates
 from serverless_gpu.model.scheduling import duration_estimates, wait_messages
-from serverless_gpu.model.scheduling.values import Estimate, Wait, WaitReason
-from serverless_gpu.model.scheduling.values import Holder as Having
-from serverless_gpu.node.attempt.history import FUNCTION, Record, read_run, run_ids
+from serverless_gpu.model.scheduling.values import DeviceHolder as Having
+from serverless_gpu.model.scheduling.values import StartEstimate, Wait, WaitReason
+from serverless_gpu.node.attempt.history import FUNCTION, RunRecord, read_run, run_ids
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.usages import unknown_usage
 from serverless_gpu.node.devices.gpu_gate import foreign
 from serverless_gpu.node.devices.gpus import Provider
-from serverless_gpu.node.devices.locks import DeviceLocks, Holder
+from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder
 from serverless_gpu.node.devices.reservation import retest_quarantined
 
 HERE = "this machine"
@@ -43,7 +43,7 @@ def outlook(
     provider: Provider,
     now_ns: int,
     ignore_busy: bool = False,
-) -> Estimate:
+) -> StartEstimate:
     """Return when a run would get its devices if it were started now.
 
     Args:
@@ -66,7 +66,7 @@ def outlook(
     outside = _outside(locks, provider, idle, ignore_busy=ignore_busy)
     free = len(idle) - outside
     if free >= wanted.count and not waiting:
-        return Estimate(at_ns=now_ns, is_bound=False, node=HERE, basis=f"{free} of {len(uuids)} {kind} are free")
+        return StartEstimate(at_ns=now_ns, is_bound=False, node=HERE, basis=f"{free} of {len(uuids)} {kind} are free")
     having = device_holders(home, holders, now_ns)
     at_ns, is_bound = (None, False) if waiting else _when(wanted.count - free, having)
     wait = Wait(
@@ -80,7 +80,7 @@ def outlook(
         holders=tuple(having),
         words=f"{waiting} {'run is' if waiting == 1 else 'runs are'} ahead in the queue" if waiting else "",
     )
-    return Estimate(
+    return StartEstimate(
         at_ns=at_ns,
         is_bound=is_bound,
         node=HERE if at_ns is not None else "",
@@ -108,9 +108,9 @@ def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ig
     return len({*quarantined, *used})
 
 
-def device_holders(home: Home, holders: Sequence[Holder], now_ns: int) -> list[Having]:
+def device_holders(home: Home, holders: Sequence[LockHolder], now_ns: int) -> list[Having]:
     """Return who has devices, by run, those who leave first first."""
-    counts: dict[str, list[Holder]] = {}
+    counts: dict[str, list[LockHolder]] = {}
     for holder in holders:
         counts.setdefault(holder.run_id, []).append(holder)
     records = {run_id: _record(home, run_id) for run_id in counts}
@@ -119,11 +119,11 @@ def device_holders(home: Home, holders: Sequence[Holder], now_ns: int) -> list[H
     return sorted(having, key=lambda each: (each.until_ns is None, each.until_ns or 0, each.title))
 
 
-def _record(home: Home, run_id: str) -> Record | None:
+def _record(home: Home, run_id: str) -> RunRecord | None:
     return read_run(home.runs, run_id) if run_id and (home.runs / run_id).is_dir() else None
 
 
-def _one(run_id: str, held: Sequence[Holder], record: Record | None, past: _Past, now_ns: int) -> Having:
+def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past: _Past, now_ns: int) -> Having:
     name = record.spec.name if record is not None and record.spec is not None else ""
     until_ns, is_bound = (None, False) if record is None else _until(record, held[0].since_wall_ns, past, now_ns)
     what = "session " if held[0].session else ""
@@ -131,7 +131,7 @@ def _one(run_id: str, held: Sequence[Holder], record: Record | None, past: _Past
     return Having(title=what + title, count=len(held), until_ns=until_ns, is_bound=is_bound)
 
 
-def _until(record: Record, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
+def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
     """Return when a run has given its devices back, and whether that is the latest time; None where nobody can say."""
     spec = record.spec
     if spec is None or record.kind != FUNCTION:

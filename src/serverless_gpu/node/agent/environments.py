@@ -29,10 +29,10 @@ from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
 from serverless_gpu.environment.service_messages import store_variables
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.node.agent.restore_process import Done, Failed, Finish, Getting, Want, receive_answer, send
+from serverless_gpu.node.agent.restore_process import Done, Finish, Getting, RestoreFailed, Want, receive_answer, send
 from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.protocol import Wanted, original
+from serverless_gpu.node.base.protocol import EnvironmentRequest, original
 from serverless_gpu.node.base.statuses import EnvironmentStatus
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.spawn import clean_process
@@ -48,7 +48,7 @@ _REASONS = {
 }
 
 
-class Waiter(msgspec.Struct, frozen=True, kw_only=True):
+class EnvironmentWaiter(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody who wants an environment.
 
     Attributes:
@@ -66,12 +66,12 @@ class _Work(msgspec.Struct, kw_only=True):
     """One environment that is being restored."""
 
     want: Want
-    waiters: list[Waiter]
+    waiters: list[EnvironmentWaiter]
     tries: int = 1
     sentence: str = ""
 
 
-class Environments:
+class RestoredEnvironments:
     """What one agent has restored, and is restoring.
 
     Args:
@@ -99,9 +99,9 @@ class Environments:
         self._selector = selector
         self._let_go = let_go
         self._clock = clock or SystemClock()
-        self._known: dict[Wanted, RestoredEnvironment] = {}  # the one used last at the end
-        self._looked_ns: dict[Wanted, int] = {}  # when the restoring process last looked at a known one
-        self._work: dict[Wanted, _Work] = {}
+        self._known: dict[EnvironmentRequest, RestoredEnvironment] = {}  # the one used last at the end
+        self._looked_ns: dict[EnvironmentRequest, int] = {}  # when the restoring process last looked at a known one
+        self._work: dict[EnvironmentRequest, _Work] = {}
         self._unfinished: set[str] = set()  # restored, and not all of it compiled
         self._number = 0
         self._channel: Channel | None = None
@@ -119,7 +119,13 @@ class Environments:
         )
         return (*known, *coming)
 
-    def have(self, wanted: Wanted, environ: Mapping[str, str], waiter: Waiter, entered: Callable[[str], bool]) -> None:
+    def have(
+        self,
+        wanted: EnvironmentRequest,
+        environ: Mapping[str, str],
+        waiter: EnvironmentWaiter,
+        entered: Callable[[str], bool],
+    ) -> None:
         """Have an environment, now or as soon as it is restored.
 
         Args:
@@ -157,7 +163,9 @@ class Environments:
                 self._number += 1
                 send(self._channel, Finish(number=self._number, snapshot=self._unfinished.pop()))
 
-    def _may_have_changed(self, wanted: Wanted, known: RestoredEnvironment, entered: Callable[[str], bool]) -> bool:
+    def _may_have_changed(
+        self, wanted: EnvironmentRequest, known: RestoredEnvironment, entered: Callable[[str], bool]
+    ) -> bool:
         """Return whether it is to be looked at before a start: ranks can write to files that links lead to.
 
         Files that are only mounted can be reached below the cache, so all are looked at from time to time.
@@ -225,10 +233,10 @@ class Environments:
                 self._finish(
                     work, RestoredEnvironment(answer.snapshot, answer.restored, fds[0], self._home.environments)
                 )
-            case Failed(code=StorageError.code) if not work.want.patience_s and self._has_let_go():
+            case RestoreFailed(code=StorageError.code) if not work.want.patience_s and self._has_let_go():
                 work.want = msgspec.structs.replace(work.want, patience_s=ROOM_S)
                 self._ask(work)
-            case Failed(code=code, message=message):
+            case RestoreFailed(code=code, message=message):
                 self._fail(work, _REASONS.get(code, Reason.ENV_UNAVAILABLE), message)
 
     def _finish(self, work: _Work, environment: RestoredEnvironment) -> None:

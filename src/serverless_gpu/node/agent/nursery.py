@@ -24,7 +24,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpus import NvmlProvider
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
-from serverless_gpu.node.supervisor.session import Keeper
+from serverless_gpu.node.supervisor.session import SessionHolder
 from serverless_gpu.node.supervisor.supervisor import Supervisor
 
 
@@ -74,7 +74,7 @@ def _supervise(channel_fd: int, home: str, sockets: str) -> NoReturn:
     if received is not None and isinstance(received[0], protocol.Assign):
         client = Channel.adopt(received[1][0])
         of_session = received[0].launch.idle_timeout_s is not None
-        guardian = Keeper if of_session else Supervisor
+        guardian = SessionHolder if of_session else Supervisor
         guardian(received[0], channel, Home(Path(home)), Path(sockets), machine).serve(client)
     sys.stdout.flush()
     os._exit(0)

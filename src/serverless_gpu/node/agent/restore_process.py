@@ -6,9 +6,9 @@
 The agent itself neither waits for disks and stores nor forks (it talks to NVML in a thread). A child is forked because
 a store's client may have threads that no fork survives: this process never opens one.
 
-Failure cases: the store, the disk, or the environment itself (a `Failed` with the error's code); a child is killed (a
-`Failed`, said here); this process is killed (its children end with it, and the agent asks the next one again: what was
-unpacked is there); the agent is gone (end of file: everything here ends).
+Failure cases: the store, the disk, or the environment itself (a `RestoreFailed` with the error's code); a child is
+killed (a `RestoreFailed`, said here); this process is killed (its children end with it, and the agent asks the next one
+again: what was unpacked is there); the agent is gone (end of file: everything here ends).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.cache_layout import read_document
 from serverless_gpu.environment.restore.cache.disk import DiskFull, is_full
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.restore import Restored, Way, compile_rest, restore
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.restore.restore import RestoredTree, Way, compile_rest, restore
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.repair import read_snapshot
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentUnsupported, ServerlessGpuError, StorageError
 from serverless_gpu.node.base.filesystems import is_noexec, require_symlinks
 from serverless_gpu.node.base.home import storage_error
-from serverless_gpu.node.base.protocol import Wanted
+from serverless_gpu.node.base.protocol import EnvironmentRequest
 from serverless_gpu.node.base.statuses import Mode
 from serverless_gpu.node.inside import linux, mounts
 from serverless_gpu.node.inside.channel import Channel
@@ -58,7 +58,7 @@ class Want(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     number: int
-    wanted: Wanted
+    wanted: EnvironmentRequest
     environ: dict[str, str] = {}
     patience_s: float = 0.0
 
@@ -81,11 +81,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It is there; a descriptor that holds its lock is attached."""
 
     number: int
-    restored: Restored
+    restored: RestoredTree
     snapshot: Snapshot
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RestoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It could not be restored."""
 
     number: int
@@ -94,7 +94,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request = Want | Finish
-Answer = Getting | Done | Failed
+Answer = Getting | Done | RestoreFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -181,18 +181,18 @@ def _reap(children: dict[int, int], channel: Channel) -> None:
                 how = os.waitstatus_to_exitcode(ended[1])
                 told = f"was ended by signal {-how}" if how < 0 else f"ended with code {how}"
                 message = f"the process that restored the environment {told}"
-                send(channel, Failed(number=number, code=EnvironmentProblem.code, message=message))
+                send(channel, RestoreFailed(number=number, code=EnvironmentProblem.code, message=message))
 
 
 def _restore(want: Want, channel: Channel, environments: Path) -> None:
     try:
         done, lock = _restored_in_time(want, environments, channel)
     except ServerlessGpuError as error:
-        send(channel, Failed(number=want.number, code=_code(error), message=str(error)))
+        send(channel, RestoreFailed(number=want.number, code=_code(error), message=str(error)))
     except OSError as error:
         problem = storage_error(error, environments)
         code = problem.code if is_full(error) else EnvironmentProblem.code
-        send(channel, Failed(number=want.number, code=code, message=str(problem)))
+        send(channel, RestoreFailed(number=want.number, code=code, message=str(problem)))
     else:
         send(channel, done, (lock,))
 
@@ -218,7 +218,7 @@ def _restored_in_time(want: Want, environments: Path, channel: Channel) -> tuple
         select.select([], [], [], _FULL_PAUSE_S)
 
 
-def restored(want: Want, environments: Path, report: Callable[[Progress], None]) -> tuple[Done, int]:
+def restored(want: Want, environments: Path, report: Callable[[ProgressPoint], None]) -> tuple[Done, int]:
     """Restore an environment; return what there is to say, and a descriptor that keeps it there.
 
     Args:
@@ -232,7 +232,7 @@ def restored(want: Want, environments: Path, report: Callable[[Progress], None])
     """
     address = want.wanted.snapshot
     wanted = want.wanted
-    blobs = Blobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
+    blobs = StoreBlobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
     cache = Cache(environments)
     lock = cache.hold(address)  # from now on; whoever uses it gets copies
     require_symlinks(environments)
@@ -285,11 +285,11 @@ def mount_problem(environments: Path) -> str:
     return ""
 
 
-def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[Progress], None]:
+def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[ProgressPoint], None]:
     """Return what sends progress in words, a few times a second."""
     told = [0, 0]  # when, and how much
 
-    def report(progress: Progress) -> None:
+    def report(progress: ProgressPoint) -> None:
         now_ns = clock.boottime_ns()
         if now_ns - told[0] < _REPORT_S * 1e9:
             return
@@ -303,7 +303,7 @@ def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[Progress]
 _DOING: Mapping[str, str] = {"fetch": "fetching", "restore": "laying out", "compile": "compiling"}
 
 
-def sentence(progress: Progress) -> str:
+def sentence(progress: ProgressPoint) -> str:
     """Return how far a restore is, for a person."""
     if progress.waits_for:
         return f"waiting for another process here, which fetches {progress.waits_for}"

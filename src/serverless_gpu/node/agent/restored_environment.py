@@ -18,7 +18,7 @@ import msgspec
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.assembly import moved, site_of
-from serverless_gpu.environment.restore.restore import Restored
+from serverless_gpu.environment.restore.restore import RestoredTree
 from serverless_gpu.environment.restore.zygote_compatibility import Loaded, Units, changed_units, fits, row_of
 from serverless_gpu.node.base.protocol import Context, original, portable
 from serverless_gpu.units import format_bytes
@@ -40,7 +40,7 @@ class RestoredEnvironment:
         environments: the directory of environments, which has the unpacked units.
     """
 
-    def __init__(self, snapshot: Snapshot, restored: Restored, lock: int, environments: Path) -> None:
+    def __init__(self, snapshot: Snapshot, restored: RestoredTree, lock: int, environments: Path) -> None:
         self.snapshot = snapshot
         self.address = snapshot.address
         self.mode = restored.mode

@@ -41,7 +41,7 @@ from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.channel import close_all, pair
 from serverless_gpu.node.isolation.cgroups import Containment
 from serverless_gpu.node.processes.process_tree import ZYGOTE, CgroupRoot, remove_cgroup
-from serverless_gpu.node.processes.spawn import Interpreter, one_name, separating_variables, zygote_process
+from serverless_gpu.node.processes.spawn import CallerInterpreter, one_name, separating_variables, zygote_process
 
 RANKS_STANDBY_MAX = 16
 _PROBLEM_BYTES_MAX = 4_000
@@ -171,7 +171,7 @@ class Zygote:
             mounts = environment.mounts if environment is not None else ()
             places = [str(path) for path in self.containment.paths]
             namespace: Literal["", "wanted", "required"] = ("required" if preload else "wanted") if owner else ""
-            interpreter = Interpreter(context.python, context.flags, variables, mounts, places, namespace)
+            interpreter = CallerInterpreter(context.python, context.flags, variables, mounts, places, namespace)
             self.process: subprocess.Popen[bytes] = zygote_process(
                 interpreter, preload, channel_fd=theirs.fileno(), log=log_fd
             )

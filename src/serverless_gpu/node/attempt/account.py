@@ -31,7 +31,7 @@ ALIVE_S = 60.0
 """Between two signs of life among the facts, where nothing else happens."""
 
 
-class Account:
+class AttemptAccount:
     """What is written down about one attempt.
 
     Args:

@@ -45,7 +45,7 @@ ENTRIES_MAX = 100_000
 T = TypeVar("T")
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What one run directory says.
 
     Attributes:
@@ -100,7 +100,7 @@ def run_ids(runs: Path) -> list[str]:
     return sorted(names, key=lambda name: (created_wall_ns(name) is not None, name), reverse=True)
 
 
-def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> Record:
+def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord:
     """Return what the directory of one run says.
 
     Args:
@@ -111,7 +111,7 @@ def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> Record:
     directory = _last_attempt(runs / run_id)
     created_ns = created_wall_ns(run_id) or touched_ns(runs / run_id)
     if directory is None:
-        bare = Record(run_id=run_id, directory=runs / run_id, state=UNREADABLE, live=False, created_ns=created_ns)
+        bare = RunRecord(run_id=run_id, directory=runs / run_id, state=UNREADABLE, live=False, created_ns=created_ns)
         return msgspec.structs.replace(bare, ended_ns=touched_ns(runs / run_id), problem="it holds no attempt")
     written, spec, problem = _read_spec(directory)
     live = is_live(directory)
@@ -127,7 +127,7 @@ def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> Record:
     else:
         state = State.LOST.value if _locks(directory) else NOT_STARTED
     ended = stopped is not None or (not live and run_id not in queued)
-    return Record(
+    return RunRecord(
         run_id=run_id,
         directory=directory,
         state=UNREADABLE if problem and stopped is None and not live else state,

@@ -24,9 +24,9 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, created_wall_ns
 from serverless_gpu.errors import ServerlessGpuError
-from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
+from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.node.attempt.history import NOT_STARTED, UNREADABLE, Record, read_run, run_ids, size_on_disk
+from serverless_gpu.node.attempt.history import NOT_STARTED, UNREADABLE, RunRecord, read_run, run_ids, size_on_disk
 from serverless_gpu.node.attempt.server_attempt import is_unsent
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
@@ -48,7 +48,7 @@ class Cleaned(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-class Pass(Protocol):
+class RetentionPass(Protocol):
     """A process that makes one pass."""
 
     def poll(self) -> int | None: ...
@@ -62,10 +62,10 @@ class Schedule:
         start: starts the process; given a descriptor that holds the ids of queued runs.
     """
 
-    def __init__(self, clock: Clock, start: Callable[[int], Pass]) -> None:
+    def __init__(self, clock: Clock, start: Callable[[int], RetentionPass]) -> None:
         self._clock = clock
         self._start = start
-        self._pass: Pass | None = None
+        self._pass: RetentionPass | None = None
         self._due_ns = clock.boottime_ns() + int(FIRST_S * 1e9)
 
     def tend(self, queued: Collection[str]) -> None:
@@ -124,10 +124,10 @@ def clean(runs: Path, policy: Policy, queued: Collection[str], clock: Clock) -> 
     return delete_all(runs, to_delete(scan(runs, queued, now_ns), policy, now_ns)[:DELETED_MAX])
 
 
-def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[Entry]:
+def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[RunDirectory]:
     """Return all run directories as the policy sees them."""
     return [
-        Entry(
+        RunDirectory(
             run_id=run_id,
             ended_ns=None if is_unsent(runs / run_id, now_ns) else _ended_ns(read_run(runs, run_id, queued), now_ns),
             size_bytes=size_on_disk(runs / run_id),
@@ -136,7 +136,7 @@ def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[Entry]:
     ]
 
 
-def delete_all(runs: Path, chosen: Collection[Entry]) -> Cleaned:
+def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> Cleaned:
     """Delete these runs, those that cannot be are named."""
     deleted, problems, freed_bytes = [], [], 0
     for entry in chosen:
@@ -179,7 +179,7 @@ def cleaned_text(done: Cleaned) -> str:
     return f"deleted {count} run{'' if count == 1 else 's'}, {format_bytes(done.freed_bytes)}"
 
 
-def _ended_ns(record: Record, now_ns: int) -> int | None:
+def _ended_ns(record: RunRecord, now_ns: int) -> int | None:
     if record.live or record.ended_ns is None:
         return None
     if record.state == UNREADABLE and created_wall_ns(record.run_id) is None:

@@ -37,7 +37,7 @@ from serverless_gpu.model.billing.pricing import OfDbus, Tariff, parse_prices
 from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.lifecycle.retention import DEFAULT_DAYS, DEFAULT_GIB, Policy
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.model.xid import Kind
+from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.base.home import Home
 
 
@@ -76,7 +76,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     prices: dict[str, Tariff] = {}
     retention: Policy = Policy()
     checkpoints: str = ""
-    xids: dict[int, Kind] = {}
+    xids: dict[int, XidKind] = {}
 
 
 def read_configuration(home: Home) -> Configuration:
@@ -153,14 +153,14 @@ def _checkpoints(tables: Mapping[str, object]) -> str:
     return directory
 
 
-def _xids(tables: Mapping[str, object]) -> dict[int, Kind]:
+def _xids(tables: Mapping[str, object]) -> dict[int, XidKind]:
     kinds = _converted(tables, "xids", dict[str, str])
     for number, kind in kinds.items():
         if not number.isascii() or not number.isdigit():
             raise InvalidValue(f"table xids: {number!r} is not the number of an Xid", hint='for example: 63 = "other"')
-        if kind not in tuple(Kind):
-            raise InvalidValue(f"table xids: {number} is {kind!r}", hint=f"one of {', '.join(Kind)}")
-    return {int(number): Kind(kind) for number, kind in kinds.items()}
+        if kind not in tuple(XidKind):
+            raise InvalidValue(f"table xids: {number} is {kind!r}", hint=f"one of {', '.join(XidKind)}")
+    return {int(number): XidKind(kind) for number, kind in kinds.items()}
 
 
 def _converted(tables: Mapping[str, object], name: str, kind: type[T]) -> T:

@@ -23,14 +23,14 @@ import msgspec
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.gangs.crew import CrewPlace, numbered
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
-from serverless_gpu.model.gangs.rendezvous import Chosen, Offer, Reach
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen
+from serverless_gpu.model.gangs.rendezvous import Chosen, CrewReach, Offer
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement
 from serverless_gpu.model.hardware import Device, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.receipt import Receipt
-from serverless_gpu.model.secrets import Delivered
+from serverless_gpu.model.secrets import DeliveredSecrets
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry.idleness import Verdict
+from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.base.packets import decoded
 from serverless_gpu.node.base.statuses import AttemptStatus, EnvironmentStatus, Kind, Mode, ZygoteStatus
@@ -76,7 +76,7 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
     copies: dict[str, str] = {}
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class EnvironmentRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The environment that ranks are to have: a snapshot in a store, and nothing else of the caller's disk.
 
     Attributes:
@@ -111,7 +111,7 @@ class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
 
     context: Context
     ranks: int = 1
-    environment: Wanted | None = None
+    environment: EnvironmentRequest | None = None
     tracker: Tracking | None = None
 
 
@@ -147,10 +147,10 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     tariff: Tariff = UNPRICED
     session: str = ""
     idle_timeout_s: float | None = None
-    environment: Wanted | None = None
+    environment: EnvironmentRequest | None = None
     confirmed: bool = True
     lease_ns: int | None = None
-    secrets: Delivered | None = None
+    secrets: DeliveredSecrets | None = None
     crews: tuple[CrewPlace, ...] = ()
     crew: int = 0
     nonce: str = ""
@@ -239,7 +239,7 @@ class Stem(Message, frozen=True, kw_only=True, tag="stem"):
     environment: str = "live"
 
 
-class Preparing(Message, frozen=True, kw_only=True, tag="preparing"):
+class PreparingNote(Message, frozen=True, kw_only=True, tag="preparing"):
     """What a run waits for before it gets its stem; said again while it gets on."""
 
     sentence: str
@@ -267,7 +267,7 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
     queued_ns: int | None = None
 
 
-class Held(Message, frozen=True, kw_only=True, tag="held"):
+class SessionReady(Message, frozen=True, kw_only=True, tag="held"):
     """A session has its devices."""
 
     devices: tuple[Device, ...]
@@ -368,13 +368,13 @@ class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):
     """
 
     offer: Offer | None = None
-    reach: Reach | None = None
+    reach: CrewReach | None = None
     returned: bool = False
     halt: Halt | None = None
     silent: int = 0
     silent_since_ns: int = 0
-    seen: Seen | None = None
-    idle: Verdict = Verdict.GO_ON
+    seen: CrewObservation | None = None
+    idle: IdleVerdict = IdleVerdict.GO_ON
 
 
 class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
@@ -386,7 +386,7 @@ class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
     peer_failed: str = ""
     ask: Ask | None = None
     judgement: Judgement | None = None
-    idle: Verdict | None = None
+    idle: IdleVerdict | None = None
 
 
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
@@ -413,7 +413,7 @@ AnyMessage = (
     | Status
     | Assign
     | Stem
-    | Preparing
+    | PreparingNote
     | Confirm
     | Cancel
     | Lease
@@ -421,7 +421,7 @@ AnyMessage = (
     | Borrow
     | Lent
     | Returned
-    | Held
+    | SessionReady
     | Standby
     | Accepted
     | Snapshot

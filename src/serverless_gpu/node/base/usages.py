@@ -42,7 +42,7 @@ class Unavailable(Struct, frozen=True):
     reason: str
 
 
-class Seen(Struct, frozen=True):
+class VisibleGpu(Struct, frozen=True):
     """A GPU that NVML can see."""
 
     place: tuple[int, int, int]  # PCI domain, bus, device

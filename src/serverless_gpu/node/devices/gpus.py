@@ -29,7 +29,7 @@ from msgspec import Struct
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType, cpu_slots, parse_fake, recognise
 from serverless_gpu.node.base.usages import MIB, GpuProcess, Unavailable, Usage, unknown_usage
-from serverless_gpu.node.devices.nvml import NO_DRIVER, Answer, Asker, Bounded, Nvml, NvmlReader, Silent
+from serverless_gpu.node.devices.nvml import NO_DRIVER, Bounded, Nvml, NvmlAnswer, NvmlClient, NvmlReader, NvmlTimeout
 from serverless_gpu.node.devices.nvml_process import NvmlProcess
 
 NVML_LIMIT_S = 5.0
@@ -141,7 +141,7 @@ class FakeProvider:
         if any(fake.hangs for fake in state.values()):
             try:
                 _hanging(self._state_path).ask(uuids)  # as a driver's: by a process that may get stuck
-            except Silent as silent:
+            except NvmlTimeout as silent:
                 return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
         known = {device.uuid for device in self._devices}
         return {uuid: _as_usage(state.get(uuid, _FakeUsage())) if uuid in known else _not_here(uuid) for uuid in uuids}
@@ -201,7 +201,7 @@ class NvmlProvider:
         self.silence = ""
         self._own = tuple(own)
         self._is_direct = nvml is not None
-        self._asker: Asker = NvmlProcess("", limit_s, forks=forks)
+        self._asker: NvmlClient = NvmlProcess("", limit_s, forks=forks)
         if nvml is not None:
             self._asker = Bounded(NvmlReader(nvml, pid_namespace), limit_s)
 
@@ -230,22 +230,22 @@ class NvmlProvider:
             return {uuid: unknown_usage(NO_DRIVER) for uuid in uuids}
         try:
             found = self._ask(uuids).usage
-        except Silent as silent:
+        except NvmlTimeout as silent:
             return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
         return {uuid: found.get(uuid) or unknown_usage("NVML said nothing about it") for uuid in uuids}
 
-    def _scan(self) -> Answer:
+    def _scan(self) -> NvmlAnswer:
         if not self._has_driver():
-            return Answer(0)
+            return NvmlAnswer(0)
         try:
             return self._ask(None)
-        except Silent as silent:
-            return Answer(0, unavailable=(Unavailable("NVML", str(silent)),))
+        except NvmlTimeout as silent:
+            return NvmlAnswer(0, unavailable=(Unavailable("NVML", str(silent)),))
 
-    def _ask(self, uuids: Sequence[str] | None) -> Answer:
+    def _ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         try:
             answer = self._asker.ask(uuids)
-        except Silent as silent:
+        except NvmlTimeout as silent:
             self.silence = str(silent)
             raise
         self.silence = ""

@@ -33,7 +33,7 @@ _RECORD_BYTES = 8192  # the kernel's own limit
 _LEVELS = 8  # a record's prefix is facility * 8 + level
 
 
-class Line(NamedTuple):
+class KernelLogLine(NamedTuple):
     """One line, and when it was written: nanoseconds since 1970, as far as that can be told."""
 
     at_ns: int
@@ -66,7 +66,7 @@ class KernelLog:
         """Return a descriptor that says when there is more; None where that has to be looked for."""
         return self._fd if self._path == KERNEL else None
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[KernelLogLine]:
         """Return what is new, oldest first."""
         if self._fd is None:
             self._open()
@@ -121,7 +121,7 @@ class KernelLog:
         *whole, self._rest = data.split(b"\n")
         return whole
 
-    def _line(self, record: bytes) -> Line | None:
+    def _line(self, record: bytes) -> KernelLogLine | None:
         head, _, text = record.partition(b";")
         fields = head.split(b",")
         if len(fields) < 3 or not fields[2].isdigit() or not _is_kernels(fields[0]):
@@ -129,7 +129,7 @@ class KernelLog:
         # Counted from the boot, without the time in which the machine slept: then it was a little later.
         ago_ns = self._clock.boottime_ns() - int(fields[2]) * 1000
         at_ns = self._clock.wall_ns() - max(0, ago_ns)
-        return Line(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))
+        return KernelLogLine(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))
 
 
 def _is_kernels(prefix: bytes) -> bool:

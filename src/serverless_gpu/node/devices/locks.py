@@ -63,7 +63,7 @@ _TICKET = re.compile(r"(.+)\.(\d{18})\.ticket")
 _DEVICES = "devices.mutex"
 
 
-class Holder(Struct, frozen=True):
+class LockHolder(Struct, frozen=True):
     """Who holds a device, since when (nanoseconds since 1970); `run_id` is empty where the note cannot be read.
 
     A session holds devices also while no run uses them.
@@ -96,7 +96,7 @@ class Quarantine(Struct, frozen=True):
 class Busy(Struct, frozen=True):
     """The answer when not enough devices were free: who holds the others, and which are in quarantine."""
 
-    holders: tuple[Holder, ...]
+    holders: tuple[LockHolder, ...]
     quarantined: tuple[str, ...] = ()
 
 
@@ -139,7 +139,7 @@ class DeviceLocks:
         self.directory = directory
         self._clock: Clock = clock or SystemClock()
 
-    def try_lock(self, uuids: Sequence[str], count: int, holder: Holder) -> Locked | Busy:
+    def try_lock(self, uuids: Sequence[str], count: int, holder: LockHolder) -> Locked | Busy:
         """Take `count` of these devices, the first free ones in the order given, or none; never wait for a device.
 
         Args:
@@ -155,14 +155,14 @@ class DeviceLocks:
         if not 1 <= count <= len(candidates):
             raise InvalidValue(f"{count} devices cannot be taken from {len(candidates)} candidates.")
         taken: dict[str, int] = {}
-        holders: list[Holder] = []
+        holders: list[LockHolder] = []
         quarantined: list[str] = []
         with opened_directory(self.directory) as directory, mutex(directory, _DEVICES), contextlib.ExitStack() as held:
             for uuid in candidates:
                 if len(taken) == count:
                     break
                 found = _take(directory, uuid)
-                if isinstance(found, Holder):
+                if isinstance(found, LockHolder):
                     holders.append(found)
                 elif isinstance(found, Quarantine):
                     quarantined.append(uuid)
@@ -176,20 +176,20 @@ class DeviceLocks:
             _keep_cleaners_out(directory, held)
             return Locked(tuple(taken), tuple(taken.values()), held.pop_all())
 
-    def holders(self, uuids: Sequence[str]) -> tuple[Holder, ...]:
+    def holders(self, uuids: Sequence[str]) -> tuple[LockHolder, ...]:
         """Return who has which of these devices; those that nobody has, and those in quarantine, are not there.
 
         Raises:
             StorageError: the directory or a file in it cannot be used.
         """
-        held: list[Holder] = []
+        held: list[LockHolder] = []
         # With the mutex, so that nobody finds a device busy because it is being asked about.
         with opened_directory(self.directory) as directory, mutex(directory, _DEVICES):
             for uuid in dict.fromkeys(uuids):
                 found = _take(directory, uuid)
                 if isinstance(found, int):
                     os.close(found)
-                elif isinstance(found, Holder):
+                elif isinstance(found, LockHolder):
                     held.append(found)
         return tuple(held)
 
@@ -377,7 +377,7 @@ def _checked_shared(path: Path) -> Path:
     )
 
 
-def _take(directory: int, uuid: str) -> int | Holder | Quarantine:
+def _take(directory: int, uuid: str) -> int | LockHolder | Quarantine:
     """Return an open, locked file; or who holds the device; or why it must not be lent."""
     name = f"{_checked(uuid)}.lock"
     for _ in range(3):
@@ -428,18 +428,18 @@ def _checked(uuid: str) -> str:
     return uuid
 
 
-def _write(fd: int, content: Holder | Quarantine | int) -> None:
+def _write(fd: int, content: LockHolder | Quarantine | int) -> None:
     text = msgspec.json.encode(content)
     # Written first and cut after: at no moment is the file empty, which would read as "no quarantine".
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
 
 
-def _read_holder(fd: int, uuid: str) -> Holder:
+def _read_holder(fd: int, uuid: str) -> LockHolder:
     try:
-        holder = from_json(read_note(fd), Holder)
+        holder = from_json(read_note(fd), LockHolder)
     except msgspec.MsgspecError:  # taken this moment and not yet written, or not written by us
-        return Holder(uuid=uuid, run_id="", user="", pid=0, since_wall_ns=0)
+        return LockHolder(uuid=uuid, run_id="", user="", pid=0, since_wall_ns=0)
     return msgspec.structs.replace(holder, uuid=uuid, run_id=_plain(holder.run_id), user=_plain(holder.user))
 
 

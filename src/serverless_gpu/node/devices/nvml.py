@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from msgspec import Struct
 
-from serverless_gpu.node.base.usages import IDLE_MEMORY_BYTES, GpuProcess, Seen, Unavailable, Usage, unknown_usage
+from serverless_gpu.node.base.usages import IDLE_MEMORY_BYTES, GpuProcess, Unavailable, Usage, VisibleGpu, unknown_usage
 
 _PROCESS_NAME_MAX = 64
 # The kernel's fixed inode number of the first pid namespace; in any other one NVML may hide processes.
@@ -29,26 +29,26 @@ class Question(Struct, frozen=True):
     uuids: tuple[str, ...] | None = None
 
 
-class Answer(Struct, frozen=True):
+class NvmlAnswer(Struct, frozen=True):
     """What was answered to the question of that number."""
 
     seq: int
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[VisibleGpu, ...] = ()
     unavailable: tuple[Unavailable, ...] = ()
     usage: dict[str, Usage] = {}
 
 
-class Silent(Exception):
+class NvmlTimeout(Exception):
     """There was no answer in time."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"NVML did not answer in {limit_s:g} s")
 
 
-class Asker(Protocol):
+class NvmlClient(Protocol):
     """Has questions answered."""
 
-    def ask(self, uuids: Sequence[str] | None) -> Answer:
+    def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         """Return which GPUs there are, for None, or what uses some of them.
 
         Raises:
@@ -109,14 +109,14 @@ class NvmlReader:
         self._ready: Nvml | None = None
         self._sees_all_pids = sees_all_pids(pid_namespace)
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: Question) -> NvmlAnswer:
         """Return the answer to a question."""
         if question.uuids is not None:
-            return Answer(question.seq, usage=self._usage(question.uuids))
+            return NvmlAnswer(question.seq, usage=self._usage(question.uuids))
         seen, unavailable = self._scan()
-        return Answer(question.seq, seen=tuple(seen), unavailable=tuple(unavailable))
+        return NvmlAnswer(question.seq, seen=tuple(seen), unavailable=tuple(unavailable))
 
-    def _scan(self) -> tuple[list[Seen], list[Unavailable]]:
+    def _scan(self) -> tuple[list[VisibleGpu], list[Unavailable]]:
         try:
             nvml = self._nvml()
         except NvmlBroken as broken:
@@ -128,7 +128,7 @@ class NvmlReader:
         except errors(nvml) as error:
             return [], [Unavailable("NVML", f"NVML cannot count the GPUs: {error}")]
         found = [_look(nvml, index) for index in range(count)]
-        seen = [gpu for gpu in found if isinstance(gpu, Seen)]
+        seen = [gpu for gpu in found if isinstance(gpu, VisibleGpu)]
         return seen, [gpu for gpu in found if isinstance(gpu, Unavailable)]
 
     def _usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
@@ -179,7 +179,7 @@ def errors(nvml: Nvml) -> tuple[type[Exception], ...]:
     return (nvml.NVMLError, nvml.NVMLLibraryMismatchError)
 
 
-def _look(nvml: Nvml, index: int) -> Seen | Unavailable:
+def _look(nvml: Nvml, index: int) -> VisibleGpu | Unavailable:
     name = f"GPU {index} as the driver counts"
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -189,7 +189,7 @@ def _look(nvml: Nvml, index: int) -> Seen | Unavailable:
         pci = nvml.nvmlDeviceGetPciInfo(handle)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
         place = (pci.domain, pci.bus, pci.device)
-        return Seen(place, uuid, nvml.nvmlDeviceGetName(handle), memory.total)
+        return VisibleGpu(place, uuid, nvml.nvmlDeviceGetName(handle), memory.total)
     except errors(nvml) as error:
         return Unavailable(name, f"NVML: {error}")
 
@@ -267,31 +267,31 @@ class Bounded:
         self._turn = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def ask(self, uuids: Sequence[str] | None) -> Answer:
-        """Return what was asked for; as `Asker`."""
+    def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
+        """Return what was asked for; as `NvmlClient`."""
         question = Question(0, None if uuids is None else tuple(uuids))
         if not self._turn.acquire(timeout=self._limit_s):
-            raise Silent(self._limit_s)
+            raise NvmlTimeout(self._limit_s)
         try:
             return self._call(lambda: self._reader.answer(question))
         finally:
             self._turn.release()
 
-    def _call(self, work: Callable[[], Answer]) -> Answer:
+    def _call(self, work: Callable[[], NvmlAnswer]) -> NvmlAnswer:
         if self._thread is not None and self._thread.is_alive():  # a call from before is still stuck in the driver
-            raise Silent(self._limit_s)
-        answer: Future[Answer] = Future()
+            raise NvmlTimeout(self._limit_s)
+        answer: Future[NvmlAnswer] = Future()
         self._thread = threading.Thread(target=_settle, args=(answer, work), name="sgpu-nvml", daemon=True)
         self._thread.start()
         try:
             value = answer.result(timeout=self._limit_s)
         except TimeoutError:
-            raise Silent(self._limit_s) from None
+            raise NvmlTimeout(self._limit_s) from None
         self._thread.join(timeout=self._limit_s)  # it has only its own end left to do
         return value
 
 
-def _settle(answer: Future[Answer], work: Callable[[], Answer]) -> None:
+def _settle(answer: Future[NvmlAnswer], work: Callable[[], NvmlAnswer]) -> None:
     try:
         answer.set_result(work())
     except Exception as error:  # noqa: BLE001 - handed to the thread that waits, which raises it

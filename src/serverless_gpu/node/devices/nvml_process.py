@@ -4,7 +4,8 @@
              ◀──Answer────             at most 5 s are waited for it, once
 
 Failure cases:
-- no answer in time: `Silent`. Until there is one, every later question is answered so at once. A process that is silent
+- no answer in time: `NvmlTimeout`. Until there is one, every later question is answered so at once. A process that is
+  silent
   for half a minute is killed, which may not help, and another one tries; never more than a few cannot be killed;
 - the process dies: another one is started, once for each question;
 - whoever asked is gone: end of file ends the process.
@@ -28,7 +29,7 @@ import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.node.base.usages import Unavailable, unknown_usage
-from serverless_gpu.node.devices.nvml import Answer, NvmlReader, Question, Silent
+from serverless_gpu.node.devices.nvml import NvmlAnswer, NvmlReader, NvmlTimeout, Question
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.spawn import clean_process
@@ -38,7 +39,7 @@ _STUCK_MAX = 3
 _END_S = 0.2
 _STUCK_PAUSE_S = 0.05
 
-_decoder = msgspec.json.Decoder(Answer)
+_decoder = msgspec.json.Decoder(NvmlAnswer)
 
 
 def main(fd: int, source: str) -> NoReturn:
@@ -65,10 +66,10 @@ class _StuckReader:
     def __init__(self, state: Path) -> None:
         self._state = state
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: Question) -> NvmlAnswer:
         while self._hangs():
             time.sleep(_STUCK_PAUSE_S)
-        return Answer(question.seq)
+        return NvmlAnswer(question.seq)
 
     def _hangs(self) -> bool:
         try:
@@ -134,14 +135,14 @@ class NvmlProcess:
         self._silent_ns: int | None = None
         weakref.finalize(self, _end, self._helpers)
 
-    def ask(self, uuids: Sequence[str] | None) -> Answer:
+    def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         """Return which GPUs there are, for None, or what uses some of them.
 
         Raises:
             Silent: there was no answer in time, and none has come since.
         """
         if not self._turn.acquire(timeout=self._limit_s):
-            raise Silent(self._limit_s)
+            raise NvmlTimeout(self._limit_s)
         try:
             if self._silent_ns is not None:
                 self._look_again(uuids)
@@ -153,7 +154,7 @@ class NvmlProcess:
         finally:
             self._turn.release()
 
-    def _answered(self, uuids: Sequence[str] | None) -> Answer | None:
+    def _answered(self, uuids: Sequence[str] | None) -> NvmlAnswer | None:
         """Return the answer; None when the process died of the question."""
         if not self._send(uuids):
             return None
@@ -165,7 +166,7 @@ class NvmlProcess:
             if answer is None or answer.seq == self._seq:
                 return answer
         self._silent_ns = self._clock.boottime_ns()
-        raise Silent(self._limit_s)
+        raise NvmlTimeout(self._limit_s)
 
     def _look_again(self, uuids: Sequence[str] | None) -> None:
         """Return if there was an answer, or an end, since it was silent; else nobody waits."""
@@ -180,7 +181,7 @@ class NvmlProcess:
             if len(self._helpers) < _STUCK_MAX:
                 self._helpers.append(_Helper(self._source, forks=self._forks))
                 self._send(uuids)
-        raise Silent(self._limit_s)
+        raise NvmlTimeout(self._limit_s)
 
     def _send(self, uuids: Sequence[str] | None) -> bool:
         self._seq += 1
@@ -198,7 +199,7 @@ class NvmlProcess:
         sock = self._helpers[-1].channel.sock
         return sock.fileno() >= 0 and bool(select.select([sock], [], [], limit_s)[0])
 
-    def _received(self) -> Answer | None:
+    def _received(self) -> NvmlAnswer | None:
         try:
             received = self._helpers[-1].channel.receive()
             if received is not None:
@@ -222,11 +223,11 @@ def _end(helpers: list[_Helper]) -> None:
             helper.process.returncode = 0  # it hangs: nobody waits for it any more
 
 
-def _died(seq: int, uuids: Sequence[str] | None) -> Answer:
+def _died(seq: int, uuids: Sequence[str] | None) -> NvmlAnswer:
     why = "the process that asks NVML ended without an answer"
     if uuids is None:
-        return Answer(seq, unavailable=(Unavailable("NVML", why),))
-    return Answer(seq, usage={uuid: unknown_usage(why) for uuid in uuids})
+        return NvmlAnswer(seq, unavailable=(Unavailable("NVML", why),))
+    return NvmlAnswer(seq, usage={uuid: unknown_usage(why) for uuid in uuids})
 
 
 def _started(theirs: Channel, source: str) -> subprocess.Popen[bytes]:

@@ -24,7 +24,7 @@ from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.base.usages import Usage, unknown_usage
 from serverless_gpu.node.devices.gpu_gate import Verdict, foreign, judge
 from serverless_gpu.node.devices.gpus import FakeProvider, Provider, providers
-from serverless_gpu.node.devices.locks import Busy, DeviceLocks, Holder, Locked, Quarantine, Ticket, lock_directory
+from serverless_gpu.node.devices.locks import Busy, DeviceLocks, Locked, LockHolder, Quarantine, Ticket, lock_directory
 from serverless_gpu.node.processes.process_tree import Left
 
 _NAMED_MAX = 4
@@ -82,7 +82,7 @@ class Reservation:
         if len(free) < count:
             return self._sentence(_foreign_text(busy), self._holders(uuids))
         session = self._launch.idle_timeout_s is not None
-        holder = Holder("", self._launch.run_id, _user(), os.getpid(), self._clock.wall_ns(), session)
+        holder = LockHolder("", self._launch.run_id, _user(), os.getpid(), self._clock.wall_ns(), session)
         taken = self._locks.try_lock(free, count, holder)
         if isinstance(taken, Busy):
             return self._sentence(_foreign_text(busy), taken.holders)
@@ -122,19 +122,19 @@ class Reservation:
         notes = retest_quarantined(self._locks, self.provider, [device.uuid for device in self._launch.candidates])
         return {uuid: f"in quarantine {note.reason}" for uuid, note in notes.items()}
 
-    def _holders(self, uuids: list[str]) -> tuple[Holder, ...]:
+    def _holders(self, uuids: list[str]) -> tuple[LockHolder, ...]:
         """Ask who holds what by asking for everything, which is refused while anything is held."""
-        probe = self._locks.try_lock(uuids, len(uuids), Holder("", self._launch.run_id, "", os.getpid(), 0))
+        probe = self._locks.try_lock(uuids, len(uuids), LockHolder("", self._launch.run_id, "", os.getpid(), 0))
         if isinstance(probe, Busy):
             return probe.holders
         probe.release()
         return ()
 
-    def _sentence(self, cause: str, holders: tuple[Holder, ...]) -> str:
+    def _sentence(self, cause: str, holders: tuple[LockHolder, ...]) -> str:
         count, kind = self._launch.world_size, self._launch.candidates[0]
         noun = "CPU slot" if kind.kind is DeviceKind.CPU else kind.type
         wanted = f"waiting for {count} {noun}{'s' if count > 1 and kind.kind is DeviceKind.CPU else ''}"
-        by_run: dict[str, list[Holder]] = {}
+        by_run: dict[str, list[LockHolder]] = {}
         for holder in holders:
             by_run.setdefault(holder.run_id, []).append(holder)
         parts = [_held_text(held) for held in list(by_run.values())[:_NAMED_MAX]]
@@ -186,7 +186,7 @@ def quarantine(
     return bad
 
 
-def _held_text(held: Sequence[Holder]) -> str:
+def _held_text(held: Sequence[LockHolder]) -> str:
     """Return who holds these devices, which are all in the same hands."""
     first = held[0]
     names = ", ".join(holder.uuid for holder in held[:_NAMED_MAX])

@@ -59,7 +59,7 @@ _REPR_CHARACTERS_MAX = 10_000
 _MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
 
 
-class Place(NamedTuple):
+class RankOutput(NamedTuple):
     """Where a rank writes and how it is numbered.
 
     `gate` is a pipe that holds the others of its node back until the first of them has entered the function: that one
@@ -97,7 +97,7 @@ def main(channel: Channel, events: Channel) -> int:
     channel.close()
     message, (stdout, stderr, gate, release) = protocol.decode(received[0]), received[1]
     _take_output(stdout, stderr)
-    place = Place(
+    place = RankOutput(
         directory=protocol.text(message, "directory"),
         rank=protocol.integer(message, "rank"),
         world_size=protocol.integer(message, "world_size"),
@@ -132,7 +132,7 @@ def main(channel: Channel, events: Channel) -> int:
     return command.run(protocol.strings(message, "command"), report)
 
 
-def _call(place: Place, *, tracked: bool) -> Callable[[protocol.Report], int]:
+def _call(place: RankOutput, *, tracked: bool) -> Callable[[protocol.Report], int]:
     def call(report: protocol.Report) -> int:
         if tracked:
             mlflow_hook.install(place.directory, place.rank)
@@ -155,9 +155,9 @@ def _with_threads(call: Callable[[protocol.Report], int], count: int) -> Callabl
 
 
 def _node_task(
-    place: Place, environment: dict[str, str], report: protocol.Report, drive: Callable[[protocol.Report], int]
-) -> task.Work:
-    return task.Work(
+    place: RankOutput, environment: dict[str, str], report: protocol.Report, drive: Callable[[protocol.Report], int]
+) -> task.RayTaskWork:
+    return task.RayTaskWork(
         directory=place.directory,
         environment=environment,
         report=report,
@@ -168,7 +168,7 @@ def _node_task(
     )
 
 
-def execute(place: Place, report: protocol.Report) -> int:
+def execute(place: RankOutput, report: protocol.Report) -> int:
     """Load the call, run it, store the outcome; return the exit code a process with that outcome should have."""
     report({"event": "exec", "stack": place.stack})
     process, joined, made_group = os.getpid(), False, False
@@ -216,7 +216,7 @@ def _leave_if_forked(process: int, code: int) -> None:
         os._exit(code)
 
 
-def _return(place: Place, value: object, report: protocol.Report) -> int:
+def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
     path = os.path.join(place.directory, "results", f"{place.rank}.pkl")
     try:
         size = dump(value, path, limit=place.result_bytes_max)
@@ -233,7 +233,7 @@ def _return(place: Place, value: object, report: protocol.Report) -> int:
     return 1
 
 
-def _wait_for_others(place: Place) -> None:
+def _wait_for_others(place: RankOutput) -> None:
     """Stay until every rank has returned: rank 0, which has the store; the others a while.
 
     Peers may still be talking to this rank. They may also be waiting for it to go, so that is bounded. On several
@@ -245,7 +245,7 @@ def _wait_for_others(place: Place) -> None:
         select.select([place.release], [], [], _STAY_S if place.rank else None)
 
 
-def _fail(place: Place, error: BaseException, report: protocol.Report, **extra: object) -> int:
+def _fail(place: RankOutput, error: BaseException, report: protocol.Report, **extra: object) -> int:
     """Store a failure, report it, and return the exit code."""
     tell_of_copies(error, place.copies)
     record = describe(error)
@@ -253,7 +253,9 @@ def _fail(place: Place, error: BaseException, report: protocol.Report, **extra: 
     return _store_failure(place, record, error, report)
 
 
-def _store_failure(place: Place, record: protocol.Message, error: BaseException | None, report: protocol.Report) -> int:
+def _store_failure(
+    place: RankOutput, record: protocol.Message, error: BaseException | None, report: protocol.Report
+) -> int:
     """Store and report a failure; one without an exception replaces what was stored before."""
     record = {**record, "rank": place.rank, "pickled": False}
     path = os.path.join(place.directory, "failures", str(place.rank))
@@ -371,7 +373,7 @@ def _written(frame: types.FrameType | None) -> bytes:
 
 
 @contextlib.contextmanager
-def _stack_on_signal(place: Place):  # type: ignore[no-untyped-def]  # the stub's generator type would need typing at run time
+def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the stub's generator type would need typing at run time
     """Leave the Python stack in a file if a signal ends this rank, nothing otherwise."""
     path = os.path.join(place.directory, "failures", f"{place.rank}.stack")
     try:

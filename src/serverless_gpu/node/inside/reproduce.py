@@ -8,7 +8,7 @@ import tempfile
 
 from . import protocol
 from .payload import load
-from .rank import Place, execute
+from .rank import RankOutput, execute
 
 
 def main(directory: str, *, world_size: int) -> int:
@@ -40,4 +40,4 @@ def main(directory: str, *, world_size: int) -> int:
                 text = failure.get("traceback") if isinstance(failure, dict) else None
                 sys.stderr.write(f"rank {rank} failed\n{text}\n")
 
-        return execute(Place(scratch, rank, here, None), report)
+        return execute(RankOutput(scratch, rank, here, None), report)

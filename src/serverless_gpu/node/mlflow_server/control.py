@@ -27,7 +27,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.inside.linux import descendants
 from serverless_gpu.node.mlflow_server.error_summary import pause_s
-from serverless_gpu.node.mlflow_server.files import Noted, Place, Stage, place_of, places
+from serverless_gpu.node.mlflow_server.files import Noted, ServerFiles, Stage, place_of, places
 from serverless_gpu.node.processes.spawn import clean_process, open_log
 
 PASSED_ON = ("PYTHONPATH", "PYTHONHOME")
@@ -57,7 +57,7 @@ class Serving(NamedTuple):
     failures: int = 0
 
 
-class Server(NamedTuple):
+class MlflowServer(NamedTuple):
     """An MLflow server of this home, as it is now.
 
     Attributes:
@@ -68,7 +68,7 @@ class Server(NamedTuple):
         used_s: how long ago it was used.
     """
 
-    place: Place
+    place: ServerFiles
     uri: str
     store: str
     stage: Stage
@@ -110,7 +110,7 @@ def ensure_server(
     return Serving(place.uri(noted), False, _start(place, python, environ or {}), failures=noted.failures)
 
 
-def kept(place: Place) -> Serving | None:
+def kept(place: ServerFiles) -> Serving | None:
     """Return how a server is as its keeper says; None where there is no keeper, or it has not said anything yet.
 
     Args:
@@ -120,7 +120,7 @@ def kept(place: Place) -> Serving | None:
     return _kept(place, noted, holder) if holder and noted.keeper == holder else None
 
 
-def look(place: Place, clock: Clock) -> Server:
+def look(place: ServerFiles, clock: Clock) -> MlflowServer:
     """Return how a server is; nothing is started.
 
     Args:
@@ -136,7 +136,7 @@ def look(place: Place, clock: Clock) -> Server:
     used_s = 0.0
     with contextlib.suppress(OSError):
         used_s = max(0.0, clock.wall_ns() / 1e9 - place.used.stat().st_mtime)
-    return Server(
+    return MlflowServer(
         place=place,
         uri=serving.uri,
         store=place.store,
@@ -151,13 +151,13 @@ def look(place: Place, clock: Clock) -> Server:
     )
 
 
-def servers(home: Home) -> list[Server]:
+def servers(home: Home) -> list[MlflowServer]:
     """Return how all servers of a home are."""
     clock = SystemClock()
     return [look(place, clock) for place in places(home)]
 
 
-def stop_server(place: Place) -> bool:
+def stop_server(place: ServerFiles) -> bool:
     """End a server and wait until it is gone; return whether there was one.
 
     Raises:
@@ -183,7 +183,7 @@ def stop_servers(home: Home) -> int:
 
 
 def start_keeper(
-    place: Place, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = ""
+    place: ServerFiles, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = ""
 ) -> subprocess.Popen[bytes]:
     """Start the process that keeps a server, and return it; another one may have the lock, then it ends.
 
@@ -213,13 +213,13 @@ def start_keeper(
         os.close(log)
 
 
-def _is_on_its_way(place: Place, noted: Noted) -> bool:
+def _is_on_its_way(place: ServerFiles, noted: Noted) -> bool:
     """Return whether a keeper that this process started is about to take its lock and say so."""
     _started[:] = [each for each in _started if each[1].poll() is None]
     return any(path == place.lock and child.pid != noted.keeper for path, child in _started)
 
 
-def _start(place: Place, python: str, environ: Mapping[str, str]) -> str:
+def _start(place: ServerFiles, python: str, environ: Mapping[str, str]) -> str:
     """Have a keeper started; return why that failed, or ""."""
     try:
         start_keeper(place, python, environ)
@@ -228,7 +228,7 @@ def _start(place: Place, python: str, environ: Mapping[str, str]) -> str:
     return ""
 
 
-def _kept(place: Place, noted: Noted, holder: int) -> Serving:
+def _kept(place: ServerFiles, noted: Noted, holder: int) -> Serving:
     if noted.machine not in ("", machine()):
         problem = (
             f"the MLflow server of {place.directory} runs on another machine, {noted.host}; set MLFLOW_TRACKING_URI to "
@@ -252,7 +252,7 @@ def _is_too_soon(noted: Noted, python: str, clock: Clock) -> bool:
     return 0 < left_s <= whole_s  # else the clock was set
 
 
-def _holder(place: Place) -> int | None:
+def _holder(place: ServerFiles) -> int | None:
     """Return the pid of a server's keeper: 0 in the moment before it has written that down, None without one."""
     note = held_note(place.lock)
     if note is None:
@@ -260,7 +260,7 @@ def _holder(place: Place) -> int | None:
     return int(note) if note.strip().isdigit() else 0
 
 
-def _ending(place: Place) -> int | None:
+def _ending(place: ServerFiles) -> int | None:
     """Return as `_holder` who keeps a server, after some time for one that has given up to end."""
     for _ in range(_ENDING_LOOKS):
         holder = _holder(place)

@@ -85,7 +85,7 @@ class Backing(NamedTuple):
     is_own: bool
 
 
-class Place:
+class ServerFiles:
     """The files of one server.
 
     Args:
@@ -180,7 +180,7 @@ class Place:
             raise
 
 
-def place_of(home: Home, store: str = "") -> Place:
+def place_of(home: Home, store: str = "") -> ServerFiles:
     """Return the place of the server of a store.
 
     Args:
@@ -188,21 +188,21 @@ def place_of(home: Home, store: str = "") -> Place:
         store: of the caller (``sqlite:////…``, ``file:///…``, a directory); "" for the home's own.
     """
     if not store:
-        return Place(home.root / "mlflow" / DEFAULT)
+        return ServerFiles(home.root / "mlflow" / DEFAULT)
     path = local_path(store)
     known = store if path is None else os.path.realpath(path)
-    return Place(home.root / "mlflow" / hashlib.sha256(os.fsencode(known)).hexdigest()[:12], store)
+    return ServerFiles(home.root / "mlflow" / hashlib.sha256(os.fsencode(known)).hexdigest()[:12], store)
 
 
-def places(home: Home) -> list[Place]:
+def places(home: Home) -> list[ServerFiles]:
     """Return the places of all servers that this home has or had."""
     found = sorted(path for path in (home.root / "mlflow").glob("*") if path.is_dir())
     return [opened(path) for path in found]
 
 
-def opened(directory: Path) -> Place:
+def opened(directory: Path) -> ServerFiles:
     """Return a place that was made before, by its directory."""
-    return Place(directory, _read(directory / "store").decode("utf-8", "replace"))
+    return ServerFiles(directory, _read(directory / "store").decode("utf-8", "replace"))
 
 
 def local_path(store: str) -> Path | None:
@@ -217,7 +217,7 @@ def local_path(store: str) -> Path | None:
     return None
 
 
-def held_port(place: Place, noted: Noted) -> socket.socket:
+def held_port(place: ServerFiles, noted: Noted) -> socket.socket:
     """Return a socket that is bound to the server's port and does not listen.
 
     The kernel gives such a port to no one who does not ask for it with SO_REUSEADDR; MLflow's server does, and is let

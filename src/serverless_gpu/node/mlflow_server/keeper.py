@@ -49,7 +49,7 @@ _LOCK_PAUSE_S = 0.01
 _LAST_WORDS_BYTES = 16_000
 
 
-class Limits(NamedTuple):
+class KeeperLimits(NamedTuple):
     """How long things may take, in seconds.
 
     Attributes:
@@ -65,7 +65,7 @@ class Limits(NamedTuple):
     idle_s: float = 8 * 3600.0
 
 
-LIMITS = Limits()
+LIMITS = KeeperLimits()
 
 
 class End(StrEnum):
@@ -77,7 +77,7 @@ class End(StrEnum):
     SILENT = "silent"
 
 
-class Child(NamedTuple):
+class MlflowChild(NamedTuple):
     """A server that was started, and a descriptor that says when it has ended."""
 
     process: subprocess.Popen[bytes]
@@ -102,8 +102,10 @@ def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts
     os._exit(0)
 
 
-def keep(place: files.Place, starting: program.Starting, *, owner: int = -1, limits: Limits = LIMITS) -> None:
-    """Keep a server in this process until nobody needs it, unless another process does; as `Keeper`."""
+def keep(
+    place: files.ServerFiles, starting: program.Starting, *, owner: int = -1, limits: KeeperLimits = LIMITS
+) -> None:
+    """Keep a server in this process until nobody needs it, unless another process does; as `MlflowKeeper`."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = hold(place.lock, str(os.getpid()))
@@ -111,11 +113,11 @@ def keep(place: files.Place, starting: program.Starting, *, owner: int = -1, lim
         return
     with contextlib.suppress(OSError):
         linux.become_subreaper()
-    Keeper(place, starting, owner=owner, limits=limits).serve()
+    MlflowKeeper(place, starting, owner=owner, limits=limits).serve()
     os.close(lock)
 
 
-class Keeper:
+class MlflowKeeper:
     """A server and its keeper.
 
     Args:
@@ -125,7 +127,9 @@ class Keeper:
         limits: how long things may take.
     """
 
-    def __init__(self, place: files.Place, starting: program.Starting, *, owner: int, limits: Limits) -> None:
+    def __init__(
+        self, place: files.ServerFiles, starting: program.Starting, *, owner: int, limits: KeeperLimits
+    ) -> None:
         self._place, self._python, self._owner, self._limits = place, starting.python, owner, limits
         self._clock = SystemClock()
         self._backing = place.backing()
@@ -190,7 +194,7 @@ class Keeper:
         finally:
             self._finish(child)
 
-    def _start(self) -> Child | None:
+    def _start(self) -> MlflowChild | None:
         if not program.exists(self._python):
             self._note(problem=f"there is no interpreter {self._python} any more")
             return None
@@ -211,12 +215,12 @@ class Keeper:
             finally:
                 os.close(log)
             self._note(server=process.pid)
-            return Child(process, os.pidfd_open(process.pid), log_from)
+            return MlflowChild(process, os.pidfd_open(process.pid), log_from)
         except OSError as error:
             self._note(problem=f"MLflow's server could not be started: {error.strerror or error}")
             return None
 
-    def _until_ready(self, child: Child) -> End | None:
+    def _until_ready(self, child: MlflowChild) -> End | None:
         """Wait until the server answers; return why it does not, or None."""
         deadline_ns = self._clock.boottime_ns() + int(self._limits.start_s * 1e9)
         while self._clock.boottime_ns() < deadline_ns:
@@ -232,7 +236,7 @@ class Keeper:
         )
         return End.SILENT
 
-    def _watch(self, child: Child) -> End:
+    def _watch(self, child: MlflowChild) -> End:
         """Look after a server that answers; return why that is over."""
         silent = 0
         while True:
@@ -247,7 +251,7 @@ class Keeper:
             if self._owner < 0 and self._unused_s() >= self._limits.idle_s:
                 return End.UNUSED
 
-    def _finish(self, child: Child) -> None:
+    def _finish(self, child: MlflowChild) -> None:
         """End the server and everything below it."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
@@ -262,7 +266,7 @@ class Keeper:
         child.process.returncode = 0  # waited for above, with its orphans
         os.close(child.pidfd)
 
-    def _wait(self, seconds: float, child: Child | None = None) -> End | None:
+    def _wait(self, seconds: float, child: MlflowChild | None = None) -> End | None:
         """Wait; return what happened meanwhile, None when nothing did."""
         fds = [self._wake, *((child.pidfd,) if child else ()), *((self._owner,) if self._owner >= 0 else ())]
         deadline_ns = self._clock.boottime_ns() + int(seconds * 1e9)
@@ -278,7 +282,7 @@ class Keeper:
             if not readable:
                 return None
 
-    def _why(self, child: Child) -> str:
+    def _why(self, child: MlflowChild) -> str:
         written = ""
         with contextlib.suppress(OSError), self._place.log.open("rb") as file:
             file.seek(max(child.log_from, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))

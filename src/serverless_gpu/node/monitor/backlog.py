@@ -51,7 +51,7 @@ _HARMLESS = frozenset(
 _SECRET = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class BacklogAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that is to be delivered.
 
     Attributes:
@@ -65,7 +65,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     has_secrets: bool = False
 
 
-class Held(msgspec.Struct):
+class ClaimedAttempt(msgspec.Struct):
     """A kept attempt whose delivery is this process's."""
 
     path: Path
@@ -95,7 +95,7 @@ class Backlog:
         self._directory = directory
         self._clock = clock
 
-    def keep(self, observe: Observe, origin_ns: int) -> Held | None:
+    def keep(self, observe: Observe, origin_ns: int) -> ClaimedAttempt | None:
         """Write an attempt down and hold it; None where that cannot be done, or another process has it."""
         path = self._directory / f"{key_of(observe)}.json"
         try:
@@ -116,13 +116,13 @@ class Backlog:
         path = self._directory / f"{key_of(observe)}.json"
         if path.exists():
             return
-        kept = Kept(observe=_public(observe), origin_ns=origin_ns, has_secrets=has_secrets(observe.environ))
+        kept = BacklogAttempt(observe=_public(observe), origin_ns=origin_ns, has_secrets=has_secrets(observe.environ))
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_text(path, msgspec.json.encode(kept).decode())
 
     def take(
-        self, known: Collection[str], limit: int, ready: Callable[[Kept], bool] = lambda kept: True
-    ) -> Iterator[tuple[Kept, Held]]:
+        self, known: Collection[str], limit: int, ready: Callable[[BacklogAttempt], bool] = lambda kept: True
+    ) -> Iterator[tuple[BacklogAttempt, ClaimedAttempt]]:
         """Yield attempts that no process delivers, oldest first, and hold them.
 
         Args:
@@ -159,9 +159,9 @@ class Backlog:
         except OSError:
             return []
 
-    def _read(self, held: Held) -> Kept | None:
+    def _read(self, held: ClaimedAttempt) -> BacklogAttempt | None:
         try:
-            kept = from_json(os.pread(held.fd, _BYTES_MAX, 0), Kept)
+            kept = from_json(os.pread(held.fd, _BYTES_MAX, 0), BacklogAttempt)
         except msgspec.MsgspecError:
             if self._clock.wall_ns() - os.fstat(held.fd).st_mtime_ns > _FOREIGN_NS:
                 held.path.unlink(missing_ok=True)
@@ -201,7 +201,7 @@ def _public(observe: Observe) -> Observe:
     return msgspec.structs.replace(observe, environ=kept)
 
 
-def hold_kept(path: Path) -> Held | None:
+def hold_kept(path: Path) -> ClaimedAttempt | None:
     """Take the lock of a file; None when there is no such file, or somebody else has it.
 
     Raises:
@@ -219,4 +219,4 @@ def hold_kept(path: Path) -> Held | None:
     if not os.path.exists(path):  # whoever had it has just delivered everything
         os.close(fd)
         return None
-    return Held(path, fd)
+    return ClaimedAttempt(path, fd)

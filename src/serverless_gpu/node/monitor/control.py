@@ -255,7 +255,7 @@ def _end(path: Path, pid: int) -> bool:
         try:
             sock.connect(str(path))
             channel = Channel(sock)
-            messages.say(channel, messages.Retire())
+            messages.say(channel, messages.RetireMonitor())
             if messages.hear(channel) is not None:
                 return False
         except TimeoutError:

@@ -19,7 +19,7 @@ from serverless_gpu.node.attempt.history import is_live
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.control import ensure_server
 from serverless_gpu.node.monitor import messages
-from serverless_gpu.node.monitor.backlog import KEPT_MAX, Backlog, Kept, has_secrets, key_of
+from serverless_gpu.node.monitor.backlog import KEPT_MAX, Backlog, BacklogAttempt, has_secrets, key_of
 from serverless_gpu.node.monitor.delivery import Delivering, target_of
 from serverless_gpu.node.monitor.recorder import Recorder
 
@@ -28,7 +28,7 @@ _LOOK_NS = 15 * 10**9
 _SECRETS_MAX = 64
 
 
-class Deliveries:
+class MlflowDeliveries:
     """What is delivered, and what waits for it.
 
     Args:
@@ -59,7 +59,7 @@ class Deliveries:
         if observe.spec.tracker is None:
             return
         self._remember(observe.spec.tracker.uri, observe.environ)
-        kept = Kept(observe=observe, origin_ns=recorder.origin_ns)
+        kept = BacklogAttempt(observe=observe, origin_ns=recorder.origin_ns)
         held = self._backlog.keep(observe, recorder.origin_ns)
         delivering = recorder.delivering = Delivering(self._home, kept, observe.environ, held, self._wake)
         # Known already: ranks need not wait to hear it. Their file says it when it has been tried again.
@@ -96,7 +96,7 @@ class Deliveries:
             recorder.delivering.start()
             yield recorder
 
-    def _is_ready(self, kept: Kept) -> bool:
+    def _is_ready(self, kept: BacklogAttempt) -> bool:
         """Return whether an attempt can be delivered; one without its credentials is not looked at before they come."""
         key, target = key_of(kept.observe), target_of(kept.observe)
         self._waiting.pop(key, None)
@@ -110,7 +110,7 @@ class Deliveries:
     def _note(self, delivering: Delivering) -> bool:
         """Remember whether a tracker answers; return whether it does again."""
         match delivering.take_answer():
-            case messages.Tracked():
+            case messages.TrackedNote():
                 return self._away.pop(delivering.target, None) is not None
             case messages.Untracked(final=False) as away:
                 self._away[delivering.target] = away

@@ -34,10 +34,10 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside.mlflow import job as mlflow_job
 from serverless_gpu.node.mlflow_server.control import ensure_server
 from serverless_gpu.node.monitor import messages
-from serverless_gpu.node.monitor.backlog import Held, Kept
+from serverless_gpu.node.monitor.backlog import BacklogAttempt, ClaimedAttempt
 from serverless_gpu.tracking.addresses import split_userinfo
-from serverless_gpu.tracking.base import Tracked, TrackerAway
-from serverless_gpu.tracking.delivery import Delivery, Job
+from serverless_gpu.tracking.base import TrackerAway, TrackerRun
+from serverless_gpu.tracking.delivery import DeliveryJob, MlflowDelivery
 from serverless_gpu.tracking.mlflow import MlflowTracker
 
 _BYTES_MAX = 64 << 10
@@ -46,7 +46,7 @@ _TRIED = "the home's MLflow server could not be started and is tried again; `sgp
 _AGAIN = "the home's MLflow server ended unexpectedly, and is starting again"
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class TrackingNote(msgspec.Struct, frozen=True, kw_only=True):
     """What `tracking.json` holds.
 
     Attributes:
@@ -77,19 +77,24 @@ class Delivering:
     """
 
     def __init__(
-        self, home: Home, kept: Kept, environ: Mapping[str, str], held: Held | None, wake: Callable[[], None]
+        self,
+        home: Home,
+        kept: BacklogAttempt,
+        environ: Mapping[str, str],
+        held: ClaimedAttempt | None,
+        wake: Callable[[], None],
     ) -> None:
         observe = self._observe = kept.observe
-        self.word: messages.Tracked | messages.Untracked | None = None
+        self.word: messages.TrackedNote | messages.Untracked | None = None
         self.held = held
-        self._answer: messages.Tracked | messages.Untracked | None = None
+        self._answer: messages.TrackedNote | messages.Untracked | None = None
         self._environ = environ
         self._home = home
         self._wake = wake
-        self._news: queue.SimpleQueue[messages.Word] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[messages.MonitorMessage] = queue.SimpleQueue()
         self._path = Path(observe.directory) / mlflow_job.FILE
         self._asked = Path(observe.directory) / mlflow_job.ASKED
-        job = Job(
+        job = DeliveryJob(
             run_id=observe.run_id,
             fence=observe.fence,
             node_rank=observe.node_rank,
@@ -98,7 +103,7 @@ class Delivering:
             environment=observe.environment,
             called_ns=kept.origin_ns,
         )
-        self._delivery = Delivery(Path(observe.directory), job, self._tracker(), self)
+        self._delivery = MlflowDelivery(Path(observe.directory), job, self._tracker(), self)
         self._thread = threading.Thread(target=self._run, name=f"deliver {observe.run_id}", daemon=True)
 
     @property
@@ -118,8 +123,8 @@ class Delivering:
 
     def start(self) -> None:
         """Begin to deliver."""
-        if not isinstance(self.word, messages.Tracked) and self._noted().state != "ready":
-            self._note(Note())
+        if not isinstance(self.word, messages.TrackedNote) and self._noted().state != "ready":
+            self._note(TrackingNote())
         self._thread.start()
 
     def ending(self, state: State, reason: Reason, sentence: str) -> None:
@@ -134,7 +139,7 @@ class Delivering:
         """End the thread soon; another process, or this one later, goes on."""
         self._delivery.stop()
 
-    def take_answer(self) -> messages.Tracked | messages.Untracked | None:
+    def take_answer(self) -> messages.TrackedNote | messages.Untracked | None:
         """Return what its tracker's last answer, or silence, came to, once."""
         answer, self._answer = self._answer, None
         return answer
@@ -145,7 +150,7 @@ class Delivering:
 
     def tend(self) -> None:
         """Show ranks that somebody is at work, and go on at once when the home's server has come up."""
-        if isinstance(self.word, messages.Tracked) or self.is_done:
+        if isinstance(self.word, messages.TrackedNote) or self.is_done:
             return
         with contextlib.suppress(OSError):
             os.utime(self._path)
@@ -157,7 +162,7 @@ class Delivering:
                 self._address()
                 self._delivery.wake()
 
-    def news(self) -> Iterator[messages.Word]:
+    def news(self) -> Iterator[messages.MonitorMessage]:
         """Yield what is new, once."""
         with contextlib.suppress(queue.Empty):
             while True:
@@ -165,23 +170,23 @@ class Delivering:
 
     # --- the delivery's thread -----------------------------------------------------------------------------------
 
-    def tracked(self, tracked: Tracked) -> None:
+    def tracked(self, tracked: TrackerRun) -> None:
         """Hear which MLflow run it is."""
         environ = {"MLFLOW_RUN_ID": tracked.run_id, "MLFLOW_EXPERIMENT_ID": tracked.experiment_id}
         if split_userinfo(self._environ.get("MLFLOW_TRACKING_URI", ""))[0] != tracked.uri:
             environ["MLFLOW_TRACKING_URI"] = tracked.uri
-        self._note(Note(state="ready", environ=environ, run_id=tracked.run_id, url=tracked.url))
-        self._tell(messages.Tracked(run_id=tracked.run_id, url=tracked.url, environ=environ))
+        self._note(TrackingNote(state="ready", environ=environ, run_id=tracked.run_id, url=tracked.url))
+        self._tell(messages.TrackedNote(run_id=tracked.run_id, url=tracked.url, environ=environ))
 
     def untracked(self, sentence: str, *, final: bool) -> None:
         """Hear that there is none, yet or for good."""
         is_starting = sentence in (_STARTING, _AGAIN)
-        self._note(Note(state="failed" if final else "pending" if is_starting else "away", sentence=sentence))
+        self._note(TrackingNote(state="failed" if final else "pending" if is_starting else "away", sentence=sentence))
         self._tell(messages.Untracked(sentence=sentence, final=final, is_starting=is_starting))
 
     def said(self, sentence: str, *, note: bool) -> None:
         """Hear a sentence."""
-        self._tell(messages.Said(sentence=sentence, note=note))
+        self._tell(messages.UserSentence(sentence=sentence, note=note))
 
     def _run(self) -> None:
         try:
@@ -192,8 +197,8 @@ class Delivering:
             self.untracked("the delivery to MLflow failed; the node's monitor.log says how", final=True)
         self._wake()
 
-    def _tell(self, word: messages.Word) -> None:
-        if isinstance(word, messages.Tracked | messages.Untracked):
+    def _tell(self, word: messages.MonitorMessage) -> None:
+        if isinstance(word, messages.TrackedNote | messages.Untracked):
             self.word = self._answer = word
         self._news.put(word)
         self._wake()
@@ -216,12 +221,12 @@ class Delivering:
 
     # --- tracking.json -------------------------------------------------------------------------------------------
 
-    def _noted(self) -> Note:
+    def _noted(self) -> TrackingNote:
         with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
-            return from_json(file.read(_BYTES_MAX), Note)
-        return Note()
+            return from_json(file.read(_BYTES_MAX), TrackingNote)
+        return TrackingNote()
 
-    def _note(self, note: Note) -> None:
+    def _note(self, note: TrackingNote) -> None:
         with contextlib.suppress(OSError):
             write_text(self._path, msgspec.json.encode(note).decode())
 

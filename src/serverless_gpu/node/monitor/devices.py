@@ -43,7 +43,7 @@ UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0
 NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # fields: KiB over all links
 
 
-class Reading(NamedTuple):
+class GpuReading(NamedTuple):
     """GPUs at one moment, by uuid, and how much of their memory each process has; None where that is hidden."""
 
     gpus: dict[str, GpuSample]
@@ -75,11 +75,11 @@ class NvmlSampler:
         self._condition = threading.Condition()
         self._asked: tuple[str, ...] | None = None
         self._asked_ns = 0
-        self._latest: Reading | None = None
+        self._latest: GpuReading | None = None
         self._readings = 0
         self._thread: threading.Thread | None = None
 
-    def sample(self, uuids: Sequence[str]) -> Reading:
+    def sample(self, uuids: Sequence[str]) -> GpuReading:
         """Return the latest reading of these GPUs: one entry per uuid asked, never an exception, never long."""
         now_ns = self._clock.boottime_ns()
         with self._condition:
@@ -98,7 +98,7 @@ class NvmlSampler:
         if latest is None:
             return _empty(uuids, "")
         gpus = {uuid: latest.gpus.get(uuid, GpuSample()) for uuid in uuids}
-        return Reading(gpus, latest.memory_by_pid, latest.problem)
+        return GpuReading(gpus, latest.memory_by_pid, latest.problem)
 
     def _waits(self) -> bool:
         return self._asked is not None
@@ -129,7 +129,7 @@ class _NvmlReader:
         self._pcie: dict[str, tuple[float | None, float | None]] = {}
         self._turn = 0
 
-    def read(self, uuids: Sequence[str], now_ns: Callable[[], int]) -> Reading:
+    def read(self, uuids: Sequence[str], now_ns: Callable[[], int]) -> GpuReading:
         try:
             self._nvml = self._nvml or initialised(self._given)
         except NvmlBroken as broken:
@@ -149,7 +149,7 @@ class _NvmlReader:
             for process in self._ask("DeviceGetComputeRunningProcesses", handle) or ():
                 memory[process.pid] = memory.get(process.pid, 0) + (process.usedGpuMemory or 0)
         self._measure_pcie(uuids)
-        return Reading(gpus, memory if self._pids_visible else None, problem)
+        return GpuReading(gpus, memory if self._pids_visible else None, problem)
 
     def _gpu(self, uuid: str, handle: object, now_ns: Callable[[], int]) -> GpuSample:
         busy = self._ask("DeviceGetUtilizationRates", handle)
@@ -262,5 +262,5 @@ def from_rank(device: Device, rank: RankSample | None, share: int, state: Mappin
         return derived
 
 
-def _empty(uuids: Sequence[str], problem: str) -> Reading:
-    return Reading({uuid: GpuSample() for uuid in uuids}, None, problem)
+def _empty(uuids: Sequence[str], problem: str) -> GpuReading:
+    return GpuReading({uuid: GpuSample() for uuid in uuids}, None, problem)

@@ -22,10 +22,10 @@ from serverless_gpu.model.telemetry.samples import SECOND_NS, GpuSample, RankSam
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpus import FAKE_VARIABLE, Provider, providers
-from serverless_gpu.node.monitor.devices import FakeGpu, NvmlSampler, Reading, fake_state, from_rank
+from serverless_gpu.node.monitor.devices import FakeGpu, GpuReading, NvmlSampler, fake_state, from_rank
 from serverless_gpu.node.monitor.host import Host
 from serverless_gpu.node.monitor.ranks import Key, RankLook, RankProcesses
-from serverless_gpu.node.monitor.sampler import Look, Wanted
+from serverless_gpu.node.monitor.sampler import NodeSample, SampleRequest
 
 _LIST_EVERY_NS = 30 * SECOND_NS
 
@@ -48,7 +48,7 @@ class ThisMachine:
         self._listed: tuple[str, int, tuple[Device, ...], str] | None = None
         self._sources: tuple[str, tuple[GpuType, ...], tuple[Provider, ...]] | None = None
 
-    def look(self, wanted: Wanted, at_ns: int) -> Look:
+    def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
         """Return what is seen now.
 
         Args:
@@ -61,13 +61,13 @@ class ThisMachine:
         real = [uuid for uuid, device in devices.items() if device.kind is DeviceKind.GPU]
         roots = {pid: (key, rank) for key, pids in wanted.ranks.items() for rank, pid in pids.items()}
         looks = self._processes.look(boottime_ns, roots)
-        reading = self._nvml.sample(real) if real else Reading({}, None)
+        reading = self._nvml.sample(real) if real else GpuReading({}, None)
         on_gpus = {key for uuid, (key, _) in wanted.used_by.items() if uuid in real}
         ranks = {
-            key: _ranks(key, pids, looks, reading if key in on_gpus else Reading({}, None))
+            key: _ranks(key, pids, looks, reading if key in on_gpus else GpuReading({}, None))
             for key, pids in wanted.ranks.items()
         }
-        return Look(
+        return NodeSample(
             at_ns=at_ns,
             devices=tuple(devices.values()),
             host=self._host.sample(boottime_ns),
@@ -92,7 +92,7 @@ class ThisMachine:
         return self._listed[2:]
 
     def _made_up(
-        self, devices: Mapping[str, Device], wanted: Wanted, ranks: Mapping[str, Sequence[RankSample]]
+        self, devices: Mapping[str, Device], wanted: SampleRequest, ranks: Mapping[str, Sequence[RankSample]]
     ) -> dict[str, GpuSample]:
         """Return the samples of fakes and CPU slots: what their ranks use."""
         made_up = {uuid: device for uuid, device in devices.items() if device.kind is not DeviceKind.GPU}
@@ -109,7 +109,7 @@ class ThisMachine:
 
 
 def _ranks(
-    key: str, pids: Mapping[int, int], looks: Mapping[Key, RankLook], reading: Reading
+    key: str, pids: Mapping[int, int], looks: Mapping[Key, RankLook], reading: GpuReading
 ) -> tuple[RankSample, ...]:
     samples: list[RankSample] = []
     for rank in sorted(pids):

@@ -29,11 +29,11 @@ from serverless_gpu.node.inside.channel import Channel, close_all
 from serverless_gpu.version import __version__
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+class MonitorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all messages."""
 
 
-class Prepare(Word, frozen=True, kw_only=True, tag="prepare"):
+class Prepare(MonitorMessage, frozen=True, kw_only=True, tag="prepare"):
     """A run with this tracking is likely to come: start the home's MLflow server if it is to be that.
 
     Attributes:
@@ -46,7 +46,7 @@ class Prepare(Word, frozen=True, kw_only=True, tag="prepare"):
     environ: dict[str, str]
 
 
-class Observe(Word, frozen=True, kw_only=True, tag="observe"):
+class Observe(MonitorMessage, frozen=True, kw_only=True, tag="observe"):
     """An attempt begins on this node; the first word of a supervisor, said as soon as it has the launch.
 
     Attributes:
@@ -71,7 +71,7 @@ class Observe(Word, frozen=True, kw_only=True, tag="observe"):
     called_ns: int
 
 
-class Ranks(Word, frozen=True, kw_only=True, tag="ranks"):
+class Ranks(MonitorMessage, frozen=True, kw_only=True, tag="ranks"):
     """The ranks run: their devices, in order of local rank, and their processes by global rank.
 
     Attributes:
@@ -83,7 +83,7 @@ class Ranks(Word, frozen=True, kw_only=True, tag="ranks"):
     cgroup: str = ""
 
 
-class Ending(Word, frozen=True, kw_only=True, tag="ending"):
+class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
     """No rank runs any more; `stopped.json`, logs and failures lie in the attempt's directory."""
 
     state: State
@@ -91,11 +91,11 @@ class Ending(Word, frozen=True, kw_only=True, tag="ending"):
     sentence: str = ""
 
 
-class Settled(Word, frozen=True, kw_only=True, tag="settled"):
+class Settled(MonitorMessage, frozen=True, kw_only=True, tag="settled"):
     """`receipt.json` lies there, too; nothing more comes."""
 
 
-class Tracked(Word, frozen=True, kw_only=True, tag="tracked"):
+class TrackedNote(MonitorMessage, frozen=True, kw_only=True, tag="tracked"):
     """The run is tracked.
 
     Attributes:
@@ -109,8 +109,8 @@ class Tracked(Word, frozen=True, kw_only=True, tag="tracked"):
     environ: dict[str, str]
 
 
-class Untracked(Word, frozen=True, kw_only=True, tag="untracked"):
-    """The run is not tracked, as far as is known now, and why; `Tracked` may come yet where `final` is not set.
+class Untracked(MonitorMessage, frozen=True, kw_only=True, tag="untracked"):
+    """The run is not tracked, as far as is known now, and why; `TrackedNote` may come yet where `final` is not set.
 
     Attributes:
         is_starting: whether that is because the home's own server starts, which takes seconds.
@@ -121,7 +121,7 @@ class Untracked(Word, frozen=True, kw_only=True, tag="untracked"):
     is_starting: bool = False
 
 
-class Seen(Word, frozen=True, kw_only=True, tag="seen"):
+class AttemptSample(MonitorMessage, frozen=True, kw_only=True, tag="seen"):
     """What was seen of the attempt, up to now; said after every sample.
 
     Attributes:
@@ -133,14 +133,14 @@ class Seen(Word, frozen=True, kw_only=True, tag="seen"):
     busy: bool
 
 
-class Said(Word, frozen=True, kw_only=True, tag="said"):
+class UserSentence(MonitorMessage, frozen=True, kw_only=True, tag="said"):
     """A sentence for whoever watches the run, and for its receipt where it is to be kept there."""
 
     sentence: str
     note: bool = False
 
 
-class Watch(Word, frozen=True, kw_only=True, tag="watch"):
+class WatchNode(MonitorMessage, frozen=True, kw_only=True, tag="watch"):
     """Show me the node, once a second, until I am gone.
 
     Attributes:
@@ -150,11 +150,11 @@ class Watch(Word, frozen=True, kw_only=True, tag="watch"):
     fakes: str = ""
 
 
-class Retire(Word, frozen=True, kw_only=True, tag="retire"):
-    """End once no attempt goes on any more; where one does, that is `Said`, and nobody need wait."""
+class RetireMonitor(MonitorMessage, frozen=True, kw_only=True, tag="retire"):
+    """End once no attempt goes on any more; where one does, that is `UserSentence`, and nobody need wait."""
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt in a frame; `devices` by uuid, `pids` by global rank.
 
     Attributes:
@@ -172,15 +172,28 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     tracked: str = ""
 
 
-class Frame(Word, frozen=True, kw_only=True, tag="frame"):
+class NodeFrame(MonitorMessage, frozen=True, kw_only=True, tag="frame"):
     """The node now; `sample` has all of its devices, and the ranks of all attempts in the order of `attempts`."""
 
     devices: tuple[Device, ...]
     sample: Sample
-    attempts: tuple[Watched, ...]
+    attempts: tuple[WatchedAttempt, ...]
 
 
-AnyWord = Prepare | Observe | Ranks | Ending | Settled | Tracked | Untracked | Seen | Said | Watch | Retire | Frame
+AnyWord = (
+    Prepare
+    | Observe
+    | Ranks
+    | EndingNote
+    | Settled
+    | TrackedNote
+    | Untracked
+    | AttemptSample
+    | UserSentence
+    | WatchNode
+    | RetireMonitor
+    | NodeFrame
+)
 
 _REACHING = frozenset(
     {
@@ -215,7 +228,7 @@ def monitor_socket(sockets: Path) -> Path:
     return sockets / f"monitor-{PROTOCOL}-{__version__}.sock"
 
 
-def say(channel: Channel, word: Word) -> None:
+def say(channel: Channel, word: MonitorMessage) -> None:
     """Send a word.
 
     Raises:

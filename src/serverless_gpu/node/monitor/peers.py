@@ -25,15 +25,15 @@ class Peer:
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
         self.channel = channel
-        self.watch: messages.Watch | None = None
-        self._pending: deque[messages.Word] = deque(maxlen=_PENDING_MAX)
+        self.watch: messages.WatchNode | None = None
+        self._pending: deque[messages.MonitorMessage] = deque(maxlen=_PENDING_MAX)
 
     @property
     def behind(self) -> bool:
         """Return whether something waits to be said."""
         return bool(self._pending)
 
-    def say(self, word: messages.Word, *, passing: bool = False) -> None:
+    def say(self, word: messages.MonitorMessage, *, passing: bool = False) -> None:
         """Say something; what is passing is left out where something else still waits.
 
         Raises:

@@ -43,11 +43,11 @@ from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import origin_of
-from serverless_gpu.node.monitor.deliveries import Deliveries
+from serverless_gpu.node.monitor.deliveries import MlflowDeliveries
 from serverless_gpu.node.monitor.machine import ThisMachine
 from serverless_gpu.node.monitor.peers import Peer
 from serverless_gpu.node.monitor.recorder import Recorder, sample_of
-from serverless_gpu.node.monitor.sampler import Bell, Look, Sampler, Wanted
+from serverless_gpu.node.monitor.sampler import Bell, NodeSample, Sampler, SampleRequest
 from serverless_gpu.node.processes.spawn import bound_log
 from serverless_gpu.tracking.rest import make_ready
 
@@ -103,7 +103,7 @@ class Monitor:
         self._selector = selectors.DefaultSelector()
         self._bell = Bell()
         self._sampler = Sampler(lambda: ThisMachine(home.root), clock, self._bell.ring)
-        self._deliveries = Deliveries(home, clock, self._bell.ring)
+        self._deliveries = MlflowDeliveries(home, clock, self._bell.ring)
         self._peers: dict[int, Peer] = {}
         self._recorders: dict[str, Recorder] = {}
         self._of_peer: dict[Peer, Recorder] = {}
@@ -166,12 +166,12 @@ class Monitor:
         match word:
             case messages.Observe():
                 self._observe(peer, word)
-            case messages.Watch():
+            case messages.WatchNode():
                 peer.watch = word
                 self._due_ns = 0
-            case messages.Retire():
+            case messages.RetireMonitor():
                 self._retire(peer)
-            case messages.Ranks() | messages.Ending() | messages.Settled() if peer in self._of_peer:
+            case messages.Ranks() | messages.EndingNote() | messages.Settled() if peer in self._of_peer:
                 if not self._is_needed():
                     self._due_ns = self._clock.boottime_ns() + _FIRST_NS
                 self._of_peer[peer].hear(word)
@@ -201,7 +201,7 @@ class Monitor:
         self._retiring_ns = self._clock.boottime_ns()
         if self._is_observing():
             with contextlib.suppress(OSError):
-                peer.say(messages.Said(sentence="it ends with the last attempt that goes on"))
+                peer.say(messages.UserSentence(sentence="it ends with the last attempt that goes on"))
 
     # --- every turn ----------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Monitor:
             del self._recorders[recorder.key]
         bound_log(1)
 
-    def _wanted(self) -> Wanted:
+    def _wanted(self) -> SampleRequest:
         devices: dict[str, Device] = {}
         ranks: dict[str, dict[int, int]] = {}
         used_by: dict[str, tuple[str, int]] = {}
@@ -235,16 +235,16 @@ class Monitor:
             used_by.update(recorder.used_by())
             devices.update({device.uuid: device for device in recorder.devices})
         fakes = next((peer.watch.fakes for peer in self._peers.values() if peer.watch is not None), None)
-        return Wanted(devices=tuple(devices.values()), ranks=ranks, used_by=used_by, fakes=fakes)
+        return SampleRequest(devices=tuple(devices.values()), ranks=ranks, used_by=used_by, fakes=fakes)
 
-    def _show(self, look: Look) -> None:
+    def _show(self, look: NodeSample) -> None:
         for recorder in self._recorders.values():
             recorder.see(look)
         watchers = [peer for peer in self._peers.values() if peer.watch is not None]
         if not watchers:
             return
         live = {key: recorder for key, recorder in self._recorders.items() if recorder.is_observed}
-        frame = messages.Frame(
+        frame = messages.NodeFrame(
             devices=look.devices,
             sample=sample_of(look, look.devices, *live),
             attempts=tuple(recorder.watched() for recorder in live.values()),

@@ -28,7 +28,7 @@ from serverless_gpu.node.monitor.delivery import Delivering
 from serverless_gpu.node.monitor.peers import Peer
 from serverless_gpu.node.monitor.ray_file import RayFile
 from serverless_gpu.node.monitor.records import Recording
-from serverless_gpu.node.monitor.sampler import Look
+from serverless_gpu.node.monitor.sampler import NodeSample
 
 _SAID_MAX = 8
 _LOST_NS = 10 * 10**9
@@ -106,7 +106,7 @@ class Recorder:
         match word:
             case messages.Ranks():
                 self._begin(word)
-            case messages.Ending(state=state, reason=reason, sentence=sentence):
+            case messages.EndingNote(state=state, reason=reason, sentence=sentence):
                 self._end(state, reason, sentence)
             case messages.Settled():
                 self._settle()
@@ -119,7 +119,7 @@ class Recorder:
         self._lost_ns = self._clock.boottime_ns()
         self._close()
 
-    def say(self, word: messages.Word, *, passing: bool = False) -> None:
+    def say(self, word: messages.MonitorMessage, *, passing: bool = False) -> None:
         """Say something to its supervisor, if there is one."""
         if self.peer is not None:
             with contextlib.suppress(OSError):  # its end of file comes next, and says the same
@@ -180,7 +180,7 @@ class Recorder:
             self._recording = Recording(path, header)
         self._recording.describe(header)
 
-    def see(self, look: Look) -> None:
+    def see(self, look: NodeSample) -> None:
         """Take a look at the node: keep what is this attempt's, and tell its supervisor what it adds up to."""
         recording = self._recording
         if recording is None or not self.is_sampled:
@@ -190,7 +190,7 @@ class Recorder:
             sample = msgspec.structs.replace(sample, ray=self._ray.latest(self._clock.boottime_ns()))
         recording.append(sample)
         uses = tuple(use.result() for use in recording.uses.values())
-        self.say(messages.Seen(uses=uses, busy=works(sample)), passing=True)
+        self.say(messages.AttemptSample(uses=uses, busy=works(sample)), passing=True)
         if recording.lost:
             self._say_once(
                 f"what the devices do cannot be written to {self.directory}: the disk is full, or it is gone"
@@ -211,10 +211,10 @@ class Recorder:
         """Return its devices, in the order of its ranks."""
         return self.ranks.devices if self.ranks is not None else ()
 
-    def watched(self) -> messages.Watched:
+    def watched(self) -> messages.WatchedAttempt:
         """Return it as a frame shows it."""
         word = self.delivering.word if self.delivering is not None else None
-        return messages.Watched(
+        return messages.WatchedAttempt(
             run_id=self.observe.run_id,
             fence=self.observe.fence,
             name=self.observe.spec.name,
@@ -222,13 +222,13 @@ class Recorder:
             devices=tuple(device.uuid for device in self.devices),
             pids=self.ranks.pids if self.ranks is not None else {},
             began_ns=self._began_ns,
-            tracked=word.url if isinstance(word, messages.Tracked) else "",
+            tracked=word.url if isinstance(word, messages.TrackedNote) else "",
         )
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said and len(self._said) < _SAID_MAX:
             self._said.add(sentence)
-            self.say(messages.Said(sentence=sentence))
+            self.say(messages.UserSentence(sentence=sentence))
 
     def _close(self) -> None:
         if self._recording is not None:
@@ -236,7 +236,7 @@ class Recorder:
             self._recording = None
 
 
-def sample_of(look: Look, devices: tuple[Device, ...], *keys: str) -> Sample:
+def sample_of(look: NodeSample, devices: tuple[Device, ...], *keys: str) -> Sample:
     """Return what a look shows of some devices and of the ranks of some attempts."""
     ranks: list[RankSample] = []
     for key in keys:

@@ -16,10 +16,10 @@ import msgspec
 
 from serverless_gpu.model.telemetry.samples import (
     SECOND_NS,
+    DeviceTotals,
     Header,
     HostSample,
     Sample,
-    Use,
     add,
     encode,
     interval_ns,
@@ -46,7 +46,7 @@ class Recording:
     def __init__(self, path: Path, header: Header) -> None:
         self.rows = 0
         self.lost = 0
-        self.uses: dict[str, Use] = {}
+        self.uses: dict[str, DeviceTotals] = {}
         self._path = path
         self._header = header
         self._headed = False

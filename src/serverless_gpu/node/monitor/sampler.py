@@ -22,7 +22,7 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.telemetry.samples import GpuSample, HostSample, RankSample
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be looked at.
 
     Attributes:
@@ -38,7 +38,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     fakes: str | None = None
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
     """The node at one moment: devices by uuid, ranks by attempt.
 
     Attributes:
@@ -54,10 +54,10 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
 
 
-class Machine(Protocol):
+class NodeReader(Protocol):
     """What looks at a node."""
 
-    def look(self, wanted: Wanted, at_ns: int) -> Look:
+    def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
         """Return what is seen now."""
         ...
 
@@ -71,16 +71,16 @@ class Sampler:
         wake: called in the thread when a look is there.
     """
 
-    def __init__(self, machine: Callable[[], Machine], clock: Clock, wake: Callable[[], None]) -> None:
+    def __init__(self, machine: Callable[[], NodeReader], clock: Clock, wake: Callable[[], None]) -> None:
         self._make = machine
         self._clock = clock
         self._wake = wake
-        self._asked: queue.SimpleQueue[Wanted] = queue.SimpleQueue()
-        self._looks: queue.SimpleQueue[Look | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[SampleRequest] = queue.SimpleQueue()
+        self._looks: queue.SimpleQueue[NodeSample | None] = queue.SimpleQueue()
         self._busy = False
         self._thread: threading.Thread | None = None
 
-    def ask(self, wanted: Wanted) -> bool:
+    def ask(self, wanted: SampleRequest) -> bool:
         """Have the node looked at; return False while the last look is not there yet."""
         if self._busy:
             return False
@@ -91,7 +91,7 @@ class Sampler:
         self._asked.put(wanted)
         return True
 
-    def take(self) -> Look | None:
+    def take(self) -> NodeSample | None:
         """Return the look that was asked for, once; None where it is not there yet, or has failed."""
         try:
             look = self._looks.get_nowait()
@@ -101,7 +101,7 @@ class Sampler:
         return look
 
     def _serve(self) -> None:
-        machine: Machine | None = None
+        machine: NodeReader | None = None
         logged = ""
         while True:
             wanted = self._asked.get()

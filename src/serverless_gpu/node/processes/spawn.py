@@ -178,7 +178,7 @@ def one_name(python: str) -> str:
     return python
 
 
-class Interpreter(NamedTuple):
+class CallerInterpreter(NamedTuple):
     """An interpreter as a caller has it.
 
     Attributes:
@@ -200,7 +200,7 @@ class Interpreter(NamedTuple):
 
 
 def zygote_process(
-    interpreter: Interpreter, preload: Sequence[str], *, channel_fd: int, log: int
+    interpreter: CallerInterpreter, preload: Sequence[str], *, channel_fd: int, log: int
 ) -> subprocess.Popen[bytes]:
     """Start a zygote in the user's interpreter.
 

@@ -30,7 +30,7 @@ from serverless_gpu.model.lifecycle.attempt import (
 )
 from serverless_gpu.model.placement import share_of_cores, threads_per_rank
 from serverless_gpu.model.spec import Command
-from serverless_gpu.node.attempt.account import Account, write_text
+from serverless_gpu.node.attempt.account import AttemptAccount, write_text
 from serverless_gpu.node.base import disk_reserve
 from serverless_gpu.node.base.pool import in_pool
 from serverless_gpu.node.base.protocol import Context, Launch, original
@@ -50,7 +50,7 @@ from serverless_gpu.node.processes.process_tree import (
     remove_cgroup,
 )
 from serverless_gpu.node.supervisor.rank_environment import STOP_FILE, Network, RankEnvironment, place_of
-from serverless_gpu.node.supervisor.ray_cluster import Cluster
+from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster
 from serverless_gpu.units import format_bytes
 
 RESULT_BYTES_MAX = 16 << 30
@@ -74,7 +74,7 @@ _FAILURE_REASONS = {
 _OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 
 
-class Gang:
+class LocalGang:
     """All ranks of one attempt on this node.
 
     Args:
@@ -89,7 +89,7 @@ class Gang:
         self,
         launch: Launch,
         channel: Channel,
-        account: Account,
+        account: AttemptAccount,
         context: Context | None = None,
         *,
         checkpoints: str = "",
@@ -110,7 +110,7 @@ class Gang:
         self.stacks: dict[int, int] = {}  # the descriptor in each rank that it writes its stacks to
         self.on_said: Callable[[str], None] = lambda sentence: None  # a rank's own word for whoever watches
         self._sentences_left = _SENTENCES_MAX
-        self._cluster: Cluster | None = None  # of Ray's
+        self._cluster: AttemptCluster | None = None  # of Ray's
         self.stem_pid = 0
         self.stem_pidfd = -1
         self.memory: MemoryWatch | None = None
@@ -194,7 +194,7 @@ class Gang:
         self.devices = tuple(devices)
         self._cgroup_memory()
         if spec.ray is not None:
-            self._cluster = Cluster(self.launch, devices, network)
+            self._cluster = AttemptCluster(self.launch, devices, network)
             holds = (*holds, self._cluster.fd)
         for start in range(0, len(holds), _HOLDS_AT_ONCE):
             self._say({"op": "hold"}, holds[start : start + _HOLDS_AT_ONCE])

@@ -24,9 +24,9 @@ import msgspec
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.model.gangs.crew import CrewPlace
 from serverless_gpu.model.hangs import hang_detection
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen
-from serverless_gpu.model.hangs.hang_detection import Action
-from serverless_gpu.model.hangs.hang_report import Finding, ranks_text, report, stacks
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement
+from serverless_gpu.model.hangs.hang_detection import HangAction
+from serverless_gpu.model.hangs.hang_report import HangFinding, ranks_text, report, stacks
 from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Event,
@@ -37,7 +37,7 @@ from serverless_gpu.model.lifecycle.attempt import (
     RankReturned,
     State,
 )
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, Looking
 
 _LAST_WORDS_NS = 10_000_000_000  # who fails so soon after a sign of progress has not got on: that was its traceback
@@ -138,7 +138,7 @@ class HangWitness:
             self._write(self._files + 1, _NOBODY, "the run ended before it was said here who waits for whom")
         self._awaits_word = False
 
-    def look(self, attempt: Attempt, gang: Gang | None) -> None:
+    def look(self, attempt: Attempt, gang: LocalGang | None) -> None:
         """Do what is due now.
 
         Args:
@@ -169,7 +169,7 @@ class HangWitness:
         if self._until_ns:
             self._go_on_looking(attempt, gang, now_ns)
 
-    def _go_on_looking(self, attempt: Attempt, gang: Gang, now_ns: int) -> None:
+    def _go_on_looking(self, attempt: Attempt, gang: LocalGang, now_ns: int) -> None:
         if self._looking is not None:
             looks = self._looking.poll(now_ns)
             if looks is None:
@@ -186,10 +186,10 @@ class HangWitness:
                 return
         window_ns = self._until_ns - self._round.since_ns >> 1
         step = hang_detection.next_step(self._round, Limits(hang_warning_ns=2 * window_ns), now_ns)
-        if step.action is Action.WAIT:
+        if step.action is HangAction.WAIT:
             self._wake(step.at_ns)
             return
-        self._is_last = step.action is not Action.LOOK
+        self._is_last = step.action is not HangAction.LOOK
         ranks = sorted(set(attempt.numbers) - attempt.returned - attempt.exited)
         self._looking = Looking(gang, ranks, self._is_last, now_ns)
         self._wake(now_ns + POLL_NS)
@@ -200,13 +200,13 @@ class HangWitness:
         ranks, returned = hang_detection.seen(self._round), tuple(sorted(attempt.returned))
         waiting, elsewhere = hang_detection.divided(ranks, returned)
         own = self._finding(tuple(waiting), tuple(elsewhere))
-        seen = Seen(number=self._ask.number, ranks=ranks, returned=returned, stacks=stacks(own))
+        seen = CrewObservation(number=self._ask.number, ranks=ranks, returned=returned, stacks=stacks(own))
         self._awaits_word, self._moved_ns = True, None
         self.tell_server(seen=seen)
 
-    def _finding(self, waiting: tuple[int, ...], elsewhere: tuple[int, ...]) -> Finding:
+    def _finding(self, waiting: tuple[int, ...], elsewhere: tuple[int, ...]) -> HangFinding:
         now_ns, watch = self._clock.boottime_ns(), self._round
-        return Finding(
+        return HangFinding(
             waiting=waiting,
             elsewhere=elsewhere,
             looks=watch.last,

@@ -27,13 +27,13 @@ from serverless_gpu.errors import InvalidValue, StorageError
 from serverless_gpu.model import xid
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Attempt, GpuFailed, Reason, State
-from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Fault, Hit, Kind
+from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Fault, Hit, XidKind
 from serverless_gpu.node.attempt.server_attempt import read_remote
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.devices.gpu_gate import Verdict
-from serverless_gpu.node.devices.kernel_log import AGAIN_S, KernelLog, Line, log_of
+from serverless_gpu.node.devices.kernel_log import AGAIN_S, KernelLog, KernelLogLine, log_of
 from serverless_gpu.node.devices.locks import DeviceLocks, lock_directory
 from serverless_gpu.node.devices.xid_history import note_hit, read_hits
 
@@ -94,9 +94,9 @@ class AttemptFaults:
             if (fault.uuid, fault.number) in self._told:
                 continue  # the driver likes to say it again
             self._told[fault.uuid, fault.number] = fault
-            if fault.kind is Kind.USER:
+            if fault.kind is XidKind.USER:
                 self._hit(attempt, fault)
-            elif fault.kind is not Kind.OTHER:
+            elif fault.kind is not XidKind.OTHER:
                 self._notes.append(fault.sentence)
                 quarantine(self._kind, self._home, fault, line, self._clock)
             if fault.kind in ENDS_A_RUN:
@@ -179,7 +179,9 @@ def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
     return [f"{uuid}: {why}" for uuid, why in said.items() if why]
 
 
-def faults_of(lines: Iterable[Line], devices: Sequence[Device], home: Home) -> Iterable[tuple[Line, Fault]]:
+def faults_of(
+    lines: Iterable[KernelLogLine], devices: Sequence[Device], home: Home
+) -> Iterable[tuple[KernelLogLine, Fault]]:
     """Yield the Xids of these devices, as this node takes them.
 
     Args:
@@ -188,7 +190,7 @@ def faults_of(lines: Iterable[Line], devices: Sequence[Device], home: Home) -> I
         home: where the node's own table of Xids is.
     """
     by_address = {device.pci: device.uuid for device in devices if device.pci}
-    own: Mapping[int, Kind] | None = None
+    own: Mapping[int, XidKind] | None = None
     for line in lines:
         said = xid.read(line.text)
         if said is None or said.pci not in by_address:
@@ -200,7 +202,7 @@ def faults_of(lines: Iterable[Line], devices: Sequence[Device], home: Home) -> I
         yield line, xid.fault(said, by_address[said.pci], own)
 
 
-def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: Line, clock: Clock) -> None:
+def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, clock: Clock) -> None:
     """Keep a GPU that failed from being lent, unless it was noted, or lifted, after the line was written."""
     if fault.kind not in QUARANTINES:
         return

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.model.hangs import hang_detection
-from serverless_gpu.model.hangs.hang_detection import Action
-from serverless_gpu.model.hangs.hang_report import Finding, ranks_text, report, sentence, stacks
+from serverless_gpu.model.hangs.hang_detection import HangAction
+from serverless_gpu.model.hangs.hang_report import HangFinding, ranks_text, report, sentence, stacks
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, Hang, HangConfirmed, Phase, RankReturned, State
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, Looking
 from serverless_gpu.units import format_duration_ms
 
@@ -59,7 +59,7 @@ class HangWatch:
         self._watch = hang_detection.begin(clock.boottime_ns())
         self._heard = True
         self._looking: Looking | None = None
-        self._then = Action.LOOK
+        self._then = HangAction.LOOK
         self._numbers = itertools.count(1)
         self._silent_ns: int | None = None  # since when, as long as a warning stands
         self._returned_ns: int | None = None
@@ -73,7 +73,7 @@ class HangWatch:
             self._returned_ns = self._clock.boottime_ns()
             self._returned_at = format_clock(self._clock.wall_ns())
 
-    def look(self, attempt: Attempt, gang: Gang | None) -> HangConfirmed | None:
+    def look(self, attempt: Attempt, gang: LocalGang | None) -> HangConfirmed | None:
         """Do what is due now.
 
         Args:
@@ -101,17 +101,17 @@ class HangWatch:
             self._begin_look(attempt, gang, now_ns)
         return confirmed
 
-    def _begin_look(self, attempt: Attempt, gang: Gang, now_ns: int) -> None:
+    def _begin_look(self, attempt: Attempt, gang: LocalGang, now_ns: int) -> None:
         step = hang_detection.next_step(self._watch, attempt.limits, now_ns)
-        if step.action is Action.WAIT:
+        if step.action is HangAction.WAIT:
             self.wake_ns = step.at_ns
             return
         ranks = sorted(set(attempt.numbers) - attempt.returned - attempt.exited)
         self._then = step.action
-        self._looking = Looking(gang, ranks, step.action is not Action.LOOK, now_ns)
+        self._looking = Looking(gang, ranks, step.action is not HangAction.LOOK, now_ns)
         self.wake_ns = now_ns + POLL_NS
 
-    def _finish_look(self, attempt: Attempt, gang: Gang, now_ns: int) -> HangConfirmed | None:
+    def _finish_look(self, attempt: Attempt, gang: LocalGang, now_ns: int) -> HangConfirmed | None:
         if self._looking is None:
             return None
         looks = self._looking.poll(now_ns)
@@ -124,9 +124,9 @@ class HangWatch:
         if not self._watch.looks:
             self._say_progress(now_ns)
             return None
-        if self._then is Action.LOOK:
+        if self._then is HangAction.LOOK:
             return None
-        at_work = self._then is Action.END and bool(hang_detection.moving(self._watch))
+        at_work = self._then is HangAction.END and bool(hang_detection.moving(self._watch))
         finding = self._find(attempt, now_ns)
         if at_work:
             self._watch = hang_detection.spared(self._watch, now_ns)
@@ -137,17 +137,17 @@ class HangWatch:
         told = sentence(finding)
         # A receipt cuts what is long, so the file comes first there; its directory is the run's.
         self._notes.append(f"{path.name}{problem or ' has the stacks of all ranks'}: {told}")
-        if self._then is Action.END and not at_work:
+        if self._then is HangAction.END and not at_work:
             return HangConfirmed(detail=told)
         self._say(f"{told}; stacks of all ranks: {path}{problem}")
         if self._silent_ns is None:
             self._silent_ns = self._watch.since_ns
         return None
 
-    def _find(self, attempt: Attempt, now_ns: int) -> Finding:
+    def _find(self, attempt: Attempt, now_ns: int) -> HangFinding:
         watch, moving = self._watch, hang_detection.moving(self._watch)
         waiting, elsewhere = hang_detection.divide(list(watch.last.values()), attempt.returned, moving)
-        return Finding(
+        return HangFinding(
             waiting=tuple(waiting),
             elsewhere=tuple(elsewhere),
             looks=watch.last,
@@ -157,7 +157,7 @@ class HangWatch:
             watched_ms=(now_ns - watch.began_ns) // 1_000_000,
         )
 
-    def _write(self, attempt: Attempt, finding: Finding) -> tuple[Path, str]:
+    def _write(self, attempt: Attempt, finding: HangFinding) -> tuple[Path, str]:
         """Write the file with all stacks; return where it is, and why it is not or ""."""
         name = f"hang-{next(self._numbers)}.txt"
         self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)

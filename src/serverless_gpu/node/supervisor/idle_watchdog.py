@@ -15,7 +15,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.attempt import Attempt, Phase, State, StopReason, StopRequested
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.telemetry import idleness
-from serverless_gpu.model.telemetry.idleness import Verdict
+from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.units import format_duration_ms
 
 
@@ -37,7 +37,7 @@ class IdleWatch:
     def __init__(self, spec: RunSpec, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
         self.said = ""
         self.tell_server: Callable[..., None] | None = None
-        self._level = Verdict.GO_ON
+        self._level = IdleVerdict.GO_ON
         self._spec = spec
         self._clock = clock
         self._tell = tell
@@ -81,9 +81,9 @@ class IdleWatch:
                 self.tell_server(idle=self._level)
             return None
         self._idle, verdict = idleness.decide(self._idle)
-        if verdict is Verdict.WARN:
+        if verdict is IdleVerdict.WARN:
             self._warn(self._idle, "no device")
-        if verdict is not Verdict.STOP:
+        if verdict is not IdleVerdict.STOP:
             return None
         idle_for = format_duration_ms(self._idle.idle_ns // 1_000_000)
         limit = f"{self._idle.limit_ns / 1e9:g}"
@@ -91,9 +91,9 @@ class IdleWatch:
         self._notes.append(f"stopped because no device did anything for {idle_for} (idle_timeout={limit})")
         return StopRequested(StopReason.IDLE)
 
-    def judged(self, verdict: Verdict) -> None:
+    def judged(self, verdict: IdleVerdict) -> None:
         """Take what the server says of all nodes; that it is to stop is an order like any other."""
-        if verdict is Verdict.GO_ON:
+        if verdict is IdleVerdict.GO_ON:
             self._take_back("devices of the run work again, on another node")
         elif self._idle is not None and not self.said:
             self._warn(self._idle, "no device of any node")

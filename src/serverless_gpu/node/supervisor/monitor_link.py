@@ -80,7 +80,7 @@ class Observation:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
-        self.tracked: messages.Tracked | None = None
+        self.tracked: messages.TrackedNote | None = None
         self.uses: tuple[DeviceUse, ...] = ()
         self.notes: list[str] = []
         self.on_seen: Callable[[bool], None] = lambda busy: None
@@ -89,8 +89,8 @@ class Observation:
         self._clock = clock
         self._selector = selector
         self._tell = tell
-        self._said: list[messages.Word] = []
-        self._pending: deque[messages.Word] = deque()
+        self._said: list[messages.MonitorMessage] = []
+        self._pending: deque[messages.MonitorMessage] = deque()
         self._channel: Channel | None = None
         self._untracked: messages.Untracked | None = None
         self._began_ns = clock.boottime_ns()
@@ -136,7 +136,7 @@ class Observation:
 
     def ending(self, state: State, reason: Reason, sentence: str) -> None:
         """Say how the attempt ended; its files are written."""
-        self._say(messages.Ending(state=state, reason=reason, sentence=sentence))
+        self._say(messages.EndingNote(state=state, reason=reason, sentence=sentence))
 
     def settled(self, backlog: Path) -> None:
         """Say that the receipt is written, and hang up.
@@ -249,7 +249,7 @@ class Observation:
 
     def _understand(self, word: messages.AnyWord) -> None:
         match word:
-            case messages.Tracked() if self.tracked is None:
+            case messages.TrackedNote() if self.tracked is None:
                 self.tracked, self._untracked = word, None
                 self._tell(protocol.Tracked(run_id=word.run_id, url=word.url))
             case messages.Untracked(sentence=sentence, final=final) if self.tracked is None:
@@ -260,17 +260,17 @@ class Observation:
                     self._told_waiting = True
                     who = "the program" if isinstance(self._launch.spec.payload, Command) else "the Ray cluster"
                     self._tell(protocol.Waiting(sentence=_STARTING.format(who)))
-            case messages.Seen(uses=uses, busy=busy):
+            case messages.AttemptSample(uses=uses, busy=busy):
                 self.uses = uses
                 self.on_seen(busy)
-            case messages.Said(sentence=sentence, note=note):
+            case messages.UserSentence(sentence=sentence, note=note):
                 self._tell(protocol.Waiting(sentence=sentence))
                 if note:
                     self.notes.append(sentence)
             case _:
                 pass
 
-    def _say(self, word: messages.Word) -> None:
+    def _say(self, word: messages.MonitorMessage) -> None:
         self._said.append(word)
         if self._channel is None:
             self.tend()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.node.supervisor.attempt_result import left_text
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 
 LOOK_S = 0.002
 """Between two looks at a tree that is being ended."""
@@ -35,14 +35,14 @@ class Emptying:
         self._say = say
         self._told = False
 
-    def begin(self, gang: Gang | None) -> int:
+    def begin(self, gang: LocalGang | None) -> int:
         """Kill what there is; return when that was."""
         self.since_ns = self._clock.boottime_ns()
         if gang is not None:
             gang.kill()
         return self.since_ns
 
-    def is_over(self, gang: Gang | None) -> bool:
+    def is_over(self, gang: LocalGang | None) -> bool:
         """Return whether nothing is left that would be waited for.
 
         Args:

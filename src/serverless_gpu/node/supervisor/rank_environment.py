@@ -21,7 +21,7 @@ from serverless_gpu.model.placement import (
     node_variables,
     rank_variables,
 )
-from serverless_gpu.model.secrets import DIRECTORY, Delivered
+from serverless_gpu.model.secrets import DIRECTORY, DeliveredSecrets
 from serverless_gpu.model.spec import Command
 from serverless_gpu.node.base.protocol import Context, Launch, original
 
@@ -130,7 +130,7 @@ class RankEnvironment:
         return caller
 
 
-def _secret_variables(secrets: Delivered | None) -> dict[str, str]:
+def _secret_variables(secrets: DeliveredSecrets | None) -> dict[str, str]:
     if secrets is None:
         return {}
     place = Path(secrets.directory)

@@ -28,12 +28,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, Look
+from serverless_gpu.model.hangs.hang_detection import STOPPED, TRACED, RankInspection
 from serverless_gpu.model.hangs.stacks import delegates, is_whole, parse
 from serverless_gpu.node.base.entrypoint import INSIDE
 from serverless_gpu.node.inside import protocol as inside
 from serverless_gpu.node.inside.linux import descendants
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 
 POLL_NS = 2_000_000
 _ANSWER_NS = 3_000_000_000
@@ -56,7 +56,7 @@ class Looking:
         now_ns: the time.
     """
 
-    def __init__(self, gang: Gang, ranks: Iterable[int], wake: bool, now_ns: int) -> None:
+    def __init__(self, gang: LocalGang, ranks: Iterable[int], wake: bool, now_ns: int) -> None:
         self.began_ns = now_ns
         self._gang = gang
         self._looks = {rank: _look(rank, gang.pids.get(rank, 0)) for rank in ranks}
@@ -69,7 +69,7 @@ class Looking:
         gang.signal(inside.PASS_SIGNAL, self._asked)
         gang.signal(signal.SIGCONT, self._woken)
 
-    def poll(self, now_ns: int) -> list[Look] | None:
+    def poll(self, now_ns: int) -> list[RankInspection] | None:
         """Return the looks once all are there, or the time for an answer has passed; None until then."""
         took_ns = now_ns - self.began_ns
         late = took_ns > _ANSWER_NS
@@ -119,7 +119,7 @@ class Looking:
         look = self._looks[rank]
         self._looks[rank] = msgspec.structs.replace(look, note="; ".join(part for part in (look.note, note) if part))
 
-    def _completed(self, look: Look) -> Look:
+    def _completed(self, look: RankInspection) -> RankInspection:
         """Return a look with what others do for the rank, where its own stack does not say whether it gets on."""
         if look.stack.frames and not delegates(look.stack.frames):
             return look
@@ -135,7 +135,7 @@ class _Asked:
         look: what the kernel said of it before.
     """
 
-    def __init__(self, fd: int, look: Look) -> None:
+    def __init__(self, fd: int, look: RankInspection) -> None:
         left = os.fstat(fd).st_size - len(inside.PASSED)
         self.passed = left >= 0 and os.pread(fd, len(inside.PASSED), left) == inside.PASSED
         self._fd = fd
@@ -169,7 +169,7 @@ class _Asked:
         os.close(self._fd)
 
 
-def _ask(look: Look, number: int) -> _Asked | None:
+def _ask(look: RankInspection, number: int) -> _Asked | None:
     """Return the file a rank writes its stack to, None where it must not be asked."""
     path = f"/proc/{look.pid}/fd/{number}"
     with contextlib.suppress(OSError, ValueError):
@@ -188,13 +188,13 @@ def _is_in_set(pid: int, signals: str, number: int) -> bool:
     return False
 
 
-def _look(rank: int, pid: int) -> Look:
+def _look(rank: int, pid: int) -> RankInspection:
     state, cpu_ms = _stat(pid)
     channel = ""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan", encoding="ascii", errors="replace") as file:
         channel = file.read().strip()
     note = f"kill -CONT {pid} lets it go on" if state == STOPPED else ""
-    return Look(
+    return RankInspection(
         rank=rank,
         pid=pid,
         state=state,

@@ -36,7 +36,7 @@ from serverless_gpu.node.base.lock_files import is_taken
 from serverless_gpu.node.base.protocol import Launch
 from serverless_gpu.node.inside import linux
 from serverless_gpu.node.inside.raycluster import directory
-from serverless_gpu.node.inside.raycluster.words import Share, files_of, logs_of
+from serverless_gpu.node.inside.raycluster.words import ClusterShare, files_of, logs_of
 from serverless_gpu.node.processes.process_tree import memory_limit_bytes
 from serverless_gpu.node.supervisor.rank_environment import Network
 
@@ -53,7 +53,7 @@ class NoDirectory(OSError):
     """No directory can be made for a run's Ray cluster; the text says where, and why."""
 
 
-class Cluster:
+class AttemptCluster:
     """One attempt's cluster on this node, as far as it has to be there before and after its processes.
 
     Args:
@@ -99,7 +99,7 @@ class Cluster:
         shared = part_of_shared(*shared_memory_bytes(), count, of_type)
         store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
         self.note = store_note(store, shared, asked.object_store_bytes)
-        return Share(
+        return ClusterShare(
             directory=self.path,
             devices=0 if kind == CPU else count,
             accelerator="" if kind == CPU else kind,
@@ -139,7 +139,7 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
 
 
-class Sweeper:
+class ClusterSweeper:
     """The agent's look for directories of clusters that nobody holds: now and then, and when an attempt has ended.
 
     Args:

@@ -27,7 +27,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.model.gangs.rendezvous import ADDRESSES_MAX, PROBE_S, Address, Offer, Reach, Tried, word
+from serverless_gpu.model.gangs.rendezvous import ADDRESSES_MAX, PROBE_S, Address, CrewReach, Offer, Tried, word
 from serverless_gpu.node.base.addresses import is_loopback, own_addresses
 
 FILL_BYTES = 16 << 10
@@ -258,7 +258,7 @@ class Meeting:
     """
 
     def __init__(self, nonce: str, crew: int, crews: int, selector: selectors.BaseSelector, clock: Clock) -> None:
-        self.reach: Reach | None = None
+        self.reach: CrewReach | None = None
         self._nonce = nonce
         self._crew = crew
         self._crews = crews
@@ -338,7 +338,7 @@ class Meeting:
         self._begin_calls()
         self._look_for_enough(now_ns)
         if not self._waiting and all(call.tried is not None for call in self._calls):
-            self.reach = Reach(crew=self._crew, tried=tuple(tried for _, tried in self._outcomes()))
+            self.reach = CrewReach(crew=self._crew, tried=tuple(tried for _, tried in self._outcomes()))
 
     def close(self) -> None:
         """Listen no more, and hang up on all."""

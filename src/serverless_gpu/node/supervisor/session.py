@@ -46,7 +46,7 @@ from serverless_gpu.model.lifecycle.session import (
     waiting_text,
     wake_ns,
 )
-from serverless_gpu.node.attempt.account import Account, write_json
+from serverless_gpu.node.attempt.account import AttemptAccount, write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.devices.gpu_gate import GatePolicy, Verdict, verify
@@ -62,7 +62,7 @@ _TURN_S = 5.0
 _LEAVING_S = 1.0  # for the stem of a run that has given its devices back
 
 
-class Keeper:
+class SessionHolder:
     """One session's holder of devices.
 
     Args:
@@ -80,7 +80,7 @@ class Keeper:
         self._home = home
         self._machine = machine
         self._clock: Clock = SystemClock()
-        self._account = Account(self._launch, self._clock)
+        self._account = AttemptAccount(self._launch, self._clock)
         self._account.runs = 0
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
@@ -158,7 +158,7 @@ class Keeper:
             self._book = Book(devices=reservation.devices, idle_ns=self._clock.boottime_ns())
             self._bill()
             self._waiting = ""
-            self._audience.tell(protocol.Held(devices=reservation.devices))
+            self._audience.tell(protocol.SessionReady(devices=reservation.devices))
         elif sentence != self._waiting:
             self._waiting = sentence
             self._audience.tell(protocol.Waiting(sentence=sentence))

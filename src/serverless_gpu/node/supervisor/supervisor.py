@@ -38,12 +38,12 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import (
     TERMINAL,
     Event,
+    GangPlaced,
     LeaseExpired,
-    Placed,
     Preparing,
     RankExecuting,
+    RanksNotStarted,
     Reason,
-    StartFailed,
     State,
     StemLost,
     StopReason,
@@ -52,10 +52,10 @@ from serverless_gpu.model.lifecycle.attempt import (
     TreeEmpty,
     stop_word,
 )
-from serverless_gpu.model.lifecycle.attempt_lifecycle import IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import AttemptInstruction, IllegalAttemptTransition, advance
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.node.attempt import secret_files
-from serverless_gpu.node.attempt.account import Account
+from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.attempt.claim import first_of, take_attempt
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
@@ -76,7 +76,7 @@ from serverless_gpu.node.supervisor.attempt_result import (
     stopped_sentence,
     verdicts_of,
 )
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.monitor_link import Observation
 from serverless_gpu.node.supervisor.peers import Peers
 from serverless_gpu.node.supervisor.process_drain import LOOK_S, Emptying
@@ -110,7 +110,7 @@ class Supervisor:
         self._checkpoints = assign.checkpoints
         self._clock: Clock = SystemClock()
         self._attempt = first_of(launch)
-        self._account = Account(launch, self._clock)
+        self._account = AttemptAccount(launch, self._clock)
         self._account.mark("asked", assign.asked_ns)
         self._selector = selectors.DefaultSelector()
         self._audience = Audience(sockets / f"{launch.run_id}.sock", self._selector, self._greet, self._obey)
@@ -118,7 +118,7 @@ class Supervisor:
         self._observation = Observation(launch, sockets, self._clock, self._selector, self._audience.tell)
         self._observation.on_seen = self._eyes.idleness.seen
         self._reservation: Reservation | Borrowed | None = None
-        self._gang: Gang | None = None
+        self._gang: LocalGang | None = None
         self._peers = Peers(launch, assign.checkpoints, self._clock, self._selector, self._audience.tell)
         self._eyes.judged_by(self._peers)
         self._waiting = ""
@@ -183,7 +183,7 @@ class Supervisor:
                 self._withdraw()
         elif isinstance(received[0], protocol.Stem):
             self._meet_stem(received[0], received[1])
-        elif isinstance(received[0], protocol.Preparing):
+        elif isinstance(received[0], protocol.PreparingNote):
             self._preparing = received[0].sentence
             self._audience.tell(protocol.Waiting(sentence=self._preparing, passing=True))
             self._apply(Preparing())
@@ -191,11 +191,11 @@ class Supervisor:
     def _meet_stem(self, message: protocol.Stem, fds: tuple[int, ...]) -> None:
         self._audience.tell(protocol.Accepted(pid=os.getpid()))
         if message.problem or not fds:
-            self._apply(StartFailed(message.reason, message.problem))
+            self._apply(RanksNotStarted(message.reason, message.problem))
             return
         self._account.warm = (message.warm, message.warm_reason)
         self._account.environment = message.environment
-        self._gang = Gang(
+        self._gang = LocalGang(
             self._launch, Channel.adopt(fds[0]), self._account, message.context, checkpoints=self._checkpoints
         )
         self._gang.on_said = lambda said: self._audience.tell(protocol.Waiting(sentence=said, lasting=True))
@@ -223,7 +223,7 @@ class Supervisor:
 
     def _refuse_start(self, error: ServerlessGpuError) -> None:
         ended = isinstance(error, SessionEnded)
-        self._apply(StartFailed(Reason.SESSION_ENDED if ended else Reason.START_FAILED, error.message))
+        self._apply(RanksNotStarted(Reason.SESSION_ENDED if ended else Reason.START_FAILED, error.message))
 
     def _try_devices(self) -> None:
         if self._reservation is None or self._attempt.state is not State.QUEUED:
@@ -238,7 +238,7 @@ class Supervisor:
             self._account.mark("reserved")
             if self._gang is None or not self._gang.standby:
                 self._fact(FactKind.HYDRATING)  # the devices wait for the environment
-            self._apply(Placed())
+            self._apply(GangPlaced())
         elif sentence != self._waiting:
             self._waiting = sentence
             self._audience.tell(protocol.Waiting(sentence=sentence, queued_ns=created_wall_ns(self._launch.run_id)))
@@ -255,11 +255,11 @@ class Supervisor:
             self._gang.environment.tracked = self._observation.environ
             self._gang.start(self._reservation.devices, self._peers.network(), self._reservation.fds, self._audience)
         except NoPort as error:
-            self._apply(StartFailed(Reason.RENDEZVOUS, str(error)))
+            self._apply(RanksNotStarted(Reason.RENDEZVOUS, str(error)))
             return
         except OSError as error:
             told = "" if isinstance(error, NoDirectory) else "the ranks' parent process could not be told what to run: "
-            self._apply(StartFailed(Reason.START_FAILED, f"{told}{error}"))
+            self._apply(RanksNotStarted(Reason.START_FAILED, f"{told}{error}"))
             return
         for log in self._gang.logs.values():
             for fd, drain in log.readers():
@@ -288,7 +288,7 @@ class Supervisor:
             self._eyes.heard(event)
             try:
                 self._apply(event)
-            except IllegalTransition as error:
+            except IllegalAttemptTransition as error:
                 self._apply(StemLost(detail=f"it says what cannot be: {error}"))
 
     def _stem_ended(self) -> None:
@@ -306,7 +306,7 @@ class Supervisor:
     def _apply(self, event: Event) -> None:
         try:
             self._attempt, instructions = advance(self._attempt, event, self._clock.boottime_ns())
-        except IllegalTransition:
+        except IllegalAttemptTransition:
             if self._attempt.state in TERMINAL:
                 return  # a late word of a rank; the outcome stands
             raise
@@ -315,18 +315,18 @@ class Supervisor:
         self._peers.watch(self._attempt)
         for instruction in instructions:
             match instruction:
-                case Instruction.START_RANKS:
+                case AttemptInstruction.START_RANKS:
                     self._begin_pending = True
                     self._begin()
-                case Instruction.RELEASE_RANKS:
+                case AttemptInstruction.RELEASE_RANKS:
                     if self._gang is not None:
                         self._gang.release()
-                case Instruction.TERMINATE_RANKS:
+                case AttemptInstruction.TERMINATE_RANKS:
                     if self._gang is not None:
                         self._gang.terminate(stop_word(self._attempt.reason))
-                case Instruction.KILL_TREE:
+                case AttemptInstruction.KILL_TREE:
                     self._kill()
-                case Instruction.CONCLUDE:
+                case AttemptInstruction.CONCLUDE:
                     self._conclude()
 
     def _kill(self) -> None:
@@ -483,7 +483,9 @@ class Supervisor:
         if self._attempt.state not in (State.QUEUED, State.STARTING):
             return
         if self._lease_ns is not None:
-            self._apply(StartFailed(Reason.REFUSED, "the node's uplink ended before the server had confirmed the run"))
+            self._apply(
+                RanksNotStarted(Reason.REFUSED, "the node's uplink ended before the server had confirmed the run")
+            )
             return
         self._account.notes.append("its caller ended before the environment was confirmed; no user code ran")
         self._apply(StopRequested(StopReason.CANCEL))
@@ -527,7 +529,7 @@ class Supervisor:
     def _watch(self, fd: int, callback: Callback) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
-    def _unwatch_gang(self, gang: Gang) -> None:
+    def _unwatch_gang(self, gang: LocalGang) -> None:
         """Watch none of its descriptors any more: once they are closed, others have their numbers."""
         outputs = (fd for log in gang.logs.values() for fd, _ in log.readers())
         for fd in (gang.channel.fileno(), gang.stem_pidfd, *outputs):

@@ -16,7 +16,7 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import Attempt, Event, GpuFailed, Hang
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews, Launch
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.gang_hang_reporter import HangWitness
 from serverless_gpu.node.supervisor.gpu_faults import AttemptFaults
 from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
@@ -63,7 +63,7 @@ class Eyes:
         """Return which of its devices failed since the last look."""
         return self.gpus.hear(attempt, devices)
 
-    def look(self, attempt: Attempt, gang: Gang | None) -> list[Event]:
+    def look(self, attempt: Attempt, gang: LocalGang | None) -> list[Event]:
         """Do what is due now; return what ends the run."""
         found: tuple[Event | None, ...] = (self.hangs.look(attempt, gang), self.idleness.look(attempt))
         return [event for event in found if event is not None]

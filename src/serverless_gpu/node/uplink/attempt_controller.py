@@ -52,8 +52,8 @@ from serverless_gpu.node.uplink.report_state import (
     News,
 )
 from serverless_gpu.node.uplink.reporter import Reporter
-from serverless_gpu.node.uplink.server import Server
-from serverless_gpu.wire.agents import AttemptSeen, Look, Start
+from serverless_gpu.node.uplink.server import UplinkServer
+from serverless_gpu.wire.agents import AttemptSeen, ReportNow, Start
 
 LAUNCHES_MAX = 3
 _LOOK_S = 0.05
@@ -74,7 +74,14 @@ class Minder:
     """
 
     def __init__(
-        self, home: Home, directory: Path, remote: Remote, *, server: Server, clock: Clock, say: Callable[[str], None]
+        self,
+        home: Home,
+        directory: Path,
+        remote: Remote,
+        *,
+        server: UplinkServer,
+        clock: Clock,
+        say: Callable[[str], None],
     ) -> None:
         self.remote = remote
         self.directory = directory
@@ -118,7 +125,7 @@ class Minder:
             self.news.learn(SOON_S, stop=reason)
             self._tell(protocol.Cancel(reason=reason))
 
-    def look(self, order: Look) -> None:
+    def look(self, order: ReportNow) -> None:
         """Pass on what comes with the order, and have the attempt reported: at once where the answer has the news."""
         news = protocol.GangNews(
             offers=order.offers, chosen=order.chosen, release=order.release, peer_failed=order.peer_failed

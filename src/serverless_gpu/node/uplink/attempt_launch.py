@@ -20,7 +20,7 @@ from serverless_gpu.errors import HashMismatch, InvalidValue, SecretMissing, Ser
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.pricing import UNPRICED
 from serverless_gpu.model.placement import candidates, restrict
-from serverless_gpu.model.secrets import Delivered, check_name, check_variable
+from serverless_gpu.model.secrets import DeliveredSecrets, check_name, check_variable
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.node.attempt import secret_files
 from serverless_gpu.node.attempt.server_attempt import Remote, has_remote, write_remote
@@ -159,7 +159,7 @@ def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
             raise SecretMissing(f"the secret {one.text} was deleted after the attempt was placed")
         values[one.name] = check_variable(one.text, one.value) if one.variable else one.value
     place = secret_files.write(Path(launch.directory), values)
-    secrets = Delivered(
+    secrets = DeliveredSecrets(
         directory=str(place),
         texts=tuple(one.text for one in order.secrets),
         variables={one.name: one.variable for one in order.secrets if one.variable},
@@ -218,9 +218,9 @@ def _context(order: Start) -> protocol.Context:
     return msgspec.structs.replace(context, environ=environ)
 
 
-def _wanted(order: Start, store: Where) -> protocol.Wanted | None:
+def _wanted(order: Start, store: Where) -> protocol.EnvironmentRequest | None:
     if order.spec.environment != "snapshot":
         return None
     if not order.snapshot:
         raise ServerProblem("the run is to have a captured environment, and the order names none")
-    return protocol.Wanted(snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca)
+    return protocol.EnvironmentRequest(snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca)

@@ -36,7 +36,7 @@ PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLO
 """What says which devices the node offers, and where a test has it die."""
 
 
-class Running(NamedTuple):
+class RunningUplink(NamedTuple):
     """An uplink that runs."""
 
     pid: int
@@ -49,7 +49,7 @@ def lock_path(home: Home, profile: Path) -> Path:
     return home.sockets() / f"uplink-{digest}.lock"
 
 
-def running(home: Home, profile: Path) -> Running | None:
+def running(home: Home, profile: Path) -> RunningUplink | None:
     """Return the uplink of a home and profile, or None when there is none."""
     return _noted(lock_path(home, profile))
 
@@ -125,7 +125,7 @@ def stop_all(home: Home) -> int:
     return count
 
 
-def _noted(path: Path) -> Running | None:
+def _noted(path: Path) -> RunningUplink | None:
     """Return who holds a lock; one that has it this moment has not written that down yet."""
     for _ in range(_TRIES):
         note = held_note(path)
@@ -133,7 +133,7 @@ def _noted(path: Path) -> Running | None:
             return None
         words = note.decode("ascii", "replace").split()
         if len(words) == 2 and words[0].isdigit() and os.path.exists(f"/proc/{words[0]}"):
-            return Running(int(words[0]), words[1])
+            return RunningUplink(int(words[0]), words[1])
         select.select([], [], [], _PAUSE_S)
     return None
 

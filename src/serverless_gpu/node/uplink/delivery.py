@@ -17,8 +17,8 @@ from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, To
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.node.uplink.orphans import cancelled_upload, lost_upload
-from serverless_gpu.node.uplink.server import Server
-from serverless_gpu.node.uplink.shipment import Output, Outputs
+from serverless_gpu.node.uplink.server import UplinkServer
+from serverless_gpu.node.uplink.shipment import OutputFile, Outputs
 from serverless_gpu.node.uplink.upload import Upload
 from serverless_gpu.units import format_duration_ms
 from serverless_gpu.wire.attempts import NOT_SENT, File
@@ -39,7 +39,7 @@ class Delivered(NamedTuple):
     sentence: str
 
 
-class Delivery:
+class OutputDelivery:
     """The outputs of one attempt.
 
     Args:
@@ -49,7 +49,7 @@ class Delivery:
         clock: where time comes from.
     """
 
-    def __init__(self, directory: Path, server: Server, token: Callable[[], str], clock: Clock) -> None:
+    def __init__(self, directory: Path, server: UplinkServer, token: Callable[[], str], clock: Clock) -> None:
         self._directory = directory
         self._server = server
         self._token = token
@@ -123,7 +123,7 @@ class Delivery:
         if self._upload is not None:
             self._upload.close()
 
-    def _uploaded(self, unsent: Sequence[Output]) -> tuple[File, ...]:
+    def _uploaded(self, unsent: Sequence[OutputFile]) -> tuple[File, ...]:
         large = [output for output in unsent if not output.is_small]
         if large and self._upload is None:
             self._upload = Upload(large, self._server, self._token)
@@ -144,7 +144,7 @@ class Delivery:
             f"sgpu cancel {self._directory.parent.name} gives them up"
         )
 
-    def _called_off(self, missing: Sequence[Output], stopped: Stopped) -> str:
+    def _called_off(self, missing: Sequence[OutputFile], stopped: Stopped) -> str:
         """Return why large outputs of a cancelled run are not sent, or "" when they still are."""
         upload = self._upload
         if upload is None or not missing or (stopped.state is not State.SUCCEEDED and not upload.problem):
@@ -152,7 +152,7 @@ class Delivery:
         why = f" ({upload.problem})" if upload.problem else ""
         return f"it was cancelled while its results were sent to the server{why}; they are in {self._directory}"
 
-    def _given_up(self, missing: Sequence[Output], upload_s: float) -> str:
+    def _given_up(self, missing: Sequence[OutputFile], upload_s: float) -> str:
         """Return why the large outputs will not arrive, or "" while they may."""
         upload = self._upload
         if upload is None or not missing:

@@ -23,7 +23,7 @@ from serverless_gpu.node.attempt.supervisor_loss import Lost, settle_loss
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
-from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, Holder
+from serverless_gpu.node.devices.locks import MACHINE_DIRECTORIES, LockHolder
 
 
 def refusal(detail: str, clock: Clock) -> protocol.Stopped:
@@ -93,6 +93,6 @@ def _stopped(reason: Reason, detail: str, clock: Clock) -> protocol.Stopped:
 
 def _holder(note: bytes) -> str:
     try:
-        return from_json(note, Holder).run_id
+        return from_json(note, LockHolder).run_id
     except msgspec.MsgspecError:
         return ""

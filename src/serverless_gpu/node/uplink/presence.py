@@ -26,7 +26,7 @@ from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.hardware import Device, DeviceKind, GpuType
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.placement import restrict
-from serverless_gpu.model.xid import Kind
+from serverless_gpu.model.xid import XidKind
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.lock_files import held_note
 from serverless_gpu.node.base.private_files import write_private
@@ -34,10 +34,10 @@ from serverless_gpu.node.base.usages import Usage, unknown_usage
 from serverless_gpu.node.devices.gpu_gate import foreign
 from serverless_gpu.node.devices.gpus import NvmlProvider
 from serverless_gpu.node.devices.inventory import Inventory, offered
-from serverless_gpu.node.devices.locks import DeviceLocks, Holder, Quarantine, lock_directory
+from serverless_gpu.node.devices.locks import DeviceLocks, LockHolder, Quarantine, lock_directory
 from serverless_gpu.node.devices.reservation import find_provider, retest_quarantined
 from serverless_gpu.node.supervisor.gpu_faults import NodeFaults
-from serverless_gpu.node.uplink.profile import Profile
+from serverless_gpu.node.uplink.profile import UplinkProfile
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat
 from serverless_gpu.wire.base import PROTOCOL
@@ -50,7 +50,7 @@ PYTHONS_S = 30.0
 """How long it may take until an interpreter that was installed is offered."""
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
+class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What the node has now.
 
     Attributes:
@@ -70,7 +70,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class Presence:
+class NodePresence:
     """This node.
 
     Args:
@@ -95,7 +95,7 @@ class Presence:
         self._looked_ns: int | None = None
         self._found: tuple[str, ...] = ()
 
-    def hello(self, profile: Profile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
+    def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
         """Return the node as it introduces itself.
 
         Args:
@@ -156,7 +156,7 @@ class Presence:
             process=self.process,
         )
 
-    def offer(self, attempts: Collection[AttemptSeen]) -> Offer:
+    def offer(self, attempts: Collection[AttemptSeen]) -> NodeOffer:
         """Return what the node has now.
 
         Args:
@@ -175,7 +175,7 @@ class Presence:
                 changes["draining"] = "it has left the pool: `sgpu join` has ended there"
             return msgspec.structs.replace(found, devices=devices, **changes)
         except ServerlessGpuError as error:
-            return Offer(problem=str(error))
+            return NodeOffer(problem=str(error))
 
     def _pythons(self) -> tuple[str, ...]:
         """Return which interpreters there are, looked for now and then: somebody may install one."""
@@ -184,7 +184,7 @@ class Presence:
             self._looked_ns, self._found = now_ns, minors(os.environ)
         return self._found
 
-    def _taken(self, devices: Sequence[Device], own: Collection[str]) -> Offer:
+    def _taken(self, devices: Sequence[Device], own: Collection[str]) -> NodeOffer:
         """Return which devices cannot be counted on, and why the whole node cannot, if it cannot."""
         found: list[str] = []
         draining, degraded = "", ""
@@ -202,7 +202,7 @@ class Presence:
                 note = holders[uuid]
                 if uuid in quarantined or uuid in busy or (note is not None and _run_of(note) not in own):
                     found.append(uuid)
-        return Offer(unavailable=tuple(found), draining=draining, degraded=degraded)
+        return NodeOffer(unavailable=tuple(found), draining=draining, degraded=degraded)
 
     def _quarantined(self, kind: DeviceKind, locks: DeviceLocks, uuids: list[str]) -> dict[str, Quarantine]:
         """Return what is in quarantine; what is clean by now is lent again, for no run comes that would look."""
@@ -241,11 +241,11 @@ def _drains(uuid: str, note: Quarantine) -> str:
     """Return why a node takes nothing new that has such a device, or ""."""
     if note.left:
         return f"unkillable: {note.reason}"
-    return f"{Reason.GPU_LOST.value}: {uuid}: {note.reason}" if note.fault == Kind.LOST else ""
+    return f"{Reason.GPU_LOST.value}: {uuid}: {note.reason}" if note.fault == XidKind.LOST else ""
 
 
 def _run_of(note: bytes) -> str:
     try:
-        return from_json(note, Holder).run_id
+        return from_json(note, LockHolder).run_id
     except msgspec.MsgspecError:
         return ""

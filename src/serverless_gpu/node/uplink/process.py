@@ -44,16 +44,16 @@ from serverless_gpu.node.inside import linux
 from serverless_gpu.node.uplink import attempt_launch
 from serverless_gpu.node.uplink.attempt_controller import Minder
 from serverless_gpu.node.uplink.control import lock_path
-from serverless_gpu.node.uplink.presence import Presence
-from serverless_gpu.node.uplink.server import Backoff, Server
+from serverless_gpu.node.uplink.presence import NodePresence
+from serverless_gpu.node.uplink.server import Backoff, UplinkServer
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentWelcome,
     AttemptSeen,
     HeartbeatAnswer,
-    Look,
     Order,
     OrdersTaken,
+    ReportNow,
     Start,
     Stop,
 )
@@ -110,8 +110,8 @@ class Uplink:
     def __init__(self, home: Home, profile: Path) -> None:
         self._home = home
         self._clock = SystemClock()
-        self._server = Server(profile, self._clock)
-        self._presence = Presence(home)
+        self._server = UplinkServer(profile, self._clock)
+        self._presence = NodePresence(home)
         self._minders: dict[str, Minder] = {}
         self._lock = threading.Lock()
         self._wake = self._server.credentials.wanted
@@ -237,7 +237,7 @@ class Uplink:
                 if minder is not None:
                     minder.stop(reason)
                 self._taken.put(order.seq)
-            case Look():
+            case ReportNow():
                 if minder is not None:
                     minder.look(order)
             case Start():

@@ -15,7 +15,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class UplinkProfile(msgspec.Struct, frozen=True, kw_only=True):
     """How this node reaches a server.
 
     Attributes:
@@ -35,19 +35,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     upload_s: float = 3600.0
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> UplinkProfile:
     """Return what the file says.
 
     Raises:
         InvalidValue: it cannot be read.
     """
     try:
-        return from_json(path.read_bytes(), Profile)
+        return from_json(path.read_bytes(), UplinkProfile)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidValue(f"{path} does not say how the server is reached: {error}") from None
 
 
-def write_profile(path: Path, profile: Profile) -> None:
+def write_profile(path: Path, profile: UplinkProfile) -> None:
     """Write the file, readable by this user alone.
 
     Raises:

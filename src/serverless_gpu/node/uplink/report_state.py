@@ -25,7 +25,7 @@ FIRST_OF_GANG_S = 0.1
 """The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt as it is seen from its supervisor's socket.
 
     Attributes:
@@ -57,11 +57,11 @@ class News:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._condition = threading.Condition()
-        self._known = Known()
+        self._known = AttemptState()
         self._due_ns: int | None = None
 
     @property
-    def known(self) -> Known:
+    def known(self) -> AttemptState:
         """Return what is known now."""
         return self._known
 
@@ -70,7 +70,7 @@ class News:
 
         Args:
             within_s: how soon it is to be told, in seconds.
-            changes: fields of `Known`.
+            changes: fields of `AttemptState`.
         """
         with self._condition:
             if changes:

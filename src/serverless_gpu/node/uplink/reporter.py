@@ -38,10 +38,10 @@ from serverless_gpu.node.attempt.history import read_receipt
 from serverless_gpu.node.attempt.server_attempt import Remote
 from serverless_gpu.node.base.protocol import CrewNews, GangNews, Stopped
 from serverless_gpu.node.uplink.checkpoint_probe import CheckpointProbe
-from serverless_gpu.node.uplink.delivery import Delivery
-from serverless_gpu.node.uplink.report_state import AT_ONCE_S, SOON_S, Known, News
-from serverless_gpu.node.uplink.server import Backoff, Server
-from serverless_gpu.node.uplink.shipment import Facts, Logs
+from serverless_gpu.node.uplink.delivery import OutputDelivery
+from serverless_gpu.node.uplink.report_state import AT_ONCE_S, SOON_S, AttemptState, News
+from serverless_gpu.node.uplink.server import Backoff, UplinkServer
+from serverless_gpu.node.uplink.shipment import FactsFile, LogShipment
 from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import Json
 
@@ -100,7 +100,14 @@ class Reporter:
     """
 
     def __init__(
-        self, directory: Path, remote: Remote, news: News, *, server: Server, clock: Clock, say: Callable[[str], None]
+        self,
+        directory: Path,
+        remote: Remote,
+        news: News,
+        *,
+        server: UplinkServer,
+        clock: Clock,
+        say: Callable[[str], None],
     ) -> None:
         self._directory = directory
         self._remote = remote
@@ -111,9 +118,9 @@ class Reporter:
         self._credential = credential = server.credentials.of(remote.gang)
         self._line = server.line(credential.token)
         self._route = f"/attempts/{remote.run_id}/{remote.fence}/report"
-        self._facts = Facts(directory / "facts.jsonl")
-        self._delivery = Delivery(directory, server, credential.token, clock)
-        self._logs = Logs(directory / "logs", known=True)
+        self._facts = FactsFile(directory / "facts.jsonl")
+        self._delivery = OutputDelivery(directory, server, credential.token, clock)
+        self._logs = LogShipment(directory / "logs", known=True)
         self._heartbeat_s = _HEARTBEAT_S
         self._logs_again_ns = 0
         self._said_ns = 0
@@ -139,7 +146,7 @@ class Reporter:
             fresh: whether nothing of the attempt was reported before.
             first_s: how soon the first report is due, in seconds.
         """
-        self._logs = Logs(self._directory / "logs", known=fresh)
+        self._logs = LogShipment(self._directory / "logs", known=fresh)
         self._said_ns = self._clock.boottime_ns() + round((first_s - self._heartbeat_s) * 1e9)
         self._news.learn(first_s)  # the first answer is what user code waits for
         backoff = Backoff()
@@ -232,7 +239,7 @@ class Reporter:
         self._shown = shown
         return report
 
-    def _running(self, known: Known) -> Report:
+    def _running(self, known: AttemptState) -> Report:
         """Return the report of an attempt that has not ended."""
         crew = known.crew or CrewNews()
         state = State.STOPPING if known.stop is not None or crew.halt is not None else known.state
@@ -267,7 +274,7 @@ class Reporter:
         ms = (self._clock.boottime_ns() - crew.silent_since_ns) // 1_000_000
         return Silence(number=crew.silent, ms=max(0, ms))
 
-    def _ended(self, known: Known, stopped: Stopped) -> Report:
+    def _ended(self, known: AttemptState, stopped: Stopped) -> Report:
         """Return the report of an attempt whose ranks are gone: the ending goes with the last of everything else."""
         facts = self._learn_from(self._facts.unsent())
         logs = self._pieces()
@@ -312,7 +319,7 @@ class Reporter:
             self._looks.add(when)
             self._saved = max(self._saved, self._probe.newest())
 
-    def _late(self, known: Known) -> Report:
+    def _late(self, known: AttemptState) -> Report:
         """Return the report of an attempt that is over for the server: what is true of it, and no results."""
         facts = self._learn_from(self._facts.unsent())
         logs = self._pieces()

@@ -14,7 +14,7 @@ from pathlib import Path
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.uplink.credentials import Credentials
-from serverless_gpu.node.uplink.profile import Profile, read_profile
+from serverless_gpu.node.uplink.profile import UplinkProfile, read_profile
 from serverless_gpu.node.uplink.server_time import ServerTime
 from serverless_gpu.wire.connection import Connection
 
@@ -22,7 +22,7 @@ _PAUSE_S = 0.1
 PAUSE_S_MAX = 5.0
 
 
-class Server:
+class UplinkServer:
     """One server.
 
     Args:
@@ -47,13 +47,13 @@ class Server:
         self.time = ServerTime()
 
     @property
-    def profile(self) -> Profile:
+    def profile(self) -> UplinkProfile:
         """Return how the server is reached."""
         return self._profile
 
-    def line(self, token: str | Callable[[], str] = "") -> Line:
+    def line(self, token: str | Callable[[], str] = "") -> ServerConnection:
         """Return a line to it, with the node's own token where none is given."""
-        return Line(self, token)
+        return ServerConnection(self, token)
 
     def look_again(self) -> None:
         """Read the profile again; whoever has a line is connected to what it says then."""
@@ -69,7 +69,7 @@ class Server:
         return (self._clock.boottime_ns() - self._answered_ns) / 1e9
 
 
-class Line:
+class ServerConnection:
     """A connection that is always to where the profile says.
 
     Args:
@@ -77,7 +77,7 @@ class Line:
         token: an attempt's, or what returns it as it is by now; "" for the node's own.
     """
 
-    def __init__(self, server: Server, token: str | Callable[[], str]) -> None:
+    def __init__(self, server: UplinkServer, token: str | Callable[[], str]) -> None:
         self._server = server
         self._token = token
         self._profile = server.profile

@@ -35,7 +35,7 @@ _OUTPUT_NAME = re.compile(r"results/\d+\.pkl|failures/\d+\.(json|pkl|stack)|hang
 Stream = tuple[int, str]
 
 
-class Logs:
+class LogShipment:
     """The logs of one attempt.
 
     Args:
@@ -133,7 +133,7 @@ class Logs:
             return b""
 
 
-class Facts:
+class FactsFile:
     """The facts of one attempt, those that were told and those that were not.
 
     Args:
@@ -176,7 +176,7 @@ class Facts:
         self._offset = self._next
 
 
-class Output(NamedTuple):
+class OutputFile(NamedTuple):
     """A file of an attempt that the server is to have."""
 
     name: str
@@ -200,7 +200,7 @@ class Outputs:
         self._directory = directory
         self._sent: set[str] = set()
 
-    def unsent(self, *, ended: bool, failed: int | None = None) -> list[Output]:
+    def unsent(self, *, ended: bool, failed: int | None = None) -> list[OutputFile]:
         """Return what the server has not, by name; before the end only stacks of ranks that stand still.
 
         Args:
@@ -220,10 +220,10 @@ class Outputs:
                 if place == "failures" and not ended and name not in early:
                     continue
                 if name not in self._sent and _OUTPUT_NAME.fullmatch(name):
-                    found.append(Output(name, Path(entry.path), entry.stat().st_size))
+                    found.append(OutputFile(name, Path(entry.path), entry.stat().st_size))
         return sorted(found, key=lambda output: output.name)
 
-    def inline(self, outputs: Sequence[Output]) -> tuple[File, ...]:
+    def inline(self, outputs: Sequence[OutputFile]) -> tuple[File, ...]:
         """Return as many of the small ones as one report carries; what cannot be read is not asked for again."""
         files: list[File] = []
         left = INLINE_BYTES_MAX

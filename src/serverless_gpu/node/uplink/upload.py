@@ -19,8 +19,8 @@ from blake3 import blake3
 from serverless_gpu import faults
 from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
-from serverless_gpu.node.uplink.server import Backoff, Server
-from serverless_gpu.node.uplink.shipment import Output
+from serverless_gpu.node.uplink.server import Backoff, UplinkServer
+from serverless_gpu.node.uplink.shipment import OutputFile
 from serverless_gpu.units import format_bytes
 from serverless_gpu.wire.attempts import File
 from serverless_gpu.wire.blobs import DigestList
@@ -42,7 +42,7 @@ class Upload:
         lost: why it can never be sent, or "".
     """
 
-    def __init__(self, outputs: Sequence[Output], server: Server, token: Callable[[], str]) -> None:
+    def __init__(self, outputs: Sequence[OutputFile], server: UplinkServer, token: Callable[[], str]) -> None:
         self.files: dict[str, File] = {}
         self.problem = ""
         self.lost = ""
@@ -88,7 +88,7 @@ class Upload:
                     break
         self._line.close()
 
-    def _send(self, output: Output) -> None:
+    def _send(self, output: OutputFile) -> None:
         parts = _digests(output.path, output.size)
         missing: set[str] = set()
         for start in range(0, len(parts), _ASKED_AT_ONCE):

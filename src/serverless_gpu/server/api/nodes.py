@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.errors import NotAllowed
-from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server import dividing, node_admission, operating, ruling
 from serverless_gpu.server.api.routing import Call, Routes, reading, writing
 from serverless_gpu.server.ruling import Asked
@@ -72,7 +72,7 @@ def put_pool(call: Call, name: str, body: PoolRequest) -> PoolView:
 
 
 def _check_administrator(call: Call) -> None:
-    if call.reach != Reach.ALL:
+    if call.reach != AccessReach.ALL:
         raise NotAllowed("nodes are invited and approved by administrators", hint="ask one")
 
 

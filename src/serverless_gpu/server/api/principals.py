@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server import granting, identity
 from serverless_gpu.server.api.routing import ANYBODY, Call, Routes, reading, writing
 from serverless_gpu.wire.principals import (
@@ -32,7 +32,7 @@ def whoami(call: Call) -> PrincipalView:
 @routes.get("/users", needs=reading("users"))
 def list_users(call: Call) -> PrincipalList:
     """List users and services: all, or oneself."""
-    if call.reach != Reach.ALL:
+    if call.reach != AccessReach.ALL:
         return PrincipalList(principals=(whoami(call),))
     return PrincipalList(principals=call.services.database.read(identity.all_principals))
 
@@ -53,7 +53,7 @@ def change_user(call: Call, name: str, body: PrincipalChange) -> PrincipalView:
 def list_teams(call: Call) -> TeamList:
     """List teams: all, or those one is in."""
     teams = call.services.database.read(identity.all_teams)
-    return TeamList(teams=tuple(team for team in teams if call.reach == Reach.ALL or team.name in call.who.teams))
+    return TeamList(teams=tuple(team for team in teams if call.reach == AccessReach.ALL or team.name in call.who.teams))
 
 
 @routes.post("/teams", needs=writing("teams"))
@@ -83,7 +83,7 @@ def remove_member(call: Call, team: str, user: str) -> TeamView:
 @routes.get("/tokens", needs=reading("tokens"))
 def list_tokens(call: Call) -> TokenList:
     """List tokens, without their secrets: all, or one's own."""
-    whose = None if call.reach == Reach.ALL else call.who.name
+    whose = None if call.reach == AccessReach.ALL else call.who.name
     return TokenList(tokens=call.services.database.read(lambda connection: identity.tokens_of(connection, whose)))
 
 

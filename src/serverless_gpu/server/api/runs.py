@@ -113,8 +113,8 @@ def list_runs(call: Call, query: RunsQuery) -> RunPage:
         team=query.team,
         name=query.name,
         tags=_tags(query.tag),
-        seen_by=None if call.reach == roles.Reach.ALL else call.who.name,
-        teams=call.who.teams if call.reach == roles.Reach.TEAM else (),
+        seen_by=None if call.reach == roles.AccessReach.ALL else call.who.name,
+        teams=call.who.teams if call.reach == roles.AccessReach.TEAM else (),
     )
     at = counting.now(call.services)
 

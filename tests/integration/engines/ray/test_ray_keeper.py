@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.engines.ray import ray_keeper
-from serverless_gpu.engines.ray.ray_keeper import MARK, Keeper, Plan
+from serverless_gpu.engines.ray.ray_keeper import MARK, KeeperPlan, RayKeeper
 from serverless_gpu.errors import StorageError
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -40,11 +40,11 @@ class Kept:
         starts: how often Ray has started.
     """
 
-    def __init__(self, plan: Plan, needed: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, plan: KeeperPlan, needed: Callable[[], str] = lambda: "") -> None:
         self.said: list[str] = []
         self.starts = 0
         self._reading, self._writing = os.pipe()
-        keeper = Keeper(plan, say=self.said.append, started=self._started, needed=needed)
+        keeper = RayKeeper(plan, say=self.said.append, started=self._started, needed=needed)
         self.thread = threading.Thread(target=keeper.keep, args=(self._reading,), daemon=True)
         self.thread.start()
 
@@ -75,9 +75,9 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             each.stop()
 
 
-def plan(tmp_path: Path, program: str, head: str = "") -> Plan:
+def plan(tmp_path: Path, program: str, head: str = "") -> KeeperPlan:
     (tmp_path / "pool" / "ray").mkdir(parents=True, exist_ok=True)
-    return Plan(
+    return KeeperPlan(
         command=(sys.executable, "-c", f"import os; os.makedirs(os.environ['{MARK}'], exist_ok=True)\n{program}"),
         environ={"PATH": os.environ["PATH"]},
         directory=str(tmp_path / "pool" / "ray"),

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.engines.ray import head_keeper
-from serverless_gpu.engines.ray.ray_keeper import MARK, Plan, marked_pids
+from serverless_gpu.engines.ray.ray_keeper import MARK, KeeperPlan, marked_pids
 from serverless_gpu.node.base.lock_files import hold
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -27,8 +27,8 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     head_keeper.stop(place)
 
 
-def plan(tmp_path: Path, **changes: object) -> Plan:
-    made = Plan(
+def plan(tmp_path: Path, **changes: object) -> KeeperPlan:
+    made = KeeperPlan(
         command=(sys.executable, "-c", PROGRAM),
         environ={"PATH": "/bin", "RAY_AUTH_MODE": "token"},
         directory=str(tmp_path / "pool" / "ray"),

@@ -11,10 +11,10 @@ import pytest
 
 from serverless_gpu.environment.capture.snapshot_capture import Captured, take
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import Progress, nobody
+from serverless_gpu.environment.progress import ProgressPoint, nobody
 from serverless_gpu.environment.restore.cache.unpack import unpack
 from serverless_gpu.environment.scan.scan import Recogniser
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from tests.support.environment.scans import claim
 from tests.support.environment.wheels import Venv, Wheel, build_wheel
@@ -52,11 +52,11 @@ class Place:
         self.recogniser = Recogniser(tmp_path / "index")
 
     def take(self, venv: Venv, cwd: Path | None = None) -> Captured:
-        return take(venv.describe(cwd), self.recogniser, Blobs(self.store), level=1, report=nobody)
+        return take(venv.describe(cwd), self.recogniser, StoreBlobs(self.store), level=1, report=nobody)
 
     def unpack(self, snapshot: Snapshot, number: int = 0) -> dict[str, tuple[str, bytes | str]]:
         """Unpack every unit of a root, and return what is there by path: kind, content or target."""
-        blobs, found = Blobs(self.store), dict[str, tuple[str, bytes | str]]()
+        blobs, found = StoreBlobs(self.store), dict[str, tuple[str, bytes | str]]()
         for member in snapshot.roots[number].members:
             self._unpacked += 1
             directory = self._tmp_path / f"unit{self._unpacked}"
@@ -100,7 +100,7 @@ def test_a_venv_with_a_wheel_comes_out_as_it_was_installed(tmp_path: Path, venv:
         "prefix/bin/tool-script": ("x", b"#!python\nprint(1)\n"),
         "prefix/share/tool/data.txt": ("f", b"data\n"),
     }
-    assert Blobs(place.store).read_snapshot(captured.snapshot.address) == captured.snapshot
+    assert StoreBlobs(place.store).read_snapshot(captured.snapshot.address) == captured.snapshot
 
 
 def test_captured_again_nothing_is_sent(tmp_path: Path, venv: Venv) -> None:
@@ -159,9 +159,9 @@ def test_code_is_captured_beside_the_packages(tmp_path: Path, venv: Venv) -> Non
 
 
 def test_scan_and_capture_report(tmp_path: Path, venv: Venv) -> None:
-    seen: list[Progress] = []
+    seen: list[ProgressPoint] = []
     place = Place(tmp_path)
-    take(venv.describe(), place.recogniser, Blobs(place.store), level=1, report=seen.append)
+    take(venv.describe(), place.recogniser, StoreBlobs(place.store), level=1, report=seen.append)
     assert [phase for phase in dict.fromkeys(progress.phase for progress in seen)] == ["scan", "capture"]
     assert seen[-1].bytes_done == seen[-1].bytes_total > 9_000_000
 

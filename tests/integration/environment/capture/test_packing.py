@@ -10,7 +10,7 @@ from pathlib import Path
 
 from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.restore.cache.unpack import unpack
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from tests.support.environment.counting import WHOLE_PACKS
 from tests.support.environment.scanned import contents, scan_of, source_of
@@ -33,10 +33,10 @@ def test_a_capture_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     packs = {stored.key: stored.put_ns for stored in store.list("packs")}
     assert 2 <= len(packs) <= 6
     assert not list(store.list("snapshots"))
-    captured = capture(scan_of({"thing": source_of(before)}), Blobs(store), settings=WHOLE_PACKS)
+    captured = capture(scan_of({"thing": source_of(before)}), StoreBlobs(store), settings=WHOLE_PACKS)
     assert captured.packs_known == len(packs)
     assert {stored.key: stored.put_ns for stored in store.list("packs")}.items() >= packs.items()
-    unpack(Blobs(store).read_unit(captured.units_new[0]), Blobs(store), tmp_path / "after")
+    unpack(StoreBlobs(store).read_unit(captured.units_new[0]), StoreBlobs(store), tmp_path / "after")
     assert contents(tmp_path / "after/site") == contents(before)
 
 

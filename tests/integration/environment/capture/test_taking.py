@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.capture.snapshot_capture import capture
-from serverless_gpu.environment.documents import Row
-from serverless_gpu.environment.scan.scan import Source
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.documents import FileRow
+from serverless_gpu.environment.scan.scan import LocalUnit
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentUnsupported
 from tests.support.environment.counting import TINY
@@ -36,8 +36,8 @@ def test_a_file_that_changes_while_it_is_read_is_read_again_and_then_named(
     try:
         # A busy machine may give the writer no time during a capture: then it is right, and the next is tried.
         while True:
-            source = Source(rows=(Row(path="site/log", size=length, sha256=bytes(32)),), files=(str(changing),))
-            blobs = Blobs(MemoryStore())
+            source = LocalUnit(rows=(FileRow(path="site/log", size=length, sha256=bytes(32)),), files=(str(changing),))
+            blobs = StoreBlobs(MemoryStore())
             try:
                 captured = capture(scan_of({"thing": source}), blobs, settings=TINY)
             except EnvironmentUnsupported as error:

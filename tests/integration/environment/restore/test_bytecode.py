@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.documents import Facts, Snapshot
+from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
 from serverless_gpu.environment.restore import preparation
 from serverless_gpu.environment.restore.bytecode import compile_all, jobs
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
-from serverless_gpu.environment.restore.restore import Restored, Way, compile_rest, restore
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.restore.restore import RestoredTree, Way, compile_rest, restore
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentRejected
 from tests.support.environment.made_environments import Counting, Made, Piece, base_python, interpreter
 from tests.support.environment.restored_process import MODES, ask
@@ -39,7 +39,7 @@ external.SourceLoader.source_to_code = watched
 
 @pytest.fixture(scope="module")
 def made() -> Made:
-    return Made(Blobs(Counting()))
+    return Made(StoreBlobs(Counting()))
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def environment(made: Made) -> tuple[Piece, Snapshot]:
         },
     )
     loaded = ("site/alpha/__init__.py", "site/alpha/used.py", "site/single.py", "site/alpha/gone.py")
-    return piece, made.snapshot([made.root([piece])], facts=Facts(loaded=(loaded,)))
+    return piece, made.snapshot([made.root([piece])], facts=SnapshotOrigin(loaded=(loaded,)))
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_what_the_caller_had_loaded_is_compiled_first_and_the_rest_later(made: M
     assert cache.verify(piece.unit.address, made.blobs) == ""
 
 
-def not_compiled(restored: Restored, *modules: str) -> list[str]:
+def not_compiled(restored: RestoredTree, *modules: str) -> list[str]:
     """Import modules, and return the paths below site-packages that had no valid bytecode."""
     code = f"{WATCH}\nimport importlib, os, sysconfig\nmodules = [importlib.import_module(n) for n in {modules!r}]"
     code += """
@@ -141,7 +141,7 @@ def test_S221_start_up_code_of_an_environment_is_never_run_by_restoring_or_compi
     names = ("sitecustomize", "usercustomize", "evil", "json", "marshal", "resource")
     evil = made.piece({"site/evil.pth": write, **{f"site/{name}.py": write for name in names}})
     loaded = tuple(f"site/{name}.py" for name in names)
-    snapshot = made.snapshot([made.root([evil])], facts=Facts(loaded=(loaded,), python=base_python()))
+    snapshot = made.snapshot([made.root([evil])], facts=SnapshotOrigin(loaded=(loaded,), python=base_python()))
     for mode in MODES:
         restored = restore(snapshot.address, made.blobs, cache, way=Way(mode="links" if mode == "links" else "overlay"))
         compile_rest(snapshot.address, cache)
@@ -163,7 +163,7 @@ def test_S221_the_compiler_starts_without_site_packages_variables_and_directory(
         f'#!/bin/sh\necho "$1 $2 $PWD" >> {tmp_path}/log\nenv >> {tmp_path}/log\nexec {base_python()} "$@"\n'
     )
     python.chmod(0o755)
-    piece = Made(Blobs(Counting())).piece({"site/a.py": "x = 1\n"})
+    piece = Made(StoreBlobs(Counting())).piece({"site/a.py": "x = 1\n"})
     assert compile_all(jobs(tmp_path, piece.unit.rows, TAG), str(python)) == 1
     first, *variables = (tmp_path / "log").read_text().splitlines()
     assert first == "-I -S /"
@@ -180,7 +180,7 @@ def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "site/a.py").write_text("x = 1\n")
     (tmp_path / "site/__pycache__").symlink_to(tmp_path / "elsewhere")
-    piece = Made(Blobs(Counting())).piece({"site/a.py": "x = 1\n"})
+    piece = Made(StoreBlobs(Counting())).piece({"site/a.py": "x = 1\n"})
     assert compile_all(jobs(tmp_path, piece.unit.rows, TAG), base_python()) == 0
     assert os.listdir(tmp_path / "elsewhere") == []
 
@@ -188,7 +188,7 @@ def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
 def test_a_file_that_is_not_as_long_as_its_row_says_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/a.py").write_text("x = 1 # and more\n")
-    piece = Made(Blobs(Counting())).piece({"site/a.py": "x = 1\n"})
+    piece = Made(StoreBlobs(Counting())).piece({"site/a.py": "x = 1\n"})
     assert compile_all(jobs(tmp_path, piece.unit.rows, TAG), base_python()) == 0
 
 
@@ -220,7 +220,7 @@ def test_a_file_that_ends_its_compiler_is_passed_over(tmp_path: Path) -> None:
     good = {f"good{number:03}": f"x = {number}\n" for number in range(150)}
     killers = {f"good{number:03}killer": "x = 1\n" for number in (3, 90)}
     work = []
-    made = Made(Blobs(Counting()))
+    made = Made(StoreBlobs(Counting()))
     for path in sources(tmp_path / "site", **good, **killers):
         work += jobs(tmp_path, made.piece({f"site/{path.name}": path.read_text()}).unit.rows, TAG)
     fragile = tmp_path / "fragile"
@@ -232,7 +232,7 @@ def test_a_file_that_ends_its_compiler_is_passed_over(tmp_path: Path) -> None:
 
 def test_a_file_that_takes_too_long_is_passed_over(tmp_path: Path) -> None:
     slow = "x = (" + "+".join(f"{{{', '.join(map(str, range(200)))}}}" for _ in range(30000)) + ")\n"
-    made = Made(Blobs(Counting()))
+    made = Made(StoreBlobs(Counting()))
     work = []
     for path in sources(tmp_path / "site", a="x = 1\n", b=slow, c="x = 2\n"):
         work += jobs(tmp_path, made.piece({f"site/{path.name}": path.read_text()}).unit.rows, TAG)
@@ -243,6 +243,6 @@ def test_a_file_that_takes_too_long_is_passed_over(tmp_path: Path) -> None:
 
 def test_an_interpreter_that_does_not_start_leaves_everything_as_it_is(tmp_path: Path) -> None:
     sources(tmp_path / "site", a="x = 1\n")
-    piece = Made(Blobs(Counting())).piece({"site/a.py": "x = 1\n"})
+    piece = Made(StoreBlobs(Counting())).piece({"site/a.py": "x = 1\n"})
     for python in ("/bin/false", "/does/not/exist"):
         assert compile_all(jobs(tmp_path, piece.unit.rows, TAG), python) == 0

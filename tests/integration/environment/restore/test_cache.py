@@ -13,12 +13,12 @@ from typing import Literal
 
 import pytest
 
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.fetch import Fetch
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 from serverless_gpu.environment.restore.restore import Way, restore
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StorageError
 from serverless_gpu.testing import FakeClock
@@ -48,7 +48,7 @@ def store() -> Counting:
 
 @pytest.fixture
 def made(store: Counting) -> Made:
-    return Made(Blobs(store))
+    return Made(StoreBlobs(store))
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def alpha(made: Made) -> Piece:
 
 def test_a_unit_is_unpacked_once_read_only_and_with_one_time(store: Counting, made: Made, cache: Cache) -> None:
     piece = alpha(made)
-    reports: list[Progress] = []
+    reports: list[ProgressPoint] = []
     first = cache.ensure([piece.unit.address, piece.unit.address], made.blobs, reports.append)
     place = first.directories[piece.unit.address]
     assert (place / "site/alpha/__init__.py").read_text() == "a = 1\n"
@@ -261,7 +261,7 @@ def test_a_unit_that_was_written_to_the_disk_is_only_looked_at_after_a_boot(
 @pytest.fixture
 def shared(tmp_path: Path) -> tuple[Path, Made]:
     directory = tmp_path / "store"
-    return directory, Made(Blobs(DirectoryStore(directory)))
+    return directory, Made(StoreBlobs(DirectoryStore(directory)))
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -469,7 +469,7 @@ def test_F27_a_disk_that_others_fill_meanwhile_leaves_nothing_half_visible(
 
     cache = Cache(disk / "environments", floor_bytes=0)
     with pytest.raises(StorageError, match=golden("environment.cache.disk-full-free", disk=disk)):
-        cache.ensure([piece.unit.address], Blobs(Filling()))
+        cache.ensure([piece.unit.address], StoreBlobs(Filling()))
     assert files_below(disk / "environments" / "units") == []
     filler.unlink()
     assert cache.ensure([piece.unit.address], made.blobs).fetched == 1

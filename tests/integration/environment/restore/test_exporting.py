@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.documents import Facts, Snapshot
+from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.restore import Order, export, restore
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.restore.restore import ExportRequest, export, restore
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt, InvalidValue, StorageError
 from tests.support.environment.made_environments import Counting, Made, interpreter
 from tests.support.environment.restored_process import NOBODY, public_directory
@@ -31,7 +31,7 @@ def store() -> Counting:
 
 @pytest.fixture
 def made(store: Counting) -> Made:
-    return Made(Blobs(store))
+    return Made(StoreBlobs(store))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def environment(made: Made, python: str = "") -> Snapshot:
         made.root([early], "library", before=True),
         made.root([code], "code"),
     ]
-    return made.snapshot(roots, facts=Facts(loaded=(("site/alpha.py",), (), ())), python=python)
+    return made.snapshot(roots, facts=SnapshotOrigin(loaded=(("site/alpha.py",), (), ())), python=python)
 
 
 def output(*command: str | Path) -> str:
@@ -66,7 +66,7 @@ def output(*command: str | Path) -> str:
 def test_a_tree_of_ones_own_works_wherever_it_is(made: Made, cache: Cache, tmp_path: Path, name: str) -> None:
     target = tmp_path / name / "env"
     snapshot = environment(made)
-    exported = export(snapshot.address, made.blobs, cache, Order(target=target))
+    exported = export(snapshot.address, made.blobs, cache, ExportRequest(target=target))
     assert (exported.tree, exported.python) == (str(target), str(target / "bin" / "python"))
     code = "import alpha, early, project, sys, json; print(json.dumps([sys.prefix, sys.path[1:]]))"
     prefix, path = json.loads(output(exported.python, "-c", code))
@@ -81,7 +81,7 @@ def test_a_tree_of_ones_own_works_wherever_it_is(made: Made, cache: Cache, tmp_p
 
 def test_the_cache_can_be_deleted_and_code_can_be_edited(made: Made, cache: Cache, tmp_path: Path) -> None:
     snapshot = environment(made)
-    exported = export(snapshot.address, made.blobs, cache, Order(target=tmp_path / "env"))
+    exported = export(snapshot.address, made.blobs, cache, ExportRequest(target=tmp_path / "env"))
     code = tmp_path / "env/code/2/project/__init__.py"
     module = tmp_path / f"env/lib/python{interpreter().minor}/site-packages/alpha.py"
     assert (stat.S_IMODE(code.stat().st_mode), code.stat().st_nlink) == (0o644, 1)
@@ -92,7 +92,7 @@ def test_the_cache_can_be_deleted_and_code_can_be_edited(made: Made, cache: Cach
 
 
 def test_copies_share_nothing_with_the_cache(made: Made, cache: Cache, tmp_path: Path) -> None:
-    exported = export(environment(made).address, made.blobs, cache, Order(target=tmp_path / "env", copies=True))
+    exported = export(environment(made).address, made.blobs, cache, ExportRequest(target=tmp_path / "env", copies=True))
     assert exported.linked == 0
     assert all(path.stat().st_nlink == 1 for path in (tmp_path / "env").rglob("*") if path.is_file())
 
@@ -106,13 +106,13 @@ def test_nothing_is_mixed_with_what_is_there(made: Made, cache: Cache, tmp_path:
         target.mkdir()
         (target / "mine").touch()
     with pytest.raises(InvalidValue, match=f"{target} is"):
-        export(environment(made).address, made.blobs, cache, Order(target=target))
+        export(environment(made).address, made.blobs, cache, ExportRequest(target=target))
     assert not cache.units.exists()
 
 
 def test_an_empty_directory_is_used(made: Made, cache: Cache, tmp_path: Path) -> None:
     (tmp_path / "env").mkdir()
-    export(environment(made).address, made.blobs, cache, Order(target=tmp_path / "env"))
+    export(environment(made).address, made.blobs, cache, ExportRequest(target=tmp_path / "env"))
     assert output(tmp_path / "env" / "bin" / "alpha") == "alpha runs"
 
 
@@ -120,11 +120,11 @@ def test_what_fails_leaves_nothing(store: Counting, made: Made, cache: Cache, tm
     snapshot = environment(made)
     store.altered_times = 1000
     with pytest.raises(EnvironmentCorrupt):
-        export(snapshot.address, made.blobs, cache, Order(target=tmp_path / "here" / "env"))
+        export(snapshot.address, made.blobs, cache, ExportRequest(target=tmp_path / "here" / "env"))
     store.altered_times = 0
     snapshot = environment(made)  # the unit was removed from the store
     with pytest.raises(StorageError, match=re.escape(golden("environment.exporting.proc-none-cannot"))):
-        export(snapshot.address, made.blobs, cache, Order(target=Path("/proc/none/env")))
+        export(snapshot.address, made.blobs, cache, ExportRequest(target=Path("/proc/none/env")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["environments"]
 
 
@@ -134,7 +134,7 @@ def test_another_user_can_use_it(made: Made, tmp_path: Path) -> None:
         umask = os.umask(0o077)
         try:
             snapshot = environment(made, str(SYSTEM_PYTHON))
-            export(snapshot.address, made.blobs, Cache(tmp_path / "private"), Order(target=directory / "env"))
+            export(snapshot.address, made.blobs, Cache(tmp_path / "private"), ExportRequest(target=directory / "env"))
         finally:
             os.umask(umask)
         user = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
@@ -146,5 +146,5 @@ def test_another_user_can_use_it(made: Made, tmp_path: Path) -> None:
 def test_a_snapshot_restored_before_is_exported_without_the_store(made: Made, cache: Cache, tmp_path: Path) -> None:
     snapshot = environment(made)
     restore(snapshot.address, made.blobs, cache)
-    exported = export(snapshot.address, Blobs(Counting()), cache, Order(target=tmp_path / "env"))
+    exported = export(snapshot.address, StoreBlobs(Counting()), cache, ExportRequest(target=tmp_path / "env"))
     assert (exported.units_fetched, exported.fetched_bytes) == (0, 0)

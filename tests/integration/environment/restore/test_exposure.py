@@ -11,9 +11,9 @@ import pytest
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.cache.exposure import exposed_since, suspects
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.restore import Order, Way, compile_rest, export, restore
+from serverless_gpu.environment.restore.restore import ExportRequest, Way, compile_rest, export, restore
 from serverless_gpu.environment.restore.tree_repair import mend_units
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
 from tests.support.environment.made_environments import Counting, Made, interpreter
 from tests.support.golden import golden
@@ -24,7 +24,7 @@ LINKS = Way(mode="links", why="asked")
 
 @pytest.fixture
 def made() -> Made:
-    return Made(Blobs(Counting()))
+    return Made(StoreBlobs(Counting()))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_F29_a_change_that_puts_size_and_time_back_is_found(made: Made, cache: C
 def test_F29_a_change_through_an_exported_tree_is_found_by_another_snapshot(
     made: Made, cache: Cache, tmp_path: Path
 ) -> None:
-    exported = export(made.simple("alpha").address, made.blobs, cache, Order(target=tmp_path / "there"))
+    exported = export(made.simple("alpha").address, made.blobs, cache, ExportRequest(target=tmp_path / "there"))
     spoil(module(exported.tree))
     other = restore(made.simple("alpha", "beta").address, made.blobs, cache)
     assert golden("environment.exposure.alpha-init-py") in other.mended

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.restore.link_tree import Source, fill
+from serverless_gpu.environment.restore.link_tree import ContentSource, fill
 from tests.support.environment.linking import part, write
 from tests.support.environment.restored_process import CANNOT_MOUNT, public_directory
 from tests.support.small_disks import small_disk
@@ -24,7 +24,7 @@ def other_disk() -> Iterator[Path]:
 @pytest.mark.skipif(os.geteuid() != 0 or bool(CANNOT_MOUNT), reason="only root mounts a file system")
 def test_another_file_system_gets_copies_and_says_why(tmp_path: Path, other_disk: Path) -> None:
     one = write(tmp_path / "one", a__x="1", a__y="2")
-    linked = fill(other_disk, [Source(part(), [one])])
+    linked = fill(other_disk, [ContentSource(part(), [one])])
     assert (linked.linked, linked.copied, linked.why_copied) == (0, 2, "Invalid cross-device link")
     status = (other_disk / "a/x").stat()
     assert (stat.S_IMODE(status.st_mode), status.st_mtime_ns) == (0o444, 10**18)
@@ -50,7 +50,7 @@ def test_files_of_somebody_else_are_copied_where_the_kernel_refuses_links() -> N
             try:
                 os.setgid(65534)
                 os.setuid(65534)
-                linked = fill(tree, [Source(part(), [one])])
+                linked = fill(tree, [ContentSource(part(), [one])])
                 os.write(writing, f"{linked.linked} {linked.copied} {linked.why_copied}".encode())
             finally:
                 os._exit(0)

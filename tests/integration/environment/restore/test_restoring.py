@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.documents import Facts, Generated, Snapshot, make_snapshot
+from serverless_gpu.environment.documents import Generated, Snapshot, SnapshotOrigin, make_snapshot
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.preparation import glibc
-from serverless_gpu.environment.restore.restore import Restored, Way, restore
+from serverless_gpu.environment.restore.restore import RestoredTree, Way, restore
 from serverless_gpu.environment.restore.trees import LAYERS_MAX
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.errors import EnvironmentMissing, EnvironmentRejected, EnvironmentUnsupported
 from tests.support.environment.made_environments import (
@@ -59,7 +59,7 @@ class group:
 
 @pytest.fixture(scope="module")
 def made() -> Made:
-    return Made(Blobs(Counting()))
+    return Made(StoreBlobs(Counting()))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def zoo(made: Made) -> Snapshot:
         "library",
     )
     code = made.root([made.piece({"site/project/__init__.py": "p = 5\n"}, "code", "project")], "code")
-    facts = Facts(
+    facts = SnapshotOrigin(
         python=base_python(),
         prefix="/home/someone/env",
         originals=(
@@ -129,12 +129,12 @@ def zoo(made: Made) -> Snapshot:
 
 
 @pytest.fixture(params=MODES)
-def restored(request: pytest.FixtureRequest, zoo: Snapshot, made: Made, cache: Cache) -> Restored:
+def restored(request: pytest.FixtureRequest, zoo: Snapshot, made: Made, cache: Cache) -> RestoredTree:
     way = Way(mode=request.param, why="a test asks for links" if request.param == "links" else "")
     return restore(zoo.address, made.blobs, cache, way=way)
 
 
-def test_modules_are_imported_from_the_tree_in_the_order_of_the_original(restored: Restored) -> None:
+def test_modules_are_imported_from_the_tree_in_the_order_of_the_original(restored: RestoredTree) -> None:
     code = """
 import sys, sysconfig, site
 import alpha, space.one, space.two, loose, more, deep, beta, project
@@ -166,13 +166,13 @@ answer = [
     assert space == [f"{site}/space"]
 
 
-def test_a_root_before_the_standard_library_is_named_and_not_on_the_path(restored: Restored) -> None:
+def test_a_root_before_the_standard_library_is_named_and_not_on_the_path(restored: RestoredTree) -> None:
     assert restored.before == (f"{restored.tree}/roots/1/lib/python{interpreter().minor}/site-packages",)
     code = "import sys, early; answer = [sys.path.index(p) for p in sys.path if 'roots/1' in p] + [early.z]"
     assert ask(restored, code, PYTHONPATH=":".join(restored.before)) == [1, 3]
 
 
-def test_metadata_is_what_an_installer_leaves(restored: Restored) -> None:
+def test_metadata_is_what_an_installer_leaves(restored: RestoredTree) -> None:
     code = """
 import base64, hashlib
 from importlib import metadata
@@ -228,14 +228,14 @@ answer = {
         ("python3", ""),
     ],
 )
-def test_scripts_run(restored: Restored, script: str, said: str) -> None:
+def test_scripts_run(restored: RestoredTree, script: str, said: str) -> None:
     if script == "python3":
         assert run(restored, script, "-c", "import alpha") == said
     else:
         assert run(restored, script, "x") == said
 
 
-def test_data_links_and_empty_directories_are_there_and_read_only(restored: Restored) -> None:
+def test_data_links_and_empty_directories_are_there_and_read_only(restored: RestoredTree) -> None:
     code = f"""
 import os, stat, alpha
 site, tree = os.path.dirname(os.path.dirname(alpha.__file__)), {restored.tree!r}
@@ -251,7 +251,7 @@ answer = [
     assert modes == ["0o444", "0o444", "0o555", "0o444"]
 
 
-def test_the_choice_is_said_with_its_reason(restored: Restored, cache: Cache) -> None:
+def test_the_choice_is_said_with_its_reason(restored: RestoredTree, cache: Cache) -> None:
     if restored.mode == "overlay":
         assert (restored.why, restored.tree) == ("", str(cache.view))
         assert [mount.at.removeprefix(restored.tree) for mount in restored.mounts] == [
@@ -268,10 +268,10 @@ def test_the_choice_is_said_with_its_reason(restored: Restored, cache: Cache) ->
 
 
 def test_a_known_snapshot_is_found_again_without_the_store(
-    restored: Restored, zoo: Snapshot, made: Made, cache: Cache
+    restored: RestoredTree, zoo: Snapshot, made: Made, cache: Cache
 ) -> None:
     way = Way(mode=restored.mode, why=restored.why)
-    again = restore(zoo.address, Blobs(Counting()), Cache(cache.root), way=way)
+    again = restore(zoo.address, StoreBlobs(Counting()), Cache(cache.root), way=way)
     assert (again.units_fetched, again.fetched_bytes, restored.units_fetched) == (0, 0, 8)
     assert restored.fetched_bytes > 0
     assert msgspec.structs.replace(again, ms=0) == msgspec.structs.replace(
@@ -283,7 +283,7 @@ def test_a_store_without_it_says_so_and_leaves_nothing(cache: Cache) -> None:
     with pytest.raises(
         EnvironmentMissing, match=re.escape(golden("environment.restoring.snapshot-000000000000-store"))
     ):
-        restore("0" * 64, Blobs(Counting()), cache)
+        restore("0" * 64, StoreBlobs(Counting()), cache)
     assert not cache.trees.exists()
 
 
@@ -362,7 +362,7 @@ def test_another_user_without_rights_can_use_it(made: Made, public: Cache, mode:
 
 def test_no_interpreter_for_it_is_said_before_anything_is_fetched(made: Made, cache: Cache) -> None:
     python = msgspec.structs.replace(interpreter(), version="3.99.1", abi="cpython-399-x86_64-linux-gnu")
-    foreign = make_snapshot(python, made.simple("alpha").roots, Facts())
+    foreign = make_snapshot(python, made.simple("alpha").roots, SnapshotOrigin())
     made.blobs.write_snapshot(foreign)
     with pytest.raises(EnvironmentUnsupported, match=golden("environment.restoring.python-99-cpython")):
         restore(foreign.address, made.blobs, cache)
@@ -410,7 +410,7 @@ def test_F41_a_unit_larger_than_the_snapshot_says_is_refused_before_it_is_fetche
 
 def test_an_older_c_library_is_noted(made: Made, cache: Cache) -> None:
     python = msgspec.structs.replace(interpreter(), glibc="99.1")
-    snapshot = make_snapshot(python, made.simple("alpha").roots, Facts())
+    snapshot = make_snapshot(python, made.simple("alpha").roots, SnapshotOrigin())
     made.blobs.write_snapshot(snapshot)
     restored = restore(snapshot.address, made.blobs, cache)
     assert restored.note == golden("environment.restoring.captured-glibc-99", glibc=glibc())
@@ -429,11 +429,11 @@ def test_what_a_killed_restore_left_is_made_again(made: Made, cache: Cache, mode
 
 @pytest.mark.parametrize("mode", MODES)
 def test_processes_that_restore_at_the_same_time_all_get_it(cache: Cache, tmp_path: Path, mode: str) -> None:
-    shared = Made(Blobs(DirectoryStore(tmp_path / "store")))
+    shared = Made(StoreBlobs(DirectoryStore(tmp_path / "store")))
     names = [f"many{number}" for number in range(12)]
     pieces = [shared.distribution(name, {f"site/{name}.py": f"n = {name!r}\n"}) for name in names]
     loaded = tuple(f"site/{name}.py" for name in names)
-    snapshot = shared.snapshot([shared.root(pieces)], facts=Facts(loaded=(loaded,)))
+    snapshot = shared.snapshot([shared.root(pieces)], facts=SnapshotOrigin(loaded=(loaded,)))
     code = f"""
 import sys
 from pathlib import Path

@@ -21,11 +21,11 @@ import pytest
 from serverless_gpu.environment.capture.snapshot_capture import take
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
-from serverless_gpu.environment.restore.restore import Order, Restored, Way, export, moved, restore
+from serverless_gpu.environment.restore.restore import ExportRequest, RestoredTree, Way, export, moved, restore
 from serverless_gpu.environment.scan.description import read_description
 from serverless_gpu.environment.scan.interpreter import describe_other
 from serverless_gpu.environment.scan.scan import Recogniser
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from tests.support.environment.made_environments import Counting, base_python
 from tests.support.environment.restored_process import MODES, run
 
@@ -82,7 +82,7 @@ class Original(NamedTuple):
     home: Path
     hidden: Path
     snapshot: Snapshot
-    blobs: Blobs
+    blobs: StoreBlobs
     answers: Any
 
 
@@ -98,7 +98,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
         patch.setenv("PYTHONPATH", variables["PYTHONPATH"])
         patch.chdir(home / "work")
         description = read_description(describe_other(python))
-    blobs = Blobs(Counting())
+    blobs = StoreBlobs(Counting())
     snapshot = take(description, Recogniser(home / "index"), blobs, level=1).snapshot
     answers = ask(python, home / "work", variables)
     hidden = home.with_name("hidden")
@@ -170,7 +170,7 @@ def differences(said: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[st
     return {key: (said[key], expected[key]) for key in expected if said[key] != expected[key]}
 
 
-def check_programs(restored: Restored) -> None:
+def check_programs(restored: RestoredTree) -> None:
     for script in SCRIPTS:
         assert run(restored, script) == "alpha runs"
     listed = {entry["name"] for entry in json.loads(run(restored, "pip", "list", "--format=json"))}
@@ -182,7 +182,7 @@ def check_programs(restored: Restored) -> None:
 
 def test_python_sees_in_an_exported_environment_what_it_saw(original: Original, tmp_path: Path) -> None:
     cache = Cache(tmp_path / "environments")
-    exported = export(original.snapshot.address, original.blobs, cache, Order(target=tmp_path / "my env"))
+    exported = export(original.snapshot.address, original.blobs, cache, ExportRequest(target=tmp_path / "my env"))
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     assert differences(ask(exported.python, tmp_path, variables), translated(original, exported.tree)) == {}
     done = subprocess.run([f"{exported.tree}/bin/pip", "list"], capture_output=True, text=True, check=True, cwd="/")

@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.documents import Facts, Snapshot
+from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin
 from serverless_gpu.environment.restore.cache import unit_cache as caching
 from serverless_gpu.environment.restore.cache.cache_layout import read_document, write_document
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.cache.unit_seal import BYTECODE, LOOK_S, sweep_unit
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
-from serverless_gpu.environment.restore.restore import OVERLAY, Restored, Way, compile_rest, restore
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.restore.restore import OVERLAY, RestoredTree, Way, compile_rest, restore
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.made_environments import Counting, Made, altered
 from tests.support.golden import golden
@@ -31,7 +31,7 @@ class Node:
 
     def __init__(self, root: Path) -> None:
         self.store = Counting()
-        self.made = Made(Blobs(self.store))
+        self.made = Made(StoreBlobs(self.store))
         self.root = root
         self.clock = FakeClock()
         self.boots = 0
@@ -44,8 +44,8 @@ class Node:
         self.clock.boot_id = lambda: name  # type: ignore[method-assign]  # of this boot
         self.cache = Cache(self.root, clock=self.clock)
 
-    def restore(self, snapshot: Snapshot, way: Way = OVERLAY) -> Restored:
-        return restore(snapshot.address, Blobs(self.store), self.cache, way=way)
+    def restore(self, snapshot: Snapshot, way: Way = OVERLAY) -> RestoredTree:
+        return restore(snapshot.address, StoreBlobs(self.store), self.cache, way=way)
 
     def snapshot(self) -> Snapshot:
         pieces = [
@@ -53,7 +53,7 @@ class Node:
             for name in ("alpha", "beta")
         ]
         loaded = tuple(f"site/{name}/__init__.py" for name in ("alpha", "beta"))
-        return self.made.snapshot([self.made.root(pieces)], facts=Facts(loaded=(loaded,)))
+        return self.made.snapshot([self.made.root(pieces)], facts=SnapshotOrigin(loaded=(loaded,)))
 
     def unit(self, snapshot: Snapshot, number: int = 0) -> Path:
         return self.cache.unit(snapshot.roots[0].members[number].address)

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import Blobs as Documents
+from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import StoreUnavailable

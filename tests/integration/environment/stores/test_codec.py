@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.compression import compress
-from serverless_gpu.environment.documents import Facts, Snapshot, make_snapshot
+from serverless_gpu.environment.documents import Snapshot, SnapshotOrigin, make_snapshot
 from serverless_gpu.environment.stores.codec import SNAPSHOT_BYTES_MAX, decode, encode
 from serverless_gpu.errors import EnvironmentRejected
 from tests.support.environment.hostile import PYTHON, file, member_of, snapshot, unit
@@ -116,11 +116,13 @@ def test_a_large_snapshot_passes_and_what_would_not_be_read_is_not_written() -> 
     good = member_of(unit(file("site/a")))
     members = tuple(msgspec.structs.replace(good, address=f"{n:064x}", modules=("a", "b" * 40)) for n in range(10_000))
     loaded = tuple(f"site/pkg/module_{n}.py" for n in range(200_000))
-    large = snapshot(*members, facts=Facts(loaded=(loaded,), notes=({"ä" * 300: "x" * 70_000},), captured_ns=2**60))
+    large = snapshot(
+        *members, facts=SnapshotOrigin(loaded=(loaded,), notes=({"ä" * 300: "x" * 70_000},), captured_ns=2**60)
+    )
     assert decode(encode(large), Snapshot, "it") == large
     with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.codec.more-1000000-values-2"))):
-        encode(snapshot(good, facts=Facts(loaded=(("a",) * 1_000_001,))))
+        encode(snapshot(good, facts=SnapshotOrigin(loaded=(("a",) * 1_000_001,))))
     with pytest.raises(
         EnvironmentRejected, match=golden("environment.codec.most", SNAPSHOT_BYTES_MAX=SNAPSHOT_BYTES_MAX)
     ):
-        encode(make_snapshot(PYTHON, (), Facts(left_out=("a" * SNAPSHOT_BYTES_MAX,))))
+        encode(make_snapshot(PYTHON, (), SnapshotOrigin(left_out=("a" * SNAPSHOT_BYTES_MAX,))))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.collection import collect
 from serverless_gpu.errors import StoreUnavailable
 from tests.support.environment.environments_in_stores import capture
@@ -39,7 +39,7 @@ class Machine(RuleBasedStateMachine):
     def there_is_something_old(self, contents: list[bytes], condemned: bool) -> None:
         """Begin where it gets dangerous: with what nobody needs, on the list for long enough or not on it yet."""
         # Somebody may have died while collecting: then a capture waits.
-        blobs = Blobs(self.world.memory, clock=self.world.clock, sleep=self.world.clock.advance)
+        blobs = StoreBlobs(self.world.memory, clock=self.world.clock, sleep=self.world.clock.advance)
         snapshot = capture(blobs, *contents)
         self.publish(snapshot)
         self.world.clock.advance(KEEP_S)
@@ -47,12 +47,12 @@ class Machine(RuleBasedStateMachine):
             collect(blobs, in_use=self.in_use, keep_s=KEEP_S, grace_s=GRACE_S)
             self.world.clock.advance(GRACE_S)
 
-    def blobs(self, actor: Actor) -> Blobs:
+    def blobs(self, actor: Actor) -> StoreBlobs:
         def sleep(seconds: float) -> None:
             with actor.store._one:
                 actor.wait()
 
-        return Blobs(actor.store, clock=self.world.clock, sleep=sleep)
+        return StoreBlobs(actor.store, clock=self.world.clock, sleep=sleep)
 
     @rule(contents=some)
     def capture_begins(self, contents: list[bytes]) -> None:
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
     def whole(self) -> None:
         """Every snapshot that is there has all it needs, and those in use and the young ones are there."""
         memory, now_ns = self.world.memory, self.world.clock.wall_ns()
-        blobs = Blobs(memory, clock=self.world.clock)
+        blobs = StoreBlobs(memory, clock=self.world.clock)
         there = {stored.key.partition("/")[2]: stored for stored in memory.list("snapshots")}
         for address in there:
             units = [blobs.read_unit(unit) for unit in blobs.read_snapshot(address).addresses()]
@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
         """When nobody needs anything, three collections leave nothing."""
         for _ in range(3):
             self.world.clock.advance(KEEP_S)
-            blobs = Blobs(self.world.memory, clock=self.world.clock)
+            blobs = StoreBlobs(self.world.memory, clock=self.world.clock)
             collect(blobs, in_use=self.in_use, keep_s=KEEP_S, grace_s=GRACE_S)
         self.whole()
         left = {stored.key.partition("/")[2] for stored in self.world.memory.list("snapshots")}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import INCOMING, DirectoryStore
 from serverless_gpu.errors import StorageError
 from serverless_gpu.testing.stores import pack_key
@@ -171,7 +171,7 @@ for size in (200_000, 400_000):
     )
     # Nothing half-visible, nothing left over; what was there is; and it goes on once there is space.
     assert files(root) == [f"packs/{small[:2]}/{small}"]
-    blobs = Blobs(DirectoryStore(root))
+    blobs = StoreBlobs(DirectoryStore(root))
     digest = pack_key(bytes(400_000)).removeprefix("packs/")
     assert blobs.missing_packs([small, digest]) == (digest,)
     assert blobs.write_pack(bytes(400_000)) == digest
@@ -189,7 +189,7 @@ def test_F40_an_object_that_cannot_be_replaced_stays(root: Path) -> None:
 def test_F40_a_small_file_system() -> None:
     with small_disk("3m") as disk:
         store = DirectoryStore(disk / "store")
-        blobs = Blobs(store)
+        blobs = StoreBlobs(store)
         first = blobs.write_pack(os.urandom(2_000_000))
         second = os.urandom(2_000_000)
         with pytest.raises(StorageError, match=golden("environment.directory_store.mb-write-mb")):

@@ -15,7 +15,7 @@ from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.scan.scan import Scan
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, StoreUnavailable
@@ -58,7 +58,7 @@ def scan(tmp_path: Path) -> Scan:
 
 def fetch(address: str, store: Store, root: Path) -> str:
     """Restore a snapshot on a node that has nothing yet."""
-    return restore(address, Blobs(store), Cache(root, clock=FakeClock()), way=Way(mode="links")).tree
+    return restore(address, StoreBlobs(store), Cache(root, clock=FakeClock()), way=Way(mode="links")).tree
 
 
 def alter(store: Store, kinds: Iterable[str], change: Callable[[bytes], bytes], *, most: int = 1000) -> list[str]:
@@ -74,9 +74,9 @@ def alter(store: Store, kinds: Iterable[str], change: Callable[[bytes], bytes], 
 def test_F29_F42_what_is_altered_in_the_store_is_removed_and_sent_again_by_the_next_capture(
     store: Store, scan: Scan, tmp_path: Path, kinds: tuple[str, ...], change: Callable[[bytes], bytes]
 ) -> None:
-    address = capture(scan, Blobs(store), settings=TINY).snapshot.address
+    address = capture(scan, StoreBlobs(store), settings=TINY).snapshot.address
     keys = alter(store, kinds, change)
-    assert capture(scan, Blobs(store), settings=TINY).units_new == (), "nobody has looked at it yet"
+    assert capture(scan, StoreBlobs(store), settings=TINY).units_new == (), "nobody has looked at it yet"
     alter(store, ["snapshots"] if "snapshots" in kinds else [], change)  # a capture writes it in any case
     with pytest.raises(EnvironmentCorrupt, match="altered") as caught:
         fetch(address, store, tmp_path / "first")
@@ -86,11 +86,11 @@ def test_F29_F42_what_is_altered_in_the_store_is_removed_and_sent_again_by_the_n
     )
     if kinds != KINDS:  # units are found only below a snapshot that can be read, packs below units
         assert not store.present(keys)
-    again = capture(scan, Blobs(store), settings=TINY)
+    again = capture(scan, StoreBlobs(store), settings=TINY)
     assert again.snapshot.address == address
     for _ in kinds[1:]:
         if not _restores(address, store, tmp_path / "first"):
-            capture(scan, Blobs(store), settings=TINY)
+            capture(scan, StoreBlobs(store), settings=TINY)
     tree = fetch(address, store, tmp_path / "second")
     assert next(Path(tree).glob("lib/*/site-packages/alpha.py")).read_text() == "x = 1\n"
 
@@ -104,18 +104,18 @@ def _restores(address: str, store: Store, root: Path) -> bool:
 
 
 def test_F29_a_pack_that_is_gone_takes_the_unit_with_it(store: Store, scan: Scan, tmp_path: Path) -> None:
-    captured = capture(scan, Blobs(store), settings=TINY)
+    captured = capture(scan, StoreBlobs(store), settings=TINY)
     store.delete([stored.key for stored in store.list("packs")][:1])
     with pytest.raises(EnvironmentMissing, match=golden("environment.mending.pack-store")) as caught:
         fetch(captured.snapshot.address, store, tmp_path / "first")
     assert golden("environment.mending.removed-store-units") in caught.value.hint
-    assert len(capture(scan, Blobs(store), settings=TINY).units_new) == 1
+    assert len(capture(scan, StoreBlobs(store), settings=TINY).units_new) == 1
     fetch(captured.snapshot.address, store, tmp_path / "second")
 
 
 def test_F42_what_was_altered_on_its_way_only_is_not_removed(scan: Scan, tmp_path: Path) -> None:
     store = ShortSighted("mine")
-    address = capture(scan, Blobs(store), settings=TINY).snapshot.address
+    address = capture(scan, StoreBlobs(store), settings=TINY).snapshot.address
     before = {stored.key for kind in KINDS for stored in store.list(kind)}
     store.key = min(key for key in before if key.startswith("packs/"))
     store.altered_times = 4  # a fetch is tried twice, and reads a pack twice
@@ -127,7 +127,7 @@ def test_F42_what_was_altered_on_its_way_only_is_not_removed(scan: Scan, tmp_pat
 
 def test_F42_a_store_that_cannot_be_changed_is_said_with_what_is_to_be_removed(scan: Scan, tmp_path: Path) -> None:
     store = ReadOnly("mine")
-    address = capture(scan, Blobs(store), settings=TINY).snapshot.address
+    address = capture(scan, StoreBlobs(store), settings=TINY).snapshot.address
     (key,) = alter(store, ["units"], flip, most=1)
     with pytest.raises(EnvironmentCorrupt) as caught:
         fetch(address, store, tmp_path / "first")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.environment.stores.blobs import Blobs as Documents
+from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
@@ -18,7 +18,7 @@ from serverless_gpu.server import nearby
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.storage import Room, open_storage
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.testing.bandwidth import Bucket
+from serverless_gpu.testing.bandwidth import FakeBucket
 from serverless_gpu.testing.stores import pack_key
 from tests.support.environment.environments_in_stores import make_pack, make_unit
 from tests.support.environment.far_away import KEY, OTHER, PACK, FarAway, files, read, server_on, until
@@ -218,7 +218,7 @@ def test_F42_what_is_altered_in_the_bucket_is_named_and_not_kept(
 
 
 def test_F42_a_node_is_told_which_object_of_the_bucket_is_altered(tmp_path: Path) -> None:
-    with Bucket() as bucket:
+    with FakeBucket() as bucket:
         storage = open_storage(tmp_path, "s3://b/p", bucket.variables(), clock=SystemClock())
         bucket.objects[f"/b/p/{KEY}"] = OTHER
         with listening(app_of(storage)) as url:
@@ -303,7 +303,7 @@ def test_a_store_that_is_a_directory_has_no_copies(tmp_path: Path) -> None:
 
 
 def test_the_bucket_of_these_tests_does_what_a_store_needs() -> None:
-    with Bucket() as bucket:
+    with FakeBucket() as bucket:
         store = open_store("s3://b/p", bucket.variables())
         store.put({KEY: PACK, pack_key(OTHER): OTHER})
         assert store.present([KEY, pack_key(b"absent")]) == {KEY}
@@ -316,7 +316,7 @@ def test_the_bucket_of_these_tests_does_what_a_store_needs() -> None:
 
 
 def test_copies_can_be_switched_off(tmp_path: Path) -> None:
-    with Bucket() as bucket:
+    with FakeBucket() as bucket:
         storage = open_storage(
             tmp_path, "s3://b/p", bucket.variables(), clock=SystemClock(), room=Room(nearby_bytes_max=0)
         )

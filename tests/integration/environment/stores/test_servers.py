@@ -8,7 +8,7 @@ import obstore
 import pytest
 
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.testing.stores import StoreConformance, pack_key
@@ -33,7 +33,7 @@ class TestRclone(StoreConformance):
     """The one that has none, and checks secrets.
 
     It writes an object in place, so readers may see a part of it, and writers of different bytes a mixture: whoever
-    reads documents and packs notices (`Blobs`) and reads again.
+    reads documents and packs notices (`StoreBlobs`) and reads again.
     """
 
     @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_bucket_that_does_not_exist(server: str) -> None:
 @pytest.mark.parametrize("harm", [cut, flip])
 def test_F42_what_is_altered_on_its_way_up_is_sent_again(server: str, prefix: str, harm: object) -> None:
     with Line(server, up=harm, times=2) as line:  # type: ignore[arg-type]  # cut or flip
-        Blobs(open_store(f"s3://{BUCKET}/{prefix}", variables(line.url))).write_pack(LARGE)
+        StoreBlobs(open_store(f"s3://{BUCKET}/{prefix}", variables(line.url))).write_pack(LARGE)
         assert line.harmed == 2
     direct = open_store(f"s3://{BUCKET}/{prefix}", variables(server))
     assert direct.get(pack_key(LARGE)) == LARGE
@@ -121,16 +121,16 @@ def test_F42_what_is_altered_on_its_way_up_is_sent_again(server: str, prefix: st
 
 @pytest.mark.parametrize("harm", [cut, flip])
 def test_F42_what_is_altered_on_its_way_down_is_read_again(server: str, prefix: str, harm: object) -> None:
-    digest = Blobs(open_store(f"s3://{BUCKET}/{prefix}", variables(server))).write_pack(LARGE)
+    digest = StoreBlobs(open_store(f"s3://{BUCKET}/{prefix}", variables(server))).write_pack(LARGE)
     with Line(server, down=harm, times=1) as line:  # type: ignore[arg-type]  # cut or flip
-        assert Blobs(open_store(f"s3://{BUCKET}/{prefix}", variables(line.url))).read_pack(digest) == LARGE
+        assert StoreBlobs(open_store(f"s3://{BUCKET}/{prefix}", variables(line.url))).read_pack(digest) == LARGE
         assert line.harmed == 1
 
 
 def test_a_snapshot_through_a_server(server: str, prefix: str) -> None:
     store = open_store(f"s3://{BUCKET}/{prefix}", variables(server))
-    snapshot = capture(Blobs(store), b"a = 1\n", b"b = 2\n")
-    again = Blobs(open_store(f"s3://{BUCKET}/{prefix}", variables(server)))
+    snapshot = capture(StoreBlobs(store), b"a = 1\n", b"b = 2\n")
+    again = StoreBlobs(open_store(f"s3://{BUCKET}/{prefix}", variables(server)))
     assert again.read_snapshot(snapshot.address) == snapshot
     assert again.missing_units(snapshot.addresses()) == ()
     assert again.find_snapshot(snapshot.address[:10]) == snapshot.address

@@ -11,8 +11,8 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.documents import (
-    Facts,
     Snapshot,
+    SnapshotOrigin,
     Unit,
     make_snapshot,
     snapshot_address,
@@ -23,7 +23,7 @@ from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.rules import check_snapshot
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.content import Unequal, check_content
 from serverless_gpu.environment.stores.directory import DirectoryStore
@@ -100,17 +100,17 @@ def test_22A5_a_unit_whose_packs_hold_something_else_is_refused_and_the_honest_o
         mallory.put({f"units/{bad.address}": encode(bad)})
     assert not alice.present([f"units/{bad.address}"]), "so whoever captures sends it"
     unit = put_honest(alice)
-    assert (unit.address, Blobs(alice).read_unit(unit.address)) == (bad.address, unit)
+    assert (unit.address, StoreBlobs(alice).read_unit(unit.address)) == (bad.address, unit)
     with pytest.raises(EnvironmentRejected):
         mallory.put({f"units/{bad.address}": encode(bad)})
-    assert Blobs(alice).read_unit(unit.address) == unit
+    assert StoreBlobs(alice).read_unit(unit.address) == unit
 
 
 def test_22A5_an_honest_unit_replaces_one_that_an_earlier_server_let_in(team: Team) -> None:
     bad = poisoned(make_unit(CONTENT, "0" * 64), team.own)
     team.own.put({f"units/{bad.address}": encode(bad)})
     unit = put_honest(team.store("member"))
-    assert Blobs(team.own).read_unit(bad.address) == unit
+    assert StoreBlobs(team.own).read_unit(bad.address) == unit
 
 
 def test_22A5_an_honest_unit_of_an_earlier_server_stays_beside_another_layout(team: Team) -> None:
@@ -120,20 +120,20 @@ def test_22A5_an_honest_unit_of_an_earlier_server_stays_beside_another_layout(te
     member = team.store("member")
     member.put({f"packs/{digest_of(more)}": more})
     member.put({f"units/{old.address}": encode(again)})
-    assert Blobs(team.own).read_unit(old.address) == old
+    assert StoreBlobs(team.own).read_unit(old.address) == old
 
 
 def test_22A5_a_node_has_a_poisoned_unit_removed_and_the_next_capture_heals_it(team: Team, tmp_path: Path) -> None:
-    made = Made(Blobs(team.own))
+    made = Made(StoreBlobs(team.own))
     snapshot = made.simple("alpha")
     (address,) = snapshot.addresses()
-    honest = Blobs(team.own).read_unit(address)
+    honest = StoreBlobs(team.own).read_unit(address)
     bad = poisoned(honest, team.own)
     team.own.put({f"units/{address}": encode(bad)})
     with pytest.raises(EnvironmentCorrupt, match=r"stored content|compressed block") as caught:
         fetch(snapshot, team.store("agent"), tmp_path / "node")
     assert golden("environment.shared_by_a_team.removed-store-units", address=address[:12]) in caught.value.hint
-    member = Blobs(team.store("member"))
+    member = StoreBlobs(team.store("member"))
     assert member.missing_units([address]) == (address,)
     member.write_unit(honest)
     fetch(snapshot, team.store("agent"), tmp_path / "node")
@@ -143,10 +143,10 @@ def test_22A5_repair_believes_nobody(team: Team) -> None:
     unit = put_honest(team.own)
     other = poisoned(make_unit(b"y" * 40, "0" * 64, name="other"), team.own)
     team.own.put({f"units/{other.address}": encode(other)})
-    removed = repair(Blobs(team.store("member")), [unit.address, other.address, "0" * 64])
+    removed = repair(StoreBlobs(team.store("member")), [unit.address, other.address, "0" * 64])
     assert removed == (f"units/{other.address}",)
     assert team.own.present([f"units/{unit.address}", f"packs/{unit.packs[0]}"])
-    assert repair(Blobs(team.store("member")), [unit.address]) == ()
+    assert repair(StoreBlobs(team.store("member")), [unit.address]) == ()
 
 
 def test_22A5_a_pack_that_rots_in_the_store_is_removed_when_its_unit_is_put_again(team: Team) -> None:
@@ -162,9 +162,9 @@ def test_22A5_a_pack_that_rots_in_the_store_is_removed_when_its_unit_is_put_agai
 @pytest.mark.parametrize("kind", ["memory", "directory"])
 def test_22A5_a_poisoned_unit_in_a_store_of_ones_own_is_found_by_its_content(tmp_path: Path, kind: str) -> None:
     store = MemoryStore() if kind == "memory" else DirectoryStore(tmp_path / "store")
-    snapshot = Made(Blobs(store)).simple("alpha")
+    snapshot = Made(StoreBlobs(store)).simple("alpha")
     (address,) = snapshot.addresses()
-    store.put({f"units/{address}": encode(poisoned(Blobs(store).read_unit(address), store))})
+    store.put({f"units/{address}": encode(poisoned(StoreBlobs(store).read_unit(address), store))})
     with pytest.raises(EnvironmentCorrupt) as caught:
         fetch(snapshot, store, tmp_path / "node")
     assert golden("environment.shared_by_a_team.removed-store-units", address=address[:12]) in caught.value.hint
@@ -176,7 +176,7 @@ def large_unit(*, blocks: int = 3) -> tuple[Unit, dict[str, bytes]]:
     store = MemoryStore()
     piece = 4 * 1024 * 1024
     content = b"".join(bytes([number]) * piece for number in range(blocks)) + b"end"
-    unit = Made(Blobs(store)).piece({"site/large.bin": content, "site/small.py": "x = 1\n", "site/empty": ""}).unit
+    unit = Made(StoreBlobs(store)).piece({"site/large.bin": content, "site/small.py": "x = 1\n", "site/empty": ""}).unit
     packs = {stored.key.partition("/")[2]: store.get(stored.key) for stored in store.list("packs")}
     return unit, packs
 
@@ -240,7 +240,7 @@ def test_22A5_a_unit_is_verified_once_for_all_who_send_it() -> None:
 
 
 def fetch(snapshot: Snapshot, store: Store, root: Path) -> str:
-    return restore(snapshot.address, Blobs(store), Cache(root, clock=FakeClock()), way=Way(mode="links")).tree
+    return restore(snapshot.address, StoreBlobs(store), Cache(root, clock=FakeClock()), way=Way(mode="links")).tree
 
 
 # --- snapshots ---------------------------------------------------------------------------------------------------
@@ -254,7 +254,9 @@ def two_units(store: Store) -> Snapshot:
         units.append(make_unit(content, digest_of(pack), name=name))
         store.put({f"packs/{digest_of(pack)}": pack})
         store.put({f"units/{units[-1].address}": encode(units[-1])})
-    return snapshot_of(*units, facts=Facts(captured_ns=1, originals=("/home/alice/venv",), prefix="/home/alice/venv"))
+    return snapshot_of(
+        *units, facts=SnapshotOrigin(captured_ns=1, originals=("/home/alice/venv",), prefix="/home/alice/venv")
+    )
 
 
 def reordered(snapshot: Snapshot) -> Snapshot:
@@ -301,27 +303,27 @@ def test_22A6_a_member_cannot_put_another_meaning_under_an_address(team: Team) -
     for other in MEANINGS.values():
         with pytest.raises(EnvironmentProblem):
             mallory.put({f"snapshots/{snapshot.address}": encode(other(snapshot))})
-    Blobs(alice).write_snapshot(snapshot)
-    assert Blobs(alice).read_snapshot(snapshot.address) == snapshot
+    StoreBlobs(alice).write_snapshot(snapshot)
+    assert StoreBlobs(alice).read_snapshot(snapshot.address) == snapshot
 
 
 def test_22A6_the_first_snapshot_of_an_address_stays_and_is_young_again(team: Team) -> None:
     alice, mallory = team.store("member"), team.store("member")
     snapshot = two_units(alice)
-    Blobs(alice).write_snapshot(snapshot)
+    StoreBlobs(alice).write_snapshot(snapshot)
     first = next(iter(team.own.list("snapshots")))
     other = with_facts(snapshot, captured_ns=2, loaded=(("site/one.py",),), left_out=("something else",))
     check_snapshot(other)
-    Blobs(mallory).write_snapshot(other)
-    assert Blobs(alice).read_snapshot(snapshot.address) == snapshot
+    StoreBlobs(mallory).write_snapshot(other)
+    assert StoreBlobs(alice).read_snapshot(snapshot.address) == snapshot
     assert next(iter(team.own.list("snapshots"))).put_ns >= first.put_ns
 
 
 def test_22A6_a_snapshot_that_was_altered_in_the_store_is_replaced(team: Team) -> None:
     snapshot = two_units(team.own)
     team.own.put({f"snapshots/{snapshot.address}": b"rotten"})
-    Blobs(team.store("member")).write_snapshot(snapshot)
-    assert Blobs(team.own).read_snapshot(snapshot.address) == snapshot
+    StoreBlobs(team.store("member")).write_snapshot(snapshot)
+    assert StoreBlobs(team.own).read_snapshot(snapshot.address) == snapshot
 
 
 def version_1(snapshot: Snapshot) -> Snapshot:
@@ -329,12 +331,12 @@ def version_1(snapshot: Snapshot) -> Snapshot:
 
 
 def test_22A6_snapshots_of_version_1_stay_usable_and_the_first_of_them_stays(team: Team, tmp_path: Path) -> None:
-    old = version_1(Made(Blobs(team.own)).simple("alpha", "beta"))
+    old = version_1(Made(StoreBlobs(team.own)).simple("alpha", "beta"))
     team.own.put({f"snapshots/{old.address}": encode(old)})
     assert "site-packages" in str(next(Path(fetch(old, team.store("agent"), tmp_path / "node")).rglob("alpha")))
     other = with_facts(old, originals=("/home/mallory",))
     team.store("member").put({f"snapshots/{old.address}": encode(other)})
-    assert Blobs(team.own).read_snapshot(old.address) == old
+    assert StoreBlobs(team.own).read_snapshot(old.address) == old
 
 
 def test_22A6_a_snapshot_of_version_1_is_compared_with_its_units_when_it_comes_in(team: Team) -> None:
@@ -344,7 +346,7 @@ def test_22A6_a_snapshot_of_version_1_is_compared_with_its_units_when_it_comes_i
         with pytest.raises(EnvironmentRejected, match=golden("environment.shared_by_a_team.units-order-snapshot")):
             member.put({f"snapshots/{old.address}": encode(MEANINGS[meaning](old))})
     member.put({f"snapshots/{old.address}": encode(old)})
-    assert Blobs(team.own).read_snapshot(old.address) == old
+    assert StoreBlobs(team.own).read_snapshot(old.address) == old
 
 
 def test_22A6_members_get_their_order_when_a_snapshot_is_made() -> None:

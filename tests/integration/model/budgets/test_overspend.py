@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from serverless_gpu.model.billing.budget import (
     NOTHING,
     Budget,
+    BudgetUse,
     Period,
     Scope,
     Spender,
     Standing,
-    Use,
     first_hold,
     judge,
     may_start,
     window,
 )
-from serverless_gpu.model.billing.ledger import Line, lines
+from serverless_gpu.model.billing.ledger import LedgerLine, lines
 from serverless_gpu.model.billing.pricing import Tariff, rate
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
@@ -71,7 +71,7 @@ class Job:
     freed_ns: int | None = None
     heard_ns: int | None = None
     charged_ns: int | None = None
-    charges: tuple[Line, ...] = ()
+    charges: tuple[LedgerLine, ...] = ()
 
     @functools.cached_property
     def rate(self) -> int | None:
@@ -231,7 +231,7 @@ class World:
         posted = NOTHING
         for job in self.jobs:
             if job.charged_ns is not None and job.charged_ns <= self.now_ns:
-                posted += Use(micros=sum(line.micros or 0 for line in job.charges if line.day in within.days))
+                posted += BudgetUse(micros=sum(line.micros or 0 for line in job.charges if line.day in within.days))
         going = [job.spender() for job in self.jobs if job.charged_ns is None or job.charged_ns > self.now_ns]
         return judge(self.budget, posted, going, self.now_ns)
 

@@ -19,17 +19,17 @@ from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Event,
     Failure,
+    GangPlaced,
     GpuFailed,
     HangConfirmed,
     Limits,
     Phase,
-    Placed,
     RankExecuting,
     RankExited,
     RankFailed,
     RankReturned,
+    RanksNotStarted,
     Reason,
-    StartFailed,
     State,
     StemLost,
     StopReason,
@@ -37,7 +37,12 @@ from serverless_gpu.model.lifecycle.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle.attempt_lifecycle import FAULT_NS, IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import (
+    FAULT_NS,
+    AttemptInstruction,
+    IllegalAttemptTransition,
+    advance,
+)
 
 S = 1_000_000_000
 WAITING, EXECUTING, SPOKEN, GONE = "waiting", "executing", "spoken", "gone"
@@ -60,12 +65,12 @@ class GangMachine(RuleBasedStateMachine):
         self.ranks = dict.fromkeys(range(world_size), WAITING)
         self.returned: set[int] = set()
         self.stem = True
-        self.issued: list[Instruction] = []
+        self.issued: list[AttemptInstruction] = []
         self.due: State | None = None  # how it has to end, known from what stopped it
         self.out_of_time = False
         self.ending: Attempt | None = None
         if begun is not State.QUEUED:
-            self.tell(Placed())
+            self.tell(GangPlaced())
         if begun is State.RUNNING:
             for rank in range(world_size):
                 self.ranks[rank] = EXECUTING
@@ -77,7 +82,7 @@ class GangMachine(RuleBasedStateMachine):
         before = self.attempt
         try:
             self.attempt, instructions = advance(before, event, self.now_ns)
-        except IllegalTransition:
+        except IllegalAttemptTransition:
             if before.state in TERMINAL:
                 return  # as the supervisor does: a late word; the outcome stands
             raise
@@ -109,17 +114,17 @@ class GangMachine(RuleBasedStateMachine):
 
     @property
     def started(self) -> bool:
-        return Instruction.START_RANKS in self.issued and self.stem
+        return AttemptInstruction.START_RANKS in self.issued and self.stem
 
     @rule()
     @precondition(lambda self: self.attempt.state is State.QUEUED)
     def place(self) -> None:
-        self.tell(Placed())
+        self.tell(GangPlaced())
 
     @rule(reason=st.sampled_from([Reason.START_FAILED, Reason.RENDEZVOUS]))
     @precondition(lambda self: set(self.ranks.values()) == {WAITING})
     def fail_to_start(self, reason: Reason) -> None:
-        self.tell(StartFailed(reason, "why"))
+        self.tell(RanksNotStarted(reason, "why"))
 
     @rule(data=st.data())
     @precondition(lambda self: self.started and WAITING in self.ranks.values())
@@ -170,7 +175,7 @@ class GangMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stem)
     def lose_stem(self, memory: bool) -> None:
         self.stem = False
-        if Instruction.KILL_TREE not in self.issued:  # afterwards the stem is expected to end
+        if AttemptInstruction.KILL_TREE not in self.issued:  # afterwards the stem is expected to end
             self.tell(StemLost(detail="gone", out_of_memory=memory))
 
     @rule(why=st.sampled_from(StopReason))
@@ -200,7 +205,7 @@ class GangMachine(RuleBasedStateMachine):
         self.tell(Tick())
 
     @rule()
-    @precondition(lambda self: Instruction.KILL_TREE in self.issued and self.attempt.state is State.STOPPING)
+    @precondition(lambda self: AttemptInstruction.KILL_TREE in self.issued and self.attempt.state is State.STOPPING)
     def empty(self) -> None:
         self.stem = False
         self.tell(TreeEmpty())
@@ -245,19 +250,19 @@ class GangMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_instruction_comes_at_most_once_and_in_order(self) -> None:
-        order = list(Instruction)
+        order = list(AttemptInstruction)
         assert self.issued == [instruction for instruction in order if instruction in self.issued]
         assert len(self.issued) == len(set(self.issued))
 
     @invariant()
     def ranks_are_released_after_every_result_and_asked_to_end_otherwise(self) -> None:
-        assert (Instruction.RELEASE_RANKS in self.issued) == (self.due is State.SUCCEEDED)
-        assert Instruction.TERMINATE_RANKS not in self.issued or self.due is not State.SUCCEEDED
+        assert (AttemptInstruction.RELEASE_RANKS in self.issued) == (self.due is State.SUCCEEDED)
+        assert AttemptInstruction.TERMINATE_RANKS not in self.issued or self.due is not State.SUCCEEDED
 
     @invariant()
     def the_end_is_concluded_after_everything_was_killed(self) -> None:
-        assert (self.attempt.state in TERMINAL) == (Instruction.CONCLUDE in self.issued)
-        assert Instruction.CONCLUDE not in self.issued or Instruction.KILL_TREE in self.issued
+        assert (self.attempt.state in TERMINAL) == (AttemptInstruction.CONCLUDE in self.issued)
+        assert AttemptInstruction.CONCLUDE not in self.issued or AttemptInstruction.KILL_TREE in self.issued
 
     @invariant()
     def the_reason_and_the_state_agree(self) -> None:
@@ -282,7 +287,7 @@ class GangMachine(RuleBasedStateMachine):
 
     @invariant()
     def killing_was_instructed(self) -> None:
-        assert (self.attempt.phase is Phase.KILLING) <= (Instruction.KILL_TREE in self.issued)
+        assert (self.attempt.phase is Phase.KILLING) <= (AttemptInstruction.KILL_TREE in self.issued)
 
     def teardown(self) -> None:
         """Once a stop has a deadline, time alone leads to the kill, and an empty tree to the end."""
@@ -293,7 +298,7 @@ class GangMachine(RuleBasedStateMachine):
         for _ in range(2):
             if self.attempt.wake_ns is not None:
                 self.sleep()
-        assert Instruction.KILL_TREE in self.issued
+        assert AttemptInstruction.KILL_TREE in self.issued
         if self.attempt.state is State.STOPPING:
             self.empty()
         self.a_terminal_state_is_never_left()

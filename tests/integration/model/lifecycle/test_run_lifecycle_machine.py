@@ -15,19 +15,19 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, TERMINA
 from serverless_gpu.model.lifecycle.run_lifecycle import (
     INFRA_RETRIES_MAX,
     LOST,
-    Ended,
+    AttemptEnded,
     Event,
     Forgotten,
     GivenUp,
     Heard,
-    IllegalTransition,
-    Instruction,
-    Placed,
+    IllegalRunTransition,
     Run,
+    RunInstruction,
+    RunPlaced,
     Silent,
-    Started,
     StopAsked,
     Stopping,
+    UserCodeStarted,
     advance,
 )
 
@@ -48,19 +48,19 @@ class RunMachine(RuleBasedStateMachine):
         self.resumed = 0
         self.ending: Run | None = None
 
-    def tell(self, event: Event) -> tuple[Instruction, ...]:
+    def tell(self, event: Event) -> tuple[RunInstruction, ...]:
         before = self.run
         try:
             self.run, instructions = advance(before, event)
-        except IllegalTransition:
+        except IllegalRunTransition:
             assert before.state in TERMINAL or before.state is State.QUEUED
             return ()  # as the server does: a late word; the outcome stands
         assert before.state not in TERMINAL
-        if Instruction.REQUEUE in instructions:
+        if RunInstruction.REQUEUE in instructions:
             same = (before.retries_left, before.infra_left) == (self.run.retries_left, self.run.infra_left)
             self.resumed += same
         if self.run.state in TERMINAL:
-            assert Instruction.CONCLUDE in instructions and self.ending is None
+            assert RunInstruction.CONCLUDE in instructions and self.ending is None
             self.ending = self.run
         return instructions
 
@@ -70,7 +70,7 @@ class RunMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.run.state is State.QUEUED)
     def place(self) -> None:
         assert not self.alive  # never two at once
-        self.tell(Placed())
+        self.tell(RunPlaced())
         self.fences.append(self.run.fence)
         self.alive = True
 
@@ -87,7 +87,7 @@ class RunMachine(RuleBasedStateMachine):
         state = State.STOPPING if stopping else State.RUNNING if began else State.STARTING
         self.tell(Heard(state))
         if began:
-            self.tell(Started())
+            self.tell(UserCodeStarted())
         if stopping:
             self.tell(Stopping())
         assert self.run.state is not State.UNREACHABLE
@@ -99,7 +99,7 @@ class RunMachine(RuleBasedStateMachine):
         if MEANINGS[reason].state is State.SUCCEEDED and not began:
             return
         self.alive = False
-        self.tell(Ended(reason, began=began))
+        self.tell(AttemptEnded(reason, began=began))
 
     @rule()
     @precondition(lambda self: self.alive)
@@ -117,9 +117,13 @@ class RunMachine(RuleBasedStateMachine):
         was = self.run
         instructions = self.tell(StopAsked(why))
         self.stopped_for_good |= why in FINAL_STOPS and was.state not in TERMINAL
-        assert (Instruction.SEND_STOP in instructions) <= self.alive
+        assert (RunInstruction.SEND_STOP in instructions) <= self.alive
 
-    @rule(event=st.sampled_from([Ended(Reason.COMPLETED, began=True), Started(), Silent(), GivenUp(Reason.NODE_GONE)]))
+    @rule(
+        event=st.sampled_from(
+            [AttemptEnded(Reason.COMPLETED, began=True), UserCodeStarted(), Silent(), GivenUp(Reason.NODE_GONE)]
+        )
+    )
     @precondition(lambda self: self.run.state is State.QUEUED or self.run.state in TERMINAL)
     def say_something_late(self, event: Event) -> None:
         before = self.run
@@ -176,7 +180,7 @@ class RunMachine(RuleBasedStateMachine):
         self.tell(StopAsked(StopReason.CANCEL))
         if self.alive:
             assert self.run.stop in FINAL_STOPS
-            self.tell(Ended(STOPPED_BY[self.run.stop or StopReason.CANCEL], began=self.run.began))
+            self.tell(AttemptEnded(STOPPED_BY[self.run.stop or StopReason.CANCEL], began=self.run.began))
         assert self.run.state in TERMINAL and self.run.reason not in LOST
 
 

@@ -16,15 +16,15 @@ from serverless_gpu.model.scheduling.values import (
     NORMAL,
     Arrived,
     Change,
+    DevicesTaken,
     Gone,
     Node,
     NodeSeen,
     Placement,
     Promised,
+    QueuedRun,
     QueuePolicy,
-    Running,
-    Started,
-    Wanted,
+    RunningRun,
 )
 from tests.support.model.asking import S
 
@@ -50,8 +50,8 @@ class History:
             Node(id=f"n{number}", name=f"n{number}", total={"H100": count}) for number, count in enumerate(nodes)
         ]
         self.policy, self.planner = policy, Planner(policy)
-        self.waiting: dict[str, Wanted] = {}
-        self.running: dict[str, Running] = {}
+        self.waiting: dict[str, QueuedRun] = {}
+        self.running: dict[str, RunningRun] = {}
         self.now_ns, self._numbers = 1_790_000_000_123_456_789, 0  # a clock as servers have it
         self.wake_ns: int | None = None
         self.planner.apply(NodeSeen(node) for node in self.nodes)
@@ -60,7 +60,7 @@ class History:
         """Let a run come."""
         priority, gpus, owner, limit_s, expected_s = asked
         self._numbers += 1
-        run = Wanted(
+        run = QueuedRun(
             run_id=f"r{self._numbers:03}",
             title=f"{owner}/{self._numbers}",
             owner=owner,
@@ -109,7 +109,7 @@ class History:
         placements, self.wake_ns = decision.placements, decision.wake_ns
         for placement in placements:
             run = self.waiting.pop(placement.run_id)
-            self.running[run.run_id] = Running(wanted=run, shares=placement.shares, since_ns=self.now_ns)
+            self.running[run.run_id] = RunningRun(wanted=run, shares=placement.shares, since_ns=self.now_ns)
             counts = [share.count for share in placement.shares]
             sizes = {node.id: node.total["H100"] for node in self.nodes}
             assert sum(counts) == (run.gpus or sizes[placement.shares[0].node_id])
@@ -131,7 +131,7 @@ class History:
         """Return a planner that is made anew from who waits, who runs, and what was told."""
         made = Planner(self.policy)
         made.apply(NodeSeen(node) for node in self.nodes)
-        made.apply(Started(held) for held in self.running.values())
+        made.apply(DevicesTaken(held) for held in self.running.values())
         made.apply(Arrived(run) for run in self.waiting.values())
         made.apply(Promised(one) for one in self.planner.promises().values())
         return made

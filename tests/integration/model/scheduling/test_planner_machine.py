@@ -17,17 +17,17 @@ from serverless_gpu.model.scheduling.values import (
     NORMAL,
     Arrived,
     Change,
+    DevicesTaken,
     Gone,
     Node,
     NodeGone,
     NodeSeen,
     Pool,
     PoolSeen,
+    QueuedRun,
     QueuePolicy,
     QueuePolicySet,
-    Running,
-    Started,
-    Wanted,
+    RunningRun,
 )
 from serverless_gpu.model.scheduling.wait_messages import sentence
 
@@ -44,8 +44,8 @@ class Scheduled(RuleBasedStateMachine):
         self.now_ns = 10_000 * S
         self.changes: list[Change] = [PoolSeen(Pool(name="search", reserved=True, lends=True, return_s=60.0))]
         self.nodes: dict[str, Node] = {}
-        self.waiting: dict[str, Wanted] = {}
-        self.running: dict[str, Running] = {}
+        self.waiting: dict[str, QueuedRun] = {}
+        self.running: dict[str, RunningRun] = {}
         self.by_class = Counter[str]()
         self.number = 0
         for name, others in (("n0", {}), ("n1", {"pool": "search"}), ("n2", {"owner": "ann", "owner_first": True})):
@@ -72,7 +72,7 @@ class Scheduled(RuleBasedStateMachine):
         self.number += 1
         run_id = f"r{self.number}"
         not_before = self.now_ns + after_s * S if after_s else 0
-        self.waiting[run_id] = wanted = Wanted(
+        self.waiting[run_id] = wanted = QueuedRun(
             run_id=run_id,
             title=f"{asked['owner']}/{run_id}",
             team="one" if asked["owner"] == "cat" else "",
@@ -131,7 +131,7 @@ class Scheduled(RuleBasedStateMachine):
         run_id = leaving[pick % len(leaving)]
         self.by_class[run_id] -= 1
         self.running[run_id] = msgspec.structs.replace(self.running[run_id], is_leaving=False)
-        self.changes.append(Started(self.running[run_id]))
+        self.changes.append(DevicesTaken(self.running[run_id]))
 
     @rule(pick=st.integers(0, 99))
     @precondition(lambda self: self.running)
@@ -185,7 +185,7 @@ class Scheduled(RuleBasedStateMachine):
             assert sum(share.count for share in shares) == whole
             assert len(shares) == 1 or wanted.several_nodes
             assert not any(self.nodes[share.node_id].away for share in shares)
-            self.running[placement.run_id] = Running(wanted=wanted, shares=shares, since_ns=self.now_ns)
+            self.running[placement.run_id] = RunningRun(wanted=wanted, shares=shares, since_ns=self.now_ns)
         for preemption in decision.preemptions:
             held = self.running[preemption.run_id]
             assert held.wanted.preemptible

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.node.agent.environments import Environments, Waiter
+from serverless_gpu.node.agent.environments import EnvironmentWaiter, RestoredEnvironments
 from serverless_gpu.node.agent.restored_environment import RestoredEnvironment
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.base.protocol import Wanted
+from serverless_gpu.node.base.protocol import EnvironmentRequest
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.made_environments import Made
 from tests.support.environment.restored_process import CANNOT_MOUNT
@@ -32,19 +32,19 @@ class Agent:
         self.clock = FakeClock()
         self.selector = selectors.DefaultSelector()
         self.log = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self.environments = Environments(
+        self.environments = RestoredEnvironments(
             Home(root), self.log, dict(os.environ), self.selector, lambda: False, clock=self.clock
         )
         self.ready: list[RestoredEnvironment] = []
 
-    def ask(self, wanted: Wanted) -> bool:
+    def ask(self, wanted: EnvironmentRequest) -> bool:
         """Ask for an environment; return whether it was there at once, else wait for it."""
         count = len(self.ready)
 
         def failed(reason: Reason, message: str) -> None:
             raise AssertionError((reason, message))
 
-        waiter = Waiter(ready=lambda one, _: self.ready.append(one), failed=failed, told=lambda _: None)
+        waiter = EnvironmentWaiter(ready=lambda one, _: self.ready.append(one), failed=failed, told=lambda _: None)
         self.environments.have(wanted, {}, waiter, lambda _: True)
         if len(self.ready) > count:
             return True
@@ -73,8 +73,8 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 @pytest.mark.skipif(bool(CANNOT_MOUNT), reason=f"no mounts here: {CANNOT_MOUNT}")
 def test_22A7_the_agent_has_a_mounted_environment_looked_at_every_ten_minutes(agent: Agent, tmp_path: Path) -> None:
-    snapshot = Made(Blobs(DirectoryStore(tmp_path / "store"))).simple("alpha")
-    wanted = Wanted(snapshot=snapshot.address, store=str(tmp_path / "store"), mode="overlay")
+    snapshot = Made(StoreBlobs(DirectoryStore(tmp_path / "store"))).simple("alpha")
+    wanted = EnvironmentRequest(snapshot=snapshot.address, store=str(tmp_path / "store"), mode="overlay")
     assert [agent.ask(wanted) for _ in range(3)] == [False, True, True]
     agent.clock.advance(LOOK_S - 1)
     assert agent.ask(wanted)

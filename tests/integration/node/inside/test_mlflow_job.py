@@ -19,7 +19,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_rank_holds_is_not_sent_again_by_a_process_it_forks() -> None:
-    held = held_writes.Held(lambda: None, again_s=1_000.0)
+    held = held_writes.HeldWrites(lambda: None, again_s=1_000.0)
     held.keep(held_writes.Batch(1, lambda: True))
     pid = os.fork()
     if not pid:

@@ -11,9 +11,9 @@ from typing import cast
 
 import pytest
 
-from serverless_gpu.model.hangs.hang_detection import Look
+from serverless_gpu.model.hangs.hang_detection import RankInspection
 from serverless_gpu.node.inside import linux, protocol
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.rank_inspection import Looking
 from tests.support.node.rank_process import INSIDE, PREAMBLE
 
@@ -67,9 +67,9 @@ class OneRank:
             self.signals.append(number)
             linux.signal_main_thread(self._process.pid, number)
 
-    def look(self) -> Look:
+    def look(self) -> RankInspection:
         """Look once."""
-        looking = Looking(cast(Gang, self), [0], False, time.monotonic_ns())
+        looking = Looking(cast(LocalGang, self), [0], False, time.monotonic_ns())
         until = time.monotonic() + _LIMIT_S
         while (found := looking.poll(time.monotonic_ns())) is None:
             assert time.monotonic() < until

@@ -21,7 +21,7 @@ from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.base import protocol
-from serverless_gpu.node.base.protocol import Context, Launch, Wanted
+from serverless_gpu.node.base.protocol import Context, EnvironmentRequest, Launch
 from serverless_gpu.node.monitor import messages
 from serverless_gpu.node.monitor.backlog import Backlog
 from serverless_gpu.node.supervisor.monitor_link import COMMAND_NS, LINK_NS, SERVER_NS, Observation
@@ -30,7 +30,7 @@ from tests.support.golden import golden
 from tests.support.node.fake_monitor import FakeMonitor
 
 DEVICES = (Device(uuid="FAKE-0", index=0, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE),)
-TRACKED = messages.Tracked(run_id="m1", url="http://127.0.0.1:5000/#/runs/m1", environ={"MLFLOW_RUN_ID": "m1"})
+TRACKED = messages.TrackedNote(run_id="m1", url="http://127.0.0.1:5000/#/runs/m1", environ={"MLFLOW_RUN_ID": "m1"})
 KEPT = "what the node recorded is kept, and sent once MLflow answers (for 24 h)"
 USE = DeviceUse(uuid="FAKE-0", samples=3, busy_percent=50.0)
 THERE = Tracking(uri="http://there:5000")
@@ -116,7 +116,7 @@ def monitor(sockets: Path) -> Iterator[FakeMonitor]:
 def test_the_monitor_is_told_of_an_attempt_from_its_launch_to_its_receipt(
     begin: Begin, monitor: FakeMonitor, sockets: Path
 ) -> None:
-    line = begin(launch(environment=Wanted(snapshot="abc", store="file:///s")))
+    line = begin(launch(environment=EnvironmentRequest(snapshot="abc", store="file:///s")))
     line.observation.ranks(DEVICES, {0: 41}, Path("/sys/fs/cgroup/x"))
     line.observation.ending(State.FAILED, Reason.RANK_RAISED, "a rank raised an exception: E: no")
     line.observation.settled(sockets)
@@ -140,7 +140,9 @@ def test_the_monitor_is_told_of_an_attempt_from_its_launch_to_its_receipt(
             called_ns=7,
         ),
         messages.Ranks(devices=DEVICES, pids={0: 41}, cgroup="/sys/fs/cgroup/x"),
-        messages.Ending(state=State.FAILED, reason=Reason.RANK_RAISED, sentence="a rank raised an exception: E: no"),
+        messages.EndingNote(
+            state=State.FAILED, reason=Reason.RANK_RAISED, sentence="a rank raised an exception: E: no"
+        ),
         messages.Settled(),
     ]
     assert not line.selector.get_map()
@@ -152,10 +154,10 @@ def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Beg
     said = (
         messages.Untracked(sentence="it does not answer"),
         TRACKED,
-        messages.Tracked(run_id="m2", url="http://other", environ={}),
-        messages.Seen(uses=(USE,), busy=False),
-        messages.Said(sentence="1,204 points dropped", note=True),
-        messages.Said(sentence="MLflow answers again"),
+        messages.TrackedNote(run_id="m2", url="http://other", environ={}),
+        messages.AttemptSample(uses=(USE,), busy=False),
+        messages.UserSentence(sentence="1,204 points dropped", note=True),
+        messages.UserSentence(sentence="MLflow answers again"),
     )
     for word in said:
         messages.say(peer, word)
@@ -171,7 +173,7 @@ def test_what_the_monitor_says_reaches_watchers_ranks_and_the_receipt(begin: Beg
     ]
     assert observation.receipt_notes() == ["1,204 points dropped"]
     assert line.seen == [False]
-    messages.say(peer, messages.Seen(uses=(USE,), busy=True))
+    messages.say(peer, messages.AttemptSample(uses=(USE,), busy=True))
     line.turn()
     assert line.seen == [False, True]
 
@@ -301,7 +303,7 @@ def test_a_monitor_that_dies_is_followed_by_another_that_hears_everything_again(
     line.clock.advance(2)
     line.observation.tend()
     peer = second.accept()
-    assert [type(second.hear(peer)) for _ in range(2)] == [messages.Observe, messages.Ending]
+    assert [type(second.hear(peer)) for _ in range(2)] == [messages.Observe, messages.EndingNote]
     messages.say(peer, TRACKED)  # a new monitor says it again, watchers have it
     line.turn()
     assert [type(message) for message in line.told] == [protocol.Tracked]

@@ -17,7 +17,7 @@ from serverless_gpu.node.uplink import server as server_room
 from serverless_gpu.node.uplink.credentials import Credential
 from serverless_gpu.node.uplink.report_state import AT_ONCE_S, News
 from serverless_gpu.node.uplink.reporter import Reporter
-from serverless_gpu.node.uplink.server import Server
+from serverless_gpu.node.uplink.server import UplinkServer
 from serverless_gpu.testing import FakeClock
 from tests.support.local.observe import wait_for
 from tests.support.node.agent_server import AgentServer
@@ -75,7 +75,7 @@ class Reported:
             world_size=1,
             partition_grace_s=GRACE_S,
         )
-        there = Server(server.profile, SystemClock())
+        there = UplinkServer(server.profile, SystemClock())
         there.credentials.add(remote.gang, Credential(start.token, lambda _token: None))
         (directory / "facts.jsonl").touch()  # of one that has none, nothing more is told once it is over
         reporter = Reporter(directory, remote, self._news, server=there, clock=self.clock, say=lambda _line: None)

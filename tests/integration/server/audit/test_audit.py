@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.cli.access import audit as cli_audit
 from serverless_gpu.errors import AuditBroken
-from serverless_gpu.model.access.audit_chain import Head, Link, follow
+from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.server import audit, chaining, tables
 from serverless_gpu.server.audit import SERVER, Action, Wanted
 from serverless_gpu.server.chaining import Chainer
@@ -41,10 +41,10 @@ def seen(database: Database, **wanted: object) -> list[str]:
     return [link.subject for link in database.read(lambda connection: audit.links(connection, asked))]
 
 
-def whole(database: Database) -> Head:
+def whole(database: Database) -> ChainHead:
     """Return the end of the chain, which has to be whole."""
     links = database.read(lambda connection: audit.links(connection, Wanted()))
-    head, problem = follow(links, after=Head())
+    head, problem = follow(links, after=ChainHead())
     assert not problem
     assert database.read(audit.head) == head
     return head
@@ -130,7 +130,7 @@ def test_a_row_that_is_changed_or_removed_is_seen(
     changed = tables.audit.update().where(tables.audit.c.subject == "b").values(principal="eve")
     open_again().write(lambda connection: connection.execute(changed))
     links = database.read(lambda connection: audit.links(connection, Wanted()))
-    assert follow(links, after=Head())[0].number == 1
+    assert follow(links, after=ChainHead())[0].number == 1
 
     def cut(connection: sa.Connection) -> None:
         connection.execute(tables.audit_links.delete().where(tables.audit_links.c.number == 2))
@@ -138,7 +138,7 @@ def test_a_row_that_is_changed_or_removed_is_seen(
 
     open_again().write(cut)
     links = database.read(lambda connection: audit.links(connection, Wanted()))
-    assert follow(links, after=Head())[1].startswith("entry 2 is missing")
+    assert follow(links, after=ChainHead())[1].startswith("entry 2 is missing")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,9 @@ def test_a_row_that_is_changed_or_removed_is_seen(
     ],
 )
 def test_a_copy_that_differs_is_told_in_what(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    known = Link(number=1, seq=1, at_ns=1, principal="root", action="user.create", subject="bob", detail={}, token="")
+    known = ChainedEntry(
+        number=1, seq=1, at_ns=1, principal="root", action="user.create", subject="bob", detail={}, token=""
+    )
     other = msgspec.structs.replace(known, **change)
     with pytest.raises(AuditBroken) as refused:
         list(cli_audit.compare_links([other], iter([known]), tmp_path / "audit.jsonl"))

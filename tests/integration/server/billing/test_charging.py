@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.billing.ledger import Entry, EntryKind, lines, post
+from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, lines, post
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
@@ -54,7 +54,7 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
     return made_services(database, tmp_path, clock=clock)
 
 
-def entries(database: Database, run_id: str) -> list[Entry]:
+def entries(database: Database, run_id: str) -> list[LedgerEntry]:
     posted = database.read(lambda connection: charges.of_run(connection, run_id)).get((1, 0), [])
     return [one.entry for one in posted]
 

@@ -14,7 +14,7 @@ from serverless_gpu.model.cost import Cost, CostEstimate
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
-from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, Started
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, UserCodeStarted
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.server import costing, crews, estimating, facts, prices, runs, tables
 from serverless_gpu.server.costing import Wish
@@ -112,7 +112,7 @@ def test_what_the_platform_lost_is_counted_and_costs_nothing(services: Services,
     tell(database, run_id, GivenUp(reason=Reason.NODE_GONE), at_ns=T0 + 900 * S)
     charge_all(services)
     place(database, run_id, at_ns=T0 + 1_000 * S)
-    tell(database, run_id, Started(), at_ns=T0 + 1_010 * S, exec_ns=T0 + 1_010 * S)
+    tell(database, run_id, UserCodeStarted(), at_ns=T0 + 1_010 * S, exec_ns=T0 + 1_010 * S)
     found = cost(database, run_id)
     assert (found.attempts, found.gpu_ms, found.billed_ms, found.micros) == (2, 1_200_000, 0, 0)
     assert found.amount() == "0.00 USD" and not found.is_final

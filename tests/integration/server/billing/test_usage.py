@@ -12,10 +12,10 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.access.roles import Reach
+from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.pricing import Price
-from serverless_gpu.model.billing.usage_report import Amounts, Group, Window
+from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import prices, tables, usage, usage_rows, usage_sums
 from serverless_gpu.server.callers import Caller
@@ -52,11 +52,11 @@ BY: tuple[tuple[str, ...], ...] = (
 
 
 def wanted(*by: str, **fields: Any) -> Wanted:
-    asked: dict[str, Any] = {"by": by, "window": Window(DAY - 60, DAY + 60), "limit": 1000} | fields
+    asked: dict[str, Any] = {"by": by, "window": DayRange(DAY - 60, DAY + 60), "limit": 1000} | fields
     return Wanted(**asked)
 
 
-def report(services: Services, *by: str, who: Caller = ROOT, reach: str = Reach.ALL, **fields: Any) -> UsageView:
+def report(services: Services, *by: str, who: Caller = ROOT, reach: str = AccessReach.ALL, **fields: Any) -> UsageView:
     return usage.view_usage(services, who, reach, wanted(*by, **fields))
 
 
@@ -105,7 +105,7 @@ def fill(connection: sa.Connection, seed: int, runs: int) -> None:
 
 def reckoned(services: Services, by: tuple[str, ...]) -> dict[tuple[tuple[str, ...], str], Amounts]:
     """Return the same report, added up row by row, by code that knows no SQL but a SELECT of all."""
-    window = Window(DAY - 60, DAY + 60)
+    window = DayRange(DAY - 60, DAY + 60)
     rows = services.database.read(lambda db: usage_rows.page(db, window, (), after=0, limit=10_000))
     first = {
         run_id: min(row.posted.fence for row in rows if row.posted.run_id == run_id)
@@ -122,7 +122,7 @@ def reckoned(services: Services, by: tuple[str, ...]) -> dict[tuple[tuple[str, .
             **{name: getattr(line, name) for name in line.__struct_fields__ if name in Amounts.__struct_fields__},
         )
         key = model.key_of(by, row.account, run_id=row.posted.run_id, day=line.day)
-        groups.append(Group(key=key, currency=row.account.currency, amounts=amounts))
+        groups.append(ReportRow(key=key, currency=row.account.currency, amounts=amounts))
     return {(each.key, each.currency): each.amounts for each in model.together(groups)}
 
 
@@ -252,8 +252,8 @@ def test_days_and_values_choose_what_is_counted(services: Services) -> None:
             ledgered.seen(connection, f"r{at}", account, day=DAY + at, observed_ms=10, busy_ms=at)
 
     services.database.write(work)
-    assert keys(report(services, "user", window=Window(DAY, DAY + 1))) == [("alice",)]
-    assert keys(report(services, "user", window=Window(DAY + 1, DAY + 3))) == [("bob",), ("carol",)]
+    assert keys(report(services, "user", window=DayRange(DAY, DAY + 1))) == [("alice",)]
+    assert keys(report(services, "user", window=DayRange(DAY + 1, DAY + 3))) == [("bob",), ("carol",)]
     assert keys(report(services, "user", where={"team": "search"})) == [("alice",), ("bob",)]
     assert keys(report(services, "user", where={"team": "search", "tag:stage": "it's"})) == [("bob",)]
     assert keys(report(services, "user", where={"tag:stage": ""})) == [("carol",)]
@@ -263,7 +263,7 @@ def test_days_and_values_choose_what_is_counted(services: Services) -> None:
         2,
     )
     assert report(services, "user", where={"user": "nobody"}).totals == ()
-    assert report(services, window=Window(0, 1)).groups == ()
+    assert report(services, window=DayRange(0, 1)).groups == ()
 
 
 def test_members_see_what_they_and_their_teams_used_and_nothing_of_others(services: Services) -> None:
@@ -276,16 +276,16 @@ def test_members_see_what_they_and_their_teams_used_and_nothing_of_others(servic
     services.database.write(work)
     everybody = report(services, "user", "team")
     assert len(everybody.groups) == 5
-    view = report(services, "user", "team", who=ALICE, reach=Reach.TEAM)
+    view = report(services, "user", "team", who=ALICE, reach=AccessReach.TEAM)
     assert sorted(keys(view)) == [("alice", ""), ("alice", "search"), ("bob", "search")]
     assert view.totals[0].amounts.micros == 9_000_000
     # Asking for more, or as somebody else, changes nothing.
     asked = wanted("user", seen_by=None, teams=("ads",), where={"user": "bob"})
-    assert usage.view_usage(services, ALICE, Reach.TEAM, asked).totals[0].amounts.micros == 3_000_000
-    own = report(services, "user", who=ALICE, reach=Reach.OWN)
+    assert usage.view_usage(services, ALICE, AccessReach.TEAM, asked).totals[0].amounts.micros == 3_000_000
+    own = report(services, "user", who=ALICE, reach=AccessReach.OWN)
     assert own.totals[0].amounts.micros == 6_000_000
-    window = Window(DAY, DAY + 1)
-    page = usage.view_records(services, ALICE, Reach.TEAM, window, after=0, limit=100)
+    window = DayRange(DAY, DAY + 1)
+    page = usage.view_records(services, ALICE, AccessReach.TEAM, window, after=0, limit=100)
     assert {record.identity_metadata.run_as for record in page.records} == {"alice", "bob"} and len(page.records) == 3
 
 
@@ -299,12 +299,12 @@ def test_rows_come_in_pages_each_once(services: Services) -> None:
     found: list[str] = []
     after: int | None = 0
     while after is not None:
-        page = usage.view_records(services, ROOT, Reach.ALL, Window(DAY, DAY + 1), after=after, limit=9)
+        page = usage.view_records(services, ROOT, AccessReach.ALL, DayRange(DAY, DAY + 1), after=after, limit=9)
         assert 0 < len(page.records) <= 9
         found += [record.record_id for record in page.records]
         after = page.after
     assert len(found) == len(set(found)) == 25 + 12 + 16
-    none = usage.view_records(services, ROOT, Reach.ALL, Window(0, 1), after=0, limit=9)
+    none = usage.view_records(services, ROOT, AccessReach.ALL, DayRange(0, 1), after=0, limit=9)
     assert (none.records, none.after) == ((), None)
 
 

@@ -23,7 +23,7 @@ from serverless_gpu.cli import program
 from serverless_gpu.cli.money.usage import FORMULAS
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.model.billing import usage_report as model
-from serverless_gpu.model.billing.billing_rows import ListPrice, Record
+from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import tables
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade
@@ -211,7 +211,7 @@ def put(database: sqlite3.Connection, table: str, text: str) -> list[dict[str, s
 def test_billing_queries_read_the_rows(said: Said, tmp_path: Path) -> None:
     database = sqlite3.connect(":memory:")
     rows = put(database, "usage", said("--month", MONTH, "--records"))
-    names = list(Record.__struct_fields__)
+    names = list(BillingRow.__struct_fields__)
     assert list(rows[0]) == names
     # As billing queries are written: by date and identity, of serverless GPUs, retractions count against.
     query = """

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.model.access.roles import Reach
-from serverless_gpu.model.billing.usage_report import Amounts, Window
+from serverless_gpu.model.access.roles import AccessReach
+from serverless_gpu.model.billing.usage_report import Amounts, DayRange
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import charges, usage, usage_going
@@ -45,8 +45,8 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
     return made_services(database, tmp_path, clock=clock)
 
 
-def report(services: Services, *by: str, who: Caller = ROOT, reach: str = Reach.ALL, **fields: Any) -> UsageView:
-    asked: dict[str, Any] = {"by": by, "window": Window(DAY - 1, DAY + 3), "limit": 100} | fields
+def report(services: Services, *by: str, who: Caller = ROOT, reach: str = AccessReach.ALL, **fields: Any) -> UsageView:
+    asked: dict[str, Any] = {"by": by, "window": DayRange(DAY - 1, DAY + 3), "limit": 100} | fields
     return usage.view_usage(services, who, reach, Wanted(**asked))
 
 
@@ -108,7 +108,7 @@ def test_days_that_are_charged_count_once_while_their_attempt_goes_on(
     assert [group.amounts.micros for group in view.groups] == [7_200_000, 7_200_000]
     assert [group.amounts.going_ms for group in view.groups] == [0, 2 * HOUR_MS]
     assert without_marks(whole(services)) == without_marks(before)
-    page = usage.view_demand(services, ROOT, Reach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=0, limit=10)
+    page = usage.view_demand(services, ROOT, AccessReach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=0, limit=10)
     assert [(row.day, row.gpu_ms) for row in page.rows] == [
         (start_ns // DAY_NS, 2 * HOUR_MS),
         (MIDNIGHT // DAY_NS, 2 * HOUR_MS),
@@ -136,17 +136,17 @@ def test_what_goes_on_is_shown_to_those_who_may_see_it(services: Services, datab
     alice = Caller(name="alice", role="member", token_id="t")
     mate = Caller(name="carol", role="member", teams=("search",), token_id="t")
     assert [group.key for group in report(services, "user").groups] == [("alice",), ("bob",)]
-    assert [group.key for group in report(services, "user", who=alice, reach=Reach.TEAM).groups] == [("alice",)]
-    assert [group.key for group in report(services, "user", who=mate, reach=Reach.TEAM).groups] == [("bob",)]
-    assert report(services, who=mate, reach=Reach.OWN).groups == ()
+    assert [group.key for group in report(services, "user", who=alice, reach=AccessReach.TEAM).groups] == [("alice",)]
+    assert [group.key for group in report(services, "user", who=mate, reach=AccessReach.TEAM).groups] == [("bob",)]
+    assert report(services, who=mate, reach=AccessReach.OWN).groups == ()
     assert [group.key for group in report(services, "user", where={"tag:stage": "bob"}).groups] == [("bob",)]
-    assert report(services, window=Window(DAY + 1, DAY + 2)).groups == ()
+    assert report(services, window=DayRange(DAY + 1, DAY + 2)).groups == ()
     for who, count in ((ROOT, 2), (alice, 1), (mate, 1)):
-        reach = Reach.ALL if who is ROOT else Reach.TEAM
+        reach = AccessReach.ALL if who is ROOT else AccessReach.TEAM
         page = usage.view_demand(services, who, reach, Asked(from_ns=0, to_ns=1 << 62), after=0, limit=10)
         assert len(page.rows) == count
     nobody = Asked(from_ns=0, to_ns=1 << 62, pool="none")
-    assert usage.view_demand(services, ROOT, Reach.ALL, nobody, after=0, limit=10).rows == ()
+    assert usage.view_demand(services, ROOT, AccessReach.ALL, nobody, after=0, limit=10).rows == ()
 
 
 def test_more_attempts_than_are_looked_at_are_said(services: Services, database: Database) -> None:
@@ -170,7 +170,7 @@ def test_demand_is_what_holds_now_in_pages(services: Services, database: Databas
     found: list[DemandRow] = []
     after = 0
     while True:
-        page = usage.view_demand(services, ROOT, Reach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=after, limit=2)
+        page = usage.view_demand(services, ROOT, AccessReach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=after, limit=2)
         found += page.rows
         if not page.cursor:
             break
@@ -180,4 +180,6 @@ def test_demand_is_what_holds_now_in_pages(services: Services, database: Databas
     assert (first.gpu_ms, first.gpus, first.queued_ms, first.lent_ms) == (180_000, 2, 2_000, first.lent_ms)
     assert first.lent_ms >= first.gpu_ms and first.pool == "default"
     then = Asked(from_ns=T0 + 70 * S, to_ns=1 << 62)
-    assert [row.run_id for row in usage.view_demand(services, ROOT, Reach.ALL, then, after=0, limit=9).rows] == [ids[0]]
+    assert [row.run_id for row in usage.view_demand(services, ROOT, AccessReach.ALL, then, after=0, limit=9).rows] == [
+        ids[0]
+    ]

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
 from serverless_gpu.errors import NotFound, ServerProblem
-from serverless_gpu.model.high_water_mark import HighWaterMark, Position, rollback
+from serverless_gpu.model.high_water_mark import DatabasePosition, HighWaterMark, rollback
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import backing_up, mark_file, restoring
 from serverless_gpu.server.mark_file import MarkFile, UnreadableMark, read_mark
@@ -31,7 +31,7 @@ from tests.support.server.runs_api import request, submit
 from tests.support.server.served import Served, served
 from tests.support.server.server_process import Process
 
-HERE = Position(database_id="a" * 32, generation=2, commits=10, audit=7)
+HERE = DatabasePosition(database_id="a" * 32, generation=2, commits=10, audit=7)
 
 
 def killed(home: Path) -> str:
@@ -205,15 +205,15 @@ def test_22B10_files_of_runs_that_the_database_does_not_know_are_named(home: Pat
     ("found", "said"),
     [
         (HERE, ""),
-        (Position(database_id="a" * 32, generation=3, commits=11, audit=9), ""),
-        (Position(database_id="a" * 32, generation=2, commits=9, audit=7), "it ends at commit 9"),
-        (Position(database_id="a" * 32, generation=1, commits=10, audit=7), "generation 1"),
-        (Position(database_id="a" * 32, generation=3, commits=11, audit=6), "audit row 6"),
-        (Position(database_id="b" * 32, generation=9, commits=90, audit=70), "it is bbbbbbbb"),
+        (DatabasePosition(database_id="a" * 32, generation=3, commits=11, audit=9), ""),
+        (DatabasePosition(database_id="a" * 32, generation=2, commits=9, audit=7), "it ends at commit 9"),
+        (DatabasePosition(database_id="a" * 32, generation=1, commits=10, audit=7), "generation 1"),
+        (DatabasePosition(database_id="a" * 32, generation=3, commits=11, audit=6), "audit row 6"),
+        (DatabasePosition(database_id="b" * 32, generation=9, commits=90, audit=70), "it is bbbbbbbb"),
         (None, "it is empty"),
     ],
 )
-def test_22B3_a_database_is_compared_with_its_mark(found: Position | None, said: str) -> None:
+def test_22B3_a_database_is_compared_with_its_mark(found: DatabasePosition | None, said: str) -> None:
     mark = HighWaterMark(position=HERE, at_ns=1)
     assert rollback(None, found) == ""
     assert said in rollback(mark, found) and bool(said) == bool(rollback(mark, found))

@@ -12,13 +12,13 @@ import pytest
 from blake3 import blake3
 
 from serverless_gpu.environment.stores.base import Stored
-from serverless_gpu.environment.stores.blobs import Blobs as Documents
+from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
 from serverless_gpu.environment.stores.collection import GRACE_S, KEEP_S
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import blobs, collecting, files, references, runs
 from serverless_gpu.server.blobs import Blobs
@@ -64,7 +64,7 @@ def add_finished(database: Database, at_ns: int, *, snapshot: str = "", parts: t
     for part in parts[1:]:
         output = StoredFile(name="results/0.pkl", size=1, parts=(part,))
         database.write(lambda connection, o=output: files.put(connection, new.id, fence, [o]))  # type: ignore[misc]  # mypy does not type a lambda's default
-    tell(database, new.id, Started(), Ended(Reason.COMPLETED, began=True), at_ns=at_ns)
+    tell(database, new.id, UserCodeStarted(), AttemptEnded(Reason.COMPLETED, began=True), at_ns=at_ns)
     return new.id
 
 

@@ -14,7 +14,7 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import Blobs as Documents
+from serverless_gpu.environment.stores.blobs import StoreBlobs as Documents
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.collection import collect
 from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, read_condemned

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.model.access.roles import ROLES, Reach, reach
+from serverless_gpu.model.access.roles import ROLES, AccessReach, reach
 from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, BYTES, PUBLIC, Route
 from serverless_gpu.server.app import all_routes
 from serverless_gpu.wire.base import API
@@ -43,11 +43,11 @@ def test_every_role_is_let_in_where_the_policy_says_and_nowhere_else(server: Ser
             if needs == PUBLIC:
                 continue
             status = ask(client, route, made.secret)
-            how_far = Reach.OWN if needs == ANYBODY else Reach.NONE
+            how_far = AccessReach.OWN if needs == ANYBODY else AccessReach.NONE
             if needs not in (ANYBODY, ATTEMPT):
                 how_far = reach(role, needs.noun, write=needs.write)
-            if how_far in (Reach.NONE, Reach.ALL):  # between them, it depends on what is asked for
-                assert (status == 403) == (how_far is Reach.NONE), (role, route.method, route.path, status)
+            if how_far in (AccessReach.NONE, AccessReach.ALL):  # between them, it depends on what is asked for
+                assert (status == 403) == (how_far is AccessReach.NONE), (role, route.method, route.path, status)
             assert status < 500 and status not in (401, 405), (role, route.method, route.path, status)
 
 

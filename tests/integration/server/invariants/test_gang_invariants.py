@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server import books, charging, facts, files, tables, transitions
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.database import Database
@@ -63,10 +63,10 @@ def finished(database: Database) -> str:
         place_met(database, run_id, 2, 1)
         for number in (0, 1):
             returned = reason is Reason.COMPLETED
-            happened(database, run_id, number, Started(), exec_ns=T0 + 2 * S, returned=returned)
+            happened(database, run_id, number, UserCodeStarted(), exec_ns=T0 + 2 * S, returned=returned)
         others = Reason.PEER_FAILED if reason is Reason.RANK_RAISED else reason
         for number, why in enumerate((reason, others)):
-            happened(database, run_id, number, Ended(why, began=True))
+            happened(database, run_id, number, AttemptEnded(why, began=True))
 
     def write(connection: sa.Connection) -> None:
         files.put(connection, run_id, 2, [StoredFile(name=f"results/{n}.pkl", size=2, inline=b"ok") for n in range(3)])

@@ -13,18 +13,18 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle import run_lifecycle
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import (
-    Ended,
+    AttemptEnded,
     Event,
     Forgotten,
     GivenUp,
     Heard,
-    Placed,
     Restored,
+    RunPlaced,
     Silent,
-    Started,
     StopAsked,
     Stopping,
     Unsatisfiable,
+    UserCodeStarted,
 )
 from serverless_gpu.server import (
     attempts,
@@ -82,7 +82,7 @@ def test_nothing_is_wrong_with_what_a_server_wrote(people: Database) -> None:
 def test_an_attempt_without_facts_costs_what_its_receipt_says(people: Database, tariff: str, micros: str) -> None:
     run_id = submitted(people)
     place(people, run_id)
-    tell(people, run_id, Started(), Ended(Reason.COMPLETED, began=True))
+    tell(people, run_id, UserCodeStarted(), AttemptEnded(Reason.COMPLETED, began=True))
     receipt = f'{{"gpu_ms": 0, "facts": 0, "micros": {micros}, "bill": {{}}}}'
 
     def write(connection: sa.Connection) -> None:
@@ -282,13 +282,13 @@ def test_what_is_too_much_is_left_out_and_said(people: Database, monkeypatch: py
 
 
 HAPPENED: tuple[Event, ...] = (
-    Placed(),
-    Started(),
+    RunPlaced(),
+    UserCodeStarted(),
     Stopping(),
     Silent(),
     *(Heard(state) for state in (State.STARTING, State.RUNNING, State.STOPPING)),
     *(StopAsked(why) for why in StopReason),
-    *(Ended(reason, began=began) for reason in Reason for began in (False, True)),
+    *(AttemptEnded(reason, began=began) for reason in Reason for began in (False, True)),
     GivenUp(Reason.NODE_GONE),
     GivenUp(Reason.NODE_REBOOTED),
     Forgotten(),
@@ -315,7 +315,7 @@ def test_both_tables_of_states_lead_to_the_same() -> None:
                 infra_left=left,
                 before=before if state is State.UNREACHABLE else None,
             )
-            with contextlib.suppress(run_lifecycle.IllegalTransition):
+            with contextlib.suppress(run_lifecycle.IllegalRunTransition):
                 after, issued = run_lifecycle.advance(life, event)
                 if after.state is not state or issued:
                     reached[state].add(after.state)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, Work
+from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, SimulatedWork
 from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State, StopReason
 from serverless_gpu.server import events, operating
@@ -56,7 +56,7 @@ def outcome(world: World, run_id: str) -> tuple[State, Reason | None]:
 
 
 def test_a_run_goes_through_its_states_and_gives_everything_back(world: World) -> None:
-    world.work = lambda start: Work(output=b"hello\n", run_s=3)
+    world.work = lambda start: SimulatedWork(output=b"hello\n", run_s=3)
     run_id = world.submit(2)
     world.run_for(6, step_s=0.05)
     assert outcome(world, run_id) == (State.SUCCEEDED, Reason.COMPLETED)
@@ -70,7 +70,7 @@ def test_a_run_goes_through_its_states_and_gives_everything_back(world: World) -
 
 
 def test_large_gangs_are_served_between_small_ones(world: World) -> None:
-    world.work = lambda start: Work(run_s=5)
+    world.work = lambda start: SimulatedWork(run_s=5)
     first = [world.submit(1, timeout_s=60.0) for _ in range(6)]
     world.run_for(2)
     large = world.submit(8)
@@ -82,7 +82,7 @@ def test_large_gangs_are_served_between_small_ones(world: World) -> None:
 
 
 def test_F14_a_gang_that_does_not_start_is_tried_on_the_other_node_and_ends_after_three_more(world: World) -> None:
-    world.work = lambda start: Work(start_s=1, reason=Reason.START_FAILED)
+    world.work = lambda start: SimulatedWork(start_s=1, reason=Reason.START_FAILED)
     run_id = world.submit(2)
     world.run_for(60)
     assert outcome(world, run_id) == (State.FAILED, Reason.GANG_START)
@@ -95,7 +95,7 @@ def test_F14_a_gang_that_does_not_start_is_tried_on_the_other_node_and_ends_afte
 
 
 def test_F17_a_partition_shorter_than_the_grace_ends_nothing(world: World) -> None:
-    world.work = lambda start: Work(run_s=120, output=b"x" * 10)
+    world.work = lambda start: SimulatedWork(run_s=120, output=b"x" * 10)
     run_id = world.submit(6)  # on n1
     world.run_for(3)
     node = world.agents["n1"]
@@ -114,7 +114,7 @@ def test_F17_a_partition_shorter_than_the_grace_ends_nothing(world: World) -> No
 def test_F18_F19_a_partition_longer_than_the_grace_ends_the_attempt_there_before_another_begins(
     world: World, direction: str
 ) -> None:
-    world.work = lambda start: Work(run_s=150)
+    world.work = lambda start: SimulatedWork(run_s=150)
     run_id = world.submit(4, retries=1)
     world.run_for(3)
     (first,) = world.executions(run_id)
@@ -130,7 +130,7 @@ def test_F18_F19_a_partition_longer_than_the_grace_ends_the_attempt_there_before
 
 
 def test_F18_without_retries_it_is_lost_and_what_comes_late_is_kept_there(world: World) -> None:
-    world.work = lambda start: Work(run_s=None)
+    world.work = lambda start: SimulatedWork(run_s=None)
     run_id = world.submit(6)
     world.run_for(3)
     node = world.agents["n1"]
@@ -144,7 +144,7 @@ def test_F18_without_retries_it_is_lost_and_what_comes_late_is_kept_there(world:
 
 
 def test_F21_a_node_that_restarts_is_proof_at_once(world: World) -> None:
-    world.work = lambda start: Work(run_s=50)
+    world.work = lambda start: SimulatedWork(run_s=50)
     run_id, again = world.submit(6), world.submit(4, retries=1)
     world.run_for(3)
     for node in world.agents.values():
@@ -157,7 +157,7 @@ def test_F21_a_node_that_restarts_is_proof_at_once(world: World) -> None:
 
 
 def test_F22_a_node_that_never_returns_keeps_its_devices_until_the_fence(world: World) -> None:
-    world.work = lambda start: Work(run_s=None)
+    world.work = lambda start: SimulatedWork(run_s=None)
     run_id = world.submit(6)
     world.run_for(3)
     world.agents["n1"].kill()
@@ -172,7 +172,7 @@ def test_F22_a_node_that_never_returns_keeps_its_devices_until_the_fence(world: 
 
 
 def test_F22_an_operator_who_knows_shortens_it(world: World) -> None:
-    world.work = lambda start: Work(run_s=None)
+    world.work = lambda start: SimulatedWork(run_s=None)
     run_id = world.submit(6, resume=True)
     world.run_for(3)
     world.agents["n1"].reboot()
@@ -202,7 +202,7 @@ def test_F31_killed_after_the_intent_the_run_starts_after_the_restart_once(
 
 
 def test_F32_killed_after_the_launch_before_the_ack_the_run_is_adopted(world: World) -> None:
-    world.work = lambda start: Work(run_s=40)
+    world.work = lambda start: SimulatedWork(run_s=40)
     run_id = world.submit(6)
     node = world.agents["n1"]
     node.forgets_to_acknowledge = True
@@ -222,7 +222,7 @@ def test_F32_killed_after_the_launch_before_the_ack_the_run_is_adopted(world: Wo
 def test_F33_killed_around_the_ending_the_result_is_there_after_the_restart(
     world: World, crashing: pytest.MonkeyPatch, place: str
 ) -> None:
-    world.work = lambda start: Work(run_s=5)
+    world.work = lambda start: SimulatedWork(run_s=5)
     run_id = world.submit(2)
     world.run_for(3)
     crashing.setenv(faults.VARIABLE, place)
@@ -236,7 +236,7 @@ def test_F33_killed_around_the_ending_the_result_is_there_after_the_restart(
 
 
 def test_a_server_that_was_away_for_a_day_gives_nobody_up_for_it(world: World) -> None:
-    world.work = lambda start: Work(run_s=30)
+    world.work = lambda start: SimulatedWork(run_s=30)
     run_id = world.submit(6)
     world.run_for(3)
     world.kill_server()
@@ -266,12 +266,12 @@ def test_an_order_that_never_left_is_taken_back_and_the_run_placed_elsewhere(wor
 
 
 def test_cancel_reaches_the_node_and_preempt_lets_a_run_go_on_that_asked_for_it(world: World) -> None:
-    world.work = lambda start: Work(run_s=None)
+    world.work = lambda start: SimulatedWork(run_s=None)
     cancelled, resumed = world.submit(6), world.submit(4, resume=True)
     world.run_for(3)
     world.stop(cancelled)
     world.stop(resumed, StopReason.PREEMPT)
-    world.work = lambda start: Work(run_s=2)
+    world.work = lambda start: SimulatedWork(run_s=2)
     world.run_for(10)
     assert outcome(world, cancelled) == (State.CANCELLED, Reason.CANCELLED)
     assert outcome(world, resumed) == (State.SUCCEEDED, Reason.COMPLETED)
@@ -297,7 +297,7 @@ def test_a_node_that_the_engine_lost_gets_nothing_until_it_is_back(world: World)
 
 
 def test_a_run_that_stops_for_hours_is_not_ended_while_its_node_is_heard_of(world: World) -> None:
-    world.work = lambda start: Work(run_s=None, stop_s=300)
+    world.work = lambda start: SimulatedWork(run_s=None, stop_s=300)
     run_id = world.submit(1, grace_s=1.0)
     world.run_for(3)
     world.stop(run_id)
@@ -316,7 +316,7 @@ def test_F18_a_server_that_grants_less_than_the_one_before_waits_for_what_that_o
     database: Database, tmp_path: Path
 ) -> None:
     world = World(database, tmp_path, {"n1": "H100:1", "n2": "H100:1"}, **{**QUICK, "partition_grace_s": 600.0})
-    world.work = lambda start: Work(run_s=900)
+    world.work = lambda start: SimulatedWork(run_s=900)
     run_id = world.submit(1, retries=1)
     world.run_for(10)
     (first,) = world.executions(run_id)
@@ -332,7 +332,7 @@ def test_F18_a_server_that_grants_less_than_the_one_before_waits_for_what_that_o
 
 
 def test_a_receipt_that_never_comes_does_not_keep_a_run_open_for_ever(world: World) -> None:
-    world.work = lambda start: Work(run_s=1, gate_s=1_000)
+    world.work = lambda start: SimulatedWork(run_s=1, gate_s=1_000)
     run_id = world.submit(2)
     world.run_for(5)
     assert not world.run(run_id).finished
@@ -369,7 +369,7 @@ def test_whatever_happens_the_cluster_stays_sound_and_every_run_ends(
     database.migrate()
     try:
         world = World(database, directory, NODES, **QUICK)
-        world.work = lambda start: Work(run_s=7)
+        world.work = lambda start: SimulatedWork(run_s=7)
         submitted = [world.submit(2, retries=2)]
         for action, which, amount in actions:
             _act(world, action, list(world.agents.values())[which], amount, submitted)

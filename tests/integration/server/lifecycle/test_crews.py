@@ -17,7 +17,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Forgotten, GivenUp, Silent, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, Silent, StopAsked
 from serverless_gpu.server import (
     active_runs,
     attempt_tokens,
@@ -267,7 +267,9 @@ def end_crew(connection: sa.Connection, number: int, *, run_id: str) -> None:
     """Write that a crew has ended."""
     run = runs.find(connection, run_id)
     assert run is not None
-    transitions.tell_crew(connection, run, number, Ended(Reason.COMPLETED, began=True), note=Note(at_ns=T0 + 5 * S))
+    transitions.tell_crew(
+        connection, run, number, AttemptEnded(Reason.COMPLETED, began=True), note=Note(at_ns=T0 + 5 * S)
+    )
 
 
 def test_endings_that_cross_conclude_once(services: Services, database: Database, run_id: str) -> None:

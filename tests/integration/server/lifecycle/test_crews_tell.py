@@ -26,7 +26,7 @@ from serverless_gpu.server.hub import node_key
 from serverless_gpu.server.liveness import Looks
 from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.wire.agents import Look
+from serverless_gpu.wire.agents import ReportNow
 from serverless_gpu.wire.attempts import Ending, File
 from tests.support.golden import golden
 from tests.support.server.agents import hello
@@ -234,7 +234,7 @@ def test_a_node_is_told_to_look_until_its_crew_has_reported(
     (start,) = waiting(database, "node-2")
     database.write(lambda connection: orders.take(connection, "node-2", [start.seq], at_ns=T0))
     services.looks.ask("node-2", (run_id, 1, 1))
-    look = Look(run_id=run_id, fence=1)
+    look = ReportNow(run_id=run_id, fence=1)
 
     async def listen() -> None:
         told = stream(services, Caller(name="alice"), "node-2")
@@ -258,7 +258,7 @@ def test_22C8_an_order_to_look_brings_what_the_crew_would_be_answered(
     began(services, run_id)
     say(services, run_id, 0, returned=True)
     assert say(services, run_id, 1, returned=True).release
-    asked = Look(run_id=run_id, fence=1, release=True)
+    asked = ReportNow(run_id=run_id, fence=1, release=True)
     assert Agents(services).looks(Caller(name="alice"), "node-1") == [asked]
     say(services, run_id, 0, returned=True)
     assert Agents(services).looks(Caller(name="alice"), "node-1") == []

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.gangs.gang_lifecycle import Cause, Halt
-from serverless_gpu.model.gangs.rendezvous import Address, Reach, Tried
+from serverless_gpu.model.gangs.rendezvous import Address, CrewReach, Tried
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.ray_cluster import RayCluster
@@ -347,10 +347,10 @@ def test_a_restored_server_calls_nothing_off(
         ({"offer": offer(0, addresses=(Address(interface="eth0,lo", address="10.0.0.1"),))}, "address"),
         ({"offer": offer(0, addresses=(Address(interface="eth0", address="a b"),))}, "address"),
         ({"offer": offer(0, addresses=offer(0).addresses * 17)}, "more than 16"),
-        ({"reach": Reach(crew=0, tried=reach(0).tried * 17)}, "more addresses"),
-        ({"reach": Reach(crew=0, tried=reach(1).tried)}, "has tried"),
-        ({"reach": Reach(crew=0, tried=(Tried(crew=1, address="::1", microseconds=-1),))}, "time"),
-        ({"reach": Reach(crew=0, tried=(Tried(crew=1, address="::1", problem="x" * 201),))}, "200"),
+        ({"reach": CrewReach(crew=0, tried=reach(0).tried * 17)}, "more addresses"),
+        ({"reach": CrewReach(crew=0, tried=reach(1).tried)}, "has tried"),
+        ({"reach": CrewReach(crew=0, tried=(Tried(crew=1, address="::1", microseconds=-1),))}, "time"),
+        ({"reach": CrewReach(crew=0, tried=(Tried(crew=1, address="::1", problem="x" * 201),))}, "200"),
     ],
 )
 def test_what_no_crew_can_have_said_is_refused(

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, TooLarge
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp, Silent, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, Silent, StopAsked
 from serverless_gpu.model.spec import BlobReference, Command
 from serverless_gpu.server import audit, crews, facts, files, tables, views
 from serverless_gpu.server.database import Database
@@ -171,7 +171,7 @@ def test_an_attempt_that_was_refused_is_stale_while_it_seems_to_run_and_user_cod
     services: Services, database: Database, run_id: str
 ) -> None:
     """Its order was delivered twice, say: the run is placed again, and this one must not be confirmed."""
-    tell(database, run_id, Ended(Reason.REFUSED, began=False))
+    tell(database, run_id, AttemptEnded(Reason.REFUSED, began=False))
     assert place(database, run_id) == 2
     assert say(services, run_id, State.STARTING).stale
     assert say(services, run_id, exec_ns=T0).stale

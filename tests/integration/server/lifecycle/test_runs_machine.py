@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, TERMINAL, Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, IllegalTransition, Silent
+from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, IllegalRunTransition, Silent
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import reporting, stopping, submitting, tables
 from serverless_gpu.server.callers import Caller
@@ -188,7 +188,7 @@ class ServerMachine(RuleBasedStateMachine):
     @rule(run_id=st.sampled_from(IDS))
     def something_impossible(self, run_id: str) -> None:
         if run_id in self.asked and stored(self.database, run_id).state in {State.QUEUED, *TERMINAL}:
-            with pytest.raises(IllegalTransition):
+            with pytest.raises(IllegalRunTransition):
                 tell(self.database, run_id, Silent())
 
     # --- promises --------------------------------------------------------------------------------------------------

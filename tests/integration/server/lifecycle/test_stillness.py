@@ -10,11 +10,11 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.hangs import hang_detection
-from serverless_gpu.model.hangs.gang_hang_detection import Seen, Silence
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, Silence
 from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, RankSeen, Sign
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
-from serverless_gpu.model.telemetry.idleness import Verdict
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
+from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.server import stillness
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.services import Services
@@ -65,8 +65,10 @@ def hung(services: Services, run_id: str, clock: FakeClock) -> None:
     ask = silent(services, run_id, 1, 300_000).ask
     assert ask is not None
     clock.advance(300)
-    silent(services, run_id, 0, 600_000, seen=Seen(number=ask.number, ranks=(rank(0), rank(1))))
-    silent(services, run_id, 1, 600_000, seen=Seen(number=ask.number, ranks=(rank(2, "a.py:1\x1b[2J\nhere"),)))
+    silent(services, run_id, 0, 600_000, seen=CrewObservation(number=ask.number, ranks=(rank(0), rank(1))))
+    silent(
+        services, run_id, 1, 600_000, seen=CrewObservation(number=ask.number, ranks=(rank(2, "a.py:1\x1b[2J\nhere"),))
+    )
 
 
 def test_crews_are_asked_once_all_are_silent_and_told_what_came_of_it(
@@ -103,15 +105,18 @@ def test_nothing_is_judged_of_a_run_that_is_to_stop(
 @pytest.mark.parametrize(
     ("seen", "why"),
     [
-        (Seen(number=1, ranks=(rank(0),)), "has no rank 0 there"),
-        (Seen(number=1, ranks=(rank(2), rank(2))), "says twice what was seen"),
-        (Seen(number=1, ranks=(RankSeen(rank=2, where="x" * 301),)), "says more of its ranks"),
-        (Seen(number=1, ranks=(RankSeen(rank=2, places=tuple(range(PLACES_MAX + 1))),)), "says more of its ranks"),
-        (Seen(number=1, ranks=(), stacks={1: "another's"}), "has no rank 1 there"),
-        (Seen(number=1, ranks=(), stacks={2: "x" * 4_001}), "says more of its ranks"),
+        (CrewObservation(number=1, ranks=(rank(0),)), "has no rank 0 there"),
+        (CrewObservation(number=1, ranks=(rank(2), rank(2))), "says twice what was seen"),
+        (CrewObservation(number=1, ranks=(RankSeen(rank=2, where="x" * 301),)), "says more of its ranks"),
+        (
+            CrewObservation(number=1, ranks=(RankSeen(rank=2, places=tuple(range(PLACES_MAX + 1))),)),
+            "says more of its ranks",
+        ),
+        (CrewObservation(number=1, ranks=(), stacks={1: "another's"}), "has no rank 1 there"),
+        (CrewObservation(number=1, ranks=(), stacks={2: "x" * 4_001}), "says more of its ranks"),
     ],
 )
-def test_what_nobody_can_have_seen_is_refused(services: Services, run_id: str, seen: Seen, why: str) -> None:
+def test_what_nobody_can_have_seen_is_refused(services: Services, run_id: str, seen: CrewObservation, why: str) -> None:
     with pytest.raises(InvalidValue, match=why):
         say(services, run_id, 1, seen=seen)
 
@@ -121,29 +126,29 @@ def test_what_a_node_saw_of_code_with_long_names_is_taken(services: Services, ru
     watch = hang_detection.noted(
         hang_detection.begin(0), [look(2, (("/x/train.py", 1, "resume_in_" * 50),))], 1, spins=False
     )
-    say(services, run_id, 1, seen=Seen(number=1, ranks=hang_detection.seen(watch)))
+    say(services, run_id, 1, seen=CrewObservation(number=1, ranks=hang_detection.seen(watch)))
 
 
 def test_a_gang_is_idle_only_when_all_its_devices_are_and_is_warned_before_it_is_stopped(
     services: Services, database: Database, run_id: str, clock: FakeClock
 ) -> None:
-    assert say(services, run_id, 0, idle=Verdict.STOP).idle is Verdict.GO_ON
-    assert say(services, run_id, 1).idle is Verdict.GO_ON
-    assert say(services, run_id, 1, idle=Verdict.WARN).idle is Verdict.WARN
+    assert say(services, run_id, 0, idle=IdleVerdict.STOP).idle is IdleVerdict.GO_ON
+    assert say(services, run_id, 1).idle is IdleVerdict.GO_ON
+    assert say(services, run_id, 1, idle=IdleVerdict.WARN).idle is IdleVerdict.WARN
     assert looks(services) == [0]
-    assert say(services, run_id, 0).idle is Verdict.GO_ON  # its devices work again
-    assert say(services, run_id, 0, idle=Verdict.STOP).idle is Verdict.WARN
+    assert say(services, run_id, 0).idle is IdleVerdict.GO_ON  # its devices work again
+    assert say(services, run_id, 0, idle=IdleVerdict.STOP).idle is IdleVerdict.WARN
     assert stored(database, run_id).stop is None
-    say(services, run_id, 1, idle=Verdict.STOP)
+    say(services, run_id, 1, idle=IdleVerdict.STOP)
     assert stored(database, run_id).stop is StopReason.IDLE
     assert [say(services, run_id, crew).stop for crew in (0, 1)] == [StopReason.IDLE] * 2
 
 
 def test_a_crew_that_is_not_heard_of_is_not_idle(services: Services, run_id: str, clock: FakeClock) -> None:
-    say(services, run_id, 0, idle=Verdict.STOP)
-    say(services, run_id, 1, idle=Verdict.WARN)
+    say(services, run_id, 0, idle=IdleVerdict.STOP)
+    say(services, run_id, 1, idle=IdleVerdict.WARN)
     clock.advance(services.settings.soft_expiry_s)
-    assert say(services, run_id, 1, idle=Verdict.STOP).idle is None
+    assert say(services, run_id, 1, idle=IdleVerdict.STOP).idle is None
 
 
 def test_an_attempt_that_idled_stops_no_later_one(services: Services, database: Database) -> None:
@@ -151,13 +156,13 @@ def test_an_attempt_that_idled_stops_no_later_one(services: Services, database: 
     run_id = add_run(database, idle_timeout_s=100.0, resume=True)
     place_met(database, run_id, 2, 1)
     began(services, run_id)
-    say(services, run_id, 0, idle=Verdict.STOP)
-    say(services, run_id, 1, idle=Verdict.WARN)
+    say(services, run_id, 0, idle=IdleVerdict.STOP)
+    say(services, run_id, 1, idle=IdleVerdict.WARN)
     before = stored(database, run_id)
     assert before.attempt is not None
     for crew in (0, 1):
-        happened(database, run_id, crew, Ended(Reason.DRAINED, began=False))
-    said = Report(state=State.RUNNING, idle=Verdict.STOP)
+        happened(database, run_id, crew, AttemptEnded(Reason.DRAINED, began=False))
+    said = Report(state=State.RUNNING, idle=IdleVerdict.STOP)
     stillness.hear(services, before, before.attempt, before.attempt.crews[1], said)
     after = stored(database, run_id)
     assert (after.state, after.stop) == (State.QUEUED, None)
@@ -166,9 +171,9 @@ def test_an_attempt_that_idled_stops_no_later_one(services: Services, database: 
 def test_a_gang_whose_ranks_return_one_after_the_other_is_not_told_that_it_idles(
     services: Services, database: Database, run_id: str
 ) -> None:
-    assert say(services, run_id, 0, returned=True).idle is Verdict.GO_ON
-    assert say(services, run_id, 1, idle=Verdict.WARN).idle is Verdict.WARN  # of those that still work
-    assert say(services, run_id, 1).idle is Verdict.GO_ON
+    assert say(services, run_id, 0, returned=True).idle is IdleVerdict.GO_ON
+    assert say(services, run_id, 1, idle=IdleVerdict.WARN).idle is IdleVerdict.WARN  # of those that still work
+    assert say(services, run_id, 1).idle is IdleVerdict.GO_ON
     answer = say(services, run_id, 1, returned=True)
     assert (answer.release, answer.idle) == (True, None)
     assert (say(services, run_id, 0, returned=True).idle, stored(database, run_id).stop) == (None, None)

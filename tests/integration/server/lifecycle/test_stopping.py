@@ -13,13 +13,13 @@ import pytest
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, STOPPED_BY, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import (
-    Ended,
+    AttemptEnded,
     Event,
-    Instruction,
     Run,
-    Started,
+    RunInstruction,
     StopAsked,
     Stopping,
+    UserCodeStarted,
     advance,
 )
 from serverless_gpu.server import audit, events, stopping
@@ -69,7 +69,7 @@ def test_asking_again_for_the_same_changes_nothing(services: Services, database:
 def test_who_asks_after_the_end_is_told_so(services: Services, database: Database) -> None:
     run_id = add_run(database)
     place(database, run_id)
-    tell(database, run_id, Started(), Ended(Reason.COMPLETED, began=True))
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.COMPLETED, began=True))
     with pytest.raises(AlreadyFinished, match="SUCCEEDED"):
         stopping.stop(services, ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
     assert stored(database, run_id).state is State.SUCCEEDED
@@ -103,10 +103,10 @@ def test_a_run_that_waits_has_no_room_to_make(services: Services, database: Data
 
 def test_F63_cancel_and_completion_in_every_order_have_one_winner() -> None:
     """A thousand seeded orders of what the node reports, what people ask, and repetitions of both."""
-    ends = [Ended(Reason.COMPLETED, began=True), Ended(Reason.RANK_RAISED, began=True)]
+    ends = [AttemptEnded(Reason.COMPLETED, began=True), AttemptEnded(Reason.RANK_RAISED, began=True)]
     for seed in range(1_000):
         chance = random.Random(seed)
-        node: list[Event] = [Started(), Stopping(), chance.choice(ends)]
+        node: list[Event] = [UserCodeStarted(), Stopping(), chance.choice(ends)]
         people: list[Event] = [StopAsked(StopReason.CANCEL)] * chance.randint(1, 3)
         run = Run(run_id="r", fence=1, state=State.STARTING, retries_left=chance.randint(0, 1))
         ending: Run | None = None
@@ -116,11 +116,11 @@ def test_F63_cancel_and_completion_in_every_order_have_one_winner() -> None:
             if run.state in TERMINAL or (run.state is State.QUEUED and queue is node):
                 assert ending == run  # one winner; whoever comes later is told
                 continue
-            if isinstance(event, Ended) and run.stop is not None and chance.random() < 0.5:
-                event = Ended(STOPPED_BY[run.stop], began=True)  # the stop arrived in time
+            if isinstance(event, AttemptEnded) and run.stop is not None and chance.random() < 0.5:
+                event = AttemptEnded(STOPPED_BY[run.stop], began=True)  # the stop arrived in time
             run, instructions = advance(run, event)
             if run.state is State.QUEUED:
-                assert Instruction.REQUEUE in instructions
+                assert RunInstruction.REQUEUE in instructions
                 run = then_cancelled(run)
             if run.state in TERMINAL:
                 ending = run
@@ -136,7 +136,7 @@ def then_cancelled(run: Run) -> Run:
 def test_F63_cancel_and_completion_at_once_have_one_winner(services: Services, database: Database, seed: int) -> None:
     run_id = add_run(database)
     place(database, run_id)
-    tell(database, run_id, Started())
+    tell(database, run_id, UserCodeStarted())
     together = threading.Barrier(3)
 
     def cancel(_: int) -> str:
@@ -148,7 +148,7 @@ def test_F63_cancel_and_completion_at_once_have_one_winner(services: Services, d
 
     def complete() -> None:
         together.wait(30)
-        tell(database, run_id, Ended(Reason.COMPLETED, began=True))
+        tell(database, run_id, AttemptEnded(Reason.COMPLETED, began=True))
 
     with ThreadPoolExecutor(3) as pool:
         completed = pool.submit(complete)

@@ -11,17 +11,17 @@ import sqlalchemy as sa
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import (
-    Ended,
+    AttemptEnded,
     Event,
     Forgotten,
     GivenUp,
     Heard,
-    IllegalTransition,
-    Instruction,
+    IllegalRunTransition,
+    RunInstruction,
     Silent,
-    Started,
     StopAsked,
     Stopping,
+    UserCodeStarted,
 )
 from serverless_gpu.server import attempts, crews, events, orders, runs, tables, transitions
 from serverless_gpu.server.database import Database
@@ -59,7 +59,7 @@ def test_a_placement_is_an_attempt_an_event_and_an_order_in_one(database: Databa
 
 def test_a_run_is_placed_once(database: Database, run_id: str) -> None:
     place(database, run_id)
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalRunTransition):
         place(database, run_id)
     assert len(rows(database, tables.attempts)) == 1
 
@@ -67,7 +67,7 @@ def test_a_run_is_placed_once(database: Database, run_id: str) -> None:
 def test_a_change_of_a_run_that_changed_meanwhile_changes_nothing(database: Database, run_id: str) -> None:
     place(database, run_id)
     before = stored(database, run_id)
-    tell(database, run_id, Started())
+    tell(database, run_id, UserCodeStarted())
     written = {table.name: rows(database, table) for table in tables.metadata.sorted_tables}
     with pytest.raises(StaleAttempt):
         database.write(lambda connection: transitions.tell(connection, before, Stopping(), note=Note(at_ns=T0)))
@@ -76,9 +76,9 @@ def test_a_change_of_a_run_that_changed_meanwhile_changes_nothing(database: Data
 
 def test_a_run_lives_and_succeeds(database: Database, run_id: str) -> None:
     place(database, run_id)
-    tell(database, run_id, Started(), exec_ns=T0 + 5 * S)
-    told = tell(database, run_id, Stopping(), Ended(Reason.COMPLETED, began=True), at_ns=T0 + 9 * S)
-    assert told.instructions == (Instruction.CONCLUDE,)
+    tell(database, run_id, UserCodeStarted(), exec_ns=T0 + 5 * S)
+    told = tell(database, run_id, Stopping(), AttemptEnded(Reason.COMPLETED, began=True), at_ns=T0 + 9 * S)
+    assert told.instructions == (RunInstruction.CONCLUDE,)
     run = stored(database, run_id)
     assert (run.state, run.reason, run.started_ns, run.ended_ns) == (
         State.SUCCEEDED,
@@ -105,15 +105,15 @@ def test_a_run_lives_and_succeeds(database: Database, run_id: str) -> None:
 
 def test_what_changes_nothing_writes_nothing(database: Database, run_id: str) -> None:
     place(database, run_id)
-    tell(database, run_id, Started())
+    tell(database, run_id, UserCodeStarted())
     written = rows(database, tables.runs)
-    assert not tell(database, run_id, Heard(State.RUNNING), Started()).changed
+    assert not tell(database, run_id, Heard(State.RUNNING), UserCodeStarted()).changed
     assert rows(database, tables.runs) == written
 
 
 def test_silence_and_a_word_after_it_are_events(database: Database, run_id: str) -> None:
     place(database, run_id)
-    tell(database, run_id, Started())
+    tell(database, run_id, UserCodeStarted())
     tell(database, run_id, Silent())
     run = stored(database, run_id)
     assert run.attempt is not None
@@ -130,7 +130,7 @@ def test_silence_and_a_word_after_it_are_events(database: Database, run_id: str)
 
 def test_a_stop_is_an_order_and_a_stronger_one_another(database: Database, run_id: str) -> None:
     place(database, run_id)
-    tell(database, run_id, Started())
+    tell(database, run_id, UserCodeStarted())
     for why in (StopReason.PREEMPT, StopReason.DRAIN, StopReason.CANCEL, StopReason.CANCEL):
         tell(database, run_id, StopAsked(why))
     found = database.read(lambda connection: orders.waiting(connection, "node-1"))
@@ -158,20 +158,20 @@ def test_F23_faults_of_the_infrastructure_have_a_count_of_their_own(database: Da
     asked = add_run(database, retry_on_infra=True, retries=1)
     for used, (faults, retries) in enumerate([(1, 0), (2, 0), (3, 0), (3, 1)], start=1):
         place(database, asked)
-        tell(database, asked, Started())
-        tell(database, asked, Ended(Reason.GPU_LOST, began=True), detail="GPU-1: Xid 79")
+        tell(database, asked, UserCodeStarted())
+        tell(database, asked, AttemptEnded(Reason.GPU_LOST, began=True), detail="GPU-1: Xid 79")
         run = stored(database, asked)
         assert (run.state, run.fence) == (State.QUEUED, used)
         assert (run.fault_retries_used, run.retries_used) == (faults, retries)
     place(database, asked)
-    tell(database, asked, Started())
-    tell(database, asked, Ended(Reason.GPU_LOST, began=True), detail="GPU-1: Xid 79")
+    tell(database, asked, UserCodeStarted())
+    tell(database, asked, AttemptEnded(Reason.GPU_LOST, began=True), detail="GPU-1: Xid 79")
     assert (stored(database, asked).state, stored(database, asked).reason) == (State.FAILED, Reason.GPU_LOST)
 
 
 def test_a_new_attempt_begins_anew_and_the_old_one_keeps_its_end(database: Database, run_id: str) -> None:
     place(database, run_id)
-    tell(database, run_id, Ended(Reason.REFUSED, began=False), detail="no disk")
+    tell(database, run_id, AttemptEnded(Reason.REFUSED, began=False), detail="no disk")
     run = stored(database, run_id)
     assert (run.state, run.fence, run.infra_retries_used, run.queued_ns) == (State.QUEUED, 1, 1, T0)
     assert run.life.infra_left == 2 and run.ended_ns is None and run.settled_ns is None
@@ -205,7 +205,7 @@ def test_retries_are_counted(database: Database) -> None:
     run_id = add_run(database, retries=1)
     for _ in range(2):
         place(database, run_id)
-        tell(database, run_id, Started(), Ended(Reason.RANK_RAISED, began=True))
+        tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.RANK_RAISED, began=True))
     run = stored(database, run_id)
     assert (run.state, run.fence, run.retries_used) == (State.FAILED, 2, 1)
 
@@ -215,13 +215,13 @@ def test_F73_what_reached_the_longest_time_of_an_attempt_waits_anew_behind_the_o
     add_node(database)
     run_id = add_run(database, resume=True, policy="llm", max_run_s=7 * 86_400.0)
     place(database, run_id)
-    tell(database, run_id, Started(), Ended(Reason.TIMEOUT, began=True), at_ns=T0 + 9 * S)
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.TIMEOUT, began=True), at_ns=T0 + 9 * S)
     run = stored(database, run_id)
     assert (run.state, run.reason, run.queued_ns, run.retries_used) == (State.QUEUED, None, T0 + 9 * S, 0)
     last = rows(database, tables.events)[-1]
     assert last["sentence"] == golden("server.transitions.attempt-over-run")
     place(database, run_id)
-    tell(database, run_id, Started(), StopAsked(StopReason.CANCEL), Ended(Reason.TIMEOUT, began=True))
+    tell(database, run_id, UserCodeStarted(), StopAsked(StopReason.CANCEL), AttemptEnded(Reason.TIMEOUT, began=True))
     assert stored(database, run_id).reason is Reason.CANCELLED
 
 
@@ -240,7 +240,7 @@ def test_F73_who_cannot_go_on_has_timed_out_and_is_told_by_whose_limit(
     add_node(database)
     run_id = add_run(database, **said)
     place(database, run_id)
-    tell(database, run_id, Started(), Ended(Reason.TIMEOUT, began=True))
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.TIMEOUT, began=True))
     run = stored(database, run_id)
     assert (run.state, run.reason, run.detail) == (State.TIMED_OUT, Reason.TIMEOUT, says)
 
@@ -251,8 +251,8 @@ def test_22D2_a_run_whose_attempts_save_nothing_ends_as_that_and_says_how_often(
     run_id = add_run(database, resume=True, policy="llm", max_run_s=8.0)
     for number in range(1, 4):
         place(database, run_id)
-        tell(database, run_id, Started(), exec_ns=T0 + S)
-        tell(database, run_id, Ended(Reason.TIMEOUT, began=True), at_ns=T0 + 9 * S)
+        tell(database, run_id, UserCodeStarted(), exec_ns=T0 + S)
+        tell(database, run_id, AttemptEnded(Reason.TIMEOUT, began=True), at_ns=T0 + 9 * S)
         run = stored(database, run_id)
         assert (run.fence, run.unsaved, run.state in TERMINAL) == (number, number, number == 3)
     assert (run.state, run.reason, run.ran, run.ran_ms) == (State.FAILED, Reason.NO_PROGRESS, 2, 16_000)
@@ -273,8 +273,8 @@ def test_22D2_a_policy_bounds_the_attempts_of_a_run_and_their_time(database: Dat
         while (run := stored(database, run_id)).state not in TERMINAL:
             limits.append(run.spec_now.limit_s)
             place(database, run_id)
-            tell(database, run_id, Started(), exec_ns=T0)
-            tell(database, run_id, Ended(Reason.TIMEOUT, began=True), at_ns=T0 + 8 * S)
+            tell(database, run_id, UserCodeStarted(), exec_ns=T0)
+            tell(database, run_id, AttemptEnded(Reason.TIMEOUT, began=True), at_ns=T0 + 8 * S)
         assert (run.fence, run.state, run.reason, run.detail) == (attempts_made, State.TIMED_OUT, Reason.TIMEOUT, says)
         assert limits == [8.0, 8.0, 4.0][:attempts_made]
 
@@ -284,9 +284,9 @@ def test_a_receipt_of_an_earlier_attempt_does_not_settle_the_run(database: Datab
     add_node(database)
     run_id = add_run(database, retries=1)
     place(database, run_id)
-    tell(database, run_id, Started(), Ended(Reason.RANK_RAISED, began=True))
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.RANK_RAISED, began=True))
     place(database, run_id)
-    tell(database, run_id, Started(), Ended(Reason.RANK_RAISED, began=True))
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.RANK_RAISED, began=True))
 
     def settle(fence: int) -> bool:
         return database.write(lambda it: transitions.settle(it, (run_id, fence, 0), receipt="{}", at_ns=T0))
@@ -306,10 +306,10 @@ def test_those_who_wait_for_a_change_are_woken(services: Services, database: Dat
         return [hub.version(key) != version for key, version in zip(keys, before, strict=True)]
 
     place(database, run_id)
-    assert touched(Started()) == [True, False, False]
-    assert touched(Started()) == [False, False, False]
+    assert touched(UserCodeStarted()) == [True, False, False]
+    assert touched(UserCodeStarted()) == [False, False, False]
     assert touched(StopAsked(StopReason.CANCEL)) == [True, True, False]
-    assert touched(Ended(Reason.CANCELLED, began=True)) == [True, False, True]
+    assert touched(AttemptEnded(Reason.CANCELLED, began=True)) == [True, False, True]
 
 
 @pytest.mark.parametrize("state", sorted(TERMINAL))
@@ -317,7 +317,7 @@ def test_an_ended_run_cannot_be_changed(database: Database, run_id: str, state: 
     database.write(
         lambda connection: connection.execute(sa.update(tables.runs).values(state=state.value, reason="completed"))
     )
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalRunTransition):
         tell(database, run_id, StopAsked(StopReason.CANCEL))
 
 

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.server import dividing, events, nodes, operating, runs, tables
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller
@@ -308,7 +308,7 @@ def test_a_stop_is_an_order_too_and_nothing_is_ordered_about_what_has_ended(serv
     start, stop = agents.waiting(NODE, node_id)
     assert isinstance(start, Start)
     assert stop == Stop(seq=stop.seq, run_id=run_id, fence=1, reason=StopReason.CANCEL)
-    tell(services, run_id, Ended(reason=Reason.CANCELLED, began=False))
+    tell(services, run_id, AttemptEnded(reason=Reason.CANCELLED, began=False))
     assert agents.waiting(NODE, node_id) == []
 
 
@@ -378,7 +378,7 @@ def test_what_was_decided_about_a_node_while_its_heartbeat_was_read_stays_decide
 def test_an_attempt_that_was_refused_and_runs_all_the_same_is_stale(services: Services, agents: Agents) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
-    tell(services, run_id, Ended(reason=Reason.REFUSED, began=False))
+    tell(services, run_id, AttemptEnded(reason=Reason.REFUSED, began=False))
     for state, stale in ((State.STARTING, (f"{run_id}:1",)), (State.RUNNING, (f"{run_id}:1",)), (State.STOPPING, ())):
         seen = (AttemptSeen(run_id=run_id, fence=1, state=state),)
         assert agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, attempts=seen)).stale == stale
@@ -403,7 +403,7 @@ def test_an_attempt_that_ended_by_its_own_report_is_not_stale_its_receipt_may_co
 ) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
-    tell(services, run_id, Ended(reason=Reason.COMPLETED, began=True))
+    tell(services, run_id, AttemptEnded(reason=Reason.COMPLETED, began=True))
     seen = (AttemptSeen(run_id=run_id, fence=1, state=State.STOPPING),)
     assert agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, attempts=seen)).stale == ()
 

@@ -14,7 +14,14 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotAllowed, NotFound
-from serverless_gpu.model.access.node_identity import Answer, Binding, Identity, Refused, judge, second_process
+from serverless_gpu.model.access.node_identity import (
+    Binding,
+    HelloDecision,
+    HelloRefused,
+    Identity,
+    judge,
+    second_process,
+)
 from serverless_gpu.server import node_tokens, nodes, tables
 from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller
@@ -58,33 +65,33 @@ def said(name: str = "n1", machine: str = "m1", instance: str = "i1") -> dict[st
 @pytest.mark.parametrize(
     ("identity", "answer"),
     [
-        (HOME, Answer.ADMITTED),
+        (HOME, HelloDecision.ADMITTED),
         (Identity(name="n2", machine="m1", instance="i1"), None),
         (Identity(name="n1", machine="m1", instance="i2"), None),
         (Identity(name="n1", machine="m1"), None),
         (Identity(name="n1", machine="m2", instance="i2"), None),
         (Identity(name="n1", machine="m2"), None),
-        (Identity(name="n1", machine="m2", instance="i1"), Answer.MOVED),
+        (Identity(name="n1", machine="m2", instance="i1"), HelloDecision.MOVED),
     ],
 )
-def test_22A3_a_token_is_good_for_one_name_and_one_home(identity: Identity, answer: Answer | None) -> None:
+def test_22A3_a_token_is_good_for_one_name_and_one_home(identity: Identity, answer: HelloDecision | None) -> None:
     found = judge(Binding(node=HOME, approved=True), identity)
-    assert found is answer or (answer is None and isinstance(found, Refused))
+    assert found is answer or (answer is None and isinstance(found, HelloRefused))
 
 
 def test_22A3_a_token_that_nobody_gave_to_a_node_waits() -> None:
-    assert judge(None, HOME) is Answer.PENDING
-    assert judge(Binding(node=HOME, approved=False), HOME) is Answer.PENDING
+    assert judge(None, HOME) is HelloDecision.PENDING
+    assert judge(Binding(node=HOME, approved=False), HOME) is HelloDecision.PENDING
     other = Identity(name="n2", machine="m1", instance="i1")
-    assert isinstance(judge(Binding(node=HOME, approved=False), other), Refused)
-    assert judge(Binding(node=Identity(name="", machine=""), approved=True), HOME) is Answer.BOUND
+    assert isinstance(judge(Binding(node=HOME, approved=False), other), HelloRefused)
+    assert judge(Binding(node=Identity(name="", machine=""), approved=True), HOME) is HelloDecision.BOUND
 
 
 def test_22A3_a_node_that_is_upgraded_says_its_instance_from_then_on() -> None:
     before = Binding(node=Identity(name="n1", machine="m1"), approved=True)
-    assert judge(before, HOME) is Answer.BOUND
-    assert isinstance(judge(before, Identity(name="n1", machine="m2", instance="i1")), Refused)
-    assert isinstance(judge(before, Identity(name="n1", machine="m2")), Refused)
+    assert judge(before, HOME) is HelloDecision.BOUND
+    assert isinstance(judge(before, Identity(name="n1", machine="m2", instance="i1")), HelloRefused)
+    assert isinstance(judge(before, Identity(name="n1", machine="m2")), HelloRefused)
 
 
 @pytest.mark.parametrize(

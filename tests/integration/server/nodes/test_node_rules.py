@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import active_runs, audit, events, leaving, operating, ruling, runs, views
 from serverless_gpu.server.agents import Agents
@@ -100,7 +100,7 @@ def leave_ns(services: Services, run_id: str) -> int | None:
 
 def end(services: Services, run_id: str, reason: Reason = Reason.DRAINED, *, began: bool = True) -> None:
     """Let a node say that it ended an attempt."""
-    tell(services, run_id, Ended(reason, began=began))
+    tell(services, run_id, AttemptEnded(reason, began=began))
 
 
 def last_event(services: Services, run_id: str) -> str:

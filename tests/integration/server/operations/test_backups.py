@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.client.remote.event_stream import Cursor
+from serverless_gpu.client.remote.event_stream import StreamCursor
 from serverless_gpu.errors import InvalidValue, NotFound, ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Forgotten, GivenUp, Started
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, UserCodeStarted
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import audit, backing_up, orders, restoring
 from serverless_gpu.server.backing_up import DATABASE, MANIFEST, read_manifest, verify
@@ -83,7 +83,7 @@ def test_a_server_goes_on_from_a_backup_that_was_made_while_it_worked(tmp_path: 
         messages = reader.all()
         assert b"".join(m.data for m in messages if isinstance(m, LogMessage)) == b"end\n"
         assert [m.state for m in messages if isinstance(m, EndedMessage)] == [State.SUCCEEDED]
-        taken = Cursor()
+        taken = StreamCursor()
         taken.after = seen + 3
         assert [m for m in messages if isinstance(m, EndedMessage)] == [
             taken.take(m) for m in messages if isinstance(m, EndedMessage)
@@ -303,7 +303,7 @@ def test_what_went_on_gets_no_other_attempt_whatever_its_user_allows(
     run_id = add_run(people, resume=True, retries=3)
     place(people, run_id)
     if began:
-        tell(people, run_id, Started())
+        tell(people, run_id, UserCodeStarted())
     settled(people, tmp_path)
     assert people.read(lambda connection: orders.waiting(connection, "node-1")) == []
     tell(people, run_id, event)
@@ -315,7 +315,7 @@ def test_what_went_on_ends_as_its_node_says(people: Database, tmp_path: Path) ->
     place(people, run_id)
     settled(people, tmp_path)
     settled(people, tmp_path, at_ns=T0 + 20 * S)  # killed before the mark was removed
-    tell(people, run_id, Started(), Ended(Reason.COMPLETED, began=True))
+    tell(people, run_id, UserCodeStarted(), AttemptEnded(Reason.COMPLETED, began=True))
     assert stored(people, run_id).state is State.SUCCEEDED
 
 

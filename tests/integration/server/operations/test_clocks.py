@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.engines.simulated.simulated_agents import Work
+from serverless_gpu.engines.simulated.simulated_agents import SimulatedWork
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server import attempts, endings, identity, reporting
@@ -59,7 +59,7 @@ def world(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("jump_s", [86_400.0, -3_600.0])
 def test_F39_no_run_ends_and_no_lease_expires_when_the_clock_of_the_server_jumps(world: World, jump_s: float) -> None:
-    world.work = lambda start: Work(run_s=120)
+    world.work = lambda start: SimulatedWork(run_s=120)
     run_id = world.submit()
     world.run_for(30)
     world.clock.step_wall(jump_s)
@@ -80,7 +80,7 @@ def test_F39_no_run_ends_and_no_lease_expires_when_the_clock_of_the_server_jumps
 def test_F39_a_receipt_is_waited_for_as_long_as_ever_when_the_clock_of_the_server_jumps(
     world: World, jump_s: float
 ) -> None:
-    world.work = lambda start: Work(run_s=1, gate_s=1_000)
+    world.work = lambda start: SimulatedWork(run_s=1, gate_s=1_000)
     run_id = world.submit()
     world.run_for(5)
     world.clock.step_wall(jump_s)

@@ -12,7 +12,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentRejected, NotFound, ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Event, GivenUp, Started
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, GivenUp, UserCodeStarted
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.loops import Loop
 from serverless_gpu.server.measured_store import MeasuredStore
@@ -76,9 +76,12 @@ def test_what_becomes_of_runs_is_counted(services: Services) -> None:
     done, gone = (add_run(database) for _ in range(2))
     for run_id in (done, gone):
         place(database, run_id)
-    endings: dict[str, Event] = {done: Ended(Reason.COMPLETED, began=True), gone: GivenUp(reason=Reason.NODE_GONE)}
+    endings: dict[str, Event] = {
+        done: AttemptEnded(Reason.COMPLETED, began=True),
+        gone: GivenUp(reason=Reason.NODE_GONE),
+    }
     for run_id, ending in endings.items():
-        tell(database, run_id, Started()).announce(services)
+        tell(database, run_id, UserCodeStarted()).announce(services)
         told = tell(database, run_id, ending)
         told.announce(services)
     assert value(services.measures, "sgpu_runs_ended_total", reason="completed") == 1

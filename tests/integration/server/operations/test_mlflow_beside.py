@@ -18,7 +18,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidOption, InvalidValue, ServerProblem
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.control import Serving, ensure_server, look, stop_servers
-from serverless_gpu.node.mlflow_server.files import Place, place_of
+from serverless_gpu.node.mlflow_server.files import ServerFiles, place_of
 from serverless_gpu.server.mlflow_beside import mlflow_beside, mlflow_checks
 from serverless_gpu.server.settings import Settings, read_settings
 from tests.support.golden import golden
@@ -39,14 +39,14 @@ def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PretendedMlflow:
 
 
 @pytest.fixture
-def place(home: Path) -> Iterator[Place]:
+def place(home: Path) -> Iterator[ServerFiles]:
     """Yield the place of the home's MLflow server, which is ended with the test."""
     yield place_of(Home(home))
     stop_servers(Home(home))
 
 
 @pytest.fixture
-def up(home: Path, place: Place, mlflow: PretendedMlflow) -> Iterator[subprocess.Popen[str]]:
+def up(home: Path, place: ServerFiles, mlflow: PretendedMlflow) -> Iterator[subprocess.Popen[str]]:
     """Yield `sgpu up --mlflow` in a process of its own, once it answers."""
     with subprocess.Popen([*UP, "--mlflow"], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -63,13 +63,13 @@ def told(process: subprocess.Popen[str]) -> tuple[str, str]:
     return lines[0].split()[-1], lines[1].split()[2].rstrip(",")
 
 
-def is_ready(place: Place) -> bool:
+def is_ready(place: ServerFiles) -> bool:
     """Return whether MLflow's server answers."""
     return look(place, SystemClock()).stage == "ready"
 
 
 def test_it_is_the_server_of_the_home_and_told_to_clients(
-    home: Path, place: Place, up: subprocess.Popen[str], mlflow: PretendedMlflow
+    home: Path, place: ServerFiles, up: subprocess.Popen[str], mlflow: PretendedMlflow
 ) -> None:
     server, uri = told(up)
     assert json.loads(asked(server, "/api/v1/version"))["mlflow"] == uri
@@ -81,7 +81,7 @@ def test_it_is_the_server_of_the_home_and_told_to_clients(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_it_ends_with_the_server_however_that_ends(
-    place: Place, up: subprocess.Popen[str], number: signal.Signals
+    place: ServerFiles, up: subprocess.Popen[str], number: signal.Signals
 ) -> None:
     told(up)
     wait_for(lambda: is_ready(place), "MLflow's server answers")
@@ -92,7 +92,7 @@ def test_it_ends_with_the_server_however_that_ends(
     assert not server.alive()
 
 
-def test_a_keeper_that_is_killed_is_replaced(place: Place, up: subprocess.Popen[str]) -> None:
+def test_a_keeper_that_is_killed_is_replaced(place: ServerFiles, up: subprocess.Popen[str]) -> None:
     _, uri = told(up)
     wait_for(lambda: is_ready(place), "MLflow's server answers")
     keeper = keeper_of(place)
@@ -102,7 +102,7 @@ def test_a_keeper_that_is_killed_is_replaced(place: Place, up: subprocess.Popen[
     assert asked(uri, "/health") == "OK"
 
 
-def test_the_server_is_unwell_while_mlflow_is(home: Path, place: Place, mlflow: PretendedMlflow) -> None:
+def test_the_server_is_unwell_while_mlflow_is(home: Path, place: ServerFiles, mlflow: PretendedMlflow) -> None:
     mlflow.has_trouble("ModuleNotFoundError: No module named 'flask'")
     settings = read_settings(home, {"mlflow": True})
     (check,) = mlflow_checks(settings)
@@ -114,7 +114,7 @@ def test_the_server_is_unwell_while_mlflow_is(home: Path, place: Place, mlflow: 
 
 
 def test_a_server_of_before_is_replaced_by_one_of_this_interpreter(
-    home: Path, place: Place, mlflow: PretendedMlflow
+    home: Path, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     wait_for(lambda: ensure_server(Home(home), mlflow.python, environ=mlflow.environ).ready, "MLflow's server answers")
     before = keeper_of(place)
@@ -124,7 +124,7 @@ def test_a_server_of_before_is_replaced_by_one_of_this_interpreter(
 
 
 def test_other_machines_are_told_of_a_proxy_and_mlflow_takes_its_name(
-    home: Path, place: Place, mlflow: PretendedMlflow
+    home: Path, place: ServerFiles, mlflow: PretendedMlflow
 ) -> None:
     options = {"mlflow": True, "host": "0.0.0.0", "behind_proxy": ("10.0.0.1",), "hosts": ("gpu.internal",)}
     with (

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.environment.documents import Facts, Member, Root, Snapshot, make_snapshot
+from serverless_gpu.environment.documents import Root, Snapshot, SnapshotMember, SnapshotOrigin, make_snapshot
 from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.errors import (
     InvalidValue,
@@ -18,7 +18,7 @@ from serverless_gpu.errors import (
     ServerlessGpuError,
     UnknownGpuType,
 )
-from serverless_gpu.model.access.usage_policy import Holder, UsagePolicy
+from serverless_gpu.model.access.usage_policy import PolicySubject, UsagePolicy
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX, State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Priority, Resources
@@ -97,7 +97,7 @@ def test_every_change_is_written_down_and_what_changes_nothing_is_not(services: 
     for _ in range(2):
         attach(services, "llm", "user", "alice")
     view = attaching.attach(services, ROOT, "llm", "team", "search")
-    assert view.holders == (Holder(kind="team", name="search"), Holder(kind="user", name="alice"))
+    assert view.holders == (PolicySubject(kind="team", name="search"), PolicySubject(kind="user", name="alice"))
     assert attaching.view_policy(services, ROOT, "llm") == view and view.gpu_types == ("H100",)
     attaching.detach(services, ROOT, "llm", "team", "search")
     with pytest.raises(InvalidValue, match=re.escape(golden("server.attaching.llm-attached-user"))) as caught:
@@ -293,11 +293,11 @@ def test_of_several_types_a_run_gets_one_that_its_pool_has(services: Services) -
 
 def environment(*packages: str, code: str = "c") -> Snapshot:
     own = tuple(
-        Member(address=f"{number:064x}", kind="distribution", name=name, version="1", modules=(name,))
+        SnapshotMember(address=f"{number:064x}", kind="distribution", name=name, version="1", modules=(name,))
         for number, name in enumerate(packages, start=1)
     )
-    mine = (Member(address=code.encode().hex().zfill(64), kind="code", name="proj"),)
-    return make_snapshot(PYTHON, (Root(kind="own", members=own), Root(kind="code", members=mine)), Facts())
+    mine = (SnapshotMember(address=code.encode().hex().zfill(64), kind="code", name="proj"),)
+    return make_snapshot(PYTHON, (Root(kind="own", members=own), Root(kind="code", members=mine)), SnapshotOrigin())
 
 
 def test_what_is_installed_is_as_in_a_named_environment_and_the_code_may_differ(

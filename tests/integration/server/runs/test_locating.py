@@ -10,7 +10,7 @@ import serverless_gpu
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.cli.runs import run_location
 from serverless_gpu.cli.runs.run_location import locate
-from serverless_gpu.client.remote.profile import Profile, write_profile
+from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.client.remote.server import close_all
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.node.base.home import Home
@@ -22,7 +22,7 @@ from tests.support.server.served import Served
 
 @pytest.fixture
 def logged_in(server: Served) -> Home:
-    write_profile(server.home, Profile(url=server.url, token=server.token))
+    write_profile(server.home, ServerProfile(url=server.url, token=server.token))
     return Home(server.home)
 
 
@@ -43,7 +43,7 @@ def test_a_run_is_found_by_its_identifier_or_its_beginning_however_many_came_lat
 def test_a_run_that_is_nowhere_is_said_to_be_neither_here_nor_at_the_server(server: Served, logged_in: Home) -> None:
     theirs = submit(server.connection()).id
     bob = server.connection().ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade)
-    write_profile(server.home, Profile(url=server.url, token=bob.secret))
+    write_profile(server.home, ServerProfile(url=server.url, token=bob.secret))
     for run_id in (theirs, new_run_id(), "nothing"):
         with pytest.raises(InvalidValue, match=golden("server.locating.run-none-you", url=server.url)):
             locate(logged_in, run_id)

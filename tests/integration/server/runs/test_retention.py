@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, Started
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server import audit, facts, files, past_runs, retention, tables, transitions
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.files import StoredFile
@@ -68,7 +68,7 @@ def add_ended(
 
     database.write(leave)
     services.logs.append(run_id, fence, rank=0, stream="stdout", offset=0, data=b"x" * output)
-    tell(database, run_id, Started(), Ended(Reason.COMPLETED, began=True), at_ns=at_ns)
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.COMPLETED, began=True), at_ns=at_ns)
     if settled:
         database.write(lambda connection: transitions.settle(connection, (run_id, fence, 0), receipt="{}", at_ns=at_ns))
         charge_all(services)
@@ -115,9 +115,9 @@ def test_a_run_with_an_earlier_attempt_that_is_not_settled_stays(
 ) -> None:
     run_id = add_run(database, at_ns=T0 - 900 * DAY_S * S, retries=1)
     place(database, run_id, at_ns=T0 - 900 * DAY_S * S)
-    tell(database, run_id, Started(), Ended(Reason.RANK_RAISED, began=True), at_ns=T0 - 900 * DAY_S * S)
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.RANK_RAISED, began=True), at_ns=T0 - 900 * DAY_S * S)
     fence = place(database, run_id, at_ns=T0 - 900 * DAY_S * S)
-    tell(database, run_id, Started(), Ended(Reason.COMPLETED, began=True), at_ns=T0 - 900 * DAY_S * S)
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.COMPLETED, began=True), at_ns=T0 - 900 * DAY_S * S)
     database.write(lambda connection: transitions.settle(connection, (run_id, fence, 0), receipt="{}", at_ns=T0))
     looking.tick(clock.boottime_ns())
     assert left(database) == {run_id}

@@ -7,7 +7,7 @@ import pytest
 
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp, Silent, Started, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, Silent, StopAsked, UserCodeStarted
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import attempts, crews, views
 from serverless_gpu.server.callers import Caller
@@ -72,7 +72,7 @@ def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str
     assert seen() == (State.STARTING, "n1", "")
     database.write(lambda connection: crews.note(connection, (run_id, 1, 0), sentence="restoring 2 GB"))
     assert seen() == (State.STARTING, "n1", "restoring 2 GB")
-    tell(database, run_id, Started(), exec_ns=T0)
+    tell(database, run_id, UserCodeStarted(), exec_ns=T0)
     tell(database, run_id, Silent())
     said = "no word from n1 since 2030-03-17T17:46:41Z; it may well be going on"
     assert seen() == (State.UNREACHABLE, "n1", said)
@@ -106,7 +106,7 @@ def test_the_attempts_of_a_run_are_all_seen(database: Database) -> None:
     add_node(database)
     run_id = add_run(database, retries=1)
     place(database, run_id)
-    tell(database, run_id, Started(), Ended(Reason.RANK_RAISED, began=True), exec_ns=T0 + S)
+    tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.RANK_RAISED, began=True), exec_ns=T0 + S)
     place(database, run_id)
     seen = [views.attempt_view(one) for one in database.read(lambda it: attempts.of_run(it, run_id))]
     assert [(one.fence, one.state, one.reason, one.started_ns) for one in seen] == [
@@ -117,7 +117,7 @@ def test_the_attempts_of_a_run_are_all_seen(database: Database) -> None:
 
 def test_a_reader_gets_what_it_has_not_and_the_end_once_there_is_one(database: Database, run_id: str) -> None:
     place(database, run_id)
-    tell(database, run_id, Started())
+    tell(database, run_id, UserCodeStarted())
 
     def look(after: int) -> Look:
         return database.read(lambda connection: views.look(connection, run_id, after, told=Told(sentence="waits")))
@@ -125,7 +125,7 @@ def test_a_reader_gets_what_it_has_not_and_the_end_once_there_is_one(database: D
     assert [message.state for message in look(0).events] == [State.STARTING, State.RUNNING]
     assert [message.seq for message in look(2).events] == [3]
     assert look(3).events == () and look(3).ended is None and look(3).run.sentence == ""
-    tell(database, run_id, Ended(Reason.GPU_OOM, began=True), detail="rank 1")
+    tell(database, run_id, AttemptEnded(Reason.GPU_OOM, began=True), detail="rank 1")
     last = look(3)
     assert last.events == () and last.settled is None and last.ended is not None
     assert (last.ended.seq, last.ended.reason, last.ended.ending) == (4, Reason.GPU_OOM, msgspec.UNSET)

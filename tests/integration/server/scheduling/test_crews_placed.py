@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.model.scheduling.values import Placement, Share
+from serverless_gpu.model.scheduling.values import DeviceShare, Placement
 from serverless_gpu.server import dividing, nodes
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.attempts import StoredAttempt
@@ -27,11 +27,11 @@ def there(services: Services) -> tuple[str, str]:
     return agents.hello(NODE, first).node, agents.hello(NODE, second).node
 
 
-def share(node_id: str, count: int) -> Share:
-    return Share(node_id=node_id, gpu_type="H100", count=count)
+def share(node_id: str, count: int) -> DeviceShare:
+    return DeviceShare(node_id=node_id, gpu_type="H100", count=count)
 
 
-def placed(services: Services, *shares: Share) -> StoredAttempt | None:
+def placed(services: Services, *shares: DeviceShare) -> StoredAttempt | None:
     """Place a run as a planner would that places gangs on several nodes; return its attempt."""
     run_id = submit(services, sum(share.count for share in shares))
     stored = by_id(services.database.read(nodes.every))

@@ -12,7 +12,7 @@ from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
 from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import events, views
 from serverless_gpu.server.agents import Agents
@@ -281,9 +281,9 @@ def test_nodes_are_given_back_to_the_engine_when_all_of_the_gang_is_over(pool: P
     run_id = gated(pool)
     pool.tick()
     say(pool.services, run_id, 1, State.STARTING, sentence="it is prepared")
-    happened(database, run_id, 0, Ended(Reason.START_FAILED, began=False))
+    happened(database, run_id, 0, AttemptEnded(Reason.START_FAILED, began=False))
     pool.tick()
     assert pool.engine.recover() == [f"{run_id}:1"]
-    happened(database, run_id, 1, Ended(Reason.PEER_FAILED, began=False))
+    happened(database, run_id, 1, AttemptEnded(Reason.PEER_FAILED, began=False))
     pool.reconciler.tick(pool.clock.boottime_ns())
     assert pool.engine.recover() == []

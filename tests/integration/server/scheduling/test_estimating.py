@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.errors import InvalidValue, SecretMissing, TooLarge
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, Estimate, Wanted
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, QueuedRun, StartEstimate
 from serverless_gpu.model.spec import Kernel, Priority, Resources, RunSpec
 from serverless_gpu.server import draining, estimating, tables
 from serverless_gpu.server.callers import Caller
@@ -29,7 +29,7 @@ from tests.support.server.stored import add_people, rows
 ALICE = Caller(name="alice", role="member", teams=("search",), token_id="token-1")
 LIVE = Target(machine="m1", caller="m1", python="3.11.7", platform="linux-x86_64")
 ANYWHERE = Target(caller="m1", python="3.11.7", platform="linux-x86_64")
-ANSWER = Estimate(at_ns=42, is_bound=True, node="n3", basis="bob/sweep holds 3", place=2)
+ANSWER = StartEstimate(at_ns=42, is_bound=True, node="n3", basis="bob/sweep holds 3", place=2)
 
 
 class Asked(Sentences):
@@ -37,9 +37,9 @@ class Asked(Sentences):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wanted: list[Wanted] = []
+        self.wanted: list[QueuedRun] = []
 
-    def estimate(self, wanted: Wanted) -> Estimate:
+    def estimate(self, wanted: QueuedRun) -> StartEstimate:
         self.wanted.append(wanted)
         return ANSWER
 

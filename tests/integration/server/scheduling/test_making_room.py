@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.engines.simulated.simulated_agents import Work
+from serverless_gpu.engines.simulated.simulated_agents import SimulatedWork
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling.values import QueuePolicy, WaitReason
 from serverless_gpu.model.spec import Priority
@@ -30,7 +30,7 @@ SOON = QueuePolicy(preempt_after_s=60.0)
 def world(database: Database, tmp_path: Path) -> Iterator[World]:
     """Yield two nodes with four devices each, and a server whose runs may be preempted after a minute."""
     made = World(database, tmp_path, {"n1": "H100:4", "n2": "H100:4"}, queue=SOON)
-    made.work = lambda start: Work(run_s=400, stop_s=3)
+    made.work = lambda start: SimulatedWork(run_s=400, stop_s=3)
     yield made
     made.assert_sound()
     found = check(database.read, history=History()).violations
@@ -110,7 +110,7 @@ def test_a_timeout_that_is_no_longer_than_the_pool_s_time_is_enough_to_borrow(wo
     reserve(world, lends=True, return_s=60.0)
     full = world.submit(4, name="full")
     world.run_for(5)
-    world.work = lambda start: Work(run_s=40)
+    world.work = lambda start: SimulatedWork(run_s=40)
     long = world.submit(4, name="long", priority=Priority.BEST_EFFORT, timeout_s=61.0)
     short = world.submit(4, name="short", priority=Priority.BEST_EFFORT, timeout_s=60.0)
     world.run_for(10)
@@ -123,7 +123,7 @@ def test_a_timeout_that_is_no_longer_than_the_pool_s_time_is_enough_to_borrow(wo
 
 
 def test_a_server_that_is_started_while_room_is_made_goes_on_with_it(world: World) -> None:
-    world.work = lambda start: Work(run_s=400, stop_s=20)
+    world.work = lambda start: SimulatedWork(run_s=400, stop_s=20)
     cheap = [world.submit(4, priority=Priority.BEST_EFFORT, resume=True) for _ in range(2)]
     world.run_for(70)
     urgent = world.submit(4, priority=Priority.CRITICAL)
@@ -139,7 +139,7 @@ def test_a_server_that_is_started_while_room_is_made_goes_on_with_it(world: Worl
 
 
 def test_F81_a_large_gang_among_small_ones_starts_by_the_time_that_it_was_told(world: World) -> None:
-    world.work = lambda start: Work(run_s=100)
+    world.work = lambda start: SimulatedWork(run_s=100)
     first = [world.submit(1, timeout_s=120.0, grace_s=5.0) for _ in range(8)]
     world.run_for(20)
     large = world.submit(4, timeout_s=120.0, grace_s=5.0)
@@ -157,7 +157,7 @@ def test_F81_a_large_gang_among_small_ones_starts_by_the_time_that_it_was_told(w
 
 
 def test_F81_a_latest_time_that_was_told_holds_over_a_restart(world: World) -> None:
-    world.work = lambda start: Work(run_s=100)
+    world.work = lambda start: SimulatedWork(run_s=100)
     first = [world.submit(1, timeout_s=120.0, grace_s=5.0) for _ in range(8)]
     world.run_for(20)
     large = world.submit(4, timeout_s=120.0, grace_s=5.0)

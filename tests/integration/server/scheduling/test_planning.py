@@ -11,20 +11,20 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S
 from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,
+    DevicesTaken,
     Gone,
     NodeGone,
     NodeSeen,
     PoolSeen,
     Preemption,
+    QueuedRun,
     QueuePolicySet,
-    Started,
     Used,
-    Wanted,
 )
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import audit, draining, events, operating, runs, sentences, shares
@@ -79,7 +79,7 @@ def kinds(changes: list[Change]) -> list[str]:
     return [type(change).__name__ for change in changes]
 
 
-def wanted_of(changes: list[Change]) -> list[Wanted]:
+def wanted_of(changes: list[Change]) -> list[QueuedRun]:
     """Return what those want who arrived."""
     return [change.wanted for change in changes if isinstance(change, Arrived)]
 
@@ -129,7 +129,7 @@ def test_what_was_decided_is_not_told_again_and_a_run_that_began_is_told_by_when
     services.database.write(begin)
     tick(services, scheduler)
     (started,) = planners.last.told[3]
-    assert isinstance(started, Started) and not started.running.is_leaving
+    assert isinstance(started, DevicesTaken) and not started.running.is_leaving
     assert started.running.wanted.limit_s == 10 + 3_600 + 20 + LEAVING_S
 
 
@@ -227,7 +227,7 @@ def test_who_has_to_leave_is_stopped_in_order_told_for_whom_and_waits_again_as_o
     tick(services, scheduler)
     assert planners.last.told[-1] == []  # that it leaves is known
     clock.advance(5)
-    tell(services, victim, Ended(reason=Reason.PREEMPTED, began=True))
+    tell(services, victim, AttemptEnded(reason=Reason.PREEMPTED, began=True))
     tick(services, scheduler)
     assert kinds(planners.last.told[-1]) == ["Gone", "Arrived"]
     (wanted,) = wanted_of(planners.last.told[-1])
@@ -259,7 +259,7 @@ def test_nobody_leaves_for_one_that_waits_no_more_and_who_leaves_already_is_not_
     assert (find(services, one).stop, find(services, leaving).stop) == (None, StopReason.DRAIN)
     tick(services, scheduler)
     (back,) = planners.last.told[-1]  # it does not leave after all
-    assert isinstance(back, Started) and back.running.wanted.run_id == one and not back.running.is_leaving
+    assert isinstance(back, DevicesTaken) and back.running.wanted.run_id == one and not back.running.is_leaving
 
 
 def test_nodes_pools_and_shares_that_change_are_told(services: Services, node_id: str, planners: Planners) -> None:
@@ -314,7 +314,7 @@ def test_a_clock_that_is_set_makes_a_new_planner_and_what_is_left_alone_is_so_fo
     planners.last.decisions.append(decision([placement(run_id, node_id)]))
     tick(services, scheduler)
     tick(services, scheduler)
-    tell(services, run_id, Ended(reason=Reason.START_FAILED, began=False))
+    tell(services, run_id, AttemptEnded(reason=Reason.START_FAILED, began=False))
     tick(services, scheduler)
     (held,) = wanted_of(planners.last.told[-1])
     assert held.not_before_ns == clock.wall_ns() + 10**9
@@ -337,7 +337,7 @@ def test_the_use_of_those_who_came_before_is_told_at_the_start(
     planners.last.decisions.append(decision([placement(run_id, node_id, 4)]))
     tick(services, scheduler)
     clock.advance(1_000)
-    tell(services, run_id, Ended(reason=Reason.COMPLETED, began=True))
+    tell(services, run_id, AttemptEnded(reason=Reason.COMPLETED, began=True))
     tick(services, Scheduler(services))
     (used,) = [change for change in planners.last.told[0] if isinstance(change, Used)]
     assert used.teams == {"~alice": pytest.approx(4_000, rel=0.03)}
@@ -401,7 +401,7 @@ def test_who_used_how_much_is_the_same_after_a_start(services: Services, node_id
     scheduler = Scheduler(services)
     tick(services, scheduler)
     clock.advance(100_000)
-    tell(services, ended, Ended(reason=Reason.COMPLETED, began=True))
+    tell(services, ended, AttemptEnded(reason=Reason.COMPLETED, began=True))
     tick(services, scheduler)
     clock.advance(100_000)
     tick(services, scheduler)

@@ -16,7 +16,7 @@ from serverless_gpu.engines.base import EngineNode, Impossible, Waiting
 from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
 from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import INFRA_PAUSES_S, Ended, StopAsked
+from serverless_gpu.model.lifecycle.run_lifecycle import INFRA_PAUSES_S, AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
 from serverless_gpu.server import active_runs, dividing, operating, orders, reporting, runs, tables, transitions
 from serverless_gpu.server.agents import Agents
@@ -323,7 +323,7 @@ def test_what_did_not_start_is_left_alone_for_a_while_and_others_go_first(
 ) -> None:
     run_id = submit(services, 8)
     scheduler = tick(services)
-    tell(services, run_id, Ended(reason=Reason.START_FAILED, began=False))
+    tell(services, run_id, AttemptEnded(reason=Reason.START_FAILED, began=False))
     clock.advance(0.25)
     now_ns = clock.boottime_ns()
     assert scheduler.tick(now_ns) == now_ns + 750_000_000
@@ -338,7 +338,7 @@ def test_what_did_not_start_is_left_alone_for_a_while_and_others_go_first(
     following.tick(clock.boottime_ns())
     assert golden("server.scheduler.tried-again") in services.sentences.of(run_id)
     tell(services, other, StopAsked(why=StopReason.CANCEL))
-    tell(services, other, Ended(reason=Reason.CANCELLED, began=False))
+    tell(services, other, AttemptEnded(reason=Reason.CANCELLED, began=False))
     clock.advance(0.75)
     tick(services, scheduler)
     assert (find(services, run_id).state, find(services, run_id).fence) == (State.STARTING, 2)
@@ -352,7 +352,7 @@ def test_who_made_room_or_failed_by_its_own_code_is_placed_again_at_once(
 ) -> None:
     run_id = _submit_patient(services)
     scheduler = tick(services)
-    tell(services, run_id, Ended(reason=reason, began=began))
+    tell(services, run_id, AttemptEnded(reason=reason, began=began))
     assert find(services, run_id).state is State.QUEUED
     tick(services, scheduler)
     assert find(services, run_id).fence == 2
@@ -385,7 +385,7 @@ def test_what_was_cancelled_while_the_engine_was_not_ready_is_not_asked_for_any_
     cluster.answers = [Waiting(sentence="n1 is being started")]
     run_id = submit(services)
     scheduler = tick(services, Scheduler(services, engine=cluster))
-    tell(services, run_id, Ended(reason=Reason.CANCELLED, began=False))
+    tell(services, run_id, AttemptEnded(reason=Reason.CANCELLED, began=False))
     tick(services, scheduler)
     assert cluster.recover() == []
 

@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.errors import SecretMissing
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.server import audit, secret_keeping, self_check, submitting, tables
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
@@ -159,7 +159,7 @@ def test_F70_a_rotated_secret_stays_for_the_attempt_that_has_it_and_the_next_get
     put(api, api.alice, "TOKEN", b"three")
     assert [one.value for one in given(services, run_id)] == [b"one"]  # also when its order comes again
     assert [row["version"] for row in rows(api.database, tables.secrets)] == [1, 3]
-    tell(services, run_id, Ended(reason=Reason.RANK_RAISED, began=True))
+    tell(services, run_id, AttemptEnded(reason=Reason.RANK_RAISED, began=True))
     secret_keeping.remove_replaced(services)
     assert [row["version"] for row in rows(api.database, tables.secrets)] == [3]
     tick(services)
@@ -206,7 +206,7 @@ def test_F70_a_secret_that_is_deleted_while_the_order_is_on_its_way_comes_withou
     api.do(api.alice, "DELETE", "/secrets/TOKEN")
     assert [(one.text, one.value) for one in given(services, run_id)] == [("TOKEN@1", None)]
     assert all(row["sealed"] is None for row in rows(api.database, tables.secrets))
-    tell(services, run_id, Ended(reason=Reason.REFUSED, began=False))  # what the node makes of that
+    tell(services, run_id, AttemptEnded(reason=Reason.REFUSED, began=False))  # what the node makes of that
     tick(services)
     assert find(services, run_id).reason is Reason.SECRET_MISSING
 

@@ -15,7 +15,7 @@ from serverless_gpu import distributed
 from serverless_gpu import ray as door
 from serverless_gpu.client.decorator import DistributedFunction
 from serverless_gpu.client.launch.preflight import pack
-from serverless_gpu.client.launch.ray_preflight import Found, check_ray, look, refusal
+from serverless_gpu.client.launch.ray_preflight import RayInstallation, check_ray, look, refusal
 from serverless_gpu.errors import InvalidOption, InvalidValue, NotPicklable, RayMissing, UsageError
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.ray_options import VALID, read_options
@@ -158,20 +158,20 @@ def test_without_parentheses() -> None:
 
 @pytest.mark.parametrize("version", ["2.49.0", "2.49.1", "2.52.0", "2.60.0", "3.0.0.dev0", "10.1"])
 def test_a_ray_that_makes_clusters(tmp_path: Path, version: str) -> None:
-    check_ray(RayCluster(), Found(version, make_ray_package(tmp_path)))
+    check_ray(RayCluster(), RayInstallation(version, make_ray_package(tmp_path)))
 
 
 def test_a_ray_without_metadata_is_left_to_the_rank(tmp_path: Path) -> None:
-    check_ray(RayCluster(), Found("", make_ray_package(tmp_path)))
+    check_ray(RayCluster(), RayInstallation("", make_ray_package(tmp_path)))
 
 
 def test_a_ray_that_no_file_is_known_of_is_left_to_the_rank() -> None:
-    check_ray(RayCluster(), Found("2.60.0", ""))
+    check_ray(RayCluster(), RayInstallation("2.60.0", ""))
 
 
 def test_no_ray_at_all_is_one_sentence_with_the_line_that_helps() -> None:
     with pytest.raises(RayMissing) as caught:
-        check_ray(RayCluster(), Found("", ""))
+        check_ray(RayCluster(), RayInstallation("", ""))
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value, UsageError)
     assert str(caught.value) == golden("client.ray_launch.ray-launch-needs")
@@ -179,20 +179,20 @@ def test_no_ray_at_all_is_one_sentence_with_the_line_that_helps() -> None:
 
 def test_a_directory_that_has_rays_name_is_no_ray(tmp_path: Path) -> None:
     with pytest.raises(RayMissing, match="does not have"):
-        check_ray(RayCluster(), Found("", make_ray_package(tmp_path, real=False)))
+        check_ray(RayCluster(), RayInstallation("", make_ray_package(tmp_path, real=False)))
 
 
 @pytest.mark.parametrize("version", ["2.48.0", "2.9.3", "1.13.0", "0.8.7"])
 def test_a_ray_that_is_too_old(tmp_path: Path, version: str) -> None:
     with pytest.raises(RayMissing, match=golden("client.ray_launch.needs-ray-49", version=version)) as caught:
-        check_ray(RayCluster(), Found(version, make_ray_package(tmp_path)))
+        check_ray(RayCluster(), RayInstallation(version, make_ray_package(tmp_path)))
     assert caught.value.hint == golden("client.ray_launch.pip-install-upgrade")
 
 
 def test_a_dashboard_is_refused_where_ray_was_installed_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, absent = Found("2.60.0", make_ray_package(tmp_path)), {"aiohttp_cors"}
+    found, absent = RayInstallation("2.60.0", make_ray_package(tmp_path)), {"aiohttp_cors"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else object())
     check_ray(RayCluster(), found)
     with pytest.raises(RayMissing, match=golden("client.ray_launch.dashboard-true-needs")) as caught:
@@ -206,13 +206,13 @@ def test_a_file_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
     script = tmp_path / "ray.py"
     script.touch()
     with pytest.raises(RayMissing, match=r"ray\.py hides Ray 2\.60\.0") as caught:
-        check_ray(RayCluster(), Found("2.60.0", str(script)))
+        check_ray(RayCluster(), RayInstallation("2.60.0", str(script)))
     assert caught.value.hint == golden("client.ray_launch.give-another-name", script=script)
 
 
 def test_a_directory_of_the_users_that_hides_ray_is_named(tmp_path: Path) -> None:
     with pytest.raises(RayMissing, match="hides Ray") as caught:
-        check_ray(RayCluster(), Found("2.60.0", make_ray_package(tmp_path, real=False)))
+        check_ray(RayCluster(), RayInstallation("2.60.0", make_ray_package(tmp_path, real=False)))
     assert caught.value.hint == golden("client.ray_launch.give-another-name-2", value=tmp_path / "ray")
 
 
@@ -222,19 +222,19 @@ def test_finders_that_fail_are_as_if_there_was_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(importlib.metadata, "version", fail)
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # which has no spec
-    assert look() == Found("", "")
+    assert look() == RayInstallation("", "")
 
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_call_without_ray_leaves_nothing_behind(home: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
-    monkeypatch.setattr("serverless_gpu.client.launch.ray_preflight.look", lambda: Found("", ""))
+    monkeypatch.setattr("serverless_gpu.client.launch.ray_preflight.look", lambda: RayInstallation("", ""))
     with pytest.raises(RayMissing):
         ray_launch(gpus=1, gpu_type="CPU", remote=remote)(driver).submit()
     assert list(home.iterdir()) == []
 
 
 def test_arguments_that_do_not_fit_are_said_before_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serverless_gpu.client.launch.ray_preflight.look", lambda: Found("", ""))
+    monkeypatch.setattr("serverless_gpu.client.launch.ray_preflight.look", lambda: RayInstallation("", ""))
     with pytest.raises(TypeError, match=re.escape(golden("client.ray_launch.arguments-do-fit"))):
         ray_launch(gpus=1, gpu_type="CPU")(driver).distributed(3)  # type: ignore[call-arg]  # what a user may write
 

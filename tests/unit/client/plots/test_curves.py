@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.client.plots import curves
 from serverless_gpu.client.plots.attempt_marks import Try, marks
-from serverless_gpu.client.plots.curves import Mark
+from serverless_gpu.client.plots.curves import CurveMark
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 
 GPU = "system/node_0/gpu_3_"
@@ -141,9 +141,9 @@ def test_marks_tell_failures_stops_and_attempts() -> None:
         asked="cancel",
     )
     assert marks([failed, stopped]) == [
-        Mark(7.0, "failure", "FAILED (rank_raised, rank 3): a rank raised an exception"),
-        Mark(12.0, "attempt", "attempt 2 began"),
-        Mark(28.0, "stop", "attempt 2: asked to stop: cancel"),
+        CurveMark(7.0, "failure", "FAILED (rank_raised, rank 3): a rank raised an exception"),
+        CurveMark(12.0, "attempt", "attempt 2 began"),
+        CurveMark(28.0, "stop", "attempt 2: asked to stop: cancel"),
     ]
 
 

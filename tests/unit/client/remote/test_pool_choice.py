@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from serverless_gpu.client.remote.pool_choice import POOL, POOL_ID, USE_RESERVED, Choice, choose
+from serverless_gpu.client.remote.pool_choice import POOL, POOL_ID, USE_RESERVED, PoolChoice, choose
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.wire.agents import PoolView
@@ -27,20 +27,20 @@ def unasked() -> list[PoolView]:
 @pytest.mark.parametrize(
     ("spec", "environ", "chosen"),
     [
-        (RunSpec(pool="said"), ALL, Choice("said")),
-        (RunSpec(pool="said", policy="nightly"), ALL, Choice("said")),
-        (RunSpec(policy="nightly"), ALL, Choice(None)),
-        (RunSpec(), ALL, Choice("mine", POOL)),
-        (RunSpec(), {**ALL, POOL: ""}, Choice("theirs", POOL_ID)),
-        (RunSpec(), {POOL_ID: "theirs"}, Choice("theirs", POOL_ID)),
-        (RunSpec(), {POOL_ID: "theirs", USE_RESERVED: "False"}, Choice(None, USE_RESERVED)),
-        (RunSpec(), {USE_RESERVED: "0"}, Choice(None, USE_RESERVED)),
-        (RunSpec(), {USE_RESERVED: ""}, Choice(None)),
-        (RunSpec(), {}, Choice(None)),
+        (RunSpec(pool="said"), ALL, PoolChoice("said")),
+        (RunSpec(pool="said", policy="nightly"), ALL, PoolChoice("said")),
+        (RunSpec(policy="nightly"), ALL, PoolChoice(None)),
+        (RunSpec(), ALL, PoolChoice("mine", POOL)),
+        (RunSpec(), {**ALL, POOL: ""}, PoolChoice("theirs", POOL_ID)),
+        (RunSpec(), {POOL_ID: "theirs"}, PoolChoice("theirs", POOL_ID)),
+        (RunSpec(), {POOL_ID: "theirs", USE_RESERVED: "False"}, PoolChoice(None, USE_RESERVED)),
+        (RunSpec(), {USE_RESERVED: "0"}, PoolChoice(None, USE_RESERVED)),
+        (RunSpec(), {USE_RESERVED: ""}, PoolChoice(None)),
+        (RunSpec(), {}, PoolChoice(None)),
     ],
 )
 def test_code_wins_over_variables_and_those_have_an_order(
-    spec: RunSpec, environ: Mapping[str, str], chosen: Choice
+    spec: RunSpec, environ: Mapping[str, str], chosen: PoolChoice
 ) -> None:
     assert choose(spec, environ, unasked) == chosen
 
@@ -48,7 +48,7 @@ def test_code_wins_over_variables_and_those_have_an_order(
 def test_a_reserved_pool_is_the_only_one_there_is() -> None:
     environ = {USE_RESERVED: "TRUE"}
     there = [pool("default", "on-demand"), pool("gold")]
-    assert choose(RunSpec(), environ, lambda: there) == Choice("gold", USE_RESERVED)
+    assert choose(RunSpec(), environ, lambda: there) == PoolChoice("gold", USE_RESERVED)
     with pytest.raises(InvalidValue, match=re.escape(golden("client.pool_choice.server-none"))):
         choose(RunSpec(), environ, lambda: there[:1])
     with pytest.raises(InvalidValue, match="has 2: gold, silver"):
@@ -62,8 +62,8 @@ def test_what_is_neither_true_nor_false_is_refused() -> None:
 
 def test_a_refusal_names_the_variable_that_named_the_pool() -> None:
     refused = InvalidValue("there is no pool 'mine'", hint="pools: default")
-    told = Choice("mine", POOL).told(refused)
+    told = PoolChoice("mine", POOL).told(refused)
     assert (told.message, told.hint) == (golden("client.pool_choice.pool-mine-sgpu"), "pools: default")
     other = InvalidValue("tags are too many")
-    assert Choice("mine", POOL).told(other) is other
-    assert Choice("mine").told(refused) is refused
+    assert PoolChoice("mine", POOL).told(other) is other
+    assert PoolChoice("mine").told(refused) is refused

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from serverless_gpu.client.remote.event_stream import EventStream, Heard
-from serverless_gpu.client.remote.run_watch import Watched
-from serverless_gpu.client.remote.server import Server
-from serverless_gpu.client.runs.run_source import Note
+from serverless_gpu.client.remote.run_watch import RemoteRun
+from serverless_gpu.client.remote.server import RemoteServer
+from serverless_gpu.client.runs.run_source import ConnectionNote
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.node.base import protocol
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StateMessage
@@ -34,8 +34,8 @@ class Said:
 def links(tmp_path: Path, view: RunView, *messages: Heard) -> list[str]:
     """Return the links of which a client hears."""
     stream = cast(EventStream, Said(*messages))
-    watched = Watched(cast(Server, None), view, tmp_path, stream=stream)
-    heard: list[protocol.AnyMessage | Note] = []
+    watched = RemoteRun(cast(RemoteServer, None), view, tmp_path, stream=stream)
+    heard: list[protocol.AnyMessage | ConnectionNote] = []
     while (message := watched.receive(1.0)) is not None:
         heard.append(message)
     return [message.url for message in heard if isinstance(message, protocol.Tracked)]

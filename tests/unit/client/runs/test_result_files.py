@@ -22,7 +22,7 @@ from tests.support.golden import golden
 
 
 def _report(path: Path) -> None:
-    usage_files.put(usage_files.Table(names=("user",), kinds=("text",), lines=(("ada",),)), path)
+    usage_files.put(usage_files.UsageTable(names=("user",), kinds=("text",), lines=(("ada",),)), path)
 
 
 def _audit(path: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.client.caller import mlflow_context
-from serverless_gpu.client.caller.mlflow_context import Far, Place, Resolved, place_of, resolve, tracked
+from serverless_gpu.client.caller.mlflow_context import Far, Resolved, TrackingStore, place_of, resolve, tracked
 from serverless_gpu.model.spec import Command, RunSpec
 from serverless_gpu.model.tracking_context import Tracking
 from tests.support.golden import golden
@@ -124,22 +124,22 @@ def test_a_finder_that_fails_is_no_mlflow(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("uri", "place"),
     [
-        (SERVER, Place(uri=SERVER)),
-        (f" {SERVER}/ ", Place(uri=SERVER)),
-        ("https://me:word@mlflow.example.org/base/?token=x#y", Place(uri="https://mlflow.example.org/base")),
-        ("http://[::1]:5000", Place(uri="http://[::1]:5000")),
-        ("sqlite:////data/mlflow.db", Place(store="sqlite:////data/mlflow.db")),
-        ("sqlite:///mlflow.db", Place(store="sqlite:////here%20now/mlflow.db")),
-        ("sqlite:///./a/../mlflow.db?timeout=3", Place(store="sqlite:////here%20now/mlflow.db?timeout=3")),
-        ("file:///data/mlruns", Place(store="/data/mlruns")),
-        ("file://localhost/data/mlruns", Place(store="/data/mlruns")),
-        ("file:mlruns", Place(store="/here now/mlruns")),
-        ("./mlruns", Place(store="/here now/mlruns")),
-        ("/data/ml%20runs", Place(store="/data/ml%20runs")),
-        ("file:///data/ml%20runs", Place(store="/data/ml runs")),
+        (SERVER, TrackingStore(uri=SERVER)),
+        (f" {SERVER}/ ", TrackingStore(uri=SERVER)),
+        ("https://me:word@mlflow.example.org/base/?token=x#y", TrackingStore(uri="https://mlflow.example.org/base")),
+        ("http://[::1]:5000", TrackingStore(uri="http://[::1]:5000")),
+        ("sqlite:////data/mlflow.db", TrackingStore(store="sqlite:////data/mlflow.db")),
+        ("sqlite:///mlflow.db", TrackingStore(store="sqlite:////here%20now/mlflow.db")),
+        ("sqlite:///./a/../mlflow.db?timeout=3", TrackingStore(store="sqlite:////here%20now/mlflow.db?timeout=3")),
+        ("file:///data/mlruns", TrackingStore(store="/data/mlruns")),
+        ("file://localhost/data/mlruns", TrackingStore(store="/data/mlruns")),
+        ("file:mlruns", TrackingStore(store="/here now/mlruns")),
+        ("./mlruns", TrackingStore(store="/here now/mlruns")),
+        ("/data/ml%20runs", TrackingStore(store="/data/ml%20runs")),
+        ("file:///data/ml%20runs", TrackingStore(store="/data/ml runs")),
     ],
 )
-def test_a_uri_means_a_server_or_a_store(uri: str, place: Place) -> None:
+def test_a_uri_means_a_server_or_a_store(uri: str, place: TrackingStore) -> None:
     assert place_of(uri, "/here now") == place
 
 

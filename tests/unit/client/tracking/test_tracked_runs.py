@@ -11,7 +11,7 @@ import pytest
 from serverless_gpu.client.display.run_display import Display, TerminalDisplay
 from serverless_gpu.client.runs import run as run_room
 from serverless_gpu.client.runs.run import Run
-from serverless_gpu.client.runs.run_source import Supervised
+from serverless_gpu.client.runs.run_source import LocalRun
 from serverless_gpu.client.tracked import TrackedRun, from_directory, from_link
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
@@ -26,7 +26,7 @@ TRACKED = TrackedRun(RUN, LINK, URI, "3")
 STOPPED = protocol.Stopped(state=State.SUCCEEDED, reason=Reason.COMPLETED, cause=None, consequences=())
 
 
-class Heard(Supervised):
+class Heard(LocalRun):
     """A run whose supervisor has said all this; nothing more comes while `goes_on`."""
 
     def __init__(self, directory: Path, *messages: protocol.AnyMessage, goes_on: bool = False) -> None:

@@ -79,7 +79,7 @@ def test_a_server_on_loopback_cannot_be_joined_from_elsewhere(tmp_path: Path, mo
     monkeypatch.setattr(ray_machine, "check_ray", lambda: "2.60.0")
     monkeypatch.setattr(ray_machine, "check_own", not_own)
     file = JoinFile(server="http://127.0.0.1:7878", token="sgpu_x")
-    wish = pool_join.Wish(host="192.0.2.7", file=file, path=tmp_path / "join.json", name="n")
+    wish = pool_join.JoinOptions(host="192.0.2.7", file=file, path=tmp_path / "join.json", name="n")
     with pytest.raises(InvalidValue) as refused:
         pool_join.prepare(wish, Home(tmp_path), {})
     assert refused.value.message == golden("engines.ray_joining.says-server-http", value=tmp_path / "join.json")

@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.engines.base import EngineNode, Gang, Impossible, NodeLost, NodeUp, Share, Waiting
 from serverless_gpu.engines.ray import ray_tables
-from serverless_gpu.engines.ray.ray_tables import MISSING_NS, Group, GroupState, Known, Row, Scheduling
+from serverless_gpu.engines.ray.ray_tables import MISSING_NS, GroupState, KnownNode, NodeRow, PlacementGroup, Scheduling
 
 FOUR = {"CPU": 2.0, "GPU": 4.0, "sgpu_gpus:H100": 4.0, "sgpu_node:n1": 1.0, "memory": 1e9}
 
@@ -28,11 +28,11 @@ def raw(node: str = "a", resources: dict[str, float] | None = None, **more: Any)
     }
 
 
-def known(**lost: str) -> dict[str, Known]:
+def known(**lost: str) -> dict[str, KnownNode]:
     """Return nodes with what Ray says of each: four H100, or why it is lost."""
     return {
-        name: Known(
-            row=Row(id=f"id-{name}", name=name, alive=not why, counts={"H100": 4}, declares=True, gpus=4), lost=why
+        name: KnownNode(
+            row=NodeRow(id=f"id-{name}", name=name, alive=not why, counts={"H100": 4}, declares=True, gpus=4), lost=why
         )
         for name, why in lost.items()
     }
@@ -116,7 +116,7 @@ def test_a_node_that_is_missing_from_the_table_is_lost_after_a_while_only() -> N
     assert ray_tables.changes({"n1": ""}, lost) == [
         NodeLost(node="n1", sentence="is lost: the Ray head has not known it for 120 s")
     ]
-    assert ray_tables.looked(missing, [raw("b")], 6)["n1"] == Known(row=ray_tables.rows([raw("b")])[0])
+    assert ray_tables.looked(missing, [raw("b")], 6)["n1"] == KnownNode(row=ray_tables.rows([raw("b")])[0])
 
 
 def test_a_node_that_never_was_up_is_not_lost() -> None:
@@ -193,7 +193,7 @@ def test_what_ray_refuses_is_a_sentence() -> None:
 
 
 def test_what_is_infeasible_because_a_node_was_lost_meanwhile_waits() -> None:
-    said = Group(gang="r:1", state=GroupState.PENDING, scheduling=Scheduling.INFEASIBLE)
+    said = PlacementGroup(gang="r:1", state=GroupState.PENDING, scheduling=Scheduling.INFEASIBLE)
     answer = ray_tables.refused(gang(("n1", "H100", 3)), said, known(n1="is lost: Ray says so"), {})
     assert answer == Waiting(sentence="n1 is lost: Ray says so")
 

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from serverless_gpu.engines.ray import start_arguments
-from serverless_gpu.engines.ray.start_arguments import Node
+from serverless_gpu.engines.ray.start_arguments import MachineShare
 from serverless_gpu.errors import InvalidValue
 from tests.support.golden import golden
 
-NODE = Node(
+NODE = MachineShare(
     name="gpu-2",
     address="10.0.0.6",
     port=7900,
@@ -66,7 +66,7 @@ def test_the_head_is_a_node_too_and_knows_within_seconds_that_a_machine_is_gone(
 
 
 def test_a_head_without_devices_offers_nothing_and_one_that_serves_clients_does_so_at_its_own_port() -> None:
-    bare = Node(name="gpu-1", address="10.0.0.5", directory="/tmp/x", token_file="/t", client=True)
+    bare = MachineShare(name="gpu-1", address="10.0.0.5", directory="/tmp/x", token_file="/t", client=True)
     command = start_arguments.head_command("python", bare)
     assert {"--num-gpus=0", "--num-cpus=0", "--resources={}", "--ray-client-server-port=7907"} <= set(command)
     assert start_arguments.NODE_FILE not in start_arguments.environment(bare, {})

@@ -11,9 +11,9 @@ import pytest
 
 from serverless_gpu.environment.capture.layout import PACKS_MORE_MAX, places_of, plan_blocks, reuse
 from serverless_gpu.environment.capture.snapshot_capture import capture
-from serverless_gpu.environment.documents import Block, Place, Row, Unit, unit_address
+from serverless_gpu.environment.documents import ContentPlace, FileRow, PackBlock, Unit, unit_address
 from serverless_gpu.environment.restore.cache.unpack import unpack
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import StoreUnavailable
 from tests.support.environment.counting import TINY, CountingStore, two_units
 from tests.support.environment.hostile import file
@@ -25,9 +25,9 @@ GB = 10**9
 # --- layout: pure -----------------------------------------------------------------------------------------------------
 
 
-def _sized(*sizes: int) -> tuple[Row, ...]:
+def _sized(*sizes: int) -> tuple[FileRow, ...]:
     return tuple(
-        Row(path=f"site/{n:03}", size=size, sha256=hashlib.sha256(b"%d %d" % (n, size)).digest())
+        FileRow(path=f"site/{n:03}", size=size, sha256=hashlib.sha256(b"%d %d" % (n, size)).digest())
         for n, size in enumerate(sizes)
     )
 
@@ -49,15 +49,15 @@ def test_small_files_share_blocks_and_large_ones_have_their_own() -> None:
     assert all(places[row].start + rows[row].size <= plans[places[row].block].size for row in (0, 2, 4, 5, 6))
 
 
-def _unit(rows: tuple[Row, ...], *, packs: int = 1) -> Unit:
+def _unit(rows: tuple[FileRow, ...], *, packs: int = 1) -> Unit:
     """Return a stored unit: one block of one small file each, spread over packs."""
-    blocks = [Block(n % packs, n // packs * 100, 100, row.size) for n, row in enumerate(rows)]
+    blocks = [PackBlock(n % packs, n // packs * 100, 100, row.size) for n, row in enumerate(rows)]
     return Unit(
         address=unit_address(rows),
         rows=rows,
         packs=tuple(f"{n:064x}" for n in range(packs)),
         blocks=tuple(blocks),
-        places=tuple(Place(n, 0) for n in range(len(rows))),
+        places=tuple(ContentPlace(n, 0) for n in range(len(rows))),
     )
 
 
@@ -66,7 +66,7 @@ def test_unchanged_files_stay_in_their_packs() -> None:
     new = (*old.rows[:2], file("site/002", 31), old.rows[3])
     found = reuse(new, old)
     assert found.packs == old.packs
-    assert found.places == {0: Place(0, 0), 1: Place(1, 0), 3: Place(3, 0)}
+    assert found.places == {0: ContentPlace(0, 0), 1: ContentPlace(1, 0), 3: ContentPlace(3, 0)}
 
 
 def test_packs_that_are_less_than_half_used_are_left() -> None:
@@ -93,7 +93,7 @@ def test_two_files_of_one_content_have_two_places() -> None:
     old = _unit(_sized(10, 20))
     twin = msgspec.structs.replace(old.rows[0], path="site/twin")
     found = reuse((*old.rows, twin), old)
-    assert found.places == {0: Place(0, 0), 1: Place(1, 0)}
+    assert found.places == {0: ContentPlace(0, 0), 1: ContentPlace(1, 0)}
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
@@ -101,13 +101,13 @@ def test_two_files_of_one_content_have_two_places() -> None:
 
 def test_the_snapshot_is_written_last_and_units_after_their_packs(tmp_path: Path) -> None:
     store = CountingStore()
-    captured = capture(two_units(tmp_path), Blobs(store), settings=TINY)
+    captured = capture(two_units(tmp_path), StoreBlobs(store), settings=TINY)
     kinds = store.kinds()
     assert kinds[-1] == "snapshots"
     assert kinds.count("units") == 2
     assert kinds.count("packs") == captured.packs_sent > 2
     for address in captured.units_new:
-        unit = Blobs(store).read_unit(address)
+        unit = StoreBlobs(store).read_unit(address)
         at = store.puts.index(f"units/{address}")
         assert all(store.puts.index(f"packs/{pack}") < at for pack in unit.packs)
 
@@ -115,11 +115,11 @@ def test_the_snapshot_is_written_last_and_units_after_their_packs(tmp_path: Path
 def test_what_the_store_has_is_neither_read_nor_sent(tmp_path: Path) -> None:
     store = CountingStore()
     scan = two_units(tmp_path)
-    capture(scan, Blobs(store), settings=TINY)
+    capture(scan, StoreBlobs(store), settings=TINY)
     store.puts.clear()
     for path in tmp_path.rglob("f*"):
         path.unlink()  # reading one of them would fail
-    captured = capture(scan, Blobs(store), settings=TINY)
+    captured = capture(scan, StoreBlobs(store), settings=TINY)
     assert store.kinds() == ["snapshots"]
     assert (captured.units_new, captured.units_known, captured.sent_bytes) == ((), 2, 0)
 
@@ -127,8 +127,8 @@ def test_what_the_store_has_is_neither_read_nor_sent(tmp_path: Path) -> None:
 def test_the_same_content_gives_the_same_packs(tmp_path: Path) -> None:
     one, two = CountingStore(), CountingStore()
     scan = two_units(tmp_path)
-    capture(scan, Blobs(one), settings=TINY)
-    capture(scan, Blobs(two), settings=msgspec.structs.replace(TINY, threads=4))
+    capture(scan, StoreBlobs(one), settings=TINY)
+    capture(scan, StoreBlobs(two), settings=msgspec.structs.replace(TINY, threads=4))
     assert sorted(one.puts) == sorted(two.puts)
 
 
@@ -136,15 +136,15 @@ def test_the_same_content_gives_the_same_packs(tmp_path: Path) -> None:
 def test_after_a_failure_at_any_put_the_next_capture_sends_only_the_rest(tmp_path: Path, fail_at: int) -> None:
     scan = two_units(tmp_path)
     whole = CountingStore()
-    capture(scan, Blobs(whole), settings=TINY)
+    capture(scan, StoreBlobs(whole), settings=TINY)
     store = CountingStore(fail_at=fail_at)
     with pytest.raises(StoreUnavailable):
-        capture(scan, Blobs(store), settings=TINY)
+        capture(scan, StoreBlobs(store), settings=TINY)
     assert "snapshots" not in store.kinds()
     sent = list(store.puts)
     store.fail_at = -1
     store.puts.clear()
-    capture(scan, Blobs(store), settings=TINY)
+    capture(scan, StoreBlobs(store), settings=TINY)
     packs = [key for key in store.puts if key.startswith("packs/")]
     assert not set(packs) & set(sent)
     assert sorted({*sent, *store.puts}) == sorted(set(whole.puts))
@@ -156,13 +156,13 @@ def test_an_edited_file_sends_itself_and_not_the_unit(tmp_path: Path) -> None:
     for number in range(20):
         (before / f"f{number:02}").write_bytes(os.urandom(100_000))
     store = CountingStore()
-    first = capture(scan_of({"thing": source_of(before)}), Blobs(store))
+    first = capture(scan_of({"thing": source_of(before)}), StoreBlobs(store))
     (before / "f07").write_bytes(b"edited by hand")
     again = source_of(before, previous=first.units_new[0])
-    second = capture(scan_of({"thing": again}), Blobs(store))
+    second = capture(scan_of({"thing": again}), StoreBlobs(store))
     assert first.sent_bytes > 2_000_000
     assert second.sent_bytes < 1000
-    unpack(Blobs(store).read_unit(second.units_new[0]), Blobs(store), tmp_path / "after")
+    unpack(StoreBlobs(store).read_unit(second.units_new[0]), StoreBlobs(store), tmp_path / "after")
     assert contents(tmp_path / "after/site") == contents(before)
 
 
@@ -174,13 +174,13 @@ def test_edits_again_and_again_stay_right_and_bounded(tmp_path: Path) -> None:
     store, previous = CountingStore(), ""
     for round_ in range(30):
         (before / f"f{round_ % 10}").write_bytes(os.urandom(40 + 10 * (round_ % 7)))
-        captured = capture(scan_of({"thing": source_of(before, previous=previous)}), Blobs(store), settings=TINY)
+        captured = capture(scan_of({"thing": source_of(before, previous=previous)}), StoreBlobs(store), settings=TINY)
         previous = captured.units_new[0]
-        unit = Blobs(store).read_unit(previous)
+        unit = StoreBlobs(store).read_unit(previous)
         held = sum(block.size for block in unit.blocks)
         assert held <= 3 * sum(row.size for row in unit.rows)
         assert len(unit.packs) <= PACKS_MORE_MAX + 15
-        unpack(unit, Blobs(store), tmp_path / f"after{round_}")
+        unpack(unit, StoreBlobs(store), tmp_path / f"after{round_}")
         assert contents(tmp_path / f"after{round_}/site") == contents(before)
 
 
@@ -191,13 +191,13 @@ def test_an_old_version_that_is_not_whole_is_not_pointed_into(tmp_path: Path, ha
     for number in range(9):
         (before / f"f{number}").write_bytes(os.urandom(100))
     store = CountingStore()
-    first = capture(scan_of({"thing": source_of(before)}), Blobs(store), settings=TINY)
-    unit = Blobs(store).read_unit(first.units_new[0])
+    first = capture(scan_of({"thing": source_of(before)}), StoreBlobs(store), settings=TINY)
+    unit = StoreBlobs(store).read_unit(first.units_new[0])
     if harm == "altered":
         store.put({f"units/{unit.address}": b"nonsense"})
     else:
         store.delete([f"units/{unit.address}" if harm == "unit" else f"packs/{unit.packs[0]}"])
     (before / "f3").write_bytes(b"edited")
-    second = capture(scan_of({"thing": source_of(before, previous=unit.address)}), Blobs(store), settings=TINY)
-    unpack(Blobs(store).read_unit(second.units_new[0]), Blobs(store), tmp_path / "after")
+    second = capture(scan_of({"thing": source_of(before, previous=unit.address)}), StoreBlobs(store), settings=TINY)
+    unpack(StoreBlobs(store).read_unit(second.units_new[0]), StoreBlobs(store), tmp_path / "after")
     assert contents(tmp_path / "after/site") == contents(before)

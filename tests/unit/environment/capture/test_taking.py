@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.capture.snapshot_capture import capture
-from serverless_gpu.environment.documents import Row
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.documents import FileRow
+from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.cache.unpack import unpack
-from serverless_gpu.environment.scan.scan import Source
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.scan.scan import LocalUnit
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentTooLarge, EnvironmentUnsupported, StorageError
 from tests.support.environment.counting import TINY, WHOLE_PACKS, CountingStore, claiming, two_units
@@ -41,7 +41,7 @@ def test_a_record_that_lies_leads_to_the_true_address(tmp_path: Path, length: in
     true = scan_of({"thing": source_of(before)})
     claimed = claiming(true, "site/edited", sha256=hashlib.sha256(b"as it was installed").digest())
     assert claimed.snapshot.address != true.snapshot.address
-    blobs = Blobs(MemoryStore())
+    blobs = StoreBlobs(MemoryStore())
     captured = capture(claimed, blobs, settings=TINY)
     assert captured.snapshot == true.snapshot
     assert captured.scan.sources == true.sources
@@ -59,7 +59,7 @@ def test_a_size_that_was_another_is_corrected(tmp_path: Path, claimed: int, real
     (before / "y").write_bytes(os.urandom(real))  # after others that were counted already
     true = scan_of({"thing": source_of(before)})
     wrong = claiming(true, "site/y", size=claimed, sha256=hashlib.sha256(bytes(claimed)).digest())
-    blobs, seen = Blobs(MemoryStore()), list[Progress]()
+    blobs, seen = StoreBlobs(MemoryStore()), list[ProgressPoint]()
     captured = capture(wrong, blobs, settings=TINY, report=seen.append)
     assert captured.snapshot == true.snapshot
     assert seen[-1].bytes_done == 80 + real
@@ -70,10 +70,10 @@ def test_a_size_that_was_another_is_corrected(tmp_path: Path, claimed: int, real
 
 def test_a_file_that_never_has_the_size_it_says_is_named(tmp_path: Path) -> None:
     # As a log that grows with each look: the kernel says 0 bytes, and gives more.
-    row = Row(path="site/uptime", size=0, sha256=hashlib.sha256(b"").digest())
+    row = FileRow(path="site/uptime", size=0, sha256=hashlib.sha256(b"").digest())
     store = CountingStore()
     with pytest.raises(EnvironmentUnsupported, match=re.escape(golden("environment.taking.proc-uptime-changes"))):
-        capture(scan_of({"thing": Source(rows=(row,), files=("/proc/uptime",))}), Blobs(store))
+        capture(scan_of({"thing": LocalUnit(rows=(row,), files=("/proc/uptime",))}), StoreBlobs(store))
     assert not store.puts
 
 
@@ -82,9 +82,9 @@ def test_a_text_stands_instead_of_a_file(tmp_path: Path) -> None:
     before.mkdir()
     (before / "tool").write_bytes(b"#!/home/me/venv/bin/python\nprint()\n")
     text = b"#!python\nprint()\n"
-    row = Row(path="site/tool", size=len(text), sha256=hashlib.sha256(text).digest(), kind="x")
-    source = Source(rows=(row,), files=(str(before / "tool"),), texts={0: text})
-    blobs = Blobs(MemoryStore())
+    row = FileRow(path="site/tool", size=len(text), sha256=hashlib.sha256(text).digest(), kind="x")
+    source = LocalUnit(rows=(row,), files=(str(before / "tool"),), texts={0: text})
+    blobs = StoreBlobs(MemoryStore())
     captured = capture(scan_of({"thing": source}), blobs)
     assert not captured.moved
     unpack(blobs.read_unit(captured.units_new[0]), blobs, tmp_path / "after")
@@ -101,7 +101,7 @@ def test_a_file_that_is_gone_is_named_and_nothing_is_sent(tmp_path: Path) -> Non
     with pytest.raises(
         EnvironmentUnsupported, match=golden("environment.taking.disappeared-while-environment", gone=gone)
     ):
-        capture(scan, Blobs(store), settings=TINY)
+        capture(scan, StoreBlobs(store), settings=TINY)
     assert not store.puts
 
 
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_sent(tmp_path: Path,
     else:
         bad.symlink_to("/proc/self/mem")  # open to everybody, readable by nobody: also for root
     with pytest.raises(EnvironmentUnsupported, match=re.escape(str(bad))):
-        capture(scan, Blobs(store), settings=TINY)
+        capture(scan, StoreBlobs(store), settings=TINY)
     assert "snapshots" not in store.kinds()
     assert "units" not in store.kinds() or kind != "unreadable"
 
@@ -133,7 +133,7 @@ def test_a_file_without_permission_is_named_before_anything_is_sent() -> None:
             top.chmod(0o755)
             os.seteuid(65534)  # root reads everything
         with pytest.raises(EnvironmentUnsupported) as caught:
-            capture(scan, Blobs(store), settings=TINY)
+            capture(scan, StoreBlobs(store), settings=TINY)
     finally:
         os.seteuid(uid)
         shutil.rmtree(top)
@@ -148,7 +148,7 @@ def test_a_name_that_no_restore_would_accept_is_refused(tmp_path: Path) -> None:
         (before / name).write_bytes(name.encode())
     store = CountingStore()
     with pytest.raises(EnvironmentUnsupported) as caught:
-        capture(scan_of({"thing": source_of(before)}), Blobs(store))
+        capture(scan_of({"thing": source_of(before)}), StoreBlobs(store))
     assert golden("environment.taking.thing-readme-same") in str(caught.value)
     assert not store.puts
 
@@ -158,10 +158,10 @@ def test_zeros_without_measure_are_refused_by_name(tmp_path: Path) -> None:
     before.mkdir()
     with open(before / "zeros", "wb") as sparse:
         sparse.truncate(400_000_000)
-    zeros = Row(path="site/zeros", size=400_000_000, sha256=bytes(32))  # corrected by the capture
+    zeros = FileRow(path="site/zeros", size=400_000_000, sha256=bytes(32))  # corrected by the capture
     store = CountingStore()
     with pytest.raises(EnvironmentUnsupported, match=golden("environment.taking.thing-cannot-captured")):
-        capture(scan_of({"thing": Source(rows=(zeros,), files=(str(before / "zeros"),))}), Blobs(store))
+        capture(scan_of({"thing": LocalUnit(rows=(zeros,), files=(str(before / "zeros"),))}), StoreBlobs(store))
     assert "snapshots" not in store.kinds()
     assert "units" not in store.kinds()
 
@@ -172,11 +172,11 @@ def test_F41_over_the_cap_the_ten_largest_are_named_before_a_byte_moves(tmp_path
         path = tmp_path / f"data{number}"
         with open(path, "wb") as sparse:
             sparse.truncate(GB + number * 10**8)
-        row = Row(path=f"site/data{number}", size=path.stat().st_size, sha256=bytes(32))
-        sources[f"package{number}"] = Source(rows=(row,), files=(str(path),))
+        row = FileRow(path=f"site/data{number}", size=path.stat().st_size, sha256=bytes(32))
+        sources[f"package{number}"] = LocalUnit(rows=(row,), files=(str(path),))
     store = CountingStore()
     with pytest.raises(EnvironmentTooLarge) as caught:
-        capture(scan_of(sources), Blobs(store))
+        capture(scan_of(sources), StoreBlobs(store))
     largest = "\n".join(f"  {1 + number / 10:6.1f} GB  package{number} 1.0" for number in range(15, 5, -1))
     assert str(caught.value) == golden("environment.taking.environment-holds-28", largest=largest)
     assert not store.puts
@@ -185,7 +185,7 @@ def test_F41_over_the_cap_the_ten_largest_are_named_before_a_byte_moves(tmp_path
 def test_F40_a_store_without_space_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
     store = CountingStore(free=10_000_000)
     with pytest.raises(StorageError, match=golden("environment.taking.memory-10-mb")) as caught:
-        capture(two_units(tmp_path), Blobs(store), settings=TINY)
+        capture(two_units(tmp_path), StoreBlobs(store), settings=TINY)
     assert golden("environment.taking.67-mb-always") in caught.value.message
     assert "SERVERLESS_GPU_HOME" in caught.value.hint
     assert not store.puts
@@ -199,12 +199,12 @@ def test_F40_a_store_that_becomes_full_keeps_what_it_has_and_goes_on_later(tmp_p
     scan = scan_of({"thing": source_of(before)})
     store = CountingStore(free=64 * 1024 * 1024 + 15_000_000)
     with pytest.raises(StorageError, match=re.escape(golden("environment.taking.nothing-can-seen"))):
-        capture(scan, Blobs(store), settings=WHOLE_PACKS)
+        capture(scan, StoreBlobs(store), settings=WHOLE_PACKS)
     sent = [key for key in store.puts if key.startswith("packs/")]
     assert sent
     assert "snapshots" not in store.kinds()
     store.free = GB
-    captured = capture(scan, Blobs(store), settings=WHOLE_PACKS)
+    captured = capture(scan, StoreBlobs(store), settings=WHOLE_PACKS)
     assert captured.packs_known == len(sent)
 
 
@@ -212,17 +212,17 @@ def test_F40_a_store_that_becomes_full_keeps_what_it_has_and_goes_on_later(tmp_p
 
 
 def test_reports_come_from_one_thread_and_end_with_everything(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[ProgressPoint] = []
     threads = set()
 
-    def report(progress: Progress) -> None:
+    def report(progress: ProgressPoint) -> None:
         seen.append(progress)
         threads.add(threading.get_ident())
 
     scan = two_units(tmp_path)
-    captured = capture(scan, Blobs(CountingStore()), settings=TINY, report=report)
+    captured = capture(scan, StoreBlobs(CountingStore()), settings=TINY, report=report)
     assert threads == {threading.get_ident()}
-    assert seen[-1] == Progress(
+    assert seen[-1] == ProgressPoint(
         phase="capture",
         bytes_done=scan.snapshot.size,
         bytes_total=scan.snapshot.size,
@@ -245,4 +245,4 @@ def test_reports_go_on_while_a_store_is_slow(tmp_path: Path) -> None:
     before = tmp_path / "before"
     before.mkdir()
     (before / "f").write_bytes(b"x")
-    capture(scan_of({"thing": source_of(before)}), Blobs(Slow()), report=lambda progress: reports.release())
+    capture(scan_of({"thing": source_of(before)}), StoreBlobs(Slow()), report=lambda progress: reports.release())

@@ -6,22 +6,30 @@ import posixpath
 
 import pytest
 
-from serverless_gpu.environment.documents import Facts, Generated, Interpreter, Member, Root, Snapshot, make_snapshot
-from serverless_gpu.environment.restore.assembly import Place, assemble, library_name, moved
+from serverless_gpu.environment.documents import (
+    Generated,
+    Interpreter,
+    Root,
+    Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
+    make_snapshot,
+)
+from serverless_gpu.environment.restore.assembly import AssemblyTarget, assemble, library_name, moved
 from serverless_gpu.environment.restore.cache.unit_outline import Outline
 from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
-PLACE = Place(tree="/view", base="/usr/bin/python3.11", version="3.11.2")
+PLACE = AssemblyTarget(tree="/view", base="/usr/bin/python3.11", version="3.11.2")
 SITE = "lib/python3.11/site-packages"
 
 
-def member(address: str, **fields: object) -> Member:
-    return Member(address=address, kind="distribution", **fields)  # type: ignore[arg-type]  # fields of a Member
+def member(address: str, **fields: object) -> SnapshotMember:
+    return SnapshotMember(address=address, kind="distribution", **fields)  # type: ignore[arg-type]  # fields of a Member
 
 
-def snapshot(*roots: Root, facts: Facts | None = None) -> Snapshot:
-    return make_snapshot(PYTHON, roots, facts or Facts())
+def snapshot(*roots: Root, facts: SnapshotOrigin | None = None) -> Snapshot:
+    return make_snapshot(PYTHON, roots, facts or SnapshotOrigin())
 
 
 def outline(*areas: str, **fields: object) -> Outline:
@@ -33,7 +41,7 @@ def test_each_area_of_a_root_is_a_part_and_the_outermost_has_the_interpreter() -
         Root(kind="own", members=(member("a"), member("b"))),
         Root(kind="library", members=(member("c"),)),
         Root(kind="library", members=(member("d"),), before=True),
-        Root(kind="code", members=(Member(address="e", kind="code"),)),
+        Root(kind="code", members=(SnapshotMember(address="e", kind="code"),)),
     )
     outlines = {
         "a": outline("site"),
@@ -61,14 +69,16 @@ def test_each_area_of_a_root_is_a_part_and_the_outermost_has_the_interpreter() -
 
 def test_an_exported_tree_puts_early_roots_in_front_itself() -> None:
     made = snapshot(Root(kind="own", members=()), Root(kind="library", members=(), before=True))
-    alone = Place(tree="/view", base="/usr/bin/python3.11", version="3.11.2", alone=True)
+    alone = AssemblyTarget(tree="/view", base="/usr/bin/python3.11", version="3.11.2", alone=True)
     text = assemble(made, {}, alone)[1].files["_sgpu_roots.pth"].decode()
     listed = f"['/view/roots/1/{SITE}']"
     assert text == golden("environment.assembly.import-sys-sys", listed=listed)
 
 
 def test_a_site_directory_is_added_as_one_and_any_other_by_its_path() -> None:
-    facts = Facts(originals=("/e/lib/python3.11/site-packages", "/usr/lib/python3/dist-packages", "/home/u/target"))
+    facts = SnapshotOrigin(
+        originals=("/e/lib/python3.11/site-packages", "/usr/lib/python3/dist-packages", "/home/u/target")
+    )
     made = snapshot(*(Root(kind="own" if number == 0 else "library", members=()) for number in range(3)), facts=facts)
     text = assemble(made, {}, PLACE)[1].files["_sgpu_roots.pth"].decode()
     assert text == golden("environment.assembly.import-site-site", SITE=SITE)
@@ -97,7 +107,7 @@ def test_the_directory_of_the_library_is_that_of_the_interpreter(abi: str, versi
     assert library_name(Interpreter(implementation="cpython", version=version, abi=abi, platform="linux")) == name
 
 
-ENVIRONMENT = Facts(
+ENVIRONMENT = SnapshotOrigin(
     python="/usr/bin/python3.11",
     prefix="/home/u/env",
     originals=("/home/u/env/lib/python3.11/site-packages", "/home/u/env/lib/more", "/home/u/proj", "/home/u/proj/sub"),
@@ -142,7 +152,7 @@ def test_an_original_path_is_found_in_the_tree_by_the_longest_root(path: str, re
 def test_23C8_the_standard_library_of_an_interpreter_in_the_project_does_not_move(
     environment: str, path: str, restored: str | None
 ) -> None:
-    facts = Facts(
+    facts = SnapshotOrigin(
         python="/home/u/proj/python/bin/python3.11",
         prefix=environment,
         originals=(f"{environment}/lib/python3.11/site-packages", "/home/u/proj"),
@@ -161,7 +171,7 @@ def test_23C8_the_standard_library_of_an_interpreter_in_the_project_does_not_mov
     ],
 )
 def test_the_standard_library_of_a_global_interpreter_does_not_move(path: str, restored: str | None) -> None:
-    facts = Facts(
+    facts = SnapshotOrigin(
         python="/usr/local/bin/python3.11",
         prefix="/usr/local",
         originals=("/usr/local/lib/python3.11/site-packages",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as some
 
-from serverless_gpu.environment.restore.cache.eviction_plan import CachedEnvironment, CachedUnit, Step, plan
+from serverless_gpu.environment.restore.cache.eviction_plan import CachedEnvironment, CachedUnit, EvictionStep, plan
 
 
 def unit(name: str, used_ns: int, size: int = 10) -> CachedUnit:
@@ -20,9 +20,9 @@ def test_a_unit_was_last_used_when_an_environment_of_it_was() -> None:
     units = [unit("old", 1), unit("older", 2), unit("never", 3)]
     environments = [environment("A", 9, "old"), environment("B", 5, "older")]
     assert plan(environments, units, excess=21) == (
-        Step(unit="never", environments=(), size=10),
-        Step(unit="older", environments=("B",), size=10),
-        Step(unit="old", environments=("A",), size=10),
+        EvictionStep(unit="never", environments=(), size=10),
+        EvictionStep(unit="older", environments=("B",), size=10),
+        EvictionStep(unit="old", environments=("A",), size=10),
     )
 
 
@@ -42,8 +42,8 @@ def test_what_is_held_or_kept_stays() -> None:
 def test_every_environment_of_a_unit_goes_before_it() -> None:
     environments = [environment("A", 1, "a", "b"), environment("B", 2, "a")]
     assert plan(environments, [unit("a", 1), unit("b", 0)], excess=100) == (
-        Step(unit="b", environments=("A",), size=10),
-        Step(unit="a", environments=("A", "B"), size=10),
+        EvictionStep(unit="b", environments=("A",), size=10),
+        EvictionStep(unit="a", environments=("A", "B"), size=10),
     )
 
 

@@ -6,27 +6,27 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import (
-    Facts,
     Generated,
     Interpreter,
-    Member,
     Root,
     Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
     make_snapshot,
 )
 from serverless_gpu.environment.restore.zygote_compatibility import Loaded, Units, changed_units, fits, row_of
 from tests.support.golden import golden
 
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux")
-NUMPY = Member(address="a" * 64, kind="distribution", name="numpy", version="2.0", modules=("numpy",))
-TOY = Member(address="b" * 64, kind="distribution", name="toy", version="1.0", modules=("toy",))
-CODE = Member(address="c" * 64, kind="code", name="project", modules=("train", "calendar"))
+NUMPY = SnapshotMember(address="a" * 64, kind="distribution", name="numpy", version="2.0", modules=("numpy",))
+TOY = SnapshotMember(address="b" * 64, kind="distribution", name="toy", version="1.0", modules=("toy",))
+CODE = SnapshotMember(address="c" * 64, kind="code", name="project", modules=("train", "calendar"))
 LOADED = Loaded(names=frozenset({"numpy", "calendar", "sys"}), files=frozenset({"/view/numpy/__init__.py"}))
 
 
-def snapshot(*members: Member, code: Member = CODE, **changes: object) -> Snapshot:
+def snapshot(*members: SnapshotMember, code: SnapshotMember = CODE, **changes: object) -> Snapshot:
     own = msgspec.structs.replace(Root(kind="own", members=members), **changes)
-    return make_snapshot(PYTHON, (own, Root(kind="code", members=(code,), before=True)), Facts())
+    return make_snapshot(PYTHON, (own, Root(kind="code", members=(code,), before=True)), SnapshotOrigin())
 
 
 OLD = snapshot(NUMPY, TOY)
@@ -39,7 +39,7 @@ def asked(new: Snapshot, old: Snapshot = OLD, **seen: object) -> str:
     return fits(LOADED, old, new, Units(**{"names": names, **seen}))  # type: ignore[arg-type]  # written down by hand
 
 
-def newer(member: Member, version: str = "", **changes: object) -> Member:
+def newer(member: SnapshotMember, version: str = "", **changes: object) -> SnapshotMember:
     changed = msgspec.structs.replace(member, address="d" * 64, **changes)
     return msgspec.structs.replace(changed, version=version or member.version)
 
@@ -79,11 +79,11 @@ def test_what_was_never_loaded_may_change(new: Snapshot) -> None:
             "editable.pth is another one",
         ),
         (
-            make_snapshot(PYTHON, (*OLD.roots, Root(kind="library", members=())), Facts()),
+            make_snapshot(PYTHON, (*OLD.roots, Root(kind="library", members=())), SnapshotOrigin()),
             "other directories are on its path",
         ),
         (
-            make_snapshot(msgspec.structs.replace(PYTHON, version="3.12.1"), OLD.roots, Facts()),
+            make_snapshot(msgspec.structs.replace(PYTHON, version="3.12.1"), OLD.roots, SnapshotOrigin()),
             "its interpreter is cpython 3.12.1, the warm one 3.11.7",
         ),
     ],
@@ -117,7 +117,7 @@ def test_which_row_a_file_of_a_tree_is(file: str, row: tuple[int, str] | None) -
 
 def test_which_row_a_file_is_without_a_global_lock() -> None:
     free = msgspec.structs.replace(PYTHON, version="3.13.1", abi="cpython-313t-x86_64-linux-gnu")
-    threaded = make_snapshot(free, OLD.roots, Facts())
+    threaded = make_snapshot(free, OLD.roots, SnapshotOrigin())
     file = "/view/lib/python3.13t/site-packages/numpy/core.so"
     assert row_of(threaded, "/view", file) == (0, "site/numpy/core.so")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from serverless_gpu.environment.restore.link_tree import Source, fill
+from serverless_gpu.environment.restore.link_tree import ContentSource, fill
 from serverless_gpu.errors import EnvironmentRejected
 from tests.support.environment.linking import part, write
 from tests.support.environment.restored_process import public_directory
@@ -27,7 +27,7 @@ def tree_of(tmp_path: Path) -> Path:
 def test_files_are_linked_and_directories_of_units_are_merged(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one", a__b__x="1", top="1"), write(tmp_path / "two", a__b__y="2", a__z="2")
     tree = tree_of(tmp_path)
-    linked = fill(tree, [Source(part(), [one, two])])
+    linked = fill(tree, [ContentSource(part(), [one, two])])
     assert (linked.linked, linked.copied) == (4, 0)
     assert sorted(str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()) == [
         "a/b/x",
@@ -41,7 +41,7 @@ def test_files_are_linked_and_directories_of_units_are_merged(tmp_path: Path) ->
 def test_22C2_directories_get_their_mode_and_their_times_are_returned(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one", a__b__x="1", c__y="1"), write(tmp_path / "two", a__z="2")
     tree = tree_of(tmp_path)
-    linked = fill(tree, [Source(part(files={"g/made": b""}), [one, two])], read_only=True)
+    linked = fill(tree, [ContentSource(part(files={"g/made": b""}), [one, two])], read_only=True)
     found = [tree, *(path for path in tree.rglob("*") if path.is_dir())]
     assert linked.directories == {
         "" if path == tree else str(path.relative_to(tree)): path.stat().st_mtime_ns for path in found
@@ -53,7 +53,7 @@ def test_22C2_a_part_within_another_part_is_merged_with_what_lies_there(tmp_path
     outer = write(tmp_path / "outer", lib__same="outer", lib__d__one="outer")
     inner = write(tmp_path / "inner", same="inner", d__two="inner")
     tree = tree_of(tmp_path)
-    linked = fill(tree, [Source(part(), [outer]), Source(part(at="lib"), [inner])])
+    linked = fill(tree, [ContentSource(part(), [outer]), ContentSource(part(at="lib"), [inner])])
     assert linked.linked == 3
     found = {path.name: path.read_text() for path in tree.rglob("*") if path.is_file()}
     assert found == {"same": "outer", "one": "outer", "two": "inner"}
@@ -62,7 +62,7 @@ def test_22C2_a_part_within_another_part_is_merged_with_what_lies_there(tmp_path
 def test_what_is_generated_wins_and_then_the_first_unit(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one", same="one", ours="one"), write(tmp_path / "two", same="two")
     tree = tree_of(tmp_path)
-    fill(tree, [Source(part(files={"ours": b"generated"}, executable=frozenset({"ours"})), [one, two])])
+    fill(tree, [ContentSource(part(files={"ours": b"generated"}, executable=frozenset({"ours"})), [one, two])])
     assert ((tree / "ours").read_text(), (tree / "same").read_text()) == ("generated", "one")
     assert stat.S_IMODE((tree / "ours").stat().st_mode) == 0o555
 
@@ -74,7 +74,7 @@ def test_nothing_is_written_through_a_link_of_another_unit(tmp_path: Path) -> No
     (one / "bin").symlink_to("a")
     two = write(tmp_path / "two", d__file="2", bin__tool="2")
     tree = tree_of(tmp_path)
-    fill(tree, [Source(part(files={"bin/python": b""}), [one, two])])
+    fill(tree, [ContentSource(part(files={"bin/python": b""}), [one, two])])
     assert os.listdir(tmp_path / "outside") == []
     assert sorted(os.listdir(tree / "bin")) == ["python", "tool"]
     assert not (tree / "d").is_symlink()
@@ -84,13 +84,13 @@ def test_a_file_where_another_unit_has_a_directory_is_refused(tmp_path: Path) ->
     one, two = write(tmp_path / "one", d__file="1"), write(tmp_path / "two")
     two.mkdir()
     with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.linking.file-one-unit"))):
-        fill(tree_of(tmp_path), [Source(part(files={"d": b"generated"}), [one, two])])
+        fill(tree_of(tmp_path), [ContentSource(part(files={"d": b"generated"}), [one, two])])
 
 
 def test_copies_keep_time_and_may_be_written(tmp_path: Path) -> None:
     one = write(tmp_path / "one", code="1")
     tree = tree_of(tmp_path)
-    linked = fill(tree, [Source(part(), [one], copies=True)])
+    linked = fill(tree, [ContentSource(part(), [one], copies=True)])
     assert (linked.linked, linked.copied) == (0, 1)
     status = (tree / "code").stat()
     assert (stat.S_IMODE(status.st_mode), status.st_mtime_ns, status.st_nlink) == (0o644, 10**18, 1)
@@ -121,6 +121,6 @@ def test_any_units_come_out_as_they_are(units: list[dict[str, bytes]]) -> None:
             sources.append(place)
         tree = directory / "tree"
         tree.mkdir()
-        fill(tree, [Source(part(), sources)])
+        fill(tree, [ContentSource(part(), sources)])
         found = {str(p.relative_to(tree)): p.read_bytes() for p in tree.rglob("*") if p.is_file()}
         assert found == expected

@@ -21,20 +21,20 @@ import pytest
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 
-from serverless_gpu.environment.capture.packer import Settings
+from serverless_gpu.environment.capture.packer import PackSettings
 from serverless_gpu.environment.capture.snapshot_capture import capture
 from serverless_gpu.environment.compression import compress
-from serverless_gpu.environment.documents import Block, Place, Row, Unit, unit_address
-from serverless_gpu.environment.progress import Progress
-from serverless_gpu.environment.restore.cache.file_writer import Tree, Walk
+from serverless_gpu.environment.documents import ContentPlace, FileRow, PackBlock, Unit, unit_address
+from serverless_gpu.environment.progress import ProgressPoint
+from serverless_gpu.environment.restore.cache.file_writer import Walk, WrittenTree
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S, unpack, unpack_each
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentProblem, StorageError
 from tests.support.environment.scanned import contents, scan_of, source_of
 from tests.support.golden import golden
 
-TINY = Settings(block_bytes=64, pack_bytes=160, threads=2)
+TINY = PackSettings(block_bytes=64, pack_bytes=160, threads=2)
 
 _NAME = st.text(st.characters(exclude_characters="/", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).filter(
     lambda name: name not in (".", "..") and len(name.encode()) < 200
@@ -61,7 +61,7 @@ def test_a_random_tree_comes_back_byte_for_byte(tree: dict[str, object], links: 
         before, after = top / "before", top / "after"
         _make(before, tree)
         _link(before, links)
-        blobs = Blobs(MemoryStore())
+        blobs = StoreBlobs(MemoryStore())
         captured = capture(scan_of({"thing": source_of(before)}), blobs, settings=TINY)
         unpack(blobs.read_unit(captured.snapshot.addresses()[0]), blobs, after)
         assert contents(after / "site" if (after / "site").exists() else after) == contents(before)
@@ -75,7 +75,7 @@ def test_a_file_of_several_blocks_and_packs_of_the_usual_size(tmp_path: Path) ->
     (before / "big").write_bytes(os.urandom(23_000_000) + bytes(5_000_000))
     (before / "block").write_bytes(os.urandom(4 * 1024 * 1024))
     (before / "small").write_bytes(b"x")
-    unit, blobs = _captured(before, Settings())
+    unit, blobs = _captured(before, PackSettings())
     assert len(unit.packs) >= 2
     unpack(unit, blobs, tmp_path / "after")
     assert contents(tmp_path / "after" / "site") == contents(before)
@@ -112,7 +112,7 @@ def test_modes_and_times_are_ours_whatever_the_umask_and_the_source(tmp_path: Pa
 
 
 def test_several_units_as_one_stream(tmp_path: Path) -> None:
-    units, store = {}, Blobs(MemoryStore())
+    units, store = {}, StoreBlobs(MemoryStore())
     for number in range(5):
         before = tmp_path / f"before{number}"
         before.mkdir()
@@ -130,7 +130,7 @@ def test_several_units_as_one_stream(tmp_path: Path) -> None:
 
 def test_the_whole_is_reported_in_one_thread(tmp_path: Path) -> None:
     unit, blobs = _captured(_some_files(tmp_path), TINY)
-    seen: list[Progress] = []
+    seen: list[ProgressPoint] = []
     unpack(unit, blobs, tmp_path / "after", report=seen.append)
     size = sum(row.size for row in unit.rows)
     files = sum(row.has_content for row in unit.rows)
@@ -165,13 +165,13 @@ def test_F42_a_pack_that_is_gone_is_named_and_nothing_is_left(tmp_path: Path) ->
     assert not (tmp_path / "after").exists()
 
 
-def _altered(content: bytes, size: int, frame: bytes) -> tuple[Unit, Blobs]:
+def _altered(content: bytes, size: int, frame: bytes) -> tuple[Unit, StoreBlobs]:
     """Return a unit whose pack has the name it says, and whose row says another content."""
-    blobs = Blobs(MemoryStore())
+    blobs = StoreBlobs(MemoryStore())
     digest = blobs.write_pack(frame)
     rows = (
-        Row(path="site/a", size=1, sha256=hashlib.sha256(b"a").digest()),
-        Row(path="site/b", size=len(content), sha256=hashlib.sha256(content).digest()),
+        FileRow(path="site/a", size=1, sha256=hashlib.sha256(b"a").digest()),
+        FileRow(path="site/b", size=len(content), sha256=hashlib.sha256(content).digest()),
     )
     good = compress(b"a")
     other = blobs.write_pack(good)
@@ -180,8 +180,8 @@ def _altered(content: bytes, size: int, frame: bytes) -> tuple[Unit, Blobs]:
             address=unit_address(rows),
             rows=rows,
             packs=(other, digest),
-            blocks=(Block(0, 0, len(good), 1), Block(1, 0, len(frame), size)),
-            places=(Place(0, 0), Place(1, 0)),
+            blocks=(PackBlock(0, 0, len(good), 1), PackBlock(1, 0, len(frame), size)),
+            places=(ContentPlace(0, 0), ContentPlace(1, 0)),
         ),
         blobs,
     )
@@ -224,34 +224,36 @@ def test_parts_of_a_large_file_that_lie_across_packs_do_not_wait_for_each_other(
     # Parts 0, 2, 4 … in one pack and 1, 3, 5 … in another: by packs, all threads would wait for a part not yet begun.
     parts = [os.urandom(50) for _ in range(40)]
     frames = [compress(part) for part in parts]
-    blobs, blocks = Blobs(MemoryStore()), [Block(0, 0, 1, 1)] * 40
+    blobs, blocks = StoreBlobs(MemoryStore()), [PackBlock(0, 0, 1, 1)] * 40
     packs = []
     for pack in (0, 1):
         offset = 0
         for index in range(pack, 40, 2):
-            blocks[index] = Block(pack, offset, len(frames[index]), 50)
+            blocks[index] = PackBlock(pack, offset, len(frames[index]), 50)
             offset += len(frames[index])
         packs.append(blobs.write_pack(b"".join(frames[pack::2])))
     content = b"".join(parts)
-    rows = (Row(path="site/large", size=2000, sha256=hashlib.sha256(content).digest()),)
-    unit = Unit(address=unit_address(rows), rows=rows, packs=tuple(packs), blocks=tuple(blocks), places=(Place(0, 0),))
+    rows = (FileRow(path="site/large", size=2000, sha256=hashlib.sha256(content).digest()),)
+    unit = Unit(
+        address=unit_address(rows), rows=rows, packs=tuple(packs), blocks=tuple(blocks), places=(ContentPlace(0, 0),)
+    )
     unpack(unit, blobs, tmp_path / "after")
     assert (tmp_path / "after/site/large").read_bytes() == content
 
 
 def test_only_what_is_needed_of_a_pack_is_fetched(tmp_path: Path) -> None:
     wanted, other = compress(b"wanted"), os.urandom(5000)
-    blobs = Blobs(MemoryStore())
+    blobs = StoreBlobs(MemoryStore())
     pack = blobs.write_pack(other + wanted)
-    rows = (Row(path="site/a", size=6, sha256=hashlib.sha256(b"wanted").digest()),)
+    rows = (FileRow(path="site/a", size=6, sha256=hashlib.sha256(b"wanted").digest()),)
     unit = Unit(
         address=unit_address(rows),
         rows=rows,
         packs=(pack,),
-        blocks=(Block(0, 0, 5000, 5000), Block(0, 5000, len(wanted), 6)),
-        places=(Place(1, 0),),
+        blocks=(PackBlock(0, 0, 5000, 5000), PackBlock(0, 5000, len(wanted), 6)),
+        places=(ContentPlace(1, 0),),
     )
-    seen: list[Progress] = []
+    seen: list[ProgressPoint] = []
     unpack(unit, blobs, tmp_path / "after", report=seen.append)
     assert (tmp_path / "after/site/a").read_bytes() == b"wanted"
     assert seen[-1].moved_bytes == len(wanted)
@@ -262,18 +264,18 @@ def test_no_file_is_made_through_a_link_even_if_the_rules_had_a_hole(tmp_path: P
     outside = tmp_path / "outside"
     outside.mkdir()
     frame = compress(b"evil")
-    blobs = Blobs(MemoryStore())
+    blobs = StoreBlobs(MemoryStore())
     pack = blobs.write_pack(frame)
     rows = (
-        Row(path="site/link", kind="l", target=str(outside)),
-        Row(path="site/link/evil", size=4, sha256=hashlib.sha256(b"evil").digest()),
+        FileRow(path="site/link", kind="l", target=str(outside)),
+        FileRow(path="site/link/evil", size=4, sha256=hashlib.sha256(b"evil").digest()),
     )
     unit = Unit(
         address=unit_address(rows),
         rows=rows,
         packs=(pack,),
-        blocks=(Block(0, 0, len(frame), 4),),
-        places=(Place(0, 0),),
+        blocks=(PackBlock(0, 0, len(frame), 4),),
+        places=(ContentPlace(0, 0),),
     )
     with pytest.raises(StorageError):
         unpack(unit, blobs, tmp_path / "after")
@@ -294,10 +296,10 @@ def test_what_somebody_plants_while_files_are_written_is_not_followed(tmp_path: 
         (fresh / "site" / "a").symlink_to(outside / "a")
     else:
         (fresh / "site" / "a").write_bytes(b"mine")
-    tree = Tree(fresh)
+    tree = WrittenTree(fresh)
     try:
         with Walk(tree) as walk, pytest.raises(OSError, match=golden("environment.unpacking.exists-directory-too")):
-            os.close(walk.make(Row(path="site/b" if planted == "directory link" else "site/a")))
+            os.close(walk.make(FileRow(path="site/b" if planted == "directory link" else "site/a")))
     finally:
         tree.close()
     assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"a": b"mine"}
@@ -307,18 +309,18 @@ def test_files_may_lie_in_a_block_in_any_order(tmp_path: Path) -> None:
     # Each longer than a piece of content, so that nobody can go back to one that was passed.
     contents_by_name = {name: os.urandom(300_000) for name in "abc"}
     frame = compress(b"".join(reversed(contents_by_name.values())))
-    blobs = Blobs(MemoryStore())
+    blobs = StoreBlobs(MemoryStore())
     pack = blobs.write_pack(frame)
     rows = tuple(
-        Row(path=f"site/{name}", size=len(content), sha256=hashlib.sha256(content).digest())
+        FileRow(path=f"site/{name}", size=len(content), sha256=hashlib.sha256(content).digest())
         for name, content in contents_by_name.items()
     )
     unit = Unit(
         address=unit_address(rows),
         rows=rows,
         packs=(pack,),
-        blocks=(Block(0, 0, len(frame), 900_000),),
-        places=(Place(0, 600_000), Place(0, 300_000), Place(0, 0)),
+        blocks=(PackBlock(0, 0, len(frame), 900_000),),
+        places=(ContentPlace(0, 600_000), ContentPlace(0, 300_000), ContentPlace(0, 0)),
     )
     unpack(unit, blobs, tmp_path / "after")
     assert {path.name: path.read_bytes() for path in (tmp_path / "after/site").iterdir()} == contents_by_name
@@ -337,7 +339,7 @@ def test_F27_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     before = tmp_path / "before"
     before.mkdir()
     (before / "large").write_bytes(os.urandom(300_000))
-    unit, blobs = _captured(before, Settings())
+    unit, blobs = _captured(before, PackSettings())
     # A file-size limit fails a write half-way, as a full disk does, and needs no mount.
     old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
@@ -350,8 +352,8 @@ def test_F27_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     assert not (tmp_path / "after").exists()
 
 
-def _captured(before: Path, how: Settings) -> tuple[Unit, Blobs]:
-    blobs = Blobs(MemoryStore())
+def _captured(before: Path, how: PackSettings) -> tuple[Unit, StoreBlobs]:
+    blobs = StoreBlobs(MemoryStore())
     captured = capture(scan_of({"thing": source_of(before)}), blobs, settings=how)
     return blobs.read_unit(captured.snapshot.addresses()[0]), blobs
 

@@ -9,7 +9,16 @@ import time
 import msgspec
 import pytest
 
-from serverless_gpu.environment.documents import BLOCK_BYTES, Block, Facts, Generated, Place, Row, Snapshot, Unit
+from serverless_gpu.environment.documents import (
+    BLOCK_BYTES,
+    ContentPlace,
+    FileRow,
+    Generated,
+    PackBlock,
+    Snapshot,
+    SnapshotOrigin,
+    Unit,
+)
 from serverless_gpu.environment.rules import check_path, check_snapshot, check_together, check_unit
 from serverless_gpu.errors import EnvironmentRejected
 from tests.support.environment.hostile import file, hostile_snapshots, hostile_units, link, member_of, snapshot, unit
@@ -55,7 +64,7 @@ def test_an_ordinary_unit_passes() -> None:
             link("site/pkg/data/latest", "../versions/v1"),
             file("site/pkg/versions/v1/x"),
             link("site/pkg/up", ".."),
-            Row(path="site/pkg/empty", kind="d"),
+            FileRow(path="site/pkg/empty", kind="d"),
             file("site/pkg/orphan.pyc"),
             file("site/big", 9 * 1024 * 1024),
         )
@@ -69,13 +78,13 @@ def test_an_empty_unit_passes() -> None:
 def test_zeros_of_moderate_size_pass() -> None:
     size = 256 * 1024 * 1024
     count = size // BLOCK_BYTES
-    blocks = tuple(Block(0, 150 * n, 150, BLOCK_BYTES) for n in range(count))
-    check_unit(unit(file("site/zeros.bin", size), blocks=blocks, places=(Place(0, 0),)))
+    blocks = tuple(PackBlock(0, 150 * n, 150, BLOCK_BYTES) for n in range(count))
+    check_unit(unit(file("site/zeros.bin", size), blocks=blocks, places=(ContentPlace(0, 0),)))
 
 
 def test_small_files_share_a_block_and_an_edit_may_leave_bytes_of_it_unused() -> None:
     rows = (file("site/a", 10), file("site/b", 20))
-    check_unit(unit(*rows, blocks=(Block(0, 0, 30, 100),), places=(Place(0, 70), Place(0, 5))))
+    check_unit(unit(*rows, blocks=(PackBlock(0, 0, 30, 100),), places=(ContentPlace(0, 70), ContentPlace(0, 5))))
 
 
 def test_an_ordinary_snapshot_passes() -> None:
@@ -85,7 +94,7 @@ def test_an_ordinary_snapshot_passes() -> None:
             Generated(path="site/__editable__.x.pth", text="{{sgpu:0}}/x\n"),
             Generated(path="prefix/bin/tool", text="#!{{sgpu:python}}\n", executable=True),
         ],
-        facts=Facts(
+        facts=SnapshotOrigin(
             originals=("/home/me/venv/lib/python3.11/site-packages",),
             notes=({"site/a-1.dist-info/INSTALLER": "uv\n", "site/a-1.dist-info/REQUESTED": ""},),
             loaded=(("site/a.py",),),
@@ -103,10 +112,10 @@ def test_an_ordinary_snapshot_passes() -> None:
         ("site/a/b", file("site/a"), "generated where a unit has 'site/a'"),
         ("site/a/b", link("site/a", "."), "generated where a unit has 'site/a'"),
         ("site/a", file("site/a/b/c"), "has the directory 'site/a'"),
-        ("site/a", Row(path="site/a", kind="d"), "generated where a unit has 'site/a'"),
+        ("site/a", FileRow(path="site/a", kind="d"), "generated where a unit has 'site/a'"),
     ],
 )
-def test_nothing_is_generated_on_top_of_a_unit(path: str, row: Row, rule: str) -> None:
+def test_nothing_is_generated_on_top_of_a_unit(path: str, row: FileRow, rule: str) -> None:
     there = unit(row)
     whole = snapshot(member_of(there), generated=[Generated(path=path, text="")])
     check_snapshot(whole)
@@ -116,13 +125,13 @@ def test_nothing_is_generated_on_top_of_a_unit(path: str, row: Row, rule: str) -
 
 def test_a_note_does_not_replace_a_file_of_a_unit() -> None:
     there = unit(file("site/a.dist-info/INSTALLER"))
-    whole = snapshot(member_of(there), facts=Facts(notes=({"site/a.dist-info/INSTALLER": "x"},)))
+    whole = snapshot(member_of(there), facts=SnapshotOrigin(notes=({"site/a.dist-info/INSTALLER": "x"},)))
     with pytest.raises(EnvironmentRejected, match="INSTALLER"):
         check_together(whole, {there.address: there})
 
 
 def test_units_may_share_directories_with_what_is_generated() -> None:
-    there = unit(file("site/a/b/c"), Row(path="prefix/bin", kind="d"))
+    there = unit(file("site/a/b/c"), FileRow(path="prefix/bin", kind="d"))
     whole = snapshot(
         member_of(there), generated=[Generated(path="site/a/b/d", text=""), Generated(path="prefix/bin/x", text="")]
     )
@@ -146,10 +155,11 @@ def test_a_path_by_itself() -> None:
 def test_checking_a_large_unit_is_linear() -> None:
     digest = hashlib.sha256(b"x").digest()
     rows = tuple(
-        Row(path=f"site/d{n // 1000:04}/e{n // 50 % 20:02}/f{n % 50:02}", size=1, sha256=digest) for n in range(100_000)
+        FileRow(path=f"site/d{n // 1000:04}/e{n // 50 % 20:02}/f{n % 50:02}", size=1, sha256=digest)
+        for n in range(100_000)
     )
-    blocks = tuple(Block(0, 100 * n, 100, 1000) for n in range(100))
-    large = unit(*rows, blocks=blocks, places=tuple(Place(n // 1000, n % 1000) for n in range(100_000)))
+    blocks = tuple(PackBlock(0, 100 * n, 100, 1000) for n in range(100))
+    large = unit(*rows, blocks=blocks, places=tuple(ContentPlace(n // 1000, n % 1000) for n in range(100_000)))
     before = time.process_time()
     check_unit(large)
     assert time.process_time() - before < 5

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.documents import (
-    Facts,
+    FileRow,
     Generated,
     Interpreter,
-    Member,
     Root,
-    Row,
     Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
     make_snapshot,
     snapshot_address_1,
 )
@@ -22,21 +22,23 @@ from tests.support.golden import golden
 PYTHON = Interpreter(implementation="cpython", version="3.11.7", abi="cpython-311", platform="linux-x86_64")
 
 
-def distribution(name: str, version: str, address: str = "") -> Member:
-    return Member(address=address or f"{name}{version}", kind="distribution", name=name, version=version)
+def distribution(name: str, version: str, address: str = "") -> SnapshotMember:
+    return SnapshotMember(address=address or f"{name}{version}", kind="distribution", name=name, version=version)
 
 
 TORCH = distribution("torch", "2.12.0")
-LOOSE = Member(address="loose", kind="unowned")
+LOOSE = SnapshotMember(address="loose", kind="unowned")
 OTHER_PYTHON = Interpreter(implementation="cpython", version="3.12.1", abi="x", platform="y")
-OTHER_CODE = Member(address="x", kind="code", name="project")
-CODE = Member(address="code", kind="code", name="project")
+OTHER_CODE = SnapshotMember(address="x", kind="code", name="project")
+CODE = SnapshotMember(address="code", kind="code", name="project")
 
 
-def snapshot(*members: Member, python: Interpreter = PYTHON, code: Member = CODE, **generated: str) -> Snapshot:
+def snapshot(
+    *members: SnapshotMember, python: Interpreter = PYTHON, code: SnapshotMember = CODE, **generated: str
+) -> Snapshot:
     texts = tuple(Generated(path=f"site/{name}.pth", text=text) for name, text in generated.items())
     roots = (Root(kind="own", members=members, generated=texts), Root(kind="code", members=(code,), before=True))
-    return make_snapshot(python, roots, Facts())
+    return make_snapshot(python, roots, SnapshotOrigin())
 
 
 BEFORE = snapshot(TORCH, LOOSE)
@@ -53,7 +55,7 @@ BEFORE = snapshot(TORCH, LOOSE)
         (snapshot(TORCH, distribution("torch", "2.11"), LOOSE), ["torch 2.12.0 → 2.11, 2.12.0"]),
         (snapshot(TORCH), ["files of no distribution removed"]),
         (
-            snapshot(TORCH, Member(address="x", kind="unowned")),
+            snapshot(TORCH, SnapshotMember(address="x", kind="unowned")),
             ["files of no distribution changed"],
         ),
         (snapshot(TORCH, LOOSE, code=OTHER_CODE), ["project code project changed"]),
@@ -69,15 +71,15 @@ def test_what_differs_is_said(after: Snapshot, sentences: list[str]) -> None:
 
 
 def test_another_order_of_the_same_is_said() -> None:
-    after = make_snapshot(PYTHON, tuple(reversed(BEFORE.roots)), Facts())
+    after = make_snapshot(PYTHON, tuple(reversed(BEFORE.roots)), SnapshotOrigin())
 
     assert [one.sentence() for one in compare(BEFORE, after)] == [golden("environment.changes.sys-path-changed")]
 
 
 def test_22A6_what_else_an_address_covers_is_said() -> None:
     old = msgspec.structs.replace(BEFORE, version=1, address=snapshot_address_1(PYTHON, BEFORE.roots))
-    moved = make_snapshot(PYTHON, BEFORE.roots, Facts(originals=("/elsewhere",)))
-    noted = make_snapshot(PYTHON, BEFORE.roots, Facts(python="/usr/bin/python3"))
+    moved = make_snapshot(PYTHON, BEFORE.roots, SnapshotOrigin(originals=("/elsewhere",)))
+    noted = make_snapshot(PYTHON, BEFORE.roots, SnapshotOrigin(python="/usr/bin/python3"))
 
     assert [one.sentence() for after in (moved, noted) for one in compare(BEFORE, after)] == [
         golden("environment.changes.environment-changed-same"),
@@ -95,7 +97,7 @@ def test_files_are_named_up_to_a_bound() -> None:
 
 
 def test_rows_of_two_versions() -> None:
-    a, b, c, changed = Row("site/a"), Row("site/b"), Row("site/c"), Row("site/b", "x")
+    a, b, c, changed = FileRow("site/a"), FileRow("site/b"), FileRow("site/c"), FileRow("site/b", "x")
 
     assert compare_rows([a, b], [changed, c]) == (
         FileChange(path="site/a", what="removed"),
@@ -105,8 +107,8 @@ def test_rows_of_two_versions() -> None:
 
 
 def test_a_changed_unit_is_said_file_by_file() -> None:
-    def row(path: str, content: bytes) -> Row:
-        return Row(f"site/{path}", "f", 1, content)
+    def row(path: str, content: bytes) -> FileRow:
+        return FileRow(f"site/{path}", "f", 1, content)
 
     before = [row("edited.py", b"1"), row("gone.py", b"2"), row("mended.py", b"3"), row("same.py", b"4")]
     after = [row("back.py", b"8"), row("edited.py", b"5"), row("mended.py", b"6"), row("new.py", b"7"), before[3]]

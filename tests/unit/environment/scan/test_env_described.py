@@ -6,13 +6,13 @@ import msgspec
 
 from serverless_gpu.cli.environments.snapshot_text import Contents, described, snapshot_json
 from serverless_gpu.environment.documents import (
-    Facts,
+    FileRow,
     Generated,
     Interpreter,
-    Member,
     Root,
-    Row,
     Snapshot,
+    SnapshotMember,
+    SnapshotOrigin,
     make_snapshot,
 )
 from tests.support.golden import golden
@@ -20,18 +20,21 @@ from tests.support.golden import golden
 PYTHON = Interpreter(
     implementation="cpython", version="3.11.7", abi="cpython-311-x86_64-linux-gnu", platform="linux-x86_64"
 )
-TORCH = Member(address="a" * 64, kind="distribution", name="torch", version="2.13.0", size=700_000_000, files=12_251)
-SMALL = tuple(
-    Member(address=f"{n:064x}", kind="distribution", name=f"p{n:02}", version="1", size=n, files=1) for n in range(12)
+TORCH = SnapshotMember(
+    address="a" * 64, kind="distribution", name="torch", version="2.13.0", size=700_000_000, files=12_251
 )
-UNOWNED = Member(address="c" * 64, kind="unowned", size=120, files=2)
-CODE = Member(address="d" * 64, kind="code", name="project", size=2_000, files=3)
+SMALL = tuple(
+    SnapshotMember(address=f"{n:064x}", kind="distribution", name=f"p{n:02}", version="1", size=n, files=1)
+    for n in range(12)
+)
+UNOWNED = SnapshotMember(address="c" * 64, kind="unowned", size=120, files=2)
+CODE = SnapshotMember(address="d" * 64, kind="code", name="project", size=2_000, files=3)
 OWN = Root(
     kind="own",
     members=(*SMALL, TORCH, UNOWNED),
     generated=(Generated(path="site/editable.pth", text="{{sgpu:1}}\n"),),
 )
-FACTS = Facts(
+FACTS = SnapshotOrigin(
     captured_ns=1_790_000_000_000_000_000,
     python="/usr/bin/python3.11",
     originals=("/venv/lib/python3.11/site-packages", "/home/ada/project"),
@@ -40,7 +43,7 @@ FACTS = Facts(
 )
 SNAPSHOT = make_snapshot(PYTHON, (OWN, Root(kind="code", members=(CODE,), before=True)), FACTS)
 CONTENTS = Contents(
-    rows={UNOWNED.address: (Row("site/hook.pth"), Row("site/alone.py"))},
+    rows={UNOWNED.address: (FileRow("site/hook.pth"), FileRow("site/alone.py"))},
     texts={(UNOWNED.address, "site/hook.pth"): "# why\nimport hook; hook.start()\n/opt/more\n"},
 )
 
@@ -83,12 +86,12 @@ def test_a_long_list_of_what_was_left_out_is_cut_and_says_so() -> None:
 
 
 def test_what_is_not_at_hand_is_left_out_and_not_guessed() -> None:
-    bare = make_snapshot(PYTHON, (Root(kind="own", members=(UNOWNED,)),), Facts())
+    bare = make_snapshot(PYTHON, (Root(kind="own", members=(UNOWNED,)),), SnapshotOrigin())
     assert described(bare, Contents(), everything=False, state="captured")[4:] == [
         golden("environment.env_described.root-interpreter-own"),
         golden("environment.env_described.files-distribution-120-2"),
     ]
-    unread = Contents(rows={UNOWNED.address: (Row("site/hook.pth"),)})
+    unread = Contents(rows={UNOWNED.address: (FileRow("site/hook.pth"),)})
     assert described(bare, unread, everything=False, state="")[-1] == "  hook.pth"
 
 
@@ -112,7 +115,7 @@ def test_json_has_every_unit_and_every_pth_file() -> None:
 
 
 def test_a_snapshot_of_nothing_is_described() -> None:
-    nothing: Snapshot = make_snapshot(PYTHON, (), Facts())
+    nothing: Snapshot = make_snapshot(PYTHON, (), SnapshotOrigin())
     assert described(nothing, Contents(), everything=False, state="x")[1] == golden(
         "environment.env_described.files-distributions"
     )

@@ -7,25 +7,25 @@ from typing import Any
 import msgspec
 import pytest
 
-from serverless_gpu.environment.documents import Facts, Member, Root, Snapshot, make_snapshot
+from serverless_gpu.environment.documents import Root, Snapshot, SnapshotMember, SnapshotOrigin, make_snapshot
 from serverless_gpu.environment.packages import Packages, are_same, difference, packages_of
 from tests.support.environment.environments_in_stores import PYTHON
 
 
-def member(name: str, version: str = "1", **changes: Any) -> Member:
-    made = Member(address=f"{name}-{version}", kind="distribution", name=name, version=version, modules=(name,))
+def member(name: str, version: str = "1", **changes: Any) -> SnapshotMember:
+    made = SnapshotMember(address=f"{name}-{version}", kind="distribution", name=name, version=version, modules=(name,))
     return msgspec.structs.replace(made, **changes)
 
 
-def installed(*members: Member, code: str = "mine", python: Any = PYTHON) -> Packages:
+def installed(*members: SnapshotMember, code: str = "mine", python: Any = PYTHON) -> Packages:
     own = Root(kind="own", members=members)
-    project = Root(kind="code", members=(Member(address=code, kind="code", name="proj"),))
-    snapshot: Snapshot = make_snapshot(python, (own, project), Facts())
+    project = Root(kind="code", members=(SnapshotMember(address=code, kind="code", name="proj"),))
+    snapshot: Snapshot = make_snapshot(python, (own, project), SnapshotOrigin())
     return packages_of(snapshot)
 
 
 TORCH, NUMPY = member("torch", "2.1"), member("numpy", "2.0")
-UNOWNED = Member(address="loose", kind="unowned")
+UNOWNED = SnapshotMember(address="loose", kind="unowned")
 
 
 def test_the_code_may_differ_and_what_brings_nothing_to_import_does_not_count() -> None:

@@ -6,9 +6,16 @@ import msgspec
 
 from serverless_gpu.client.launch.snapshot_environment import found_text, taken_text
 from serverless_gpu.environment.capture_remarks import remarks
-from serverless_gpu.environment.documents import Facts, Member, Root, Row, make_snapshot, unit_address
-from serverless_gpu.environment.scan.scan import Scan, Source
-from serverless_gpu.environment.service_messages import Found, Taken
+from serverless_gpu.environment.documents import (
+    FileRow,
+    Root,
+    SnapshotMember,
+    SnapshotOrigin,
+    make_snapshot,
+    unit_address,
+)
+from serverless_gpu.environment.scan.scan import LocalUnit, Scan
+from serverless_gpu.environment.service_messages import CapturedEnvironment, Taken
 from tests.support.environment.hostile import PYTHON
 from tests.support.golden import golden
 
@@ -20,11 +27,13 @@ TAKEN = Taken(
 
 def scan(*left_out: str, **sizes: int) -> Scan:
     """Return a scan of a project in /p with files of these sizes, and a library in /p/.venv."""
-    rows = tuple(Row(f"site/{name}", "f", size, name.encode()) for name, size in sorted(sizes.items()))
-    member = Member(address=unit_address(rows), kind="code", name="p", size=sum(sizes.values()), files=len(sizes))
+    rows = tuple(FileRow(f"site/{name}", "f", size, name.encode()) for name, size in sorted(sizes.items()))
+    member = SnapshotMember(
+        address=unit_address(rows), kind="code", name="p", size=sum(sizes.values()), files=len(sizes)
+    )
     roots = (Root(kind="own", members=()), Root(kind="code", members=(member,)))
-    facts = Facts(originals=("/p/.venv", "/p"), left_out=left_out)
-    source = Source(rows=rows, files=tuple(f"/p/{name}" for name in sizes))
+    facts = SnapshotOrigin(originals=("/p/.venv", "/p"), left_out=left_out)
+    source = LocalUnit(rows=rows, files=tuple(f"/p/{name}" for name in sizes))
     return Scan(snapshot=make_snapshot(PYTHON, roots, facts), sources={member.address: source})
 
 
@@ -66,8 +75,10 @@ def test_what_git_ignores_is_said_once_however_many_there_are() -> None:
 
 
 def test_the_first_capture_says_all_and_later_ones_what_is_new() -> None:
-    first = Found(number=1, first=True)
-    changed = Found(number=1, first=False, changes=("six 1.17.0 added", "helper.py changed"), remarks=("a remark",))
+    first = CapturedEnvironment(number=1, first=True)
+    changed = CapturedEnvironment(
+        number=1, first=False, changes=("six 1.17.0 added", "helper.py changed"), remarks=("a remark",)
+    )
 
     assert [line.partition(" (")[0] for line in found_text(first)] == ["capturing the environment"]
     assert found_text(changed) == [golden("environment.remarks.environment-changed-six"), "a remark"]
@@ -79,7 +90,7 @@ def test_the_first_capture_says_all_and_later_ones_what_is_new() -> None:
 
 
 def test_nothing_is_said_where_nothing_changed() -> None:
-    nothing = Found(number=1, first=False)
+    nothing = CapturedEnvironment(number=1, first=False)
 
     assert found_text(nothing) == []
     assert taken_text(msgspec.structs.replace(TAKEN, sent_units=0, sent_bytes=0), nothing) == ""

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from serverless_gpu.environment.compression import compress
-from serverless_gpu.environment.documents import SNAPSHOT_VERSION, Facts
+from serverless_gpu.environment.documents import SNAPSHOT_VERSION, SnapshotOrigin
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import DOCUMENT_BYTES_MAX, encode
 from serverless_gpu.environment.stores.condemned_objects import Condemned, Sentence, write_condemned
 from serverless_gpu.environment.stores.directory import DirectoryStore
@@ -67,20 +67,20 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def test_a_snapshot_comes_out_as_it_went_in(store: Store) -> None:
-    unit = make_unit(b"x = 1\n", Blobs(store).write_pack(make_pack(b"x = 1\n")))
-    facts = Facts(captured_ns=7, originals=("/somewhere",), notes=({"site/a-1.dist-info/INSTALLER": "pip\n"},))
+    unit = make_unit(b"x = 1\n", StoreBlobs(store).write_pack(make_pack(b"x = 1\n")))
+    facts = SnapshotOrigin(captured_ns=7, originals=("/somewhere",), notes=({"site/a-1.dist-info/INSTALLER": "pip\n"},))
     snapshot = snapshot_of(unit, facts=facts)
-    blobs = Blobs(store)
+    blobs = StoreBlobs(store)
     blobs.write_unit(unit)
     blobs.write_snapshot(snapshot)
-    assert Blobs(store).read_unit(unit.address) == unit
-    assert Blobs(store).read_snapshot(snapshot.address) == snapshot
-    assert Blobs(store).read_pack(unit.packs[0]) == make_pack(b"x = 1\n")
-    assert Blobs(store).read_range(unit.packs[0], 3, 4) == make_pack(b"x = 1\n")[3:7]
+    assert StoreBlobs(store).read_unit(unit.address) == unit
+    assert StoreBlobs(store).read_snapshot(snapshot.address) == snapshot
+    assert StoreBlobs(store).read_pack(unit.packs[0]) == make_pack(b"x = 1\n")
+    assert StoreBlobs(store).read_range(unit.packs[0], 3, 4) == make_pack(b"x = 1\n")[3:7]
 
 
 def test_what_is_missing_is_named() -> None:
-    blobs = Blobs(MemoryStore("mine"))
+    blobs = StoreBlobs(MemoryStore("mine"))
     for read, what in ((blobs.read_snapshot, "snapshot"), (blobs.read_unit, "unit"), (blobs.read_pack, "pack")):
         with pytest.raises(EnvironmentMissing) as caught:
             read(A)
@@ -88,54 +88,54 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_missing_keeps_the_order_asked(store: Store) -> None:
-    present = Blobs(store).write_pack(b"there")
+    present = StoreBlobs(store).write_pack(b"there")
     absent = [digit * 64 for digit in "fa0"]
-    assert Blobs(store).missing_packs([absent[0], present, *absent[1:], absent[0]]) == tuple(absent)
-    assert Blobs(store).missing_units([present]) == (present,)
-    assert Blobs(store).missing_units([]) == ()
+    assert StoreBlobs(store).missing_packs([absent[0], present, *absent[1:], absent[0]]) == tuple(absent)
+    assert StoreBlobs(store).missing_units([present]) == (present,)
+    assert StoreBlobs(store).missing_units([]) == ()
 
 
 @pytest.mark.parametrize("alter", [cut, flip, lambda data: b"", lambda data: data + b"\0"])
 def test_F42_what_was_altered_on_its_way_is_read_again(alter: Callable[[bytes], bytes]) -> None:
     store = AlteringStore()
-    snapshot = capture(Blobs(store), b"y = 2\n" * 1000)
-    unit = Blobs(store).read_unit(snapshot.addresses()[0])
-    reads: list[Callable[[Blobs], object]] = [
+    snapshot = capture(StoreBlobs(store), b"y = 2\n" * 1000)
+    unit = StoreBlobs(store).read_unit(snapshot.addresses()[0])
+    reads: list[Callable[[StoreBlobs], object]] = [
         lambda blobs: blobs.read_snapshot(snapshot.address),
         lambda blobs: blobs.read_unit(unit.address),
         lambda blobs: blobs.read_pack(unit.packs[0]),
     ]
     for read in reads:
         store.from_now_on(alter, times=0)
-        right = read(Blobs(store))
+        right = read(StoreBlobs(store))
         store.from_now_on(alter, times=1)
-        assert read(Blobs(store)) == right
+        assert read(StoreBlobs(store)) == right
         assert store.reads == 2
         store.from_now_on(alter, times=2)
         with pytest.raises(EnvironmentCorrupt) as caught:
-            read(Blobs(store))
+            read(StoreBlobs(store))
         assert golden("environment.blobs.store-memory-altered") in caught.value.message
 
 
 def test_F42_a_range_that_comes_back_short_is_read_again() -> None:
     store = AlteringStore()
-    digest = Blobs(store).write_pack(b"0123456789")
+    digest = StoreBlobs(store).write_pack(b"0123456789")
     store.from_now_on(cut, times=1)
-    assert Blobs(store).read_range(digest, 2, 6) == b"234567"
+    assert StoreBlobs(store).read_range(digest, 2, 6) == b"234567"
     with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("environment.blobs.ends-too-early"))):
-        Blobs(store).read_range(digest, 5, 6)
+        StoreBlobs(store).read_range(digest, 5, 6)
 
 
 def test_F42_every_single_bit_of_a_unit_is_guarded() -> None:
     store = AlteringStore()
-    address = capture(Blobs(store), b"z").addresses()[0]
-    right = Blobs(store).read_unit(address)
+    address = capture(StoreBlobs(store), b"z").addresses()[0]
+    right = StoreBlobs(store).read_unit(address)
     size = len(store.get(f"units/{address}"))
     for bit in range(size * 8):
         store.from_now_on(partial(flipped, bit), times=2)
         with contextlib.suppress(EnvironmentCorrupt):
             # A frame's header has bits that mean nothing.
-            assert Blobs(store).read_unit(address) == right
+            assert StoreBlobs(store).read_unit(address) == right
 
 
 def flipped(bit: int, data: bytes) -> bytes:
@@ -144,42 +144,42 @@ def flipped(bit: int, data: bytes) -> bytes:
 
 def test_a_document_under_another_address_is_corrupt() -> None:
     store = MemoryStore()
-    first, second = capture(Blobs(store), b"1"), capture(Blobs(store), b"2")
+    first, second = capture(StoreBlobs(store), b"1"), capture(StoreBlobs(store), b"2")
     for kind, one, other in (
         ("snapshots", first.address, second.address),
         ("units", first.addresses()[0], second.addresses()[0]),
     ):
         store.put({f"{kind}/{one}": store.get(f"{kind}/{other}")})
     with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("environment.blobs.address-says"))):
-        Blobs(store).read_snapshot(first.address)
+        StoreBlobs(store).read_snapshot(first.address)
     with pytest.raises(EnvironmentCorrupt, match=re.escape(golden("environment.blobs.address-says"))):
-        Blobs(store).read_unit(first.addresses()[0])
+        StoreBlobs(store).read_unit(first.addresses()[0])
 
 
 def test_a_document_that_breaks_the_rules_is_rejected_by_its_rule() -> None:
     store = MemoryStore()
-    address = capture(Blobs(store), b"1").addresses()[0]
-    unit = Blobs(store).read_unit(address)
+    address = capture(StoreBlobs(store), b"1").addresses()[0]
+    unit = StoreBlobs(store).read_unit(address)
     bad = msgspec.structs.replace(unit, packs=("../../etc/passwd",))
     store.put({f"units/{address}": encode(bad)})
     with pytest.raises(EnvironmentRejected, match=re.escape(golden("environment.blobs.name-pack-64"))):
-        Blobs(store).read_unit(address)
+        StoreBlobs(store).read_unit(address)
     with pytest.raises(EnvironmentRejected):
-        Blobs(store).write_unit(bad)
+        StoreBlobs(store).write_unit(bad)
 
 
 def test_another_version_says_to_upgrade() -> None:
     store = MemoryStore()
-    snapshot = capture(Blobs(store), b"1")
-    unit = Blobs(store).read_unit(snapshot.addresses()[0])
+    snapshot = capture(StoreBlobs(store), b"1")
+    unit = StoreBlobs(store).read_unit(snapshot.addresses()[0])
     newer = msgspec.structs.replace(snapshot, version=SNAPSHOT_VERSION + 1)
     store.put({f"snapshots/{snapshot.address}": encode(newer)})
     store.put({f"units/{unit.address}": encode(msgspec.structs.replace(unit, version=2))})
     store.put({"gc/condemned": encode(Condemned(version=2))})
     for read, newest in (
-        (lambda: Blobs(store).read_snapshot(snapshot.address), SNAPSHOT_VERSION),
-        (lambda: Blobs(store).read_unit(unit.address), 1),
-        (lambda: Blobs(store).missing_units([unit.address]), 1),
+        (lambda: StoreBlobs(store).read_snapshot(snapshot.address), SNAPSHOT_VERSION),
+        (lambda: StoreBlobs(store).read_unit(unit.address), 1),
+        (lambda: StoreBlobs(store).missing_units([unit.address]), 1),
     ):
         with pytest.raises(EnvironmentRejected) as caught:
             read()
@@ -207,7 +207,7 @@ def test_what_cannot_be_a_document_is_not_decoded(document: bytes, why: str) -> 
     store = MemoryStore()
     store.put({f"units/{A}": document})
     with pytest.raises(EnvironmentCorrupt, match=why):
-        Blobs(store).read_unit(A)
+        StoreBlobs(store).read_unit(A)
 
 
 def test_nothing_is_written_before_its_parts() -> None:
@@ -215,34 +215,34 @@ def test_nothing_is_written_before_its_parts() -> None:
     pack = make_pack(b"1")
     unit = make_unit(b"1", digest_of(pack))
     with pytest.raises(EnvironmentMissing) as caught:
-        Blobs(store).write_unit(unit)
+        StoreBlobs(store).write_unit(unit)
     assert caught.value.message == golden(
         "environment.blobs.unit-cannot-written", address=unit.address[:12], digest_of=digest_of(pack)[:12]
     )
     with pytest.raises(EnvironmentMissing, match=re.escape(golden("environment.blobs.units-store"))):
-        Blobs(store).write_snapshot(snapshot_of(unit))
+        StoreBlobs(store).write_snapshot(snapshot_of(unit))
     assert [*store.list("units"), *store.list("snapshots")] == []
 
 
 def test_what_is_condemned_counts_as_absent_until_it_is_put_again() -> None:
     store = MemoryStore()
-    snapshot = capture(Blobs(store), b"1")
-    unit = Blobs(store).read_unit(snapshot.addresses()[0])
+    snapshot = capture(StoreBlobs(store), b"1")
+    unit = StoreBlobs(store).read_unit(snapshot.addresses()[0])
     keys = (f"packs/{unit.packs[0]}", f"units/{unit.address}", f"snapshots/{snapshot.address}")
     write_condemned(store, Condemned(entries=tuple(Sentence(key, 1, 1) for key in keys)))
-    blobs = Blobs(store)
+    blobs = StoreBlobs(store)
     assert blobs.missing_units([unit.address]) == (unit.address,)
     assert blobs.missing_packs(unit.packs) == unit.packs
     with pytest.raises(EnvironmentMissing):
         blobs.write_snapshot(snapshot)
-    assert Blobs(store).read_snapshot(snapshot.address) == snapshot
+    assert StoreBlobs(store).read_snapshot(snapshot.address) == snapshot
     capture(blobs, b"1")
     assert blobs.missing_units([unit.address]) == ()
 
 
 def test_a_capture_that_takes_too_long_does_not_publish() -> None:
     store, clock = MemoryStore(), FakeClock()
-    blobs = Blobs(store, clock=clock)
+    blobs = StoreBlobs(store, clock=clock)
     snapshot = snapshot_of(make_unit(b"1", blobs.write_pack(make_pack(b"1"))))
     blobs.write_unit(make_unit(b"1", blobs.write_pack(make_pack(b"1"))))
     clock.advance(6 * 3600 + 1)
@@ -254,8 +254,8 @@ def test_a_capture_that_takes_too_long_does_not_publish() -> None:
 
 def test_a_snapshot_is_found_by_the_start_of_its_address() -> None:
     store = MemoryStore("mine")
-    address = capture(Blobs(store), b"1").address
-    blobs = Blobs(store)
+    address = capture(StoreBlobs(store), b"1").address
+    blobs = StoreBlobs(store)
     assert blobs.find_snapshot(address[:4]) == address
     assert blobs.find_snapshot(address) == address
     with pytest.raises(EnvironmentMissing, match=re.escape(golden("environment.blobs.store-memory-mine"))):
@@ -270,7 +270,7 @@ def test_a_snapshot_is_found_by_the_start_of_its_address() -> None:
 
 
 def test_addresses_lead_nowhere_else() -> None:
-    blobs = Blobs(MemoryStore())
+    blobs = StoreBlobs(MemoryStore())
     for wrong in ("", "../x", "a" * 63, "/etc/passwd"):
         for call in (
             lambda wrong=wrong: blobs.read_unit(wrong),

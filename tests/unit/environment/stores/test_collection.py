@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.documents import Snapshot
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.stores.base import Store
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.codec import encode
-from serverless_gpu.environment.stores.collection import Collected, Tally, collect
+from serverless_gpu.environment.stores.collection import CollectionResult, Tally, collect
 from serverless_gpu.environment.stores.condemned_objects import COLLECTOR, CONDEMNED, Condemned, read_condemned
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
@@ -38,9 +38,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, clock: FakeClock) -> S
     return DirectoryStore(tmp_path / "store", clock=clock)
 
 
-def run(store: Store, clock: FakeClock, *in_use: Snapshot, dry_run: bool = False) -> Collected:
+def run(store: Store, clock: FakeClock, *in_use: Snapshot, dry_run: bool = False) -> CollectionResult:
     addresses = [snapshot.address for snapshot in in_use]
-    return collect(Blobs(store, clock=clock), in_use=addresses, keep_s=KEEP_S, grace_s=GRACE_S, dry_run=dry_run)
+    return collect(StoreBlobs(store, clock=clock), in_use=addresses, keep_s=KEEP_S, grace_s=GRACE_S, dry_run=dry_run)
 
 
 def everything(store: Store) -> dict[str, bytes]:
@@ -52,7 +52,7 @@ def everything(store: Store) -> dict[str, bytes]:
 
 
 def is_whole(store: Store, snapshot: Snapshot) -> bool:
-    blobs = Blobs(store)
+    blobs = StoreBlobs(store)
     try:
         read = blobs.read_snapshot(snapshot.address)
         packs = [digest for address in read.addresses() for digest in blobs.read_unit(address).packs]
@@ -62,13 +62,13 @@ def is_whole(store: Store, snapshot: Snapshot) -> bool:
 
 
 def test_what_nobody_needs_is_condemned_and_then_deleted(store: Store, clock: FakeClock) -> None:
-    old = capture(Blobs(store, clock=clock), b"shared", b"only old")
+    old = capture(StoreBlobs(store, clock=clock), b"shared", b"only old")
     clock.advance(KEEP_S - 1)
-    new = capture(Blobs(store, clock=clock), b"shared", b"only new")
+    new = capture(StoreBlobs(store, clock=clock), b"shared", b"only new")
     before = sum(len(data) for data in everything(store).values())
 
     first = run(store, clock)
-    assert first == Collected(kept=Tally(snapshots=2, units=3, packs=3, bytes=before))
+    assert first == CollectionResult(kept=Tally(snapshots=2, units=3, packs=3, bytes=before))
     clock.advance(1)
     second = run(store, clock)
     assert (second.condemned.snapshots, second.condemned.units, second.condemned.packs) == (1, 1, 1)
@@ -94,7 +94,7 @@ def test_what_nobody_needs_is_condemned_and_then_deleted(store: Store, clock: Fa
 
 
 def test_snapshots_in_use_are_never_touched(store: Store, clock: FakeClock) -> None:
-    snapshot = capture(Blobs(store, clock=clock), b"1")
+    snapshot = capture(StoreBlobs(store, clock=clock), b"1")
     for _ in range(5):
         clock.advance(KEEP_S + GRACE_S)
         assert run(store, clock, snapshot).deleted == Tally()
@@ -107,11 +107,11 @@ def test_snapshots_in_use_are_never_touched(store: Store, clock: FakeClock) -> N
 
 
 def test_a_capture_saves_what_was_condemned(store: Store, clock: FakeClock) -> None:
-    capture(Blobs(store, clock=clock), b"1", b"2")
+    capture(StoreBlobs(store, clock=clock), b"1", b"2")
     clock.advance(KEEP_S)
     run(store, clock)
     clock.advance(GRACE_S - 1)
-    again = capture(Blobs(store, clock=clock), b"1")
+    again = capture(StoreBlobs(store, clock=clock), b"1")
     clock.advance(1)
     collected = run(store, clock)
     assert (collected.deleted.units, collected.deleted.packs, collected.deleted.snapshots) == (1, 1, 1)
@@ -119,7 +119,7 @@ def test_a_capture_saves_what_was_condemned(store: Store, clock: FakeClock) -> N
 
 
 def test_what_a_crashed_capture_left_goes(store: Store, clock: FakeClock) -> None:
-    blobs = Blobs(store, clock=clock)
+    blobs = StoreBlobs(store, clock=clock)
     unit = make_unit(b"1", blobs.write_pack(make_pack(b"1")))
     blobs.write_unit(unit)
     blobs.write_pack(b"nothing points here")
@@ -132,18 +132,18 @@ def test_what_a_crashed_capture_left_goes(store: Store, clock: FakeClock) -> Non
 
 
 def test_a_young_unit_keeps_the_old_packs_it_points_into(store: Store, clock: FakeClock) -> None:
-    digest = Blobs(store, clock=clock).write_pack(make_pack(b"1"))
+    digest = StoreBlobs(store, clock=clock).write_pack(make_pack(b"1"))
     clock.advance(GRACE_S - 1)
     unit = make_unit(b"1", digest)
-    Blobs(store, clock=clock).write_unit(unit)
+    StoreBlobs(store, clock=clock).write_unit(unit)
     clock.advance(50)
     # The pack is old now and no snapshot needs it, but a capture that goes on finds the unit, and looks no further.
     assert run(store, clock).condemned == Tally()
-    Blobs(store, clock=clock).write_snapshot(snapshot_of(unit))
+    StoreBlobs(store, clock=clock).write_snapshot(snapshot_of(unit))
 
 
 def test_dry_run_changes_nothing_and_says_what_would_go(store: Store, clock: FakeClock) -> None:
-    capture(Blobs(store, clock=clock), b"1")
+    capture(StoreBlobs(store, clock=clock), b"1")
     for advance in (KEEP_S, GRACE_S):
         clock.advance(advance)
         before = everything(store)
@@ -158,9 +158,9 @@ def test_dry_run_changes_nothing_and_says_what_would_go(store: Store, clock: Fak
 
 @pytest.mark.parametrize("kind", ["snapshots", "units"])
 def test_below_what_cannot_be_read_nothing_is_touched(store: Store, clock: FakeClock, kind: str) -> None:
-    capture(Blobs(store, clock=clock), b"old")
+    capture(StoreBlobs(store, clock=clock), b"old")
     clock.advance(KEEP_S)
-    snapshot = capture(Blobs(store, clock=clock), b"new")
+    snapshot = capture(StoreBlobs(store, clock=clock), b"new")
     altered = {"snapshots": f"snapshots/{snapshot.address}", "units": f"units/{snapshot.addresses()[0]}"}[kind]
     store.put({altered: b"altered"})
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_below_what_cannot_be_read_nothing_is_touched(store: Store, clock: FakeC
 
 
 def test_an_altered_list_condemns_anew(store: Store, clock: FakeClock) -> None:
-    capture(Blobs(store, clock=clock), b"1")
+    capture(StoreBlobs(store, clock=clock), b"1")
     clock.advance(KEEP_S)
     run(store, clock)
     store.put({CONDEMNED: b"altered"})
@@ -197,12 +197,12 @@ def read_keys(store: Store) -> list[str]:
 
 
 def test_two_at_once_do_nothing(store: Store, clock: FakeClock) -> None:
-    capture(Blobs(store, clock=clock), b"1")
+    capture(StoreBlobs(store, clock=clock), b"1")
     clock.advance(KEEP_S)
     other = COLLECTOR + "0" * 32
     store.put({other: b""})
     before = everything(store)
-    assert run(store, clock) == Collected(busy=True)
+    assert run(store, clock) == CollectionResult(busy=True)
     assert everything(store) == before
     # One that died counts no longer.
     clock.advance(20 * 60)
@@ -225,7 +225,7 @@ def test_a_collection_that_stands_still_gives_up(clock: FakeClock) -> None:
             return super().get(key, start, length)
 
     store = Slow(clock=clock)
-    capture(Blobs(store, clock=clock), b"1")
+    capture(StoreBlobs(store, clock=clock), b"1")
     with pytest.raises(StoreUnavailable, match=re.escape(golden("environment.collection.stood-still-660"))):
         run(store, clock)
     assert read_keys(store) == []
@@ -234,10 +234,10 @@ def test_a_collection_that_stands_still_gives_up(clock: FakeClock) -> None:
 def test_it_says_how_far_it_is(clock: FakeClock) -> None:
     store = MemoryStore(clock=clock)
     for number in range(100):
-        capture(Blobs(store, clock=clock), b"%d" % number)
-    said: list[Progress] = []
+        capture(StoreBlobs(store, clock=clock), b"%d" % number)
+    said: list[ProgressPoint] = []
     clock.advance(KEEP_S)
-    blobs = Blobs(store, clock=clock)
+    blobs = StoreBlobs(store, clock=clock)
     collect(blobs, keep_s=2 * KEEP_S, grace_s=GRACE_S, report=said.append)
     assert [(one.files_done, one.files_total, one.name) for one in said] == [
         (64, 100, "looking"),
@@ -267,9 +267,9 @@ def test_killed_anywhere_the_next_one_goes_on(clock: FakeClock, dies_at: int) ->
                 super().delete([key])
 
     store = Dies(clock=clock)
-    capture(Blobs(store, clock=clock), b"1", b"2", b"3")
+    capture(StoreBlobs(store, clock=clock), b"1", b"2", b"3")
     clock.advance(KEEP_S)
-    kept = capture(Blobs(store, clock=clock), b"3", b"4")
+    kept = capture(StoreBlobs(store, clock=clock), b"3", b"4")
     run(store, clock)
     clock.advance(GRACE_S)
     store.calls = 0
@@ -281,8 +281,8 @@ def test_killed_anywhere_the_next_one_goes_on(clock: FakeClock, dies_at: int) ->
         assert store.calls < dies_at + 1
     store.calls = -1
     for snapshot in list(store.list("snapshots")):
-        assert is_whole(store, Blobs(store).read_snapshot(snapshot.key.partition("/")[2]))
-    again = capture(Blobs(store, clock=clock, sleep=clock.advance), b"1", b"4")
+        assert is_whole(store, StoreBlobs(store).read_snapshot(snapshot.key.partition("/")[2]))
+    again = capture(StoreBlobs(store, clock=clock, sleep=clock.advance), b"1", b"4")
     for _ in range(4):
         clock.advance(20 * 60)
         run(store, clock, kept, again)

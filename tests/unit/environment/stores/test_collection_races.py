@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.environment.documents import Snapshot
 from serverless_gpu.environment.stores.base import Stored
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.collection import collect
 from serverless_gpu.environment.stores.condemned_objects import CONDEMNED, Condemned, Sentence
 from serverless_gpu.environment.stores.memory import MemoryStore
@@ -31,15 +31,15 @@ class Races:
     def __init__(self) -> None:
         self.world = World()
         self.snapshots: list[Snapshot] = []
-        capture(Blobs(self.world.memory, clock=self.world.clock), b"1", b"2")
+        capture(StoreBlobs(self.world.memory, clock=self.world.clock), b"1", b"2")
         self.world.clock.advance(DAY_S)
 
     def collect(self) -> None:
-        collect(Blobs(self.world.memory, clock=self.world.clock), keep_s=DAY_S, grace_s=GRACE_S)
+        collect(StoreBlobs(self.world.memory, clock=self.world.clock), keep_s=DAY_S, grace_s=GRACE_S)
 
     def start_collection(self) -> Actor:
         def work(actor: Actor) -> None:
-            collect(Blobs(actor.store, clock=self.world.clock), keep_s=DAY_S, grace_s=GRACE_S)
+            collect(StoreBlobs(actor.store, clock=self.world.clock), keep_s=DAY_S, grace_s=GRACE_S)
 
         return self.world.start(work, seconds_max=DAY_S)
 
@@ -48,7 +48,7 @@ class Races:
             def sleep(_: float) -> None:
                 actor.wait()
 
-            self.snapshots.append(capture(Blobs(actor.store, clock=self.world.clock, sleep=sleep), *contents))
+            self.snapshots.append(capture(StoreBlobs(actor.store, clock=self.world.clock, sleep=sleep), *contents))
 
         return self.world.start(work, seconds_max=GRACE_S)
 
@@ -70,7 +70,7 @@ class Races:
         return bool(list(self.world.memory.list("units")))
 
     def is_whole(self) -> bool:
-        blobs = Blobs(self.world.memory)
+        blobs = StoreBlobs(self.world.memory)
         units = [blobs.read_unit(unit) for snapshot in self.snapshots for unit in snapshot.addresses()]
         return all(blobs.read_pack(digest) for unit in units for digest in unit.packs)
 
@@ -261,7 +261,7 @@ class Hurried(MemoryStore):
             self.left = None
             for _ in range(2):
                 self.clock.advance(1)
-                collect(Blobs(self, clock=self.clock), keep_s=0, grace_s=0)
+                collect(StoreBlobs(self, clock=self.clock), keep_s=0, grace_s=0)
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
         """Put objects."""
@@ -281,15 +281,15 @@ def test_a_collection_without_grace_lets_no_capture_publish_what_is_not_there(kn
     clock = FakeClock()
     store = Hurried(clock)
     if known:
-        capture(Blobs(store, clock=clock), b"1", b"2")
+        capture(StoreBlobs(store, clock=clock), b"1", b"2")
         clock.advance(10)
     store.left = at
     try:
-        snapshot = capture(Blobs(store, clock=clock), b"1", b"2", b"3")
+        snapshot = capture(StoreBlobs(store, clock=clock), b"1", b"2", b"3")
     except (StoreUnavailable, EnvironmentMissing):
         store.left = None
-        snapshot = capture(Blobs(store, clock=clock), b"1", b"2", b"3")
-    blobs = Blobs(store, clock=clock)
+        snapshot = capture(StoreBlobs(store, clock=clock), b"1", b"2", b"3")
+    blobs = StoreBlobs(store, clock=clock)
     for address in blobs.read_snapshot(snapshot.address).addresses():
         for digest in blobs.read_unit(address).packs:
             blobs.read_pack(digest)

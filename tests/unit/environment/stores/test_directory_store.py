@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.environment.stores.base import OBJECT_BYTES_MAX, Store
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import INCOMING, DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.environment.stores.store_urls import open_store
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 def test_only_its_owner_can_look_inside(root: Path) -> None:
     old = os.umask(0)
     try:
-        capture(Blobs(DirectoryStore(root)), b"1")
+        capture(StoreBlobs(DirectoryStore(root)), b"1")
     finally:
         os.umask(old)
     paths = [root, *root.rglob("*")]

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.access.audit_chain import Head, Link, digest, follow
+from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, digest, follow
 
 
-def chained(count: int) -> list[Link]:
-    found: list[Link] = []
-    head = Head()
+def chained(count: int) -> list[ChainedEntry]:
+    found: list[ChainedEntry] = []
+    head = ChainHead()
     for number in range(1, count + 1):
-        link = Link(
+        link = ChainedEntry(
             number=number,
             seq=number * 2,
             at_ns=10**18 + number,
@@ -26,16 +26,16 @@ def chained(count: int) -> list[Link]:
             detail={"b": number, "a": "x"},
             token="t",
         )
-        head = Head(number, digest(head.sha256, link))
+        head = ChainHead(number, digest(head.sha256, link))
         found.append(msgspec.structs.replace(link, sha256=head.sha256))
     return found
 
 
 def test_a_chain_is_followed_to_its_end_in_one_go_or_in_pages() -> None:
     links = chained(7)
-    end = Head(7, links[-1].sha256)
-    assert follow(links, after=Head()) == (end, "")
-    middle, problem = follow(links[:3], after=Head())
+    end = ChainHead(7, links[-1].sha256)
+    assert follow(links, after=ChainHead()) == (end, "")
+    middle, problem = follow(links[:3], after=ChainHead())
     assert (middle.number, problem) == (3, "")
     assert follow(links[3:], after=middle) == (end, "")
     assert follow([], after=end) == (end, "")
@@ -58,7 +58,7 @@ def test_a_chain_is_followed_to_its_end_in_one_go_or_in_pages() -> None:
 def test_whatever_is_changed_is_named(field: str, value: Any, position: int) -> None:
     links = chained(5)
     links[position] = msgspec.structs.replace(links[position], **{field: value})
-    head, problem = follow(links, after=Head())
+    head, problem = follow(links, after=ChainHead())
     assert head.number == position
     assert f"entry {position + 1} " in problem
 
@@ -67,17 +67,17 @@ def test_whatever_is_changed_is_named(field: str, value: Any, position: int) -> 
 def test_what_is_removed_or_moved_is_named(position: int) -> None:
     links = chained(5)
     without = links[:position] + links[position + 1 :]
-    assert follow(without, after=Head())[1].startswith(f"entry {position + 1} is missing")
+    assert follow(without, after=ChainHead())[1].startswith(f"entry {position + 1} is missing")
     swapped = [*links]
     swapped[position], swapped[position + 1] = swapped[position + 1], swapped[position]
-    assert follow(swapped, after=Head())[0].number == position
+    assert follow(swapped, after=ChainHead())[0].number == position
 
 
 def test_an_entry_that_was_changed_with_its_digest_breaks_the_next() -> None:
     links = chained(3)
     changed = msgspec.structs.replace(links[1], principal="eve")
     links[1] = msgspec.structs.replace(changed, sha256=digest(links[0].sha256, changed))
-    head, problem = follow(links, after=Head())
+    head, problem = follow(links, after=ChainHead())
     assert (head.number, "entry 3 " in problem) == (2, True)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.billing.advice import Curve, Mix, Rates, Use, advise, best_slots, curve_of, mix
+from serverless_gpu.model.billing.advice import Curve, GpuRates, GpuUse, Mix, advise, best_slots, curve_of, mix
 from serverless_gpu.model.billing.advice_formulas import formulas, price
 from serverless_gpu.model.utc_days import HOUR_NS
 from tests.support.golden import golden
@@ -18,13 +18,13 @@ from tests.support.golden import golden
 SPAN = 100
 
 
-def use(start: int, end: int, gpus: int) -> Use:
-    return Use(start_ns=start * HOUR_NS, end_ns=end * HOUR_NS, gpus=gpus)
+def use(start: int, end: int, gpus: int) -> GpuUse:
+    return GpuUse(start_ns=start * HOUR_NS, end_ns=end * HOUR_NS, gpus=gpus)
 
 
-def hour_uses() -> st.SearchStrategy[list[Use]]:
+def hour_uses() -> st.SearchStrategy[list[GpuUse]]:
     one = st.builds(
-        lambda start, length, gpus: Use(start_ns=start, end_ns=start + length, gpus=gpus),
+        lambda start, length, gpus: GpuUse(start_ns=start, end_ns=start + length, gpus=gpus),
         st.integers(-20, SPAN + 20),
         st.integers(0, SPAN),
         st.integers(0, 9),
@@ -32,15 +32,15 @@ def hour_uses() -> st.SearchStrategy[list[Use]]:
     return st.lists(one, max_size=12)
 
 
-def rates() -> st.SearchStrategy[Rates]:
+def rates() -> st.SearchStrategy[GpuRates]:
     return st.builds(
-        lambda reserved, on_demand: Rates(reserved=reserved, on_demand=on_demand),
+        lambda reserved, on_demand: GpuRates(reserved=reserved, on_demand=on_demand),
         st.integers(0, 40).map(lambda micros: micros * 100_000),
         st.integers(1, 40).map(lambda micros: micros * 100_000),
     )
 
 
-def exact_cost(uses: list[Use], told: Rates, slots: int) -> int:
+def exact_cost(uses: list[GpuUse], told: GpuRates, slots: int) -> int:
     """Return a cost by looking at each nanosecond, in micros × ns per hour: nothing is rounded."""
     cost = 0
     for at_ns in range(SPAN):
@@ -50,16 +50,16 @@ def exact_cost(uses: list[Use], told: Rates, slots: int) -> int:
 
 
 @given(hour_uses(), rates())
-def test_no_other_size_costs_less_and_no_smaller_one_as_little(uses: list[Use], told: Rates) -> None:
+def test_no_other_size_costs_less_and_no_smaller_one_as_little(uses: list[GpuUse], told: GpuRates) -> None:
     curve = curve_of(uses, 0, SPAN)
     costs = [exact_cost(uses, told, slots) for slots in range(curve.peak + 3)]
     assert best_slots(curve, told) == costs.index(min(costs))
 
 
 @given(hour_uses(), rates(), st.integers(0, 60))
-def test_costs_are_those_of_each_moment_rounded_up_once(uses: list[Use], told: Rates, slots: int) -> None:
+def test_costs_are_those_of_each_moment_rounded_up_once(uses: list[GpuUse], told: GpuRates, slots: int) -> None:
     # An hour of these uses is 10^6 ns long, so that there is something to round.
-    grown = [Use(start_ns=each.start_ns * 10**6, end_ns=each.end_ns * 10**6, gpus=each.gpus) for each in uses]
+    grown = [GpuUse(start_ns=each.start_ns * 10**6, end_ns=each.end_ns * 10**6, gpus=each.gpus) for each in uses]
     found = mix(curve_of(grown, 0, SPAN * 10**6), told, slots)
     exact = exact_cost(uses, told, slots) * 10**6
     assert 0 <= found.micros * HOUR_NS - exact < 2 * HOUR_NS
@@ -67,7 +67,7 @@ def test_costs_are_those_of_each_moment_rounded_up_once(uses: list[Use], told: R
 
 
 @given(hour_uses())
-def test_the_curve_has_the_time_of_each_number_of_gpus(uses: list[Use]) -> None:
+def test_the_curve_has_the_time_of_each_number_of_gpus(uses: list[GpuUse]) -> None:
     curve = curve_of(uses, 0, SPAN)
     wanted = [sum(each.gpus for each in uses if each.start_ns <= at < each.end_ns) for at in range(SPAN)]
     assert curve.peak == max(wanted)
@@ -78,7 +78,9 @@ def test_the_curve_has_the_time_of_each_number_of_gpus(uses: list[Use]) -> None:
 
 
 @given(hour_uses(), rates())
-def test_advice_followed_when_something_changed_costs_no_less_than_the_best_then(uses: list[Use], told: Rates) -> None:
+def test_advice_followed_when_something_changed_costs_no_less_than_the_best_then(
+    uses: list[GpuUse], told: GpuRates
+) -> None:
     advice = advise(curve_of(uses, 0, SPAN), told)
     assert [each.what.rsplit(" ", 2)[0] for each in advice.changed] == [
         *["reserved price"] * 2,
@@ -96,7 +98,7 @@ def test_one_small_example() -> None:
     """10 hours: 2 GPUs for all of it, 4 more for 6 hours, 2 more for 1."""
     curve = curve_of([use(0, 10, 2), use(1, 7, 4), use(3, 4, 2)], 0, 10 * HOUR_NS)
     assert curve.levels == ((2, 4 * HOUR_NS), (6, 5 * HOUR_NS), (8, 1 * HOUR_NS))
-    advice = advise(curve, Rates(reserved=1_000_000, on_demand=2_000_000), gpu_type="H100", now=8)
+    advice = advise(curve, GpuRates(reserved=1_000_000, on_demand=2_000_000), gpu_type="H100", now=8)
     assert advice.duty_percent == 50.0
     assert [(slot.first, slot.last, slot.share_percent, slot.pays) for slot in advice.slots] == [
         (1, 2, 100.0, True),
@@ -135,25 +137,25 @@ def test_one_small_example() -> None:
 
 
 def test_nothing_that_was_wanted_is_nothing_to_reserve() -> None:
-    advice = advise(curve_of([], 0, HOUR_NS), Rates(reserved=1, on_demand=2))
+    advice = advise(curve_of([], 0, HOUR_NS), GpuRates(reserved=1, on_demand=2))
     assert (advice.best.slots, advice.best.micros, advice.best.duty_percent, advice.slots) == (0, 0, None, ())
 
 
 def test_a_reserved_gpu_that_is_free_pays_whenever_it_is_wanted() -> None:
     curve = curve_of([use(0, 1, 3)], 0, 10 * HOUR_NS)
-    assert best_slots(curve, Rates(reserved=0, on_demand=1)) == 3
-    assert best_slots(curve, Rates(reserved=2, on_demand=1)) == 0
+    assert best_slots(curve, GpuRates(reserved=0, on_demand=1)) == 3
+    assert best_slots(curve, GpuRates(reserved=2, on_demand=1)) == 0
 
 
 def test_what_cannot_be_looked_at() -> None:
     with pytest.raises(InvalidValue, match="no time between"):
         curve_of([], 5, 5)
     curve = curve_of([use(0, 1, 1)], 0, HOUR_NS)
-    for told in (Rates(reserved=-1, on_demand=1), Rates(reserved=1, on_demand=0)):
+    for told in (GpuRates(reserved=-1, on_demand=1), GpuRates(reserved=1, on_demand=0)):
         with pytest.raises(InvalidValue, match=re.escape(golden("model.advice.prices-more"))):
             advise(curve, told)
     with pytest.raises(InvalidValue, match=re.escape(golden("model.advice.gpus-cannot-reserved"))):
-        mix(curve, Rates(reserved=1, on_demand=1), -1)
+        mix(curve, GpuRates(reserved=1, on_demand=1), -1)
 
 
 def test_too_many_uses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

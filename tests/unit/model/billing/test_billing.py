@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.billing import billing_rows
-from serverless_gpu.model.billing.billing_rows import Record
-from serverless_gpu.model.billing.ledger import Entry, EntryKind, Line
+from serverless_gpu.model.billing.billing_rows import BillingRow
+from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, LedgerLine
 from serverless_gpu.model.billing.pricing import Price, cost, dbu_cost, tariff
 from serverless_gpu.model.utc_days import DAY_NS
 from tests.support.model.usage import Account
@@ -41,17 +41,17 @@ COLUMNS = [
 ]
 
 
-def entry(*, kind: EntryKind = EntryKind.ORIGINAL, **fields: Any) -> Entry:
-    line = Line(day=DAY, start_ns=DAY * DAY_NS, end_ns=DAY * DAY_NS + 10**12, gpus=1, **fields)
-    return Entry(number=1, kind=kind, provisional=False, line=line)
+def entry(*, kind: EntryKind = EntryKind.ORIGINAL, **fields: Any) -> LedgerEntry:
+    line = LedgerLine(day=DAY, start_ns=DAY * DAY_NS, end_ns=DAY * DAY_NS + 10**12, gpus=1, **fields)
+    return LedgerEntry(number=1, kind=kind, provisional=False, line=line)
 
 
-def rows(one: Entry, **account: Any) -> list[Record]:
+def rows(one: LedgerEntry, **account: Any) -> list[BillingRow]:
     return list(billing_rows.records(one, Account(**account), run_id="r", fence=2, posted_ns=(DAY + 1) * DAY_NS))
 
 
 def test_a_row_has_the_columns_of_the_billing_table_and_null_where_there_is_nothing() -> None:
-    assert list(Record.__struct_fields__) == COLUMNS
+    assert list(BillingRow.__struct_fields__) == COLUMNS
     (row,) = rows(entry(billed_ms=HOUR_MS // 4), tags={"stage": "eval"}, reserved=True)
     assert msgspec.to_builtins(row) == {
         "record_id": "r:2:1",

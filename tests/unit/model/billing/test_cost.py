@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.billing.ledger import Line, charge
+from serverless_gpu.model.billing.ledger import LedgerLine, charge
 from serverless_gpu.model.billing.pricing import Tariff, rate
 from serverless_gpu.model.cost import AttemptUse, Cost, CostEstimate, Devices, Lasting, estimated, together
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
@@ -20,8 +20,8 @@ H100 = Tariff(gpu_micros_per_hour=2_990_000)
 HOUR_MS = 3_600_000
 
 
-def line(day: int = 20_000, **fields: int | None) -> Line:
-    return Line(day=day, start_ns=0, end_ns=1, gpus=8, **fields)  # type: ignore[arg-type]  # numbers all of them
+def line(day: int = 20_000, **fields: int | None) -> LedgerLine:
+    return LedgerLine(day=day, start_ns=0, end_ns=1, gpus=8, **fields)  # type: ignore[arg-type]  # numbers all of them
 
 
 # --- after: what it used ----------------------------------------------------------------------------------------------

@@ -8,7 +8,16 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serverless_gpu.model.billing.ledger import Entry, EntryKind, Line, charge, lines, post, priced, reversed_line
+from serverless_gpu.model.billing.ledger import (
+    EntryKind,
+    LedgerEntry,
+    LedgerLine,
+    charge,
+    lines,
+    post,
+    priced,
+    reversed_line,
+)
 from serverless_gpu.model.billing.metering import Meter, lendings
 from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
@@ -57,7 +66,7 @@ WHOLE = (
 
 def test_every_segment_is_apart_from_facts_alone() -> None:
     (line,) = lines(WHOLE, UNPRICED)
-    assert line == Line(
+    assert line == LedgerLine(
         day=DAY,
         start_ns=MIDNIGHT_NS + 10_000_000_000,
         end_ns=MIDNIGHT_NS + 102_250_000_000,
@@ -139,7 +148,7 @@ def test_a_lost_hand_back_never_has_a_session_pay_for_what_a_run_had() -> None:
 # --- entries ----------------------------------------------------------------------------------------------------------
 
 
-def net(entries: Iterable[Entry], *, provisional: bool | None = None) -> dict[int, tuple[int, ...]]:
+def net(entries: Iterable[LedgerEntry], *, provisional: bool | None = None) -> dict[int, tuple[int, ...]]:
     found: dict[int, tuple[int, ...]] = {}
     for entry in entries:
         if provisional is None or entry.provisional is provisional:
@@ -149,9 +158,9 @@ def net(entries: Iterable[Entry], *, provisional: bool | None = None) -> dict[in
     return {day: amounts for day, amounts in found.items() if any(amounts)}
 
 
-def as_posted(target: Sequence[Line]) -> list[Entry]:
+def as_posted(target: Sequence[LedgerLine]) -> list[LedgerEntry]:
     return [
-        Entry(number=number, kind=EntryKind.ORIGINAL, provisional=False, line=line)
+        LedgerEntry(number=number, kind=EntryKind.ORIGINAL, provisional=False, line=line)
         for number, line in enumerate(target, 1)
     ]
 
@@ -276,7 +285,7 @@ def test_lines_add_up_to_one_charge_that_is_rounded_once_and_never_more_than_was
 
 @given(histories(), TARIFFS, st.data())
 def test_any_sequence_of_posts_ends_in_the_same_sums(facts: list[Fact], tariff: Tariff, data: st.DataObject) -> None:
-    posted: list[Entry] = []
+    posted: list[LedgerEntry] = []
     for _ in range(data.draw(st.integers(0, 5))):
         some = data.draw(st.lists(st.sampled_from(facts), unique_by=lambda each: each.seq))
         billed = data.draw(st.booleans())
@@ -373,7 +382,7 @@ def test_facts_that_come_one_by_one_and_late_make_few_rows() -> None:
             (number, each) for number in range(30) for each in (fact(0, "held", 1), fact(1, "freed", 2.0001))
         )
     ]
-    posted: list[Entry] = []
+    posted: list[LedgerEntry] = []
     known: list[Fact] = []
     for each in days:
         known.append(each)

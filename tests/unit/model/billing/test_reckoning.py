@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serverless_gpu.model.billing.ledger import Entry, Line, lines, post
+from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, lines, post
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from tests.support import reckoning
@@ -54,7 +54,7 @@ def histories(draw: st.DrawFn) -> list[Fact]:
     return facts
 
 
-def row_of(entry: Entry) -> dict[str, Any]:
+def row_of(entry: LedgerEntry) -> dict[str, Any]:
     """Return an entry as a row of the ledger."""
     said = {"number": entry.number, "kind": entry.kind.value, "provisional": entry.provisional, "account_id": 1}
     return msgspec.structs.asdict(entry.line) | said | {"queued_ms": 0}
@@ -65,7 +65,7 @@ def rows_of(facts: Sequence[Fact]) -> list[Mapping[str, Any]]:
     return [msgspec.json.decode(msgspec.json.encode(fact)) for fact in facts]
 
 
-def summed(days: Sequence[Line], name: str) -> int:
+def summed(days: Sequence[LedgerLine], name: str) -> int:
     """Return what an amount of some lines adds up to."""
     return sum(getattr(line, name) or 0 for line in days)
 
@@ -93,7 +93,7 @@ def test_lines_are_what_a_second_reckoning_says(facts: list[Fact], tariff: Tarif
 def test_however_facts_arrive_and_however_often_they_are_posted_the_books_are_right_and_the_sums_the_same(
     facts: list[Fact], tariff: Tariff, rng: random.Random, is_billed: bool
 ) -> None:
-    posted: list[Entry] = []
+    posted: list[LedgerEntry] = []
     there: list[Fact] = []
     for fact in rng.sample(facts, len(facts)):
         there += [fact, fact][: rng.choice([1, 1, 2])]

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model import utc_days
 from serverless_gpu.model.billing import usage_report
-from serverless_gpu.model.billing.usage_report import Amounts, Group, Window
+from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow
 from tests.support.model.usage import Account
 
 HOUR_MS = 3_600_000
 
 
-def group(*key: str, currency: str = "USD", **amounts: Any) -> Group:
-    return Group(key=key, currency=currency, amounts=Amounts(**amounts))
+def group(*key: str, currency: str = "USD", **amounts: Any) -> ReportRow:
+    return ReportRow(key=key, currency=currency, amounts=Amounts(**amounts))
 
 
 def test_fields_are_read_as_they_are_written_and_others_are_refused() -> None:
@@ -65,7 +65,7 @@ def test_weeks_begin_on_monday_and_months_on_their_first(day: int) -> None:
 
 @given(first=st.integers(0, 30_000), length=st.integers(1, 800))
 def test_the_months_of_a_window_cover_it_each_once(first: int, length: int) -> None:
-    found = usage_report.months(Window(first, first + length))
+    found = usage_report.months(DayRange(first, first + length))
     names = [name for _, name in found]
     assert len(set(names)) == len(names) and found[-1][0] >= first + length
     for day in (first, first + length // 2, first + length - 1):
@@ -79,11 +79,11 @@ def test_days_that_are_none_are_refused() -> None:
     for text in ("2026-02-30", "yesterday", "22.11.2026"):
         with pytest.raises(InvalidValue, match="no day"):
             usage_report.day_of(text)
-    for window in (Window(10, 10), Window(11, 10), Window(-1, 3)):
+    for window in (DayRange(10, 10), DayRange(11, 10), DayRange(-1, 3)):
         with pytest.raises(InvalidValue, match="end before"):
             usage_report.checked(window)
     with pytest.raises(InvalidValue, match="at most"):
-        usage_report.checked(Window(0, 10_000))
+        usage_report.checked(DayRange(0, 10_000))
 
 
 def test_no_price_and_a_price_are_a_price_and_nothing_priced_is_none() -> None:

@@ -15,13 +15,13 @@ from serverless_gpu.model.billing.budget import (
     FULL,
     NOTHING,
     Budget,
+    BudgetUse,
     Period,
     Scope,
     ScopeKind,
     Spender,
     Standing,
     Subject,
-    Use,
     first_hold,
     held,
     is_refused,
@@ -68,7 +68,9 @@ def spender(run_id: str = "a", *, used_s: float | None = 0.0, seen_s: float = 0.
 def standing_at(limit: int, use: int, hold: int = 0, *, hard: bool = True) -> Standing:
     budget = money(limit, hard=hard)
     within = window(budget.period, NOW)
-    return Standing(budget=budget, window=within, used=Use(micros=use * 1_000_000), held=Use(micros=hold * 1_000_000))
+    return Standing(
+        budget=budget, window=within, used=BudgetUse(micros=use * 1_000_000), held=BudgetUse(micros=hold * 1_000_000)
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,8 @@ def test_whose_use_counts(kind: ScopeKind, name: str, counts: bool) -> None:
 
 def test_an_attempt_holds_a_minute_from_now_or_its_grace() -> None:
     within = window(Period.MONTH, NOW)
-    assert used(spender(used_s=10), within) == Use(micros=10_000_000, gpu_ms=20_000)
-    assert held(spender(used_s=10), NOW) == Use(micros=60_000_000, gpu_ms=120_000)
+    assert used(spender(used_s=10), within) == BudgetUse(micros=10_000_000, gpu_ms=20_000)
+    assert held(spender(used_s=10), NOW) == BudgetUse(micros=60_000_000, gpu_ms=120_000)
     assert held(spender(used_s=10, grace_s=100.0), NOW).micros == 115_000_000
     # What is placed and has not begun uses nothing, and holds the same.
     assert used(spender(used_s=None), within) == NOTHING
@@ -142,8 +144,8 @@ def test_an_attempt_holds_a_minute_from_now_or_its_grace() -> None:
     # Nobody goes on for longer than that without an answer.
     assert held(spender(used_s=10, seen_s=5_000, alone_s=900.0), NOW).micros == 960_000_000
     assert held(spender(used_s=10, is_over=True), NOW) == NOTHING
-    assert held(spender(used_s=10, micros_per_hour=None), NOW) == Use(gpu_ms=120_000, unpriced_ms=120_000)
-    assert first_hold(100.0, gpus=2, micros_per_hour=HOUR_OF_ONE) == Use(micros=115_000_000, gpu_ms=230_000)
+    assert held(spender(used_s=10, micros_per_hour=None), NOW) == BudgetUse(gpu_ms=120_000, unpriced_ms=120_000)
+    assert first_hold(100.0, gpus=2, micros_per_hour=HOUR_OF_ONE) == BudgetUse(micros=115_000_000, gpu_ms=230_000)
 
 
 def test_only_what_was_used_in_the_period_counts() -> None:
@@ -165,8 +167,8 @@ def test_what_came_last_is_stopped_first() -> None:
     assert judge(money(60 + 119), NOTHING, three, NOW).stop == ("b", "c")
     assert judge(money(60 + 59), NOTHING, three, NOW).stop == ("a", "b", "c")
     assert judge(money(60 + 119, hard=False), NOTHING, three, NOW).stop == ()
-    assert judge(money(60 + 179), Use(micros=-5_000_000), three, NOW).stop == ()
-    assert judge(money(100 + 179), Use(micros=45_000_000), three, NOW).stop == ("c",)
+    assert judge(money(60 + 179), BudgetUse(micros=-5_000_000), three, NOW).stop == ()
+    assert judge(money(100 + 179), BudgetUse(micros=45_000_000), three, NOW).stop == ("c",)
 
 
 def test_who_is_on_the_way_out_keeps_what_it_holds_and_is_not_asked_again() -> None:
@@ -179,7 +181,7 @@ def test_who_is_on_the_way_out_keeps_what_it_holds_and_is_not_asked_again() -> N
 def test_what_costs_nothing_is_not_stopped_by_a_budget_of_money() -> None:
     free = spender("free", used_s=100, micros_per_hour=0)
     unpriced = spender("unpriced", used_s=100, micros_per_hour=None)
-    standing = judge(money(1), Use(micros=5_000_000), [free, unpriced], NOW)
+    standing = judge(money(1), BudgetUse(micros=5_000_000), [free, unpriced], NOW)
     assert standing.stop == () and standing.used.unpriced_ms == 200_000 and standing.reached == (80, 95, 100)
     hours = Budget(scope=EVERYTHING, period=Period.DAY, limit_gpu_ms=1, hard=True)
     assert judge(hours, NOTHING, [free, unpriced], NOW).stop == ("free", "unpriced")
@@ -200,7 +202,7 @@ def test_the_end_of_a_period_stops_nobody_for_money_of_the_next_one() -> None:
     assert not may_start(standing, NOTHING)  # the next day begins with what goes on, and has no room even for that
     assert judge(day, NOTHING, [one], end_ns + 1).stop == ("a",)
     on = msgspec.structs.replace(one, seen_ns=end_ns + 5 * SECOND)
-    standing = judge(money(100, period=Period.DAY), Use(), [on], end_ns + 5 * SECOND)
+    standing = judge(money(100, period=Period.DAY), BudgetUse(), [on], end_ns + 5 * SECOND)
     assert standing.used.micros == 5_000_000 and standing.stop == ()
 
 
@@ -222,7 +224,7 @@ def test_what_may_start(amounts: tuple[int, int, int, int], hard: bool, starts: 
     """The limit, what is used and held, and what one more would hold."""
     limit, use, hold, wants = amounts
     standing = standing_at(limit, use, hold, hard=hard)
-    asked = Use(micros=wants * 1_000_000)
+    asked = BudgetUse(micros=wants * 1_000_000)
     assert (may_start(standing, asked), is_refused(standing, asked)) == (starts, refused)
 
 

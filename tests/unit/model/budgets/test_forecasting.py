@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.billing import budget_messages, spend_forecast
-from serverless_gpu.model.billing.budget import Budget, Period, Scope, Standing, Use, window
+from serverless_gpu.model.billing.budget import Budget, BudgetUse, Period, Scope, Standing, window
 from serverless_gpu.model.billing.spend_forecast import Alarm, forecast, spread, unusual
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from tests.support.golden import golden
@@ -19,7 +19,11 @@ NOON = DAY * DAY_NS + DAY_NS // 2
 def standing(limit: int, use: int, *, period: Period = Period.MONTH, hard: bool = True, stop: bool = False) -> Standing:
     budget = Budget(scope=Scope(kind="tag", name="project=llm"), period=period, limit_micros=limit, hard=hard)
     return Standing(
-        budget=budget, window=window(period, NOON), used=Use(micros=use), held=Use(), stop=("a",) if stop else ()
+        budget=budget,
+        window=window(period, NOON),
+        used=BudgetUse(micros=use),
+        held=BudgetUse(),
+        stop=("a",) if stop else (),
     )
 
 
@@ -98,5 +102,7 @@ def test_what_people_read(said: str, text: str) -> None:
 
 def test_gpu_time_is_written_as_gpu_time() -> None:
     budget = Budget(scope=Scope(kind="everything"), period=Period.WEEK, limit_gpu_ms=360_000_000)
-    told = Standing(budget=budget, window=window(Period.WEEK, NOON), used=Use(gpu_ms=291_600_000), held=Use())
+    told = Standing(
+        budget=budget, window=window(Period.WEEK, NOON), used=BudgetUse(gpu_ms=291_600_000), held=BudgetUse()
+    )
     assert budget_messages.used_words(told, "USD") == golden("model.forecasting.81-100-gpu")

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from serverless_gpu.model.gangs.gang_lifecycle import Cause, Crew, Halt, Over, fold, told_to_stop
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.model.lifecycle.run_lifecycle import Ended, GivenUp
+from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp
 from tests.support.golden import golden
 
 S, R, U, STOPPING = State.STARTING, State.RUNNING, State.UNREACHABLE, State.STOPPING
@@ -102,8 +102,10 @@ def test_it_is_over_when_all_are_and_ended_as_its_cause_did() -> None:
     """Also where the cause's own end says more than what it said first."""
     failed = Crew(number=0, halt=RAISED, over=Over(reason=Reason.GPU_LOST, began=True))
     assert fold([failed, Crew(number=1, state=STOPPING)]).over is None
-    assert fold([failed, Crew(number=1, over=FOLLOWED)]).over == Ended(Reason.GPU_LOST, began=True)
-    assert fold([Crew(number=0, over=DONE), Crew(number=1, over=DONE)]).over == Ended(Reason.COMPLETED, began=True)
+    assert fold([failed, Crew(number=1, over=FOLLOWED)]).over == AttemptEnded(Reason.GPU_LOST, began=True)
+    assert fold([Crew(number=0, over=DONE), Crew(number=1, over=DONE)]).over == AttemptEnded(
+        Reason.COMPLETED, began=True
+    )
 
 
 def test_what_is_left_of_one_crew_is_left_of_the_attempt() -> None:
@@ -112,23 +114,23 @@ def test_what_is_left_of_one_crew_is_left_of_the_attempt() -> None:
     over = fold(
         [Crew(number=0, halt=RAISED, over=Over(reason=Reason.RANK_RAISED, began=True)), Crew(number=1, over=stuck)]
     ).over
-    assert over == Ended(Reason.RANK_RAISED, began=True, proven=False)
+    assert over == AttemptEnded(Reason.RANK_RAISED, began=True, proven=False)
     over = fold([Crew(number=0, over=GONE), Crew(number=1, over=stuck)]).over
-    assert over == Ended(Reason.NODE_GONE, began=True, proven=False)
+    assert over == AttemptEnded(Reason.NODE_GONE, began=True, proven=False)
 
 
 def test_a_failure_that_was_told_outlives_its_node() -> None:
     """What the user's code raised is the reason, though its node never came back to say how it ended."""
     crews = [Crew(number=0, halt=RAISED, over=GONE), Crew(number=1, over=FOLLOWED)]
     cause = Cause(crew=0, reason=Reason.RANK_RAISED)
-    assert fold(crews, cause).over == Ended(Reason.RANK_RAISED, began=True)
+    assert fold(crews, cause).over == AttemptEnded(Reason.RANK_RAISED, began=True)
 
 
 def test_one_crew_says_what_the_attempt_is() -> None:
     """A gang on one node is as it was before there were others."""
     for reason in set(Reason) - {Reason.PEER_FAILED}:
         over = Over(reason=reason, began=True)
-        assert fold([Crew(number=0, over=over)]).over == Ended(reason, began=True)
+        assert fold([Crew(number=0, over=over)]).over == AttemptEnded(reason, began=True)
         gone = Over(reason=reason, began=True, given_up=True)
         assert fold([Crew(number=0, over=gone)]).over == GivenUp(reason)
 
@@ -144,7 +146,7 @@ def test_a_stop_that_reaches_one_node_first_is_the_story_of_what_fails_on_the_ot
         msgspec.structs.replace(crews[0], over=Over(reason=Reason.RANK_SIGNAL, began=True)),
         msgspec.structs.replace(crews[1], over=Over(reason=Reason.PREEMPTED, began=True)),
     ]
-    assert fold(crews, cause, stop=StopReason.PREEMPT).over == Ended(Reason.PREEMPTED, began=True)
+    assert fold(crews, cause, stop=StopReason.PREEMPT).over == AttemptEnded(Reason.PREEMPTED, began=True)
     before = fold([msgspec.structs.replace(crews[0], over=None), crews[1]]).cause
     assert before is not None and before.reason is Reason.RANK_SIGNAL, "it failed before anybody asked for a stop"
 
@@ -180,14 +182,14 @@ def test_a_crash_that_is_reaped_after_the_word_of_a_peer_is_the_story() -> None:
     told = Halt(reason=Reason.PEER_FAILED)
     crashed = Crew(number=1, halt=told, over=Over(reason=Reason.HOST_OOM, began=True, rank=9))
     cause = fold([lost, Crew(number=1, state=STOPPING, halt=told)]).cause
-    assert fold([lost, crashed], cause).over == Ended(Reason.HOST_OOM, began=True)
+    assert fold([lost, crashed], cause).over == AttemptEnded(Reason.HOST_OOM, began=True)
 
 
 def test_a_gpu_that_failed_on_one_node_explains_what_another_raised() -> None:
     """As on one node, whoever was heard of first."""
     raised = Crew(number=0, halt=RAISED, over=Over(reason=Reason.RANK_RAISED, began=True))
     gpu = Crew(number=1, halt=Halt(reason=Reason.PEER_FAILED), over=Over(reason=Reason.GPU_LOST, began=True))
-    assert fold([raised, gpu], fold([raised, Crew(number=1)]).cause).over == Ended(Reason.GPU_LOST, began=True)
+    assert fold([raised, gpu], fold([raised, Crew(number=1)]).cause).over == AttemptEnded(Reason.GPU_LOST, began=True)
 
 
 def test_a_process_that_died_beside_a_silent_node_is_believed_once_that_speaks() -> None:
@@ -206,16 +208,16 @@ def test_a_process_that_died_beside_a_silent_node_is_believed_once_that_speaks()
 def test_who_dies_after_it_said_why_is_believed() -> None:
     """Its caller was told; that its supervisor was killed afterwards changes nothing."""
     crew = Crew(number=0, halt=RAISED, over=Over(reason=Reason.SUPERVISOR_KILLED, began=True))
-    assert fold([crew, Crew(number=1, over=FOLLOWED)]).over == Ended(Reason.RANK_RAISED, began=True)
+    assert fold([crew, Crew(number=1, over=FOLLOWED)]).over == AttemptEnded(Reason.RANK_RAISED, began=True)
 
 
 def test_that_it_failed_elsewhere_is_no_end_of_a_run() -> None:
     """Where no crew says that it was the one, the platform does not know; nobody is told of another node."""
-    assert fold([Crew(number=0, over=FOLLOWED), Crew(number=1, over=FOLLOWED)]).over == Ended(
+    assert fold([Crew(number=0, over=FOLLOWED), Crew(number=1, over=FOLLOWED)]).over == AttemptEnded(
         Reason.RUNTIME_LOST, began=True
     )
     unbegun = Over(reason=Reason.PEER_FAILED)
-    assert fold([Crew(number=0, over=unbegun), Crew(number=1, over=unbegun)]).over == Ended(
+    assert fold([Crew(number=0, over=unbegun), Crew(number=1, over=unbegun)]).over == AttemptEnded(
         Reason.GANG_START, began=False
     )
 

@@ -11,8 +11,8 @@ from serverless_gpu.model.gangs.rendezvous import (
     Address,
     Apart,
     Chosen,
+    CrewReach,
     Offer,
-    Reach,
     Tried,
     choose,
     kind_of,
@@ -29,8 +29,8 @@ def _offer(crew: int, *addresses: tuple[str, str]) -> Offer:
     return Offer(crew=crew, port=4000 + crew, rendezvous_port=0 if crew else 29500, addresses=named)
 
 
-def _reach(crew: int, *tried: tuple[int, str, int | None]) -> Reach:
-    return Reach(
+def _reach(crew: int, *tried: tuple[int, str, int | None]) -> CrewReach:
+    return CrewReach(
         crew=crew,
         tried=tuple(
             Tried(crew=other, address=address, microseconds=us, problem="" if us is not None else "timed out")

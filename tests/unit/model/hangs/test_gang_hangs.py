@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from serverless_gpu.model.gangs.crew import laid_out
-from serverless_gpu.model.hangs.gang_hang_detection import GangWatch, Seen, Silence, decide, heard
+from serverless_gpu.model.hangs.gang_hang_detection import CrewObservation, GangWatch, Silence, decide, heard
 from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, RankSeen, Sign
 from serverless_gpu.model.lifecycle.attempt import Limits
 from serverless_gpu.wire.attempts import Report
@@ -63,7 +63,9 @@ class Scene:
             if number != ask.number:
                 self._asked[crew] = ask.number, self.now_ns + ask.window_ms * 1_000_000
             elif self.now_ns >= done_ns:
-                seen = Seen(number=number, ranks=self.ranks[crew], stacks={self.ranks[crew][-1].rank: "a stack"})
+                seen = CrewObservation(
+                    number=number, ranks=self.ranks[crew], stacks={self.ranks[crew][-1].rank: "a stack"}
+                )
         self.gang = heard(self.gang, crew, silence, seen, returned=crew in self.returned, now_ns=self.now_ns)
         self.gang = decide(self.gang, self.limits, CREWS, per_node=False, now_ns=self.now_ns, fresh_ns=30 * S)
 
@@ -206,7 +208,7 @@ def test_an_answer_to_an_older_question_counts_for_nothing() -> None:
     scene.live(300)
     ask = scene.gang.ask
     assert ask is not None
-    old = Seen(number=ask.number - 1, ranks=scene.ranks[0])
+    old = CrewObservation(number=ask.number - 1, ranks=scene.ranks[0])
     silence = Silence(number=1, ms=300_000)
     now = heard(scene.gang, 0, silence, old, returned=False, now_ns=scene.now_ns)
     assert now.seen == {}
@@ -250,5 +252,5 @@ def test_reports_that_take_their_time_are_no_progress(jitter_ms: int) -> None:
 
 def test_a_report_with_all_of_it_is_small() -> None:
     ranks = tuple(rank(number, places=tuple(range(1 << 55, (1 << 55) + PLACES_MAX))) for number in range(8))
-    report = Report(state="RUNNING", seen=Seen(number=1, ranks=ranks, stacks={0: "x" * 4_000}))  # type: ignore[arg-type]  # as it travels
+    report = Report(state="RUNNING", seen=CrewObservation(number=1, ranks=ranks, stacks={0: "x" * 4_000}))  # type: ignore[arg-type]  # as it travels
     assert len(msgspec.json.encode(report)) < 20_000

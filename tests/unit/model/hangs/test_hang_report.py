@@ -5,19 +5,26 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serverless_gpu.model.hangs.hang_detection import Look
-from serverless_gpu.model.hangs.hang_report import RANK_CHARACTERS_MAX, Finding, ranks_text, report, sentence, stacks
-from serverless_gpu.model.hangs.stacks import Frame, Stack, Thread
+from serverless_gpu.model.hangs.hang_detection import RankInspection
+from serverless_gpu.model.hangs.hang_report import (
+    RANK_CHARACTERS_MAX,
+    HangFinding,
+    ranks_text,
+    report,
+    sentence,
+    stacks,
+)
+from serverless_gpu.model.hangs.stacks import Stack, StackFrame, Thread
 from tests.support.golden import golden
 
-C10D = Frame("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
-TRAIN, LOAD = Frame("/home/me/train.py", 30, "train"), Frame("/home/me/train.py", 41, "load_batch")
-FEEDER = Thread("Thread 0x2 (most recent call first):", (Frame("/usr/lib/python3.11/threading.py", 327, "wait"),))
+C10D = StackFrame("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
+TRAIN, LOAD = StackFrame("/home/me/train.py", 30, "train"), StackFrame("/home/me/train.py", 41, "load_batch")
+FEEDER = Thread("Thread 0x2 (most recent call first):", (StackFrame("/usr/lib/python3.11/threading.py", 327, "wait"),))
 NATIVE = Thread("Thread 0x3 (most recent call first):", ())
 
 
-def look(rank: int, *frames: Frame, **fields: object) -> Look:
-    made = Look(
+def look(rank: int, *frames: StackFrame, **fields: object) -> RankInspection:
+    made = RankInspection(
         rank=rank,
         pid=100 + rank,
         state="S",
@@ -29,9 +36,9 @@ def look(rank: int, *frames: Frame, **fields: object) -> Look:
 
 
 def finding(
-    *looks: Look, waiting: tuple[int, ...], elsewhere: tuple[int, ...], moving: tuple[int, ...] = ()
-) -> Finding:
-    return Finding(
+    *looks: RankInspection, waiting: tuple[int, ...], elsewhere: tuple[int, ...], moving: tuple[int, ...] = ()
+) -> HangFinding:
+    return HangFinding(
         waiting=waiting,
         elsewhere=elsewhere,
         looks={look.rank: look for look in looks},
@@ -43,7 +50,7 @@ def finding(
 
 
 WAITING = [look(rank, C10D, TRAIN) for rank in (0, 2, 3)]
-SENTENCES: dict[str, tuple[Finding, str]] = {
+SENTENCES: dict[str, tuple[HangFinding, str]] = {
     "one is elsewhere": (
         finding(*WAITING, look(1, LOAD, TRAIN), waiting=(0, 2, 3), elsewhere=(1,)),
         "ranks 0, 2, 3 wait in train.py:30 train: rank 1 is elsewhere, in train.py:41 load_batch",
@@ -83,7 +90,7 @@ SENTENCES: dict[str, tuple[Finding, str]] = {
     "many places": (
         finding(
             look(0, TRAIN),
-            *(look(rank, Frame("/home/me/a.py", rank, "f")) for rank in range(1, 7)),
+            *(look(rank, StackFrame("/home/me/a.py", rank, "f")) for rank in range(1, 7)),
             waiting=(0,),
             elsewhere=(1, 2, 3, 4, 5, 6),
         ),
@@ -94,7 +101,7 @@ SENTENCES: dict[str, tuple[Finding, str]] = {
 
 
 @pytest.mark.parametrize(("found", "expected"), SENTENCES.values(), ids=SENTENCES)
-def test_the_sentence(found: Finding, expected: str) -> None:
+def test_the_sentence(found: HangFinding, expected: str) -> None:
     assert sentence(found) == golden("model.hang_report.output-10-min", expected=expected)
 
 
@@ -117,7 +124,7 @@ def test_the_file_whole() -> None:
 
 
 def test_the_stacks_of_one_rank_are_bounded() -> None:
-    deep = tuple(Frame("/home/me/" + "a" * 1000 + ".py", line, "f") for line in range(400))
+    deep = tuple(StackFrame("/home/me/" + "a" * 1000 + ".py", line, "f") for line in range(400))
     found = finding(look(0, *deep), look(1, TRAIN), waiting=(0,), elsewhere=(1,))
     text = report(found, "run", range(2))
     assert RANK_CHARACTERS_MAX < len(text) < RANK_CHARACTERS_MAX + 5_000

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.spec import Command, Function, Kernel, Payload, RunSpec
-from serverless_gpu.model.telemetry.idleness import Idle, Verdict, begin, decide, limit_s, seen, used
+from serverless_gpu.model.telemetry.idleness import Idle, IdleVerdict, begin, decide, limit_s, seen, used
 
 SECOND = 1_000_000_000
 
@@ -36,27 +36,27 @@ def test_limits_by_kind_and_what_was_asked_for(payload: Payload, expected: float
 
 def test_warned_at_four_fifths_once_and_stopped_at_the_limit() -> None:
     idle = idle_for(watched(), 79)
-    assert decide(idle) == (idle, Verdict.GO_ON)
+    assert decide(idle) == (idle, IdleVerdict.GO_ON)
     idle, verdict = decide(idle_for(idle, 1))
-    assert verdict is Verdict.WARN
+    assert verdict is IdleVerdict.WARN
     assert idle.left_ns == 20 * SECOND
     idle, verdict = decide(idle_for(idle, 19))
-    assert verdict is Verdict.GO_ON
-    assert decide(idle_for(idle, 1))[1] is Verdict.STOP
+    assert verdict is IdleVerdict.GO_ON
+    assert decide(idle_for(idle, 1))[1] is IdleVerdict.STOP
 
 
 def test_never_stopped_without_a_warning_before() -> None:
     idle, verdict = decide(idle_for(watched(1.0), 30))
-    assert verdict is Verdict.WARN
-    assert decide(idle)[1] is Verdict.STOP
+    assert verdict is IdleVerdict.WARN
+    assert decide(idle)[1] is IdleVerdict.STOP
 
 
 def test_work_progress_and_a_client_that_attaches_begin_from_zero() -> None:
     warned, _ = decide(idle_for(watched(), 90))
     for again in (seen(warned, warned.heard_ns + SECOND, busy=True), used(warned, warned.heard_ns + SECOND)):
         assert (again.idle_ns, again.warned) == (0, False)
-        assert decide(idle_for(again, 79))[1] is Verdict.GO_ON
-        assert decide(idle_for(again, 80))[1] is Verdict.WARN
+        assert decide(idle_for(again, 79))[1] is IdleVerdict.GO_ON
+        assert decide(idle_for(again, 80))[1] is IdleVerdict.WARN
 
 
 def test_time_nobody_observed_does_not_count() -> None:
@@ -80,5 +80,5 @@ def test_a_stop_needs_the_whole_limit_seen_idle_in_a_row(news: list[tuple[int, s
             in_a_row = 0
             idle = used(idle, now) if what == "progress" else seen(idle, now, busy=True)
         idle, verdict = decide(idle)
-        assert verdict is not Verdict.STOP or in_a_row >= 60
-        assert verdict is not Verdict.WARN or in_a_row >= 48
+        assert verdict is not IdleVerdict.STOP or in_a_row >= 60
+        assert verdict is not IdleVerdict.WARN or in_a_row >= 48

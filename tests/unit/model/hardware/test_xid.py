@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serverless_gpu.model import xid
 from serverless_gpu.model.hardware import parse_fake
-from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Hit, Kind, Said
+from serverless_gpu.model.xid import ENDS_A_RUN, QUARANTINES, Hit, XidEvent, XidKind
 
 HOUR_NS = 3600 * 10**9
 
@@ -18,14 +18,14 @@ HOUR_NS = 3600 * 10**9
     [
         (
             "NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
-            Said(pci="0000:17:00", number=79, text="pid='<unknown>', name=<unknown>, GPU has fallen off the bus"),
+            XidEvent(pci="0000:17:00", number=79, text="pid='<unknown>', name=<unknown>, GPU has fallen off the bus"),
         ),
         (
             "NVRM: Xid (PCI:0000:C1:00): 31, pid=4711, name=python, Ch 00000008, MMU Fault",
-            Said(pci="0000:c1:00", number=31, text="pid=4711, name=python, Ch 00000008, MMU Fault"),
+            XidEvent(pci="0000:c1:00", number=31, text="pid=4711, name=python, Ch 00000008, MMU Fault"),
         ),
-        ("NVRM: Xid (PCI:0000:3b:00 GPU-I:05): 94, Contained", Said(pci="0000:3b:00", number=94, text="Contained")),
-        ("NVRM: Xid (PCI:00000001:3b:00): 48", Said(pci="0001:3b:00", number=48)),
+        ("NVRM: Xid (PCI:0000:3b:00 GPU-I:05): 94, Contained", XidEvent(pci="0000:3b:00", number=94, text="Contained")),
+        ("NVRM: Xid (PCI:00000001:3b:00): 48", XidEvent(pci="0001:3b:00", number=48)),
         ("NVRM: GPU at PCI:0000:17:00: GPU-8c1f", None),
         ("nvidia-nvswitch0: SXid (PCI:0000:85:00.0): 20034, Fatal", None),
         ("somebody wrote NVRM: Xid and nothing else", None),
@@ -35,7 +35,7 @@ HOUR_NS = 3600 * 10**9
         ("", None),
     ],
 )
-def test_a_line_of_the_kernels_log_is_read(line: str, said: Said | None) -> None:
+def test_a_line_of_the_kernels_log_is_read(line: str, said: XidEvent | None) -> None:
     assert xid.read(line) == said
 
 
@@ -91,29 +91,29 @@ def test_fakes_have_addresses_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (79, Kind.LOST),
-        (48, Kind.UNCORRECTABLE),
-        (95, Kind.UNCORRECTABLE),
-        (94, Kind.CONTAINED),
-        (63, Kind.PENDING),
-        (13, Kind.USER),
-        (31, Kind.USER),
-        (43, Kind.USER),
-        (45, Kind.OTHER),
-        (9999, Kind.OTHER),
+        (79, XidKind.LOST),
+        (48, XidKind.UNCORRECTABLE),
+        (95, XidKind.UNCORRECTABLE),
+        (94, XidKind.CONTAINED),
+        (63, XidKind.PENDING),
+        (13, XidKind.USER),
+        (31, XidKind.USER),
+        (43, XidKind.USER),
+        (45, XidKind.OTHER),
+        (9999, XidKind.OTHER),
     ],
 )
-def test_F23_F24_F25_what_follows_from_a_number(number: int, kind: Kind) -> None:
-    fault = xid.fault(Said(pci="0000:17:00", number=number, text="so the driver says"), "GPU-1", {})
+def test_F23_F24_F25_what_follows_from_a_number(number: int, kind: XidKind) -> None:
+    fault = xid.fault(XidEvent(pci="0000:17:00", number=number, text="so the driver says"), "GPU-1", {})
     assert fault.kind is kind
     assert fault.sentence.startswith(f"GPU-1: Xid {number}, ")
-    assert xid.fault(Said(pci="", number=number), "GPU-1", {number: Kind.LOST}).kind is Kind.LOST
+    assert xid.fault(XidEvent(pci="", number=number), "GPU-1", {number: XidKind.LOST}).kind is XidKind.LOST
 
 
 def test_what_ends_a_run_and_what_keeps_a_gpu_from_being_lent() -> None:
-    assert Kind.CONTAINED in ENDS_A_RUN and Kind.CONTAINED not in QUARANTINES
-    assert Kind.PENDING in QUARANTINES and Kind.PENDING not in ENDS_A_RUN
-    assert not {Kind.USER, Kind.OTHER} & (ENDS_A_RUN | QUARANTINES)
+    assert XidKind.CONTAINED in ENDS_A_RUN and XidKind.CONTAINED not in QUARANTINES
+    assert XidKind.PENDING in QUARANTINES and XidKind.PENDING not in ENDS_A_RUN
+    assert not {XidKind.USER, XidKind.OTHER} & (ENDS_A_RUN | QUARANTINES)
 
 
 def hits(*principals: str, at_ns: int = 0) -> list[Hit]:

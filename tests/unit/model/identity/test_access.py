@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from serverless_gpu.model.access.roles import POLICY, ROLES, SCOPES, Reach, Resource, covers, reach, table
+from serverless_gpu.model.access.roles import POLICY, ROLES, SCOPES, AccessReach, Resource, covers, reach, table
 from tests.support.paths import REPOSITORY
 
-ORDER = [Reach.NONE, Reach.OWN, Reach.TEAM, Reach.ALL]
+ORDER = [AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL]
 REFERENCE = REPOSITORY / "docs" / "reference.md"
 
 
@@ -36,34 +36,36 @@ def test_nobody_may_more_than_an_admin_but_nodes_with_their_orders_and_who_joins
 
 
 def test_nobody_writes_the_audit() -> None:
-    assert {reach(role, "audit", write=True) for role in ROLES} == {Reach.NONE}
+    assert {reach(role, "audit", write=True) for role in ROLES} == {AccessReach.NONE}
 
 
 def test_only_nodes_see_orders_which_hold_the_callers_variables() -> None:
-    assert [role for role in ROLES if reach(role, "orders", write=False) != Reach.NONE] == ["agent"]
+    assert [role for role in ROLES if reach(role, "orders", write=False) != AccessReach.NONE] == ["agent"]
 
 
 def test_a_token_that_only_reads_reaches_no_orders_which_hold_the_tokens_of_attempts() -> None:
-    assert {reach("agent", "orders", write=write, scopes=("read",)) for write in (False, True)} == {Reach.NONE}
-    assert reach("agent", "orders", write=True, scopes=("agent",)) == Reach.OWN
+    assert {reach("agent", "orders", write=write, scopes=("read",)) for write in (False, True)} == {AccessReach.NONE}
+    assert reach("agent", "orders", write=True, scopes=("agent",)) == AccessReach.OWN
 
 
 def test_a_token_for_joining_is_good_for_that_and_what_it_brings_is_not() -> None:
     for resource in Resource:
         assert reach("agent", resource, write=True, scopes=("joining",)) == (
-            Reach.OWN if resource is Resource.JOINING else Reach.NONE
+            AccessReach.OWN if resource is Resource.JOINING else AccessReach.NONE
         )
-    assert reach("agent", "joining", write=True, scopes=("agent",)) == Reach.NONE
+    assert reach("agent", "joining", write=True, scopes=("agent",)) == AccessReach.NONE
 
 
 def test_an_agent_sees_nothing_that_people_see() -> None:
     people = ("runs", "nodes", "pools", "users", "teams", "tokens", "audit")
-    assert {reach("agent", resource, write=write) for resource in people for write in (False, True)} == {Reach.NONE}
+    assert {reach("agent", resource, write=write) for resource in people for write in (False, True)} == {
+        AccessReach.NONE
+    }
 
 
 @pytest.mark.parametrize(("role", "resource"), [("root", "runs"), ("", "runs"), ("admin", "wishes"), ("admin", "")])
 def test_what_is_not_in_the_table_is_refused(role: str, resource: str) -> None:
-    assert reach(role, resource, write=False) == Reach.NONE
+    assert reach(role, resource, write=False) == AccessReach.NONE
 
 
 def test_scopes_only_take_away() -> None:
@@ -72,28 +74,28 @@ def test_scopes_only_take_away() -> None:
             for write in (False, True):
                 full = reach(role, resource, write=write)
                 for scope in SCOPES:
-                    assert reach(role, resource, write=write, scopes=(scope,)) in (full, Reach.NONE)
+                    assert reach(role, resource, write=write, scopes=(scope,)) in (full, AccessReach.NONE)
 
 
 @pytest.mark.parametrize(
     ("scopes", "resource", "write", "expected"),
     [
-        (("read",), "runs", False, Reach.ALL),
-        (("read",), "runs", True, Reach.NONE),
-        (("runs:read",), "runs", True, Reach.NONE),
-        (("runs:read", "nodes"), "nodes", True, Reach.ALL),
-        (("submit",), "tokens", True, Reach.NONE),
-        (("submit",), "pools", False, Reach.ALL),
-        (("submit",), "pools", True, Reach.NONE),
-        (("submit",), "policies", False, Reach.ALL),  # which are mine?
-        (("submit",), "policies", True, Reach.NONE),
-        (("agent",), "agents", True, Reach.ALL),
-        (("agent",), "runs", False, Reach.NONE),
-        (("unheard-of",), "runs", False, Reach.NONE),
+        (("read",), "runs", False, AccessReach.ALL),
+        (("read",), "runs", True, AccessReach.NONE),
+        (("runs:read",), "runs", True, AccessReach.NONE),
+        (("runs:read", "nodes"), "nodes", True, AccessReach.ALL),
+        (("submit",), "tokens", True, AccessReach.NONE),
+        (("submit",), "pools", False, AccessReach.ALL),
+        (("submit",), "pools", True, AccessReach.NONE),
+        (("submit",), "policies", False, AccessReach.ALL),  # which are mine?
+        (("submit",), "policies", True, AccessReach.NONE),
+        (("agent",), "agents", True, AccessReach.ALL),
+        (("agent",), "runs", False, AccessReach.NONE),
+        (("unheard-of",), "runs", False, AccessReach.NONE),
     ],
 )
 def test_a_token_with_scopes_is_good_for_those(
-    scopes: tuple[str, ...], resource: str, write: bool, expected: Reach
+    scopes: tuple[str, ...], resource: str, write: bool, expected: AccessReach
 ) -> None:
     assert reach("admin", resource, write=write, scopes=scopes) == expected
 
@@ -101,19 +103,19 @@ def test_a_token_with_scopes_is_good_for_those(
 @pytest.mark.parametrize(
     ("reached", "owner", "team", "expected"),
     [
-        (Reach.ALL, "bob", "", True),
-        (Reach.TEAM, "bob", "search", True),
-        (Reach.TEAM, "bob", "ads", False),
-        (Reach.TEAM, "bob", "", False),
-        (Reach.TEAM, "alice", "ads", True),
-        (Reach.OWN, "alice", "", True),
-        (Reach.OWN, "bob", "search", False),
-        (Reach.NONE, "alice", "search", False),
+        (AccessReach.ALL, "bob", "", True),
+        (AccessReach.TEAM, "bob", "search", True),
+        (AccessReach.TEAM, "bob", "ads", False),
+        (AccessReach.TEAM, "bob", "", False),
+        (AccessReach.TEAM, "alice", "ads", True),
+        (AccessReach.OWN, "alice", "", True),
+        (AccessReach.OWN, "bob", "search", False),
+        (AccessReach.NONE, "alice", "search", False),
     ],
 )
-def test_what_is_in_reach(reached: Reach, owner: str, team: str, expected: bool) -> None:
+def test_what_is_in_reach(reached: AccessReach, owner: str, team: str, expected: bool) -> None:
     assert covers(reached, name="alice", teams=("search",), owner=owner, team=team) is expected
 
 
 def test_nobody_owns_nothing() -> None:
-    assert not covers(Reach.OWN, name="", teams=(), owner="")
+    assert not covers(AccessReach.OWN, name="", teams=(), owner="")

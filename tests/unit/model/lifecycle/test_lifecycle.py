@@ -15,6 +15,7 @@ from serverless_gpu.model.lifecycle.attempt import (
     TERMINAL,
     Event,
     Failure,
+    GangPlaced,
     GpuFailed,
     HangConfirmed,
     LeaseExpired,
@@ -22,15 +23,14 @@ from serverless_gpu.model.lifecycle.attempt import (
     Meaning,
     PeerFailed,
     Phase,
-    Placed,
     Preparing,
     RankExecuting,
     RankExited,
     RankFailed,
     RankReturned,
+    RanksNotStarted,
     Reason,
     Released,
-    StartFailed,
     State,
     StemLost,
     StopReason,
@@ -38,7 +38,13 @@ from serverless_gpu.model.lifecycle.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle.attempt_lifecycle import SETTLE_NS, TABLE, IllegalTransition, Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import (
+    SETTLE_NS,
+    TABLE,
+    AttemptInstruction,
+    IllegalAttemptTransition,
+    advance,
+)
 from tests.support.golden import golden
 from tests.support.model.lifecycle import (
     CONCLUDE,
@@ -60,9 +66,9 @@ from tests.support.model.lifecycle import (
 )
 
 SAMPLES: tuple[Event, ...] = (
-    Placed(),
+    GangPlaced(),
     Preparing(),
-    StartFailed(Reason.START_FAILED, "no interpreter"),
+    RanksNotStarted(Reason.START_FAILED, "no interpreter"),
     RankExecuting(0),
     RankReturned(0),
     RankFailed(Failure(rank=0, reason=Reason.RANK_RAISED, at_ns=1)),
@@ -103,9 +109,9 @@ def test_every_pair_has_a_row_or_is_refused_by_name(state: State, event: Event) 
     before = msgspec.structs.asdict(attempt)
     if type(event) in TABLE[state]:
         after, instructions = advance(attempt, event, 20 * S)
-        assert after.run_id == "run-7" and set(instructions) <= set(Instruction)
+        assert after.run_id == "run-7" and set(instructions) <= set(AttemptInstruction)
     else:
-        with pytest.raises(IllegalTransition) as caught:
+        with pytest.raises(IllegalAttemptTransition) as caught:
             advance(attempt, event, 20 * S)
         assert str(caught.value) == golden(
             "model.lifecycle.run-run-fence", name__=type(event).__name__, value=state.value
@@ -116,14 +122,14 @@ def test_every_pair_has_a_row_or_is_refused_by_name(state: State, event: Event) 
 @pytest.mark.parametrize("event", SAMPLES, ids=lambda event: type(event).__name__)
 @pytest.mark.parametrize("state", sorted(TERMINAL))
 def test_F63_F64_nothing_happens_to_what_has_ended(state: State, event: Event) -> None:
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalAttemptTransition):
         advance(changed(RUNNING, state=state), event, 20 * S)
 
 
 # What thin code may deliver late, whatever else happened: none of it may be a surprise while the run is stopping.
 LATE = (
     Preparing,
-    StartFailed,
+    RanksNotStarted,
     RankExecuting,
     RankReturned,
     RankFailed,
@@ -228,7 +234,7 @@ def test_a_gang_is_named_by_run_and_fence() -> None:
 
 
 def test_placed_and_executing() -> None:
-    assert drive(QUEUED, (0, Placed())) == (STARTING, (START,))
+    assert drive(QUEUED, (0, GangPlaced())) == (STARTING, (START,))
     assert drive(QUEUED, *TO_RUNNING) == (RUNNING, (START,))
 
 

@@ -8,12 +8,12 @@ from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Event,
     Failure,
+    GangPlaced,
     GpuFailed,
     HangConfirmed,
     Limits,
     PeerFailed,
     Phase,
-    Placed,
     RankExecuting,
     RankExited,
     RankFailed,
@@ -27,24 +27,24 @@ from serverless_gpu.model.lifecycle.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle.attempt_lifecycle import Instruction, advance
+from serverless_gpu.model.lifecycle.attempt_lifecycle import AttemptInstruction, advance
 
 S = 1_000_000_000
 RANKS = (8, 9)  # of the second node
 
 
-def _play(*events: Event, timeout_ns: int | None = None) -> tuple[Attempt, list[Instruction]]:
+def _play(*events: Event, timeout_ns: int | None = None) -> tuple[Attempt, list[AttemptInstruction]]:
     """Return an attempt of two ranks after events that come a second apart, and what was to be done."""
     limits = Limits(timeout_ns=timeout_ns)
     attempt = Attempt(run_id="r", fence=1, world_size=len(RANKS), limits=limits, has_peers=True)
-    done: list[Instruction] = []
+    done: list[AttemptInstruction] = []
     for at_s, event in enumerate(events, start=1):
         attempt, instructions = advance(attempt, event, at_s * S)
         done += instructions
     return attempt, done
 
 
-RUNNING: tuple[Event, ...] = (Placed(), *(RankExecuting(rank) for rank in RANKS))
+RUNNING: tuple[Event, ...] = (GangPlaced(), *(RankExecuting(rank) for rank in RANKS))
 RETURNED: tuple[Event, ...] = (*RUNNING, *(RankReturned(rank) for rank in RANKS))
 
 
@@ -52,17 +52,17 @@ def test_ranks_that_have_returned_wait_for_those_of_other_nodes() -> None:
     """Their store, and their collectives, are still needed there."""
     attempt, done = _play(*RETURNED)
     assert (attempt.state, attempt.phase) == (State.RUNNING, Phase.RETURNED)
-    assert Instruction.RELEASE_RANKS not in done
+    assert AttemptInstruction.RELEASE_RANKS not in done
     attempt, done = _play(*RETURNED, Released())
     assert (attempt.state, attempt.reason) == (State.STOPPING, Reason.COMPLETED)
-    assert done[-1] is Instruction.RELEASE_RANKS
+    assert done[-1] is AttemptInstruction.RELEASE_RANKS
 
 
 def test_one_that_dies_while_it_waits_has_returned_all_the_same() -> None:
     """Its result was durable before it said so; and nobody is waited for that is not there."""
     died = tuple(RankExited(rank=rank, signal=9) for rank in RANKS)
     attempt, done = _play(*RETURNED, *died, Released())
-    assert (attempt.phase, attempt.reason, done[-1]) == (Phase.KILLING, Reason.COMPLETED, Instruction.KILL_TREE)
+    assert (attempt.phase, attempt.reason, done[-1]) == (Phase.KILLING, Reason.COMPLETED, AttemptInstruction.KILL_TREE)
     attempt, _ = _play(*RETURNED, *died, Released(), TreeEmpty())
     assert attempt.state is State.SUCCEEDED
 
@@ -75,7 +75,7 @@ def test_22C8_a_node_whose_ranks_have_returned_and_exited_waits_for_no_other_nod
     attempt, done = _play(*RETURNED, *gone[:-1])
     assert (attempt.state, attempt.phase) == (State.RUNNING, Phase.RETURNED)
     attempt, done = _play(*RETURNED, *gone)
-    assert (attempt.phase, attempt.reason, done[-1]) == (Phase.KILLING, Reason.COMPLETED, Instruction.KILL_TREE)
+    assert (attempt.phase, attempt.reason, done[-1]) == (Phase.KILLING, Reason.COMPLETED, AttemptInstruction.KILL_TREE)
     attempt, _ = _play(*RETURNED, *gone, TreeEmpty())
     assert attempt.state is State.SUCCEEDED
 
@@ -83,7 +83,7 @@ def test_22C8_a_node_whose_ranks_have_returned_and_exited_waits_for_no_other_nod
 def test_what_waits_is_still_stopped_and_still_has_its_limit() -> None:
     """A peer that hangs does not keep this node for ever."""
     attempt, done = _play(*RETURNED, StopRequested(StopReason.CANCEL))
-    assert (attempt.reason, done[-1]) == (Reason.CANCELLED, Instruction.TERMINATE_RANKS)
+    assert (attempt.reason, done[-1]) == (Reason.CANCELLED, AttemptInstruction.TERMINATE_RANKS)
     attempt, _ = _play(*RETURNED, *[Tick()] * 80, timeout_ns=100 * S)
     assert attempt.reason is Reason.TIMEOUT
 
@@ -91,13 +91,13 @@ def test_what_waits_is_still_stopped_and_still_has_its_limit() -> None:
 @pytest.mark.parametrize(
     ("before", "instruction"),
     [
-        ((), Instruction.KILL_TREE),
-        ((Placed(),), Instruction.KILL_TREE),
-        (RUNNING, Instruction.TERMINATE_RANKS),
-        (RETURNED, Instruction.TERMINATE_RANKS),
+        ((), AttemptInstruction.KILL_TREE),
+        ((GangPlaced(),), AttemptInstruction.KILL_TREE),
+        (RUNNING, AttemptInstruction.TERMINATE_RANKS),
+        (RETURNED, AttemptInstruction.TERMINATE_RANKS),
     ],
 )
-def test_a_failure_elsewhere_ends_it(before: tuple[Event, ...], instruction: Instruction) -> None:
+def test_a_failure_elsewhere_ends_it(before: tuple[Event, ...], instruction: AttemptInstruction) -> None:
     """Whatever it was in the middle of; nothing is waited for before user code has begun."""
     attempt, done = _play(*before, PeerFailed("rank 0 raised ValueError"))
     assert (attempt.state, attempt.reason, done[-1]) == (State.STOPPING, Reason.PEER_FAILED, instruction)
@@ -125,7 +125,7 @@ def test_nothing_touches_ranks_that_have_all_returned() -> None:
     for event in (HangConfirmed("rank 0 is elsewhere"), GpuFailed("GPU-1: Xid 79")):
         attempt, done = _play(*RETURNED, event, *[Tick()] * 70)
         assert (attempt.state, attempt.phase) == (State.RUNNING, Phase.RETURNED), event
-        assert Instruction.TERMINATE_RANKS not in done and Instruction.KILL_TREE not in done
+        assert AttemptInstruction.TERMINATE_RANKS not in done and AttemptInstruction.KILL_TREE not in done
 
 
 def test_its_own_failure_comes_first() -> None:
@@ -139,6 +139,6 @@ def test_its_own_failure_comes_first() -> None:
 
 def test_a_release_that_comes_too_early_changes_nothing() -> None:
     """A server that is wrong about this node lets no rank go."""
-    befores: list[tuple[Event, ...]] = [(), (Placed(),), RUNNING, (*RUNNING, RankReturned(8))]
+    befores: list[tuple[Event, ...]] = [(), (GangPlaced(),), RUNNING, (*RUNNING, RankReturned(8))]
     for before in befores:
         assert _play(*before, Released()) == _play(*before)

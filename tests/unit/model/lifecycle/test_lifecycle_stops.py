@@ -9,17 +9,17 @@ from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Event,
     Failure,
+    GangPlaced,
     HangConfirmed,
     LeaseExpired,
     Limits,
     Phase,
-    Placed,
     RankExecuting,
     RankExited,
     RankFailed,
     RankReturned,
+    RanksNotStarted,
     Reason,
-    StartFailed,
     State,
     StemLost,
     StopReason,
@@ -28,7 +28,7 @@ from serverless_gpu.model.lifecycle.attempt import (
     TreeEmpty,
     stop_word,
 )
-from serverless_gpu.model.lifecycle.attempt_lifecycle import Instruction
+from serverless_gpu.model.lifecycle.attempt_lifecycle import AttemptInstruction
 from tests.support.model.lifecycle import (
     CONCLUDE,
     KILL,
@@ -229,7 +229,7 @@ def test_the_time_limit_during_the_wait_for_a_lost_peer_leaves_the_failure_the_r
 def test_F13_ranks_that_cannot_be_started(attempt: Attempt, reason: Reason) -> None:
     failure = Failure(rank=None, reason=reason, at_ns=5 * S, detail="why")
     killing = killed(attempt, reason, 5 * S, failures=(failure,))
-    assert drive(attempt, (5 * S, StartFailed(reason, "why"))) == (killing, (KILL,))
+    assert drive(attempt, (5 * S, RanksNotStarted(reason, "why"))) == (killing, (KILL,))
     assert drive(killing, (6 * S, TreeEmpty())) == (changed(killing, state=State.FAILED, phase=Phase.NONE), (CONCLUDE,))
 
 
@@ -341,12 +341,12 @@ def test_F18_an_expired_lease_leaves_a_stop_its_reason_and_less_time() -> None:
 
 
 def test_every_instruction_is_issued_in_one_life_or_another() -> None:
-    begin: list[tuple[int, Event]] = [(0, Placed()), (10 * S, RankExecuting(0))]
+    begin: list[tuple[int, Event]] = [(0, GangPlaced()), (10 * S, RankExecuting(0))]
     end: list[tuple[int, Event]] = [(60 * S, Tick()), (61 * S, TreeEmpty())]
     _, cancelled = drive(QUEUED, *begin, (20 * S, StopRequested(StopReason.CANCEL)), *end)
     _, returned = drive(QUEUED, *begin, (20 * S, RankReturned(0)), (20 * S, RankReturned(1)), *end)
-    assert cancelled == tuple(each for each in Instruction if each is not RELEASE)
-    assert returned == tuple(each for each in Instruction if each is not TERMINATE)
+    assert cancelled == tuple(each for each in AttemptInstruction if each is not RELEASE)
+    assert returned == tuple(each for each in AttemptInstruction if each is not TERMINATE)
 
 
 # --- a run that stands still ----------------------------------------------------------------------------------------

@@ -15,21 +15,21 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     INFRA_RETRIES_MAX,
     LOST,
     TABLE,
-    Ended,
+    AttemptEnded,
     Event,
     Forgotten,
     GivenUp,
     Heard,
-    IllegalTransition,
-    Instruction,
-    Placed,
+    IllegalRunTransition,
     Restored,
     Run,
+    RunInstruction,
+    RunPlaced,
     Silent,
-    Started,
     StopAsked,
     Stopping,
     Unsatisfiable,
+    UserCodeStarted,
     advance,
     over_because,
     pause_s,
@@ -37,7 +37,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 
-SEND_STOP, REQUEUE, CONCLUDE = Instruction.SEND_STOP, Instruction.REQUEUE, Instruction.CONCLUDE
+SEND_STOP, REQUEUE, CONCLUDE = RunInstruction.SEND_STOP, RunInstruction.REQUEUE, RunInstruction.CONCLUDE
 QUEUED = Run(run_id="run-7")
 STARTING = msgspec.structs.replace(QUEUED, fence=3, state=State.STARTING)
 RUNNING = msgspec.structs.replace(STARTING, state=State.RUNNING, began=True)
@@ -48,13 +48,13 @@ FINAL_STOPS = (StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopRea
 PASSING_STOPS = (StopReason.PREEMPT, StopReason.DRAIN)
 INFRA = sorted(reason for reason, meaning in MEANINGS.items() if meaning.may_retry)
 SAMPLES: tuple[Event, ...] = (
-    Placed(),
-    Started(),
+    RunPlaced(),
+    UserCodeStarted(),
     Stopping(),
     Silent(),
     Heard(State.RUNNING),
     StopAsked(StopReason.CANCEL),
-    Ended(Reason.COMPLETED, began=True),
+    AttemptEnded(Reason.COMPLETED, began=True),
     GivenUp(Reason.NODE_REBOOTED),
     Forgotten(),
     Restored(),
@@ -66,11 +66,11 @@ def changed(run: Run, **fields: object) -> Run:
     return msgspec.structs.replace(run, **fields)
 
 
-def requeued(run: Run, **fields: object) -> tuple[Run, tuple[Instruction, ...]]:
+def requeued(run: Run, **fields: object) -> tuple[Run, tuple[RunInstruction, ...]]:
     return changed(run, state=State.QUEUED, stop=None, began=False, before=None, **fields), (REQUEUE,)
 
 
-def concluded(run: Run, reason: Reason, **fields: object) -> tuple[Run, tuple[Instruction, ...]]:
+def concluded(run: Run, reason: Reason, **fields: object) -> tuple[Run, tuple[RunInstruction, ...]]:
     return changed(run, state=MEANINGS[reason].state, reason=reason, before=None, **fields), (CONCLUDE,)
 
 
@@ -102,7 +102,7 @@ def test_every_pair_has_a_row_or_is_refused_by_name(state: State, event: Event) 
     if type(event) in TABLE[state]:
         advance(run, event)
     else:
-        with pytest.raises(IllegalTransition) as caught:
+        with pytest.raises(IllegalRunTransition) as caught:
             advance(run, event)
         assert str(caught.value) == golden(
             "model.run_lifecycle.run-run-fence", name__=type(event).__name__, state=state
@@ -114,17 +114,17 @@ def test_every_pair_has_a_row_or_is_refused_by_name(state: State, event: Event) 
 
 
 def test_each_placement_is_an_attempt_with_the_next_number() -> None:
-    assert advance(QUEUED, Placed()) == (changed(QUEUED, fence=1, state=State.STARTING), ())
-    assert advance(changed(QUEUED, fence=4), Placed()) == (changed(QUEUED, fence=5, state=State.STARTING), ())
+    assert advance(QUEUED, RunPlaced()) == (changed(QUEUED, fence=1, state=State.STARTING), ())
+    assert advance(changed(QUEUED, fence=4), RunPlaced()) == (changed(QUEUED, fence=5, state=State.STARTING), ())
 
 
 def test_user_code_that_starts_makes_it_running() -> None:
-    assert advance(STARTING, Started()) == (changed(STARTING, state=State.RUNNING, began=True), ())
+    assert advance(STARTING, UserCodeStarted()) == (changed(STARTING, state=State.RUNNING, began=True), ())
 
 
 def test_user_code_that_started_before_the_stop_arrived_is_remembered() -> None:
     run = changed(STOPPING, began=False, stop=StopReason.PREEMPT)
-    assert advance(run, Started()) == (changed(run, began=True), ())
+    assert advance(run, UserCodeStarted()) == (changed(run, began=True), ())
 
 
 @pytest.mark.parametrize("run", [STARTING, RUNNING, STOPPING], ids=name)
@@ -195,24 +195,26 @@ def test_a_second_stop_counts_only_when_it_is_final_and_the_first_is_not(
 @pytest.mark.parametrize("run", ALIVE, ids=name)
 def test_a_run_whose_ranks_all_returned_succeeded_whatever_was_asked(run: Run, stop: StopReason | None) -> None:
     run = changed(run, stop=stop, retries_left=5, may_resume=True)
-    assert advance(run, Ended(Reason.COMPLETED, began=True)) == concluded(run, Reason.COMPLETED, began=True)
+    assert advance(run, AttemptEnded(Reason.COMPLETED, began=True)) == concluded(run, Reason.COMPLETED, began=True)
 
 
 @pytest.mark.parametrize("reason", INFRA)
 def test_what_failed_before_user_code_is_tried_again_three_times_and_then_stands(reason: Reason) -> None:
     run = STARTING
     for left in (2, 1, 0):
-        run, instructions = advance(run, Ended(reason, began=False))
+        run, instructions = advance(run, AttemptEnded(reason, began=False))
         assert (run, instructions) == requeued(run, infra_left=left)
-        run, _ = advance(run, Placed())
+        run, _ = advance(run, RunPlaced())
     assert run.fence == STARTING.fence + INFRA_RETRIES_MAX
     stands = Reason.GANG_START if reason is Reason.START_FAILED else reason
-    assert advance(changed(run, retries_left=5), Ended(reason, began=False)) == concluded(run, stands, retries_left=5)
+    assert advance(changed(run, retries_left=5), AttemptEnded(reason, began=False)) == concluded(
+        run, stands, retries_left=5
+    )
 
 
 @pytest.mark.parametrize("reason", INFRA)
 def test_what_is_known_to_have_begun_counts_as_begun_whatever_the_last_report_says(reason: Reason) -> None:
-    assert advance(RUNNING, Ended(reason, began=False)) == concluded(RUNNING, reason)
+    assert advance(RUNNING, AttemptEnded(reason, began=False)) == concluded(RUNNING, reason)
 
 
 POINTLESS = (Reason.SECRET_MISSING, Reason.UNSATISFIABLE, Reason.NO_PROGRESS)
@@ -226,7 +228,7 @@ USER_FAILURES = sorted(
 
 @pytest.mark.parametrize("reason", USER_FAILURES)
 def test_user_code_that_failed_runs_again_only_as_often_as_was_asked(reason: Reason) -> None:
-    ended = Ended(reason, began=True)
+    ended = AttemptEnded(reason, began=True)
     assert advance(RUNNING, ended) == concluded(RUNNING, reason)
     assert advance(changed(RUNNING, may_resume=True), ended) == concluded(RUNNING, reason, may_resume=True)
     assert advance(changed(RUNNING, retries_left=2), ended) == requeued(RUNNING, retries_left=1, ran=1)
@@ -234,34 +236,34 @@ def test_user_code_that_failed_runs_again_only_as_often_as_was_asked(reason: Rea
 
 def test_F70_a_run_whose_secret_is_missing_does_not_run_again() -> None:
     run = changed(STARTING, retries_left=2, may_resume=True)
-    assert advance(run, Ended(Reason.SECRET_MISSING, began=False)) == concluded(run, Reason.SECRET_MISSING)
+    assert advance(run, AttemptEnded(Reason.SECRET_MISSING, began=False)) == concluded(run, Reason.SECRET_MISSING)
 
 
 @pytest.mark.parametrize("reason", RESULT_TROUBLES)
 def test_user_code_that_ran_to_its_end_does_not_run_again(reason: Reason) -> None:
     run = changed(RUNNING, retries_left=2)
-    assert advance(run, Ended(reason, began=True)) == concluded(run, reason)
+    assert advance(run, AttemptEnded(reason, began=True)) == concluded(run, reason)
 
 
 @pytest.mark.parametrize("reason", [Reason.PREEMPTED, Reason.DRAINED])
 def test_who_made_room_goes_on_elsewhere_if_it_can_resume(reason: Reason) -> None:
     run = changed(STOPPING, stop=StopReason.PREEMPT, may_resume=True)
-    assert advance(run, Ended(reason, began=True)) == requeued(run)
+    assert advance(run, AttemptEnded(reason, began=True)) == requeued(run)
     for retries in (0, 2):  # a retry begins anew, which nobody asked for here
         run = changed(STOPPING, stop=StopReason.PREEMPT, retries_left=retries)
-        assert advance(run, Ended(reason, began=True)) == concluded(run, reason)
+        assert advance(run, AttemptEnded(reason, began=True)) == concluded(run, reason)
 
 
 @pytest.mark.parametrize("reason", [Reason.PREEMPTED, Reason.DRAINED])
 def test_who_made_room_before_it_began_has_nothing_to_resume_and_waits_again(reason: Reason) -> None:
     run = changed(STOPPING, stop=StopReason.DRAIN, began=False, infra_left=0)
-    assert advance(run, Ended(reason, began=False)) == requeued(run)
+    assert advance(run, AttemptEnded(reason, began=False)) == requeued(run)
 
 
 @pytest.mark.parametrize("reason", sorted(LOST))
 @pytest.mark.parametrize("run", ALIVE[1:], ids=name)
 def test_a_lost_run_goes_on_if_it_can_resume_or_has_retries(run: Run, reason: Reason) -> None:
-    for event in (Ended(reason, began=True), GivenUp(reason)):
+    for event in (AttemptEnded(reason, began=True), GivenUp(reason)):
         assert advance(run, event) == concluded(run, reason)
         assert advance(changed(run, may_resume=True), event) == requeued(run, may_resume=True, ran=1, unsaved=1)
         assert advance(changed(run, retries_left=2), event) == requeued(run, retries_left=1, ran=1)
@@ -285,7 +287,7 @@ def test_a_forgotten_node_is_a_node_that_is_gone(run: Run) -> None:
 def test_no_attempt_follows_a_final_stop(reason: Reason) -> None:
     for run, stop, began in itertools.product(ALIVE, FINAL_STOPS, [False, True]):
         run = changed(run, stop=stop, may_resume=True, retries_left=5)
-        after, instructions = advance(run, Ended(reason, began=began))
+        after, instructions = advance(run, AttemptEnded(reason, began=began))
         assert instructions == (CONCLUDE,), (run, began)
         # Where it would have gone on by itself, the stop is what ended it. All else is told as it was.
         by_itself = reason in (Reason.PREEMPTED, Reason.DRAINED) or (reason in INFRA and not after.began)
@@ -301,7 +303,7 @@ def test_every_ending_is_final_with_a_reason_or_a_new_place_in_the_queue() -> No
     )
     for run, stop, known, may_resume, retries, infra, reason, began in choices:
         run = changed(run, stop=stop, began=known, may_resume=may_resume, retries_left=retries, infra_left=infra)
-        after, instructions = advance(run, Ended(reason, began=began))
+        after, instructions = advance(run, AttemptEnded(reason, began=began))
         assert after.fence == run.fence and after.before is None
         if instructions == (REQUEUE,):
             assert (after.state, after.reason, after.stop, after.began) == (State.QUEUED, None, None, False)
@@ -317,7 +319,7 @@ def test_every_ending_is_final_with_a_reason_or_a_new_place_in_the_queue() -> No
 
 def test_F73_who_reached_the_longest_time_of_an_attempt_goes_on_with_another_and_that_costs_no_retry() -> None:
     run = changed(STOPPING, may_resume=True, goes_on_at_limit=True, retries_left=1)
-    ended = Ended(Reason.TIMEOUT, began=True)
+    ended = AttemptEnded(Reason.TIMEOUT, began=True)
     assert advance(run, ended) == requeued(run, ran=1, unsaved=1)
     # The user's own limit is final, and so is what they ask for: it is what ended the run then.
     own = changed(run, goes_on_at_limit=False)
@@ -327,7 +329,7 @@ def test_F73_who_reached_the_longest_time_of_an_attempt_goes_on_with_another_and
         assert advance(asked, ended) == concluded(asked, STOPPED_BY[stop])
     for stop in PASSING_STOPS:
         assert advance(changed(run, stop=stop), ended) == requeued(run, ran=1, unsaved=1)
-    left = Ended(Reason.TIMEOUT, began=True, proven=False)  # a process of it might run beside the next one
+    left = AttemptEnded(Reason.TIMEOUT, began=True, proven=False)  # a process of it might run beside the next one
     assert advance(run, left) == concluded(run, Reason.TIMEOUT)
 
 
@@ -350,7 +352,7 @@ def test_the_reference_says_when_another_attempt_follows() -> None:
         words = said.get(reason, "for one of `retries`")
 
         def follows(*, reason: Reason = reason, began: bool = True, **given: object) -> bool:
-            return REQUEUE in advance(changed(RUNNING, began=began, **given), Ended(reason, began=began))[1]
+            return REQUEUE in advance(changed(RUNNING, began=began, **given), AttemptEnded(reason, began=began))[1]
 
         assert follows(retries_left=1) == (golden("model.run_lifecycle.one-retries") in words), reason
         assert follows(faults_left=1) == ("`retry_on_infra=True`" in words), reason
@@ -365,7 +367,7 @@ def test_the_reference_says_when_another_attempt_follows() -> None:
 def test_F09_there_is_no_other_attempt_beside_what_is_left_of_one(reason: Reason, began: bool) -> None:
     for stop in (None, *StopReason):
         run = changed(STOPPING, began=began, stop=stop, retries_left=5, may_resume=True)
-        after, instructions = advance(run, Ended(reason, began=began, proven=False))
+        after, instructions = advance(run, AttemptEnded(reason, began=began, proven=False))
         assert instructions == (CONCLUDE,) and after.state in TERMINAL
 
 
@@ -377,21 +379,21 @@ def lived(run: Run, endings: list[tuple[Event, bool]]) -> Run:
     for ended, has_saved in endings:
         if run.state in TERMINAL:
             break
-        run, _ = advance(run, Placed())
-        run, _ = advance(run, Started())
+        run, _ = advance(run, RunPlaced())
+        run, _ = advance(run, UserCodeStarted())
         if has_saved:
             run = changed(run, saved=run.fence, unsaved=0)
         run, _ = advance(run, ended)
     return run
 
 
-AT_LIMIT = Ended(Reason.TIMEOUT, began=True)
+AT_LIMIT = AttemptEnded(Reason.TIMEOUT, began=True)
 LOST_AGAIN = GivenUp(Reason.NODE_GONE)
-MADE_ROOM = Ended(Reason.PREEMPTED, began=True)
+MADE_ROOM = AttemptEnded(Reason.PREEMPTED, began=True)
 RESUMING = changed(QUEUED, may_resume=True, goes_on_at_limit=True)
 
 
-@pytest.mark.parametrize("ended", [AT_LIMIT, LOST_AGAIN, Ended(Reason.SUPERVISOR_LOST, began=True)], ids=str)
+@pytest.mark.parametrize("ended", [AT_LIMIT, LOST_AGAIN, AttemptEnded(Reason.SUPERVISOR_LOST, began=True)], ids=str)
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
 def test_22D2_attempts_in_a_row_that_saved_nothing_new_end_the_run(ended: Event, most: int) -> None:
     after = lived(changed(RESUMING, unsaved_max=most), [(ended, False)] * 100)
@@ -421,12 +423,14 @@ def test_22D2_what_a_lost_attempt_had_saved_is_heard_from_the_next_one() -> None
     [
         ({"goes_on_at_limit": True, "may_resume": True}, AT_LIMIT),
         ({"may_resume": True}, LOST_AGAIN),
-        ({"retries_left": 9}, Ended(Reason.RANK_RAISED, began=True)),
-        ({"faults_left": 9}, Ended(Reason.GPU_LOST, began=True)),
+        ({"retries_left": 9}, AttemptEnded(Reason.RANK_RAISED, began=True)),
+        ({"faults_left": 9}, AttemptEnded(Reason.GPU_LOST, began=True)),
     ],
     ids=str,
 )
-def test_22D2_a_policy_bounds_attempts_whatever_the_next_one_would_be_for(given: dict[str, Any], ended: Ended) -> None:
+def test_22D2_a_policy_bounds_attempts_whatever_the_next_one_would_be_for(
+    given: dict[str, Any], ended: AttemptEnded
+) -> None:
     run = changed(QUEUED, attempts_max=4, unsaved_max=99, **given)
     after = lived(run, [(ended, False)] * 9)
     assert (after.fence, after.reason, after.state in TERMINAL) == (4, over_because(ended), True)
@@ -446,7 +450,7 @@ def test_a_run_that_waited_in_a_backup_is_lost_whatever_its_user_allows() -> Non
 
 @pytest.mark.parametrize("run", ALIVE, ids=name)
 def test_a_run_that_goes_on_in_a_backup_is_heard_of_or_not(run: Run) -> None:
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalRunTransition):
         advance(run, Restored())
 
 
@@ -460,5 +464,5 @@ def test_F82_what_nothing_can_serve_ends_in_the_queue_whatever_its_user_allows()
 
 @pytest.mark.parametrize("run", ALIVE, ids=name)
 def test_F82_what_has_devices_was_served(run: Run) -> None:
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalRunTransition):
         advance(run, Unsatisfiable())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.sharing_calendar import Calendar, Window, is_shared, parse, parse_window, turns_at
+from serverless_gpu.model.sharing_calendar import Calendar, WeeklyWindow, is_shared, parse, parse_window, turns_at
 
 _BERLIN = ZoneInfo("Europe/Berlin")
 _NIGHTS = ("mon-fri 19:00-07:00", "sat-sun")
@@ -32,18 +32,20 @@ def turn(texts: Sequence[str], now: int, zone: ZoneInfo | timezone = UTC) -> str
 @pytest.mark.parametrize(
     ("text", "window"),
     [
-        ("mon-fri 19:00-07:00", Window(days=(0, 1, 2, 3, 4), begins=19 * 60, ends=31 * 60)),
-        ("sat-sun", Window(days=(5, 6))),
-        ("Sat,Sun 8:00-24:00", Window(days=(5, 6), begins=480, ends=1440)),
-        ("22:00-06:00", Window(days=(0, 1, 2, 3, 4, 5, 6), begins=1320, ends=1800)),
-        ("fri-mon", Window(days=(0, 4, 5, 6))),
-        ("mon,wed-thu 00:00-00:30", Window(days=(0, 2, 3), begins=0, ends=30)),
-        ("mon–fri 09:00–17:00", Window(days=(0, 1, 2, 3, 4), begins=540, ends=1020)),
-        ("mon-sun", Window(days=(0, 1, 2, 3, 4, 5, 6))),
-        ("tue 12:00-00:00", Window(days=(1,), begins=720, ends=1440)),
+        ("mon-fri 19:00-07:00", WeeklyWindow(days=(0, 1, 2, 3, 4), begins=19 * 60, ends=31 * 60)),
+        ("sat-sun", WeeklyWindow(days=(5, 6))),
+        ("Sat,Sun 8:00-24:00", WeeklyWindow(days=(5, 6), begins=480, ends=1440)),
+        ("22:00-06:00", WeeklyWindow(days=(0, 1, 2, 3, 4, 5, 6), begins=1320, ends=1800)),
+        ("fri-mon", WeeklyWindow(days=(0, 4, 5, 6))),
+        ("mon,wed-thu 00:00-00:30", WeeklyWindow(days=(0, 2, 3), begins=0, ends=30)),
+        ("mon–fri 09:00–17:00", WeeklyWindow(days=(0, 1, 2, 3, 4), begins=540, ends=1020)),
+        ("mon-sun", WeeklyWindow(days=(0, 1, 2, 3, 4, 5, 6))),
+        ("tue 12:00-00:00", WeeklyWindow(days=(1,), begins=720, ends=1440)),
     ],
 )
-def test_windows_are_read_as_people_write_them_and_written_so_that_they_can_be_read(text: str, window: Window) -> None:
+def test_windows_are_read_as_people_write_them_and_written_so_that_they_can_be_read(
+    text: str, window: WeeklyWindow
+) -> None:
     assert parse_window(text) == window
     assert parse_window(window.text) == window
 
@@ -129,7 +131,7 @@ def test_a_night_in_which_the_clock_goes_back_is_an_hour_longer_and_its_hour_is_
 
 _WINDOWS = st.lists(
     st.builds(
-        lambda days, begins, long: Window(days=tuple(sorted(days)), begins=begins, ends=begins + long),
+        lambda days, begins, long: WeeklyWindow(days=tuple(sorted(days)), begins=begins, ends=begins + long),
         st.sets(st.integers(0, 6), min_size=1),
         st.integers(0, 95).map(lambda quarter: quarter * 15),
         st.integers(1, 95).map(lambda quarter: quarter * 15),
@@ -146,7 +148,7 @@ _MOVED = st.tuples(
 
 
 @given(_WINDOWS, st.sampled_from(_ZONES), st.one_of(_YEAR, _MOVED))
-def test_until_it_turns_nothing_changes_and_then_it_does(windows: list[Window], zone: ZoneInfo, now: int) -> None:
+def test_until_it_turns_nothing_changes_and_then_it_does(windows: list[WeeklyWindow], zone: ZoneInfo, now: int) -> None:
     calendar = Calendar(windows=tuple(windows), zone=zone)
     shared = is_shared(calendar, now)
     turns = turns_at(calendar, now)
@@ -161,7 +163,7 @@ def test_until_it_turns_nothing_changes_and_then_it_does(windows: list[Window], 
 
 
 @given(_WINDOWS, _YEAR)
-def test_in_a_zone_whose_clock_stands_a_week_is_like_the_next(windows: list[Window], now: int) -> None:
+def test_in_a_zone_whose_clock_stands_a_week_is_like_the_next(windows: list[WeeklyWindow], now: int) -> None:
     calendar = Calendar(windows=tuple(windows), zone=timezone(timedelta(hours=5, minutes=45)))
     week = 7 * 86_400 * 10**9
     turns, later = turns_at(calendar, now), turns_at(calendar, now + week)

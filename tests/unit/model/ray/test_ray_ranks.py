@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from serverless_gpu.client.remote.event_stream import EventStream
-from serverless_gpu.client.remote.run_watch import Watched
-from serverless_gpu.client.remote.server import Server
+from serverless_gpu.client.remote.run_watch import RemoteRun
+from serverless_gpu.client.remote.server import RemoteServer
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.model.spec import Command, Resources, RunSpec
 from tests.support.client.remote_tracked import VIEW
@@ -32,4 +32,4 @@ def test_the_client_of_a_server_knows_how_many_results_come(
     tmp_path: Path, spec: RunSpec, placed: int, ranks: int | None
 ) -> None:
     view = msgspec.structs.replace(VIEW, spec=spec, world_size=placed, node="n1" if placed else "")
-    assert Watched(cast(Server, None), view, tmp_path, stream=cast(EventStream, None)).world_size == ranks
+    assert RemoteRun(cast(RemoteServer, None), view, tmp_path, stream=cast(EventStream, None)).world_size == ranks

@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-from serverless_gpu.model.scheduling.values import BEST_EFFORT, Estimate, QueuePolicy, Wanted
+from serverless_gpu.model.scheduling.values import BEST_EFFORT, QueuedRun, QueuePolicy, StartEstimate
 from tests.support.golden import golden
 from tests.support.model.asking import S, busy, decide, node, wanted
 
 N1 = node("n1", H100=8)
 
 
-def estimate(asked: Wanted, queue: list[Wanted], *held: tuple[str, int, float | None]) -> Estimate:
+def estimate(asked: QueuedRun, queue: list[QueuedRun], *held: tuple[str, int, float | None]) -> StartEstimate:
     """Return when a run would start on one node of 8, some of which are in use: by whom, how many, for how long."""
     runs = [busy(N1, count, title, limit_s=limit_s) for title, count, limit_s in held]
     return decide(queue, runs).planner.estimate(asked, 1000)

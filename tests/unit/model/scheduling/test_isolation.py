@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.scheduling.shared_uid_messages import sharing_warnings
-from serverless_gpu.model.scheduling.values import Node, Pool, PoolSeen, WaitReason, Wanted
+from serverless_gpu.model.scheduling.values import Node, Pool, PoolSeen, QueuedRun, WaitReason
 from tests.support.golden import golden
 from tests.support.model.asking import node, planner, wanted
 
@@ -21,7 +21,7 @@ def of(pool: str, name: str, **devices: int) -> Node:
     return msgspec.structs.replace(node(name, **devices), pool=pool)
 
 
-def second(run_id: str, gpus: int = 1, **options: object) -> Wanted:
+def second(run_id: str, gpus: int = 1, **options: object) -> QueuedRun:
     return msgspec.structs.replace(wanted(run_id, gpus), owner="bob", second_principal=True, **options)
 
 

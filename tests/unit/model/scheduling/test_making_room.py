@@ -13,14 +13,14 @@ from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CRITICAL,
     NORMAL,
+    DeviceShare,
     Node,
     Pool,
     PoolSeen,
+    QueuedRun,
     QueuePolicy,
     Reservation,
-    Share,
     WaitReason,
-    Wanted,
 )
 from tests.support.golden import golden
 from tests.support.model.driving import S, World
@@ -33,13 +33,13 @@ def node(name: str, devices: int = 8, **others: Any) -> Node:
     return msgspec.structs.replace(Node(id=name, name=name, total={"H100": devices}), **others)
 
 
-def wanted(run_id: str, gpus: int = 8, **others: Any) -> Wanted:
+def wanted(run_id: str, gpus: int = 8, **others: Any) -> QueuedRun:
     """Return a run of alice's that wants H100s."""
-    base = Wanted(run_id=run_id, title=f"alice/{run_id}", owner="alice", queued_ns=0, gpus=gpus, gpu_type="H100")
+    base = QueuedRun(run_id=run_id, title=f"alice/{run_id}", owner="alice", queued_ns=0, gpus=gpus, gpu_type="H100")
     return msgspec.structs.replace(base, **others)
 
 
-def spare(run_id: str, gpus: int = 8, **others: Any) -> Wanted:
+def spare(run_id: str, gpus: int = 8, **others: Any) -> QueuedRun:
     """Return a run of bob's that may be stopped and goes on later."""
     base = wanted(run_id, gpus, owner="bob", title=f"bob/{run_id}", priority=BEST_EFFORT, preemptible=True)
     return msgspec.structs.replace(base, **others)
@@ -59,7 +59,9 @@ def test_a_critical_gang_gets_its_room_and_nobody_else_takes_it_meanwhile() -> N
     world.run(1_000)
     assert [(one.run_id, one.for_run) for one in world.preemptions] == [("b1", "big"), ("b2", "big")]
     assert world.planner.reservations() == (
-        Reservation(run_id="big", shares=(Share(node_id="n1", gpu_type="H100", count=8),), at_ns=None, is_bound=False),
+        Reservation(
+            run_id="big", shares=(DeviceShare(node_id="n1", gpu_type="H100", count=8),), at_ns=None, is_bound=False
+        ),
     )
     wait = world.planner.why("big", world.now_ns)
     assert wait is not None

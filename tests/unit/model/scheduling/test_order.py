@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from serverless_gpu.model.scheduling import wait_explanation
 from serverless_gpu.model.scheduling.planner import Planner
-from serverless_gpu.model.scheduling.planner_state import State
-from serverless_gpu.model.scheduling.values import Arrived, Change, Gone, Node, NodeSeen, QueuePolicy, Used, Wanted
+from serverless_gpu.model.scheduling.planner_state import PlannerState
+from serverless_gpu.model.scheduling.values import Arrived, Change, Gone, Node, NodeSeen, QueuedRun, QueuePolicy, Used
 
 HOUR_S = 3_600
 NOW_NS = 30 * 24 * HOUR_S * 10**9
 RUN = st.builds(
-    Wanted,
+    QueuedRun,
     run_id=st.integers(0, 10**6).map(str),
     title=st.just("t"),
     owner=st.sampled_from("abc"),
@@ -31,7 +31,7 @@ RUNS = st.lists(RUN, max_size=24, unique_by=lambda run: run.run_id)
 @settings(max_examples=60, deadline=None)
 @given(RUNS, st.permutations(TEAMS), st.permutations("abc"), st.integers(0, 30))
 def test_who_is_ahead_is_who_is_served_before(
-    runs: list[Wanted], teams: list[str], users: list[str], limit: int
+    runs: list[QueuedRun], teams: list[str], users: list[str], limit: int
 ) -> None:
     policy = QueuePolicy(guard_s=7 * 24 * HOUR_S, entry_penalty_s=0)  # who starts has no less right to the next turn
     used = Used(  # of nobody the same: those that are level take turns by name, one run each
@@ -54,8 +54,8 @@ def test_who_is_ahead_is_who_is_served_before(
 
 def test_asking_changes_nothing() -> None:
     asked, silent = Planner(QueuePolicy(half_life_s=977.0)), Planner(QueuePolicy(half_life_s=977.0))
-    run = Wanted(run_id="r0", title="t", owner="a", gpus=3, gpu_type="H100", queued_ns=0)
-    later = Wanted(run_id="r1", title="t", owner="b", gpus=8, gpu_type="H100", queued_ns=1)
+    run = QueuedRun(run_id="r0", title="t", owner="a", gpus=3, gpu_type="H100", queued_ns=0)
+    later = QueuedRun(run_id="r1", title="t", owner="b", gpus=8, gpu_type="H100", queued_ns=1)
     for planner in (asked, silent):
         planner.apply([NodeSeen(Node(id="n", name="n", total={"H100": 8})), Arrived(run), Arrived(later)])
         planner.decide(2)
@@ -70,11 +70,13 @@ def test_asking_changes_nothing() -> None:
 
 
 def test_F82_what_can_never_be_is_listed_after_all_that_wait() -> None:
-    state = State(QueuePolicy())
+    state = PlannerState(QueuePolicy())
     state.floor.see(Node(id="n", name="n", total={"H100": 8}))
     for number, (gpus, gpu_type) in enumerate([(1, "A10"), (16, "H100"), (8, "H100"), (1, "H100")]):
-        state.queue.put(Wanted(run_id=f"r{number}", title="t", gpus=gpus, gpu_type=gpu_type, queued_ns=number))
-    late = Wanted(run_id="r4", title="t", gpus=1, gpu_type="H100", queued_ns=0, not_before_ns=2 * NOW_NS, held="later")
+        state.queue.put(QueuedRun(run_id=f"r{number}", title="t", gpus=gpus, gpu_type=gpu_type, queued_ns=number))
+    late = QueuedRun(
+        run_id="r4", title="t", gpus=1, gpu_type="H100", queued_ns=0, not_before_ns=2 * NOW_NS, held="later"
+    )
     state.queue.put(late)
     found = wait_explanation.queue(state, NOW_NS, 9)
     assert found[:2] in (("r2", "r3"), ("r3", "r2")) and set(found[2:4]) == {"r0", "r1"} and found[4:] == ("r4",)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 
 from serverless_gpu.model.scheduling import cleared_devices, preemption
-from serverless_gpu.model.scheduling.availability_timeline import Profile
-from serverless_gpu.model.scheduling.node_capacity import Group
-from serverless_gpu.model.scheduling.node_order import Order
+from serverless_gpu.model.scheduling.availability_timeline import DeviceTimeline
+from serverless_gpu.model.scheduling.node_capacity import NodeGroup
+from serverless_gpu.model.scheduling.node_order import NodeOrder
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
@@ -22,16 +22,16 @@ from serverless_gpu.model.scheduling.values import (
     Arrived,
     Change,
     Decision,
+    DevicesTaken,
     Gone,
     Node,
     NodeSeen,
     Pool,
     PoolSeen,
+    QueuedRun,
     QueuePolicy,
     Reservation,
-    Running,
-    Started,
-    Wanted,
+    RunningRun,
 )
 from tests.support.model.asking import S, node, planner, wanted
 
@@ -66,8 +66,8 @@ class _World:
     def __init__(self, owners: list[str]) -> None:
         self.planner, self.now_ns, self._number = Planner(_POLICY), 10_000 * S, 0
         self._nodes = [_node(f"n{at}", owner) for at, owner in enumerate(owners)]
-        self._waiting: dict[str, Wanted] = {}
-        self._running: dict[str, Running] = {}
+        self._waiting: dict[str, QueuedRun] = {}
+        self._running: dict[str, RunningRun] = {}
         self.planner.apply([PoolSeen(Pool(name="search", reserved=True, lends=True, return_s=60.0))])
         self.planner.apply(NodeSeen(one) for one in self._nodes)
 
@@ -92,14 +92,14 @@ class _World:
         decision = self.planner.decide(self.now_ns)
         for placed in decision.placements:
             run = self._waiting.pop(placed.run_id)
-            self._running[run.run_id] = Running(wanted=run, shares=placed.shares, since_ns=self.now_ns)
+            self._running[run.run_id] = RunningRun(wanted=run, shares=placed.shares, since_ns=self.now_ns)
         for asked_to in decision.preemptions:
             leaving = msgspec.structs.replace(self._running[asked_to.run_id], is_leaving=True)
             self._running[asked_to.run_id] = leaving
-            self.planner.apply([Started(leaving)])
+            self.planner.apply([DevicesTaken(leaving)])
         return decision, self.planner.reservations()
 
-    def _waits(self, run: Wanted) -> Arrived:
+    def _waits(self, run: QueuedRun) -> Arrived:
         self._running.pop(run.run_id, None)
         self._waiting[run.run_id] = run
         return Arrived(run)
@@ -114,8 +114,10 @@ def _node(name: str, whose: str) -> Node:
 
 def _looks_at_everything(patch: pytest.MonkeyPatch) -> None:
     """Have planners remember nothing of what they look up: each order, profile and class is looked at anew."""
-    patch.setattr(Group, "rows", lambda group, _type, _key, look, now_ns: Order(group.members, look).rows(now_ns))
-    patch.setattr(Profile, "earliest", Profile._found)
+    patch.setattr(
+        NodeGroup, "rows", lambda group, _type, _key, look, now_ns: NodeOrder(group.members, look).rows(now_ns)
+    )
+    patch.setattr(DeviceTimeline, "earliest", DeviceTimeline._found)
     classes = range(BEST_EFFORT + 1, CRITICAL, -1)
     patch.setattr(
         preemption._Search, "levels", lambda search, _: [one for one in classes if one > search.wanted.priority]
@@ -145,7 +147,7 @@ def test_22C6_an_order_says_what_a_look_at_every_node_would_say(steps: list[tupl
             return None, float("inf")
         return (entry[0] + now_ns // 10, id(entry)), (now_ns // 10 + 1) * 10.0
 
-    order, now_ns = Order(members, look), 0
+    order, now_ns = NodeOrder(members, look), 0
     for number, value, passed in steps:
         now_ns += passed
         if value == 9:

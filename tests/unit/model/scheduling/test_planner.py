@@ -8,14 +8,14 @@ import pytest
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CRITICAL,
+    DeviceShare,
     Node,
     Placement,
     Pool,
     PoolSeen,
+    QueuedRun,
     QueuePolicy,
-    Share,
     WaitReason,
-    Wanted,
 )
 from tests.support.golden import golden
 from tests.support.model.asking import Decided, busy, decide, node, planner, wanted
@@ -26,7 +26,7 @@ NEAR = QueuePolicy(nearly=0.8)
 
 def test_a_gang_is_placed_whole_on_one_node() -> None:
     decided = decide([wanted("r1", 4)], [node("n1", H100=2), node("n2", H100=4)])
-    share = Share(node_id="id-n2", gpu_type="H100", count=4)
+    share = DeviceShare(node_id="id-n2", gpu_type="H100", count=4)
     assert decided.decision.placements == (Placement(run_id="r1", shares=(share,)),)
     assert decided.planner.why("r1", 1000) is None
 
@@ -141,7 +141,7 @@ def test_a_node_that_failed_to_start_a_run_is_used_for_it_last() -> None:
 def test_all_of_a_node_means_all_of_the_one_it_is_placed_on() -> None:
     taken = busy(node("n1", H100=8), 1)
     decided = decide([wanted("r1", None)], [taken, node("n2", H100=4)])
-    assert decided.decision.placements[0].shares == (Share(node_id="id-n2", gpu_type="H100", count=4),)
+    assert decided.decision.placements[0].shares == (DeviceShare(node_id="id-n2", gpu_type="H100", count=4),)
     assert decide([wanted("r1", None)], [taken]).said("r1") == golden("model.planner.needs-every-h100")
 
 
@@ -152,7 +152,7 @@ def test_without_a_type_the_only_gpu_type_there_is_is_meant() -> None:
 def test_a_family_is_placed_on_devices_of_one_member() -> None:
     mixed = Node(id="id-n1", name="n1", total={"A100-40": 2, "A100-80": 4})
     decided = decide([wanted("r1", 4, "A100")], [mixed])
-    assert decided.decision.placements[0].shares == (Share(node_id="id-n1", gpu_type="A100-80", count=4),)
+    assert decided.decision.placements[0].shares == (DeviceShare(node_id="id-n1", gpu_type="A100-80", count=4),)
     assert decide([wanted("r1", 6, "A100")], [mixed]).wait("r1").reason is WaitReason.UNSATISFIABLE
 
 
@@ -211,7 +211,7 @@ def test_a_node_that_is_away_is_not_used_and_said_to_be_away() -> None:
         ),
     ],
 )
-def test_F82_what_can_never_be_is_said_at_once(run: Wanted, nodes: list[Node], sentence: str) -> None:
+def test_F82_what_can_never_be_is_said_at_once(run: QueuedRun, nodes: list[Node], sentence: str) -> None:
     assert decide([run], nodes).said("r1") == sentence
 
 

@@ -16,12 +16,12 @@ from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
     CRITICAL,
     NORMAL,
+    DeviceShare,
     Node,
     Pool,
+    QueuedRun,
     QueuePolicy,
-    Running,
-    Share,
-    Wanted,
+    RunningRun,
 )
 from tests.support.golden import golden
 
@@ -30,21 +30,21 @@ _NOW = 10_000 * _S
 _TERMS = Terms(policy=QueuePolicy(), pools={"search": Pool(name="search", reserved=True, lends=True, return_s=300.0)})
 
 
-def wanted(run_id: str, gpus: int = 8, **others: object) -> Wanted:
+def wanted(run_id: str, gpus: int = 8, **others: object) -> QueuedRun:
     """Return a run that waits for H100s."""
-    base = Wanted(run_id=run_id, title=f"alice/{run_id}", owner="alice", queued_ns=0, gpus=gpus, gpu_type="H100")
+    base = QueuedRun(run_id=run_id, title=f"alice/{run_id}", owner="alice", queued_ns=0, gpus=gpus, gpu_type="H100")
     return msgspec.structs.replace(base, **others)
 
 
-def running(run_id: str, gpus: int, age_s: float, on: str = "n1", **others: object) -> Running:
+def running(run_id: str, gpus: int, age_s: float, on: str = "n1", **others: object) -> RunningRun:
     """Return a run of `BEST_EFFORT` that may be preempted and has devices on one node."""
     base = wanted(run_id, gpus, owner="bob", title=f"bob/{run_id}", priority=BEST_EFFORT, preemptible=True)
-    share = Share(node_id=on, gpu_type="H100", count=gpus)
+    share = DeviceShare(node_id=on, gpu_type="H100", count=gpus)
     asked = msgspec.structs.replace(base, **others)
-    return Running(wanted=asked, shares=(share,), since_ns=_NOW - round(age_s * _S))
+    return RunningRun(wanted=asked, shares=(share,), since_ns=_NOW - round(age_s * _S))
 
 
-def site(holders: Sequence[Running], need: int = 8, name: str = "n1", **others: object) -> Site:
+def site(holders: Sequence[RunningRun], need: int = 8, name: str = "n1", **others: object) -> Site:
     """Return a node with 8 devices, of which everybody has what they have and the rest is free."""
     mine = [share.count for held in holders for share in held.shares if share.node_id == name]
     node = msgspec.structs.replace(Node(id=name, name=name, total={"H100": 8}), **others)
@@ -62,7 +62,7 @@ def test_the_youngest_leave_and_nobody_who_could_stay() -> None:
     found = room(wanted("r1", 4), [site(holders, need=4)], _TERMS, _NOW)
     assert leaving(found) == ["middle", "young"]
     assert found is not None
-    assert found.shares == (Share(node_id="n1", gpu_type="H100", count=4),)
+    assert found.shares == (DeviceShare(node_id="n1", gpu_type="H100", count=4),)
     assert leaving(room(wanted("r1", 2), [site(holders, need=2)], _TERMS, _NOW)) == ["young"]
 
 
@@ -100,7 +100,7 @@ def test_the_lowest_class_that_will_do_leaves_even_where_more_is_lost() -> None:
         msgspec.structs.replace(running("x", 8, 9000), is_leaving=True),
     ],
 )
-def test_nobody_leaves_who_cannot_go_on_or_did_so_often_or_is_no_less(held: Running) -> None:
+def test_nobody_leaves_who_cannot_go_on_or_did_so_often_or_is_no_less(held: RunningRun) -> None:
     assert room(wanted("r1"), [site([held])], _TERMS, _NOW) is None
 
 
@@ -114,7 +114,7 @@ def test_who_is_too_young_is_asked_once_enough_are_not() -> None:
 def test_where_enough_is_free_or_coming_nobody_else_leaves() -> None:
     there = msgspec.structs.replace(site([running("a", 4, 9000)]), free=8)
     found = room(wanted("r1"), [there], _TERMS, _NOW)
-    assert found == Room(shares=(Share(node_id="n1", gpu_type="H100", count=8),))
+    assert found == Room(shares=(DeviceShare(node_id="n1", gpu_type="H100", count=8),))
 
 
 def test_a_gang_of_several_nodes_has_whole_ones_cleared_and_a_part_of_another() -> None:
@@ -263,7 +263,7 @@ _RUNS = st.builds(
     st.booleans(),
 )
 def test_on_a_node_nobody_is_pushed_out_by_who_was_pushed_out_for_them(
-    runs: Sequence[Wanted], owner: str, pool: str, first: bool
+    runs: Sequence[QueuedRun], owner: str, pool: str, first: bool
 ) -> None:
     node = Node(id="n1", name="n1", owner=owner, pool=pool, owner_first=first, total={"H100": 8})
     named = [msgspec.structs.replace(run, run_id=f"r{number}") for number, run in enumerate(runs)]
@@ -271,7 +271,7 @@ def test_on_a_node_nobody_is_pushed_out_by_who_was_pushed_out_for_them(
         (one.run_id, other.run_id)
         for one in named
         for other in named
-        if may_ask(one, Running(wanted=other, shares=(), since_ns=0), node, _TERMS) is not None
+        if may_ask(one, RunningRun(wanted=other, shares=(), since_ns=0), node, _TERMS) is not None
     }
     # Whoever pushes out is above whoever is pushed out: there is an order, so there is no circle.
     left = {run.run_id for run in named}

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.scheduling.values import (
     BEST_EFFORT,
+    DeviceShare,
     Node,
     NodeSeen,
     Pool,
     PoolSeen,
+    QueuedRun,
     QueuePolicy,
-    Running,
-    Share,
+    RunningRun,
     WaitReason,
-    Wanted,
 )
 from serverless_gpu.model.scheduling.wait_messages import estimate_text
 from tests.support.golden import golden
@@ -29,7 +29,7 @@ from tests.support.model.asking import Decided, S, busy, decide, node, planner, 
 from tests.support.model.driving import World
 
 
-def gang(run_id: str, gpus: int, **others: object) -> Wanted:
+def gang(run_id: str, gpus: int, **others: object) -> QueuedRun:
     """Return a run that may have several nodes."""
     return msgspec.structs.replace(wanted(run_id, gpus), **{"several_nodes": True, **others})
 
@@ -198,11 +198,11 @@ def test_a_gang_is_not_promised_a_node_that_changes_hands_before_it_would_be_ove
 def test_several_nodes_are_cleared_together_or_none_and_who_has_several_leaves_once() -> None:
     lower: dict[str, Any] = {"priority": BEST_EFFORT, "preemptible": True}
     n1, n2, n3 = (node(name, H100=8) for name in ("n1", "n2", "n3"))
-    both = Running(
+    both = RunningRun(
         wanted=gang("be", 16, title="bob/be", **lower),
         shares=(
-            Share(node_id=n1.id, gpu_type="H100", count=8),
-            Share(node_id=n2.id, gpu_type="H100", count=8),
+            DeviceShare(node_id=n1.id, gpu_type="H100", count=8),
+            DeviceShare(node_id=n2.id, gpu_type="H100", count=8),
         ),
         since_ns=0,
     )

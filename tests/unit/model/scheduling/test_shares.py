@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serverless_gpu.model.scheduling.fairness import Fairness
-from serverless_gpu.model.scheduling.values import Node, QueuePolicy, TeamUse, Wanted
+from serverless_gpu.model.scheduling.values import Node, QueuedRun, QueuePolicy, TeamUse
 from tests.support.model.driving import S, World
 
 _HOUR = 3600.0
@@ -25,9 +25,9 @@ def nodes(count: int, devices: int = 8) -> list[Node]:
     return [Node(id=f"n{number}", name=f"n{number}", total={"H100": devices}) for number in range(count)]
 
 
-def wanted(run_id: str, gpus: int, owner: str, team: str = "") -> Wanted:
+def wanted(run_id: str, gpus: int, owner: str, team: str = "") -> QueuedRun:
     """Return a run that waits."""
-    return Wanted(
+    return QueuedRun(
         run_id=run_id, title=f"{owner}/{run_id}", owner=owner, team=team, queued_ns=0, gpus=gpus, gpu_type="H100"
     )
 

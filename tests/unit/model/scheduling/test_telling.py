@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from serverless_gpu.model.scheduling.values import Estimate, Holder, Wait, WaitReason
+from serverless_gpu.model.scheduling.values import DeviceHolder, StartEstimate, Wait, WaitReason
 from serverless_gpu.model.scheduling.wait_messages import estimate_text, latest, ordinal, sentence
 from tests.support.golden import golden
 
@@ -25,9 +25,9 @@ def at(text: str) -> int:
     return int(hours) * _HOUR + int(minutes) * _MINUTE
 
 
-def holder(title: str, count: int, until: str = "", **others: object) -> Holder:
+def holder(title: str, count: int, until: str = "", **others: object) -> DeviceHolder:
     """Return somebody who has devices."""
-    base = Holder(title=title, count=count, until_ns=at(until) if until else None)
+    base = DeviceHolder(title=title, count=count, until_ns=at(until) if until else None)
     return msgspec.structs.replace(base, **others)
 
 
@@ -167,23 +167,23 @@ def test_each_wait_has_its_sentence(waits: Wait, told: str) -> None:
 @pytest.mark.parametrize(
     ("estimate", "told"),
     [
-        (Estimate(at_ns=0, node="n3", basis="8 H100 are free"), "at once on n3: 8 H100 are free"),
+        (StartEstimate(at_ns=0, node="n3", basis="8 H100 are free"), "at once on n3: 8 H100 are free"),
         (
-            Estimate(at_ns=at("14:20"), is_bound=True, node="n3", basis="declared limits", place=3),
+            StartEstimate(at_ns=at("14:20"), is_bound=True, node="n3", basis="declared limits", place=3),
             "at 14:20 at the latest on n3: declared limits; 3rd in line",
         ),
         (
-            Estimate(at_ns=at("14:20"), basis="earlier runs", place=1),
+            StartEstimate(at_ns=at("14:20"), basis="earlier runs", place=1),
             "at about 14:20: earlier runs; 1st in line",
         ),
         (
-            Estimate(at_ns=None, basis="alice/bert-ft has declared no timeout", place=2),
+            StartEstimate(at_ns=None, basis="alice/bert-ft has declared no timeout", place=2),
             "unknown: alice/bert-ft has declared no timeout; 2nd in line",
         ),
-        (Estimate(at_ns=None, basis="no node has H100", impossible=True), "never: no node has H100"),
+        (StartEstimate(at_ns=None, basis="no node has H100", impossible=True), "never: no node has H100"),
     ],
 )
-def test_each_estimate_says_what_it_rests_on(estimate: Estimate, told: str) -> None:
+def test_each_estimate_says_what_it_rests_on(estimate: StartEstimate, told: str) -> None:
     assert estimate_text(estimate, clock) == told
 
 
@@ -195,7 +195,9 @@ def test_ordinals() -> None:
 
 _TIMES = st.one_of(st.none(), st.integers(0, 48 * _HOUR))
 _HOLDERS = st.lists(
-    st.builds(Holder, title=st.sampled_from(["a/x", "b/y", "c/z", "d/w"]), count=st.integers(1, 8), until_ns=_TIMES),
+    st.builds(
+        DeviceHolder, title=st.sampled_from(["a/x", "b/y", "c/z", "d/w"]), count=st.integers(1, 8), until_ns=_TIMES
+    ),
     max_size=40,
 ).map(tuple)
 
@@ -243,7 +245,9 @@ def test_22D5_a_latest_time_is_rounded_up_to_the_minute_and_others_are_not() -> 
     assert golden("model.telling.until-about-17") in sentence(wait(holders=(likely,), at_ns=until), clock)
     leaving = msgspec.structs.replace(bound, is_leaving=True)
     assert golden("model.telling.asked-give-back") in sentence(wait(holders=(leaving,)), clock)
-    assert estimate_text(Estimate(at_ns=until, is_bound=True, basis="", place=1), clock).startswith("at 17:07 at the")
+    assert estimate_text(StartEstimate(at_ns=until, is_bound=True, basis="", place=1), clock).startswith(
+        "at 17:07 at the"
+    )
 
 
 @given(st.integers(0, 24 * _HOUR - _MINUTE))

@@ -11,13 +11,13 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import DeviceUse
 from serverless_gpu.model.telemetry.samples import (
     SECOND_NS,
+    DeviceTotals,
     GpuSample,
     Header,
     HostSample,
     Line,
     RankSample,
     Sample,
-    Use,
     add,
     decode,
     encode,
@@ -132,19 +132,19 @@ def test_a_use_is_mean_peak_energy_and_throttled_seconds() -> None:
 
 
 def test_a_use_of_what_cannot_be_asked_is_unknown_and_not_zero() -> None:
-    use = Use(uuid="GPU-0").plus(1, GpuSample()).plus(2, GpuSample())
+    use = DeviceTotals(uuid="GPU-0").plus(1, GpuSample()).plus(2, GpuSample())
     assert use.result() == DeviceUse(uuid="GPU-0", samples=2)
 
 
 def test_a_gap_in_the_samples_costs_no_energy_for_hours() -> None:
-    use = Use(uuid="GPU-0").plus(0, gpu(watts=100.0)).plus(7200 * SECOND_NS, gpu(watts=100.0))
+    use = DeviceTotals(uuid="GPU-0").plus(0, gpu(watts=100.0)).plus(7200 * SECOND_NS, gpu(watts=100.0))
     assert use.result().energy_joules == 100.0 * 600
-    back = Use(uuid="GPU-0").plus(7200 * SECOND_NS, gpu(watts=100.0)).plus(0, gpu(watts=100.0))
+    back = DeviceTotals(uuid="GPU-0").plus(7200 * SECOND_NS, gpu(watts=100.0)).plus(0, gpu(watts=100.0))
     assert back.result().energy_joules == 0.0
 
 
 def test_idle_clocks_and_clocks_somebody_set_are_no_throttling() -> None:
-    use = Use(uuid="GPU-0").plus(0, replace(gpu(), throttle=0x1)).plus(SECOND_NS, replace(gpu(), throttle=0x2))
+    use = DeviceTotals(uuid="GPU-0").plus(0, replace(gpu(), throttle=0x1)).plus(SECOND_NS, replace(gpu(), throttle=0x2))
     assert use.result().throttled_s == 0.0
     assert throttle_words(0x1) == throttle_words(None) == ()
     assert throttle_words(0x4 | 0x20) == ("power cap", "heat")

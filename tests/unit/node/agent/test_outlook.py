@@ -12,9 +12,9 @@ import pytest
 from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.agent import availability
-from serverless_gpu.node.attempt.history import Record
+from serverless_gpu.node.attempt.history import RunRecord
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.node.devices.locks import Holder
+from serverless_gpu.node.devices.locks import LockHolder
 
 S = 1_000_000_000
 NOW = 1_000 * S
@@ -31,10 +31,10 @@ def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[str]:
     for run_id in (*HAVE, *past):
         (tmp_path / "runs" / run_id).mkdir(parents=True)
 
-    def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> Record:
+    def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord:
         count[run_id] += 1
         spec = RunSpec(name=run_id[0], timeout_s=100.0, grace_s=10.0)
-        record = Record(run_id=run_id, directory=runs, state="RUNNING", live=True, created_ns=0, spec=spec)
+        record = RunRecord(run_id=run_id, directory=runs, state="RUNNING", live=True, created_ns=0, spec=spec)
         if run_id in HAVE:
             return msgspec.structs.replace(record, began_ns=HAVE[run_id])
         return msgspec.structs.replace(record, state="SUCCEEDED", began_ns=0, ended_ns=90 * S)
@@ -43,8 +43,8 @@ def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[str]:
     return count
 
 
-def holders() -> list[Holder]:
-    return [Holder(uuid=run_id, run_id=run_id, user="alice", pid=1, since_wall_ns=SINCE) for run_id in HAVE]
+def holders() -> list[LockHolder]:
+    return [LockHolder(uuid=run_id, run_id=run_id, user="alice", pid=1, since_wall_ns=SINCE) for run_id in HAVE]
 
 
 def test_the_past_is_read_once_however_many_have_devices(read: Counter[str], tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serverless_gpu.environment.documents import Facts, Root, make_snapshot
-from serverless_gpu.environment.progress import Progress
+from serverless_gpu.environment.documents import Root, SnapshotOrigin, make_snapshot
+from serverless_gpu.environment.progress import ProgressPoint
 from serverless_gpu.environment.restore.zygote_compatibility import Loaded
 from serverless_gpu.errors import EnvironmentUnsupported
 from serverless_gpu.node.agent.restore_process import sentence, way_for
@@ -54,7 +54,7 @@ def test_what_a_receipt_says(tmp_path: Path) -> None:
 
 def test_a_unit_that_was_loaded_is_found_by_its_files(tmp_path: Path) -> None:
     old, new = environment(tmp_path), environment(tmp_path)
-    new.snapshot = make_snapshot(PYTHON, (Root(kind="own", members=()), old.snapshot.roots[1]), Facts())
+    new.snapshot = make_snapshot(PYTHON, (Root(kind="own", members=()), old.snapshot.roots[1]), SnapshotOrigin())
     file = tmp_path / "units" / "ab" / TOY.address / "site" / "toy" / "fast.so"
     file.parent.mkdir(parents=True)
     file.touch()
@@ -81,8 +81,8 @@ def test_what_was_deleted_is_not_there_even_if_it_was_made_again(tmp_path: Path,
 def test_what_a_unit_brings_is_looked_up_in_it(tmp_path: Path) -> None:
     old, new = environment(tmp_path), environment(tmp_path)
     silent = msgspec.structs.replace(TOY, modules=())  # a snapshot may say so: its address does not cover it
-    old.snapshot = make_snapshot(PYTHON, (Root(kind="own", members=()), new.snapshot.roots[1]), Facts())
-    new.snapshot = make_snapshot(PYTHON, (Root(kind="own", members=(silent,)), new.snapshot.roots[1]), Facts())
+    old.snapshot = make_snapshot(PYTHON, (Root(kind="own", members=()), new.snapshot.roots[1]), SnapshotOrigin())
+    new.snapshot = make_snapshot(PYTHON, (Root(kind="own", members=(silent,)), new.snapshot.roots[1]), SnapshotOrigin())
     site = tmp_path / "units" / "ab" / TOY.address / "site"
     (site / "toy-1.0.dist-info").mkdir(parents=True)
     for name in ("calendar.cpython-311-x86_64-linux-gnu.so", "numpy.txt"):
@@ -126,10 +126,10 @@ def test_how_to_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_how_far_a_restore_is_in_words() -> None:
-    assert sentence(Progress(phase="fetch", bytes_done=1_000_000, bytes_total=4_000_000)) == golden(
+    assert sentence(ProgressPoint(phase="fetch", bytes_done=1_000_000, bytes_total=4_000_000)) == golden(
         "node.restored.fetching-mb-mb"
     )
-    assert sentence(Progress(phase="compile", files_done=3, files_total=9)) == "compiling 3 of 9 files"
-    assert sentence(Progress(phase="restore")) == "laying out"
-    waits = Progress(phase="fetch", bytes_total=9, waits_for="unit 3f9a (1.0 MB) and 2 more")
+    assert sentence(ProgressPoint(phase="compile", files_done=3, files_total=9)) == "compiling 3 of 9 files"
+    assert sentence(ProgressPoint(phase="restore")) == "laying out"
+    waits = ProgressPoint(phase="fetch", bytes_total=9, waits_for="unit 3f9a (1.0 MB) and 2 more")
     assert sentence(waits) == golden("node.restored.waiting-another-process")

@@ -15,7 +15,7 @@ from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, Phase, Reaso
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import Bill, Receipt, Segments
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.node.attempt.account import Account, gate_text, write_json
+from serverless_gpu.node.attempt.account import AttemptAccount, gate_text, write_json
 from serverless_gpu.node.devices.gpu_gate import Verdict
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
@@ -43,9 +43,9 @@ def fact(seq: int, kind: FactKind, after_s: float) -> Fact:
     )
 
 
-def whole_life(directory: Path, tariff: Tariff = UNPRICED) -> Account:
+def whole_life(directory: Path, tariff: Tariff = UNPRICED) -> AttemptAccount:
     clock = FakeClock()
-    account = Account(launch(directory, tariff), clock)
+    account = AttemptAccount(launch(directory, tariff), clock)
     account.mark("called", START_NS)
     account.mark("asked")
     for seconds, mark, kind in (
@@ -74,7 +74,7 @@ RETURNED = msgspec.structs.replace(ENDED, state=State.STOPPING, phase=Phase.TERM
 
 def test_facts_are_on_disk_when_they_happen(tmp_path: Path) -> None:
     clock = FakeClock()
-    account = Account(launch(tmp_path), clock)
+    account = AttemptAccount(launch(tmp_path), clock)
     account.fact(FactKind.RESERVED, DEVICES)
     assert facts(tmp_path) == [fact(0, FactKind.RESERVED, 0)]
     clock.advance(3)
@@ -84,7 +84,7 @@ def test_facts_are_on_disk_when_they_happen(tmp_path: Path) -> None:
 
 def test_a_sign_of_life_is_written_where_nothing_else_was_for_a_minute(tmp_path: Path) -> None:
     clock = FakeClock()
-    account = Account(launch(tmp_path), clock)
+    account = AttemptAccount(launch(tmp_path), clock)
     account.fact(FactKind.EXEC, DEVICES)
     for _ in range(5):
         clock.advance(30.5)
@@ -98,7 +98,7 @@ def test_a_sign_of_life_is_written_where_nothing_else_was_for_a_minute(tmp_path:
 
 def test_F28_a_full_disk_costs_the_file_and_not_the_account(tmp_path: Path) -> None:
     clock = FakeClock()
-    account = Account(launch(tmp_path / "gone"), clock)
+    account = AttemptAccount(launch(tmp_path / "gone"), clock)
     account.fact(FactKind.EXEC, DEVICES)
     clock.advance(2)
     account.fact(FactKind.FREED, DEVICES)
@@ -121,7 +121,7 @@ def test_facts_say_each_segment_as_the_receipt_does(tmp_path: Path) -> None:
 
 def test_of_the_environment_that_was_there_before_the_devices_nothing_is_counted(tmp_path: Path) -> None:
     clock = FakeClock()
-    account = Account(launch(tmp_path), clock)
+    account = AttemptAccount(launch(tmp_path), clock)
     account.mark("stem")
     clock.advance(5)
     account.fact(FactKind.RESERVED, DEVICES)
@@ -145,7 +145,7 @@ def test_of_the_environment_that_was_there_before_the_devices_nothing_is_counted
 def test_how_long_ranks_may_take_is_said_where_they_were_asked_to_end(
     tmp_path: Path, reason: Reason, phase: Phase, grace_ms: int | None
 ) -> None:
-    account = Account(launch(tmp_path), FakeClock())
+    account = AttemptAccount(launch(tmp_path), FakeClock())
     account.mark("exec")
     account.fact(FactKind.EXEC, DEVICES)
     for _ in range(2):  # it is said once
@@ -154,7 +154,7 @@ def test_how_long_ranks_may_take_is_said_where_they_were_asked_to_end(
 
 
 def test_facts_are_in_order_also_where_a_device_failed_before_the_ranks_were_to_end(tmp_path: Path) -> None:
-    account = Account(launch(tmp_path), clock := FakeClock())
+    account = AttemptAccount(launch(tmp_path), clock := FakeClock())
     account.mark("stem")
     clock.advance(1)
     account.fact(FactKind.RESERVED, DEVICES)
@@ -173,7 +173,7 @@ def test_facts_are_in_order_also_where_a_device_failed_before_the_ranks_were_to_
 
 
 def test_a_run_that_ends_before_its_ranks_ran_has_nothing_to_stop(tmp_path: Path) -> None:
-    account = Account(launch(tmp_path), FakeClock())
+    account = AttemptAccount(launch(tmp_path), FakeClock())
     account.fact(FactKind.RESERVED, DEVICES)
     account.stopping(msgspec.structs.replace(RETURNED, reason=Reason.CANCELLED), DEVICES)
     assert [each.kind for each in facts(tmp_path)] == [FactKind.RESERVED]
@@ -181,7 +181,7 @@ def test_a_run_that_ends_before_its_ranks_ran_has_nothing_to_stop(tmp_path: Path
 
 def test_a_mark_is_the_first_time(tmp_path: Path) -> None:
     clock = FakeClock()
-    account = Account(launch(tmp_path), clock)
+    account = AttemptAccount(launch(tmp_path), clock)
     account.mark("exec")
     clock.advance(1)
     account.mark("exec")
@@ -234,7 +234,7 @@ def test_the_first_line_of_a_later_attempt_is_counted_since_it_came_to_its_node(
 ) -> None:
     clock = FakeClock()
     asked = msgspec.structs.replace(launch(tmp_path), fence=fence, called_ns=START_NS - 20 * 10**9)
-    account = Account(asked, clock)
+    account = AttemptAccount(asked, clock)
     account.mark("asked")
     clock.advance(1)
     account.mark("enter")
@@ -243,7 +243,7 @@ def test_the_first_line_of_a_later_attempt_is_counted_since_it_came_to_its_node(
 
 def test_waiting_for_the_callers_word_is_time_of_the_environment(tmp_path: Path) -> None:
     clock = FakeClock()
-    account = Account(launch(tmp_path), clock)
+    account = AttemptAccount(launch(tmp_path), clock)
     for seconds, mark in ((0.1, "stem"), (0.1, "reserved"), (0.3, "confirmed"), (0.05, "exec")):
         clock.advance(seconds)
         account.mark(mark)
@@ -255,7 +255,7 @@ def test_waiting_for_the_callers_word_is_time_of_the_environment(tmp_path: Path)
 
 
 def test_a_run_that_never_started_costs_nothing_and_says_why(tmp_path: Path) -> None:
-    account = Account(launch(tmp_path), FakeClock())
+    account = AttemptAccount(launch(tmp_path), FakeClock())
     ended = msgspec.structs.replace(ENDED, state=State.FAILED, reason=Reason.START_FAILED)
     receipt = account.receipt(ended, (), {}, ())
     assert (receipt.reason, receipt.gpu_ms, receipt.gpus, receipt.gate) == ("start_failed", 0, (), "nothing was taken")
@@ -290,7 +290,7 @@ def test_a_receipt_and_the_ledger_say_the_same_to_the_millionth(tmp_path: Path) 
 
 def test_a_receipt_says_what_of_the_cost_is_for_cores_and_memory(tmp_path: Path) -> None:
     limited = RunSpec(resources=Resources(cpus=8, memory_bytes=3 << 30), policy="research")
-    account = Account(msgspec.structs.replace(launch(tmp_path, TARIFF), spec=limited), clock := FakeClock())
+    account = AttemptAccount(msgspec.structs.replace(launch(tmp_path, TARIFF), spec=limited), clock := FakeClock())
     account.fact(FactKind.EXEC, DEVICES)
     clock.advance(10)
     account.fact(FactKind.FREED, DEVICES)
@@ -312,7 +312,7 @@ def test_a_fault_of_the_platform_is_metered_and_its_receipt_says_that_it_costs_n
 
 
 def test_what_came_after_the_grace_is_not_billed_and_the_receipt_says_so(tmp_path: Path) -> None:
-    account = Account(launch(tmp_path, TARIFF), clock := FakeClock())
+    account = AttemptAccount(launch(tmp_path, TARIFF), clock := FakeClock())
     account.mark("exec")
     account.fact(FactKind.EXEC, DEVICES)
     clock.advance(10)

@@ -14,7 +14,7 @@ from hypothesis import given
 
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.model.lifecycle.retention import Entry, Policy, to_delete
+from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from serverless_gpu.node.attempt import retention
 from serverless_gpu.node.attempt.retention import Schedule, clean, cleaned_text, delete, empty_trash, scan
@@ -28,7 +28,7 @@ NOW_NS = 1_000 * DAY_NS
 
 entries = st.lists(
     st.builds(
-        Entry,
+        RunDirectory,
         run_id=st.uuids().map(str),
         ended_ns=st.none() | st.integers(NOW_NS - 90 * DAY_NS, NOW_NS + DAY_NS),
         size_bytes=st.integers(0, 100),
@@ -56,14 +56,14 @@ class FakePass:
 
 
 @given(entries, policies)
-def test_what_has_not_ended_or_only_just_is_kept(given_entries: list[Entry], policy: Policy) -> None:
+def test_what_has_not_ended_or_only_just_is_kept(given_entries: list[RunDirectory], policy: Policy) -> None:
     for entry in to_delete(given_entries, policy, NOW_NS):
         assert entry.ended_ns is not None
         assert NOW_NS - entry.ended_ns >= policy.spared_ns
 
 
 @given(entries, policies)
-def test_nothing_old_stays_and_the_rest_fits(given_entries: list[Entry], policy: Policy) -> None:
+def test_nothing_old_stays_and_the_rest_fits(given_entries: list[RunDirectory], policy: Policy) -> None:
     deleted = to_delete(given_entries, policy, NOW_NS)
     kept = [entry for entry in given_entries if entry.ended_ns is not None and entry not in deleted]
     old = [entry for entry in kept if NOW_NS - (entry.ended_ns or 0) >= policy.spared_ns]
@@ -74,7 +74,7 @@ def test_nothing_old_stays_and_the_rest_fits(given_entries: list[Entry], policy:
 
 
 @given(entries, policies)
-def test_the_oldest_go_first_and_no_more_than_must(given_entries: list[Entry], policy: Policy) -> None:
+def test_the_oldest_go_first_and_no_more_than_must(given_entries: list[RunDirectory], policy: Policy) -> None:
     deleted = to_delete(given_entries, policy, NOW_NS)
     ended = [entry.ended_ns or 0 for entry in deleted]
     assert ended == sorted(ended)
@@ -86,19 +86,19 @@ def test_the_oldest_go_first_and_no_more_than_must(given_entries: list[Entry], p
 
 
 @given(entries, policies, st.randoms())
-def test_the_order_of_entries_means_nothing(given_entries: list[Entry], policy: Policy, random: object) -> None:
+def test_the_order_of_entries_means_nothing(given_entries: list[RunDirectory], policy: Policy, random: object) -> None:
     shuffled = sorted(given_entries, key=lambda entry: entry.run_id[::-1])
     assert to_delete(shuffled, policy, NOW_NS) == to_delete(given_entries, policy, NOW_NS)
 
 
 def test_without_limits_everything_stays() -> None:
-    old = Entry(run_id="a", ended_ns=0, size_bytes=10**15)
+    old = RunDirectory(run_id="a", ended_ns=0, size_bytes=10**15)
     assert to_delete([old], Policy(age_ns=None, size_bytes_max=None), NOW_NS) == ()
 
 
 def test_running_runs_do_not_count_against_the_size() -> None:
-    running = Entry(run_id="a", ended_ns=None, size_bytes=10**9)
-    ended = Entry(run_id="b", ended_ns=NOW_NS - DAY_NS, size_bytes=5)
+    running = RunDirectory(run_id="a", ended_ns=None, size_bytes=10**9)
+    ended = RunDirectory(run_id="b", ended_ns=NOW_NS - DAY_NS, size_bytes=5)
     assert to_delete([running, ended], Policy(age_ns=None, size_bytes_max=5), NOW_NS) == ()
 
 

@@ -15,7 +15,7 @@ from serverless_gpu.errors import HardwareError
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.kernel import pidfd_refusal, require_pidfd
 from serverless_gpu.node.uplink import control
-from serverless_gpu.node.uplink.profile import Profile
+from serverless_gpu.node.uplink.profile import UplinkProfile
 from tests.support.golden import golden
 
 
@@ -47,7 +47,7 @@ def test_23C4_a_node_of_a_server_says_that_it_can_run_nothing(tmp_path: Path, mo
     monkeypatch.setattr(control, "clean_process", lambda *_, **__: pytest.fail("an uplink was started"))
     home = tmp_path / "home"
     home.mkdir()
-    profile = Profile(url="http://127.0.0.1:1", token="t", name="here")
+    profile = UplinkProfile(url="http://127.0.0.1:1", token="t", name="here")
     engine = LocalEngine(Home(home), tmp_path / "engine", profile=profile, environ={})
     (event,) = engine.events()
     assert isinstance(event, NodeLost) and event.sentence.startswith("this machine cannot run ranks: Linux ")

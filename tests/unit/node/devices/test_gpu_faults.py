@@ -21,8 +21,8 @@ from serverless_gpu.model.lifecycle.attempt import (
     Tick,
     TreeEmpty,
 )
-from serverless_gpu.model.lifecycle.attempt_lifecycle import FAULT_NS, Instruction, advance
-from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, Ended, GivenUp, Run
+from serverless_gpu.model.lifecycle.attempt_lifecycle import FAULT_NS, AttemptInstruction, advance
+from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, AttemptEnded, GivenUp, Run
 
 S = 1_000_000_000
 SAID = GpuFailed("GPU-1: Xid 79, the GPU has fallen off the bus")
@@ -48,7 +48,7 @@ def test_F23_the_run_goes_on_until_a_rank_dies_and_the_gpu_is_what_it_died_of() 
     )
     raised = Failure(rank=1, reason=Reason.RANK_RAISED, at_ns=51 * S, detail="CUDA error: unspecified")
     attempt, instructions = advance(attempt, RankFailed(raised), 51 * S)
-    assert instructions == (Instruction.TERMINATE_RANKS,)
+    assert instructions == (AttemptInstruction.TERMINATE_RANKS,)
     attempt = ended(attempt, 52 * S)
     assert (attempt.state, attempt.reason) == (State.FAILED, Reason.GPU_LOST)
     assert attempt.cause is not None and attempt.cause.detail == SAID.detail
@@ -60,7 +60,7 @@ def test_F23_a_rank_that_hangs_is_ended_after_a_minute() -> None:
         attempt, _ = advance(attempt, SAID, again * S)
     assert advance(attempt, Tick(), 50 * S + FAULT_NS - 1) == (attempt, ())
     attempt, instructions = advance(attempt, Tick(), 50 * S + FAULT_NS)
-    assert instructions == (Instruction.TERMINATE_RANKS,)
+    assert instructions == (AttemptInstruction.TERMINATE_RANKS,)
     assert ended(attempt, 112 * S).reason is Reason.GPU_LOST
 
 
@@ -95,7 +95,7 @@ def test_one_that_is_cancelled_meanwhile_was_cancelled() -> None:
 
 def test_before_user_code_it_is_a_failed_start_which_is_tried_again_elsewhere() -> None:
     attempt, instructions = advance(STARTING, SAID, 20 * S)
-    assert instructions == (Instruction.KILL_TREE,)
+    assert instructions == (AttemptInstruction.KILL_TREE,)
     attempt, _ = advance(attempt, TreeEmpty(), 21 * S)
     assert attempt.reason is Reason.START_FAILED
     assert attempt.cause is not None and attempt.cause.detail == SAID.detail
@@ -106,12 +106,12 @@ def test_before_user_code_it_is_a_failed_start_which_is_tried_again_elsewhere() 
 LIVE = Run(run_id="r", fence=1, state=State.RUNNING, began=True)
 
 
-@pytest.mark.parametrize("event", [Ended(Reason.GPU_LOST, began=True), GivenUp(Reason.NODE_GONE)])
-def test_F23_another_attempt_follows_if_it_was_asked_for_and_retries_stay(event: Ended | GivenUp) -> None:
+@pytest.mark.parametrize("event", [AttemptEnded(Reason.GPU_LOST, began=True), GivenUp(Reason.NODE_GONE)])
+def test_F23_another_attempt_follows_if_it_was_asked_for_and_retries_stay(event: AttemptEnded | GivenUp) -> None:
     run = msgspec.structs.replace(LIVE, retries_left=2, faults_left=FAULT_RETRIES_MAX)
     for left in (2, 1, 0):
         run, instructions = run_lifecycle.advance(run, event)
-        assert instructions == (run_lifecycle.Instruction.REQUEUE,)
+        assert instructions == (run_lifecycle.RunInstruction.REQUEUE,)
         assert (run.retries_left, run.faults_left) == (2, left)
         run = msgspec.structs.replace(run, state=State.RUNNING, began=True)
     run, _ = run_lifecycle.advance(run, event)
@@ -119,15 +119,17 @@ def test_F23_another_attempt_follows_if_it_was_asked_for_and_retries_stay(event:
 
 
 def test_F23_nothing_follows_by_itself() -> None:
-    run, instructions = run_lifecycle.advance(LIVE, Ended(Reason.GPU_LOST, began=True))
-    assert instructions == (run_lifecycle.Instruction.CONCLUDE,)
+    run, instructions = run_lifecycle.advance(LIVE, AttemptEnded(Reason.GPU_LOST, began=True))
+    assert instructions == (run_lifecycle.RunInstruction.CONCLUDE,)
     assert (run.state, run.reason) == (State.FAILED, Reason.GPU_LOST)
     resumed = msgspec.structs.replace(LIVE, may_resume=True)
-    assert run_lifecycle.advance(resumed, Ended(Reason.GPU_LOST, began=True))[1] == (
-        run_lifecycle.Instruction.CONCLUDE,
+    assert run_lifecycle.advance(resumed, AttemptEnded(Reason.GPU_LOST, began=True))[1] == (
+        run_lifecycle.RunInstruction.CONCLUDE,
     )
 
 
 def test_F25_user_code_that_fails_is_not_the_infrastructure() -> None:
     run = msgspec.structs.replace(LIVE, faults_left=3)
-    assert run_lifecycle.advance(run, Ended(Reason.RANK_RAISED, began=True))[1] == (run_lifecycle.Instruction.CONCLUDE,)
+    assert run_lifecycle.advance(run, AttemptEnded(Reason.RANK_RAISED, began=True))[1] == (
+        run_lifecycle.RunInstruction.CONCLUDE,
+    )

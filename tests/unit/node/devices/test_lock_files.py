@@ -12,10 +12,10 @@ import pytest
 
 from serverless_gpu.errors import StorageError
 from serverless_gpu.model.hardware import DeviceKind
-from serverless_gpu.node.devices.locks import DeviceLocks, Holder, Locked, Ticket, lock_directory
+from serverless_gpu.node.devices.locks import DeviceLocks, Locked, LockHolder, Ticket, lock_directory
 from tests.support.golden import golden
 
-ME = Holder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
+ME = LockHolder(uuid="", run_id="run-me", user="ada", pid=11, since_wall_ns=5)
 
 
 def take(locks: DeviceLocks, *uuids: str, count: int = 1) -> Locked:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import InvalidValue, StorageError
-from serverless_gpu.node.devices.locks import Busy, DeviceLocks, Holder, Quarantine
+from serverless_gpu.node.devices.locks import Busy, DeviceLocks, LockHolder, Quarantine
 from tests.support.golden import golden
 from tests.support.node.locks import ME, FixedClock, take
 
@@ -52,7 +52,7 @@ def test_too_few_free_devices_take_none_and_say_who_holds_the_others(locks: Devi
     before = os.listdir("/proc/self/fd")
     with take(locks, "GPU-1"):
         answer = locks.try_lock(FOUR, 4, ME)
-        assert answer == Busy((Holder(uuid="GPU-1", run_id="run-me", user="ada", pid=11, since_wall_ns=5),))
+        assert answer == Busy((LockHolder(uuid="GPU-1", run_id="run-me", user="ada", pid=11, since_wall_ns=5),))
         take(locks, "GPU-0", "GPU-2", "GPU-3", count=3).release()
     assert os.listdir("/proc/self/fd") == before
 
@@ -78,8 +78,8 @@ def test_holder_note_of_somebody_else_is_not_trusted(locks: DeviceLocks) -> None
         (locks.directory / "GPU-1.lock").write_text(json.dumps(note))
         assert locks.try_lock(["GPU-0", "GPU-1"], 1, ME) == Busy(
             (
-                Holder(uuid="GPU-0", run_id="", user="", pid=0, since_wall_ns=0),
-                Holder(uuid="GPU-1", run_id="?[2J", user="u" * 1000, pid=3, since_wall_ns=4),
+                LockHolder(uuid="GPU-0", run_id="", user="", pid=0, since_wall_ns=0),
+                LockHolder(uuid="GPU-1", run_id="?[2J", user="u" * 1000, pid=3, since_wall_ns=4),
             )
         )
 

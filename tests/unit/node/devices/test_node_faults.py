@@ -13,7 +13,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind, parse_fake
 from serverless_gpu.model.lifecycle.attempt import Attempt, GpuFailed, Limits, Reason, State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.xid import Hit, Kind
+from serverless_gpu.model.xid import Hit, XidKind
 from serverless_gpu.node.base.configuration import read_configuration
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import Context, Launch
@@ -181,7 +181,7 @@ def noted(home: Path) -> dict[str, str]:
 def test_F24_what_fails_while_nobody_has_it_is_not_lent(tmp_path: Path, gpus: FakeGpus) -> None:
     gpus.xid(FIRST, 95)  # before anybody looks
     NodeFaults(Home(tmp_path), FakeClock()).look(GPUS)
-    assert noted(tmp_path) == {FIRST: Kind.UNCORRECTABLE}
+    assert noted(tmp_path) == {FIRST: XidKind.UNCORRECTABLE}
 
 
 def test_a_gpu_that_fell_off_the_bus_is_known_by_what_it_was(tmp_path: Path, gpus: FakeGpus) -> None:
@@ -189,13 +189,13 @@ def test_a_gpu_that_fell_off_the_bus_is_known_by_what_it_was(tmp_path: Path, gpu
     node.look(GPUS)
     gpus.xid(SECOND, 79)
     node.look(GPUS[:1])
-    assert noted(tmp_path) == {SECOND: Kind.LOST}
+    assert noted(tmp_path) == {SECOND: XidKind.LOST}
 
 
 def test_F23_a_look_does_not_lift_it_in_the_same_boot_and_a_restart_does(tmp_path: Path) -> None:
     provider = FakeProvider("H100:2", tmp_path / "fake_gpus.json")
     locks = DeviceLocks(tmp_path / "locks", clock=FakeClock())
-    locks.quarantine(FIRST, "Xid 79", fault=Kind.LOST)
+    locks.quarantine(FIRST, "Xid 79", fault=XidKind.LOST)
     locks.quarantine(SECOND, "after run r: pid 1")
     assert list(retest_quarantined(locks, provider, [FIRST, SECOND])) == [FIRST]
     quarantine(locks, {FIRST: Verdict(False, "it does not answer")}, "r")
@@ -208,7 +208,7 @@ def test_what_somebody_lifted_is_not_noted_again_for_the_same_line(tmp_path: Pat
     gpus.xid(FIRST, 48)
     clock = SystemClock()
     NodeFaults(Home(tmp_path), clock).look(GPUS)
-    assert noted(tmp_path) == {FIRST: Kind.UNCORRECTABLE}
+    assert noted(tmp_path) == {FIRST: XidKind.UNCORRECTABLE}
     DeviceLocks(tmp_path / "locks").lift(FIRST)
     later_ns = clock.wall_ns() + 10**9  # a file's time is that of the last tick, which may be a moment ago
     os.utime(tmp_path / "locks" / f"{FIRST}.quarantine", ns=(later_ns, later_ns))

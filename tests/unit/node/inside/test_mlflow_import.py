@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.node.inside.mlflow import hook
-from serverless_gpu.node.inside.mlflow.job import Job
+from serverless_gpu.node.inside.mlflow.job import MlflowJob
 
 
 def test_only_mlflow_is_taken_over_of_what_one_loader_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_only_mlflow_is_taken_over_of_what_one_loader_loads(tmp_path: Path, monk
     attached: list[str] = []
     monkeypatch.setattr(hook, "attach", lambda job, module: attached.append(module.__name__))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "all.zip"), *sys.path])
-    monkeypatch.setattr(sys, "meta_path", [hook.Finder(Job(str(tmp_path), 0)), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [hook.Finder(MlflowJob(str(tmp_path), 0)), *sys.meta_path])
     try:
         for _ in range(2):  # whoever asks whether it is there does not import it
             assert importlib.util.find_spec("mlflow") is not None

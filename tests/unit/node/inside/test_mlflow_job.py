@@ -19,7 +19,7 @@ import pytest
 
 from serverless_gpu.node.inside.mlflow import held_writes, hook
 from serverless_gpu.node.inside.mlflow import job as mlflow_job
-from serverless_gpu.node.inside.mlflow.job import Job
+from serverless_gpu.node.inside.mlflow.job import MlflowJob
 from serverless_gpu.node.inside.mlflow.writes import Writes
 from tests.support.golden import golden
 from tests.support.node.mlflow_job import VARIABLES
@@ -52,7 +52,7 @@ def say(attempt: Path, state: str, environ: dict[str, str] | None = None, senten
 
 def test_a_ready_run_is_taken_on(attempt: Path) -> None:
     say(attempt, "ready", READY)
-    job = Job(str(attempt), 0)
+    job = MlflowJob(str(attempt), 0)
     assert job.resolve()
     assert (job.run_id, job.experiment_id, job.uri) == ("r1", "7", "http://m")
     assert {name: os.environ[name] for name in READY} == READY
@@ -60,7 +60,7 @@ def test_a_ready_run_is_taken_on(attempt: Path) -> None:
 
 def test_what_user_code_has_changed_stays(attempt: Path) -> None:
     say(attempt, "ready", READY)
-    job = Job(str(attempt), 0)
+    job = MlflowJob(str(attempt), 0)
     os.environ[mlflow_job.URI] = "http://own"
     assert job.resolve() and job.changed(mlflow_job.URI)
     assert os.environ[mlflow_job.URI] == "http://own"
@@ -70,14 +70,14 @@ def test_what_user_code_has_changed_stays(attempt: Path) -> None:
 def test_the_callers_own_uri_is_kept_with_its_credentials(attempt: Path) -> None:
     os.environ[mlflow_job.URI] = "http://user:secret@m"
     say(attempt, "ready", {mlflow_job.RUN: "r1", mlflow_job.EXPERIMENT: "7"})
-    job = Job(str(attempt), 0)
+    job = MlflowJob(str(attempt), 0)
     assert job.resolve()
     assert job.uri == os.environ[mlflow_job.URI] == "http://user:secret@m"
 
 
 def test_variables_that_came_with_the_rank_need_no_file(attempt: Path) -> None:
     os.environ.update(READY)
-    job = Job(str(attempt), 0)
+    job = MlflowJob(str(attempt), 0)
     assert job.resolve(60.0)
     assert job.run_id == "r1"
 
@@ -92,7 +92,7 @@ def test_a_pending_run_is_waited_for(attempt: Path, monkeypatch: pytest.MonkeyPa
             say(attempt, "ready", READY)
 
     monkeypatch.setattr("time.sleep", sleep)
-    assert Job(str(attempt), 0).resolve(60.0)
+    assert MlflowJob(str(attempt), 0).resolve(60.0)
     assert len(looks) == 3
 
 
@@ -103,7 +103,7 @@ def test_where_nobody_has_named_a_server_a_rank_without_its_run_writes_beside_th
     """MLflow's own default is a database in the working directory: all ranks would make the same one at once."""
     say(attempt, state, sentence="no such run")
     for rank in range(2):
-        job = Job(str(attempt), rank)
+        job = MlflowJob(str(attempt), rank)
         assert not job.resolve(60.0)
         uri = os.environ.pop(mlflow_job.URI)
         assert f"{attempt}/mlflow/{rank}/" in uri and Path(attempt, "mlflow", str(rank)).is_dir()
@@ -118,7 +118,7 @@ def test_23A2_a_run_that_the_caller_names_and_nobody_finds_is_left_to_the_users_
 ) -> None:
     os.environ[name] = "theirs"
     say(attempt, state, sentence="no such run")
-    job = Job(str(attempt), 0)
+    job = MlflowJob(str(attempt), 0)
     assert not job.resolve(60.0)
     assert os.environ[name] == "theirs" and mlflow_job.URI not in os.environ
     assert golden("node.mlflow_job.such-run-mlflow") in capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_23A2_a_run_that_the_caller_names_and_nobody_finds_is_left_to_the_users_
 
 def test_a_rank_that_writes_beside_the_attempt_stays_there(attempt: Path) -> None:
     say(attempt, "away", sentence="it starts too slowly")
-    job = Job(str(attempt), 0)
+    job = MlflowJob(str(attempt), 0)
     assert not job.resolve(60.0)
     apart = os.environ[mlflow_job.URI]
     say(attempt, "ready", READY)
@@ -137,7 +137,7 @@ def test_a_rank_that_writes_beside_the_attempt_stays_there(attempt: Path) -> Non
 def test_the_node_is_asked_for_the_run_once_its_server_answers(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ[mlflow_job.URI] = "http://m"
     say(attempt, "away", sentence="it does not answer")
-    job = Job(str(attempt), 0)
+    job = MlflowJob(str(attempt), 0)
     assert not job.resolve(60.0) and job.is_away
 
     def sleep(_seconds: float) -> None:
@@ -153,7 +153,7 @@ def test_a_node_that_does_not_find_the_run_is_not_asked_every_time(
 ) -> None:
     os.environ[mlflow_job.URI] = "http://m"
     say(attempt, "away")
-    job = Job(str(attempt), 0)
+    job = MlflowJob(str(attempt), 0)
     assert not job.resolve()
     monkeypatch.setattr(mlflow_job, "BACK_S", 0.05)
     assert not job.ask()
@@ -167,7 +167,7 @@ def test_a_tracker_that_is_known_to_be_away_is_not_waited_for_and_said_with_what
     os.environ[mlflow_job.URI] = "http://m"
     say(attempt, "away", sentence="MLflow at http://m does not answer (Connection refused)")
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
-    jobs = [Job(str(attempt), rank) for rank in range(3)]
+    jobs = [MlflowJob(str(attempt), rank) for rank in range(3)]
     assert not any(job.resolve(60.0) for job in jobs)
     line, _ = capsys.readouterr().err.splitlines()
     assert golden("node.mlflow_job.does-answer-connection") in line
@@ -192,7 +192,7 @@ def test_a_wait_that_is_felt_is_said_once(
             assert capsys.readouterr().err == "", "nobody feels that"
 
     monkeypatch.setattr("time.sleep", sleep)
-    assert Job(str(attempt), 0).resolve(20.0)
+    assert MlflowJob(str(attempt), 0).resolve(20.0)
     assert capsys.readouterr().err.splitlines() == [golden("node.mlflow_job.serverless-gpu-home")]
 
 
@@ -202,7 +202,7 @@ def test_one_that_nobody_is_at_work_on_is_said_once_and_looked_for_again(
 ) -> None:
     say(attempt, state, sentence="it refused")
     os.utime(attempt / mlflow_job.FILE, (1, 1))
-    jobs = [Job(str(attempt), rank) for rank in range(3)]
+    jobs = [MlflowJob(str(attempt), rank) for rank in range(3)]
     assert not any(job.resolve(60.0) for job in jobs)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "it refused" in said[0], "the first rank, and one of the others"
@@ -212,13 +212,13 @@ def test_one_that_nobody_is_at_work_on_is_said_once_and_looked_for_again(
 
 def test_a_file_that_never_appears(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_job, "APPEARS_S", 0.0)
-    assert not Job(str(attempt), 0).resolve(60.0)
+    assert not MlflowJob(str(attempt), 0).resolve(60.0)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"state": "ready"}', '{"state": "ready", "environ": []}'])
 def test_a_file_that_is_not_what_it_should_be(attempt: Path, content: str) -> None:
     (attempt / mlflow_job.FILE).write_text(content)
-    assert not Job(str(attempt), 0).resolve()
+    assert not MlflowJob(str(attempt), 0).resolve()
 
 
 def test_an_import_of_something_else_called_mlflow_is_left_alone(
@@ -286,7 +286,7 @@ class Store:
 def patched(attempt: Path, rank: int, store: type[Store]) -> Writes:
     """Return the writes of a rank whose job's run is known, in front of a store."""
     say(attempt, "ready", READY)
-    job = Job(str(attempt), rank)
+    job = MlflowJob(str(attempt), rank)
     assert job.resolve()
     writes = Writes(job, Refused)
     writes.patch(store)
@@ -352,7 +352,7 @@ def log(store: Store, *batches: list[Any]) -> Callable[[], None]:
 def test_F44_what_ranks_log_while_the_server_does_not_answer_arrives_when_it_does(
     attempt: Path, store: type[Store], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(held_writes.Held.__init__, "__defaults__", (held_writes.HELD_MAX, 0.01))
+    monkeypatch.setattr(held_writes.HeldWrites.__init__, "__defaults__", (held_writes.HELD_MAX, 0.01))
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
@@ -374,7 +374,7 @@ def test_F44_a_server_that_stays_away_costs_the_background_one_time_out_and_the_
 ) -> None:
     """Else a queue of points would be worked off at one time-out each."""
     # A slow machine must not come to the next try.
-    monkeypatch.setattr(held_writes.Held.__init__, "__defaults__", (held_writes.HELD_MAX, 600.0))
+    monkeypatch.setattr(held_writes.HeldWrites.__init__, "__defaults__", (held_writes.HELD_MAX, 600.0))
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True
@@ -433,7 +433,7 @@ def test_F44_the_jobs_run_is_started_by_ranks_although_its_server_is_just_being_
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    attached: Any = SimpleNamespace(refused=Refused, job=Job(str(attempt), 0), _patience_until=math.inf)
+    attached: Any = SimpleNamespace(refused=Refused, job=MlflowJob(str(attempt), 0), _patience_until=math.inf)
     tried: list[float] = []
 
     def start(answers_at: float) -> str:
@@ -442,17 +442,17 @@ def test_F44_the_jobs_run_is_started_by_ranks_although_its_server_is_just_being_
             raise Refused("INTERNAL_ERROR")
         return "run"
 
-    assert hook.Attached.patiently(attached, lambda: start(40.0)) == "run"
+    assert hook.MlflowHook.patiently(attached, lambda: start(40.0)) == "run"
     with pytest.raises(Refused):
-        hook.Attached.patiently(attached, lambda: start(1e9))
+        hook.MlflowHook.patiently(attached, lambda: start(1e9))
     assert 100.0 <= now[0] < 101.0, "one that stays away is given up"
     tried.clear()
     with pytest.raises(Refused):
-        hook.Attached.patiently(attached, lambda: start(1e9))
+        hook.MlflowHook.patiently(attached, lambda: start(1e9))
     assert len(tried) == 1, "and not waited for by each of many calls"
-    assert hook.Attached.patiently(attached, lambda: start(0.0)) == "run"
+    assert hook.MlflowHook.patiently(attached, lambda: start(0.0)) == "run"
     later = now[0] + 5
-    assert hook.Attached.patiently(attached, lambda: start(later)) == "run", "another outage is another"
+    assert hook.MlflowHook.patiently(attached, lambda: start(later)) == "run", "another outage is another"
     assert capsys.readouterr().err.count("start_run tries again") == 1
 
 
@@ -460,7 +460,7 @@ def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
     sent: list[int] = []
     answers = threading.Event()
     back = threading.Event()
-    held = held_writes.Held(back.set, limit=30, again_s=0.001)
+    held = held_writes.HeldWrites(back.set, limit=30, again_s=0.001)
 
     def send(number: int) -> bool:
         if answers.is_set():
@@ -477,7 +477,7 @@ def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:
 def test_F44_a_batch_that_is_refused_later_does_not_hold_up_the_others(
     attempt: Path, store: type[Store], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(held_writes.Held.__init__, "__defaults__", (held_writes.HELD_MAX, 0.01))
+    monkeypatch.setattr(held_writes.HeldWrites.__init__, "__defaults__", (held_writes.HELD_MAX, 0.01))
     writes = patched(attempt, 0, store)
     there = store()
     there.away = True

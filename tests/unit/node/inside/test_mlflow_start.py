@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serverless_gpu.node.inside.mlflow import hook
-from serverless_gpu.node.inside.mlflow.job import Job
+from serverless_gpu.node.inside.mlflow.job import MlflowJob
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "mine"), (1, None)])
@@ -19,7 +19,7 @@ def test_of_the_names_that_ranks_give_the_jobs_run_that_of_the_first_rank_counts
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, name: str | None
 ) -> None:
     monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
-    job = Job(str(tmp_path), rank)
+    job = MlflowJob(str(tmp_path), rank)
     job.run_id = "r1"
     attached: Any = SimpleNamespace(
         job=job,
@@ -42,7 +42,7 @@ def test_of_the_names_that_ranks_give_the_jobs_run_that_of_the_first_rank_counts
         del experiment_id, nested, parent_run_id
         return run_id, run_name, tags
 
-    start = functools.partial(hook.Attached.start_run, attached, started)
+    start = functools.partial(hook.MlflowHook.start_run, attached, started)
     assert start(run_name="mine", tags={"a": "b"}) == ("r1", name, {"a": "b"})
     assert start(None, None, "mine", False, None, {"a": "b"}) == ("r1", name, {"a": "b"}), "by position"
     assert start(None, None) == ("r1", None, None)

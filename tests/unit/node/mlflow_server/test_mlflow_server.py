@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.error_summary import Attempted, pause_s, sentence, without_password
-from serverless_gpu.node.mlflow_server.files import Backing, Noted, Place, local_path, opened, place_of, places
+from serverless_gpu.node.mlflow_server.files import Backing, Noted, ServerFiles, local_path, opened, place_of, places
 from serverless_gpu.node.mlflow_server.program import Starting, server_variables
 
 TRIED = Attempted("/env/bin/python", "sqlite:////h/mlflow.db", "/h/server.log")
@@ -61,21 +61,21 @@ def test_an_address_is_known_before_the_server_and_stays(tmp_path: Path) -> None
 
 
 def test_what_is_written_down_of_a_server_and_cannot_be_read_is_nothing(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+    place = ServerFiles(tmp_path)
     assert place.noted() == Noted()
     (tmp_path / "server.json").write_text("{")
     assert place.noted() == Noted()
 
 
 def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server_has_them(tmp_path: Path) -> None:
-    own, files = Place(tmp_path).backing(), Place(tmp_path, "file:///data/mlruns").backing()
+    own, files = ServerFiles(tmp_path).backing(), ServerFiles(tmp_path, "file:///data/mlruns").backing()
     assert own == Backing(f"sqlite:///{tmp_path}/mlflow.db", f"{tmp_path}/artifacts", False, True)
     assert files == Backing("/data/mlruns", "/data/mlruns", True, False)
     variables = server_variables(files, Starting("python", {}, ("mlflow.example.com",)))
     assert variables["MLFLOW_DEFAULT_ARTIFACT_ROOT"] == "/data/mlruns"
     assert variables["MLFLOW_ALLOW_FILE_STORE"] == "true"
     assert variables["MLFLOW_SERVER_ALLOWED_HOSTS"].endswith(",mlflow.example.com,mlflow.example.com:*")
-    theirs = Place(tmp_path, "postgresql://a@b/c").backing()
+    theirs = ServerFiles(tmp_path, "postgresql://a@b/c").backing()
     assert theirs == Backing("postgresql://a@b/c", f"{tmp_path}/artifacts", False, True)
     assert "MLFLOW_DEFAULT_ARTIFACT_ROOT" not in server_variables(theirs, Starting("python", {}))
 

@@ -14,13 +14,13 @@ from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.control import Serving
 from serverless_gpu.node.monitor import delivery as delivering
-from serverless_gpu.node.monitor.backlog import Backlog, Kept
-from serverless_gpu.node.monitor.deliveries import Deliveries
+from serverless_gpu.node.monitor.backlog import Backlog, BacklogAttempt
+from serverless_gpu.node.monitor.deliveries import MlflowDeliveries
 from serverless_gpu.node.monitor.messages import Observe, Untracked
 from serverless_gpu.node.monitor.recorder import Recorder
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.tracking.base import TrackerAway
-from serverless_gpu.tracking.delivery import Delivery
+from serverless_gpu.tracking.delivery import MlflowDelivery
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 
@@ -46,12 +46,12 @@ def observed(tmp_path: Path) -> Observe:
 def test_a_mistake_of_ours_ends_a_delivery_for_good_and_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: Delivery) -> None:
+    def fail(self: MlflowDelivery) -> None:
         raise RuntimeError("nobody thought of this")
 
-    monkeypatch.setattr(Delivery, "run", fail)
+    monkeypatch.setattr(MlflowDelivery, "run", fail)
     clock, home, woken = FakeClock(), Home(tmp_path), threading.Event()
-    deliveries = Deliveries(home, clock, woken.set)
+    deliveries = MlflowDeliveries(home, clock, woken.set)
     recorder = Recorder(observed(tmp_path), 1, clock)
     deliveries.begin(recorder)
     delivery = recorder.delivering
@@ -74,7 +74,7 @@ def test_ranks_wait_for_a_home_server_that_starts_and_not_for_one_that_could_not
         delivering, "ensure_server", lambda *_, **__: Serving("http://127.0.0.1:1", False, failures=failures)
     )
     observe = msgspec.structs.replace(observed(tmp_path), spec=RunSpec(tracker=Tracking()))
-    heard = delivering.Delivering(Home(tmp_path), Kept(observe=observe, origin_ns=1), {}, None, lambda: None)
+    heard = delivering.Delivering(Home(tmp_path), BacklogAttempt(observe=observe, origin_ns=1), {}, None, lambda: None)
     with pytest.raises(TrackerAway) as caught:
         delivering.address_of(Home(tmp_path), observe, {})
     heard.untracked(str(caught.value), final=False)

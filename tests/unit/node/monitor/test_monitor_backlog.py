@@ -11,8 +11,8 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.tracking_context import Tracking
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.monitor import backlog
-from serverless_gpu.node.monitor.backlog import Backlog, Held
-from serverless_gpu.node.monitor.deliveries import Deliveries
+from serverless_gpu.node.monitor.backlog import Backlog, ClaimedAttempt
+from serverless_gpu.node.monitor.deliveries import MlflowDeliveries
 from serverless_gpu.node.monitor.delivery import Delivering
 from serverless_gpu.node.monitor.messages import Observe, Prepare
 from serverless_gpu.testing import FakeClock
@@ -142,13 +142,13 @@ def test_attempts_without_their_credentials_are_looked_at_once_and_again_when_so
     looks: list[Path] = []
     hold = backlog.hold_kept
 
-    def looked(path: Path) -> Held | None:
+    def looked(path: Path) -> ClaimedAttempt | None:
         looks.append(path)
         return hold(path)
 
     monkeypatch.setattr(backlog, "hold_kept", looked)
     monkeypatch.setattr(Delivering, "start", lambda delivering: None)
-    deliveries = Deliveries(home, clock, lambda: None)
+    deliveries = MlflowDeliveries(home, clock, lambda: None)
     for _ in range(3):
         assert list(deliveries.tend({})) == []
         clock.advance(60)

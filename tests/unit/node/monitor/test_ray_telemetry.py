@@ -20,9 +20,9 @@ from serverless_gpu.node.inside.raycluster.words import metrics_file
 from serverless_gpu.node.monitor.messages import Observe, Ranks
 from serverless_gpu.node.monitor.ray_file import RayFile
 from serverless_gpu.node.monitor.recorder import Recorder
-from serverless_gpu.node.monitor.sampler import Look
+from serverless_gpu.node.monitor.sampler import NodeSample
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.tracking.points import Cursor, Points
+from serverless_gpu.tracking.points import Points, SampleCursor
 from tests.support.node.sampled import ORIGIN_NS, gpu, header, sample
 
 NOW_NS = 1000 * SECOND_NS
@@ -111,7 +111,7 @@ def test_files_of_samples_written_before_there_was_ray_are_read_as_ever() -> Non
 def test_mlflow_gets_what_ray_told_as_points(tmp_path: Path) -> None:
     rows = [replace(sample(at), ray=RaySample(tasks_running=float(at))) for at in range(1, 4)]
     (tmp_path / "0.telemetry").write_bytes(b"".join([encode(header()), *map(encode, rows)]))
-    points = Points(tmp_path / "0.telemetry", 1, Cursor()).next(ended=True)
+    points = Points(tmp_path / "0.telemetry", 1, SampleCursor()).next(ended=True)
     told = [(point.key, point.value, point.step) for point in points if point.key.startswith("ray/")]
     assert told == [("ray/node_0/tasks_running", 1.0, 1), ("ray/node_0/tasks_running", 3.0, 3)]
 
@@ -180,7 +180,7 @@ def recorded(directory: Path, spec: RunSpec) -> dict[str, list[float]]:
     recorder.join(Peer())  # type: ignore[arg-type]  # a recorder only says things to it
     device = Device(index=0, uuid="CPU-0", type="CPU", kind=DeviceKind.CPU, memory_bytes=0)
     recorder.hear(Ranks(devices=(device,), pids={0: 1}))
-    recorder.see(Look(at_ns=ORIGIN_NS, devices=(device,), host=HostSample(), gpus={}, ranks={}))
+    recorder.see(NodeSample(at_ns=ORIGIN_NS, devices=(device,), host=HostSample(), gpus={}, ranks={}))
     metrics = read_metrics([(directory / "logs" / "2.telemetry").read_bytes()])
     return {name: one.values for name, one in metrics.items() if name.startswith("ray/")}
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from serverless_gpu.model.telemetry.samples import HostSample
-from serverless_gpu.node.monitor.sampler import Look, Sampler, Wanted
+from serverless_gpu.node.monitor.sampler import NodeSample, Sampler, SampleRequest
 from serverless_gpu.testing import FakeClock
 
 
@@ -22,11 +22,11 @@ class Failing:
         if Failing.made == 1:
             raise OSError("too many open files")
 
-    def look(self, wanted: Wanted, at_ns: int) -> Look:
+    def look(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
         self.looks += 1
         if self.looks < 3:
             raise MemoryError("none left")
-        return Look(at_ns=at_ns, devices=(), host=HostSample(), gpus={}, ranks={})
+        return NodeSample(at_ns=at_ns, devices=(), host=HostSample(), gpus={}, ranks={})
 
 
 def test_a_look_that_fails_is_left_out_and_logged_once_and_the_next_one_succeeds(
@@ -35,10 +35,10 @@ def test_a_look_that_fails_is_left_out_and_logged_once_and_the_next_one_succeeds
     rung = threading.Semaphore(0)
     thread = Sampler(Failing, FakeClock(), rung.release)
     for _ in range(3):
-        assert thread.ask(Wanted())
+        assert thread.ask(SampleRequest())
         assert rung.acquire(timeout=60)
         assert thread.take() is None
-    assert thread.ask(Wanted())
+    assert thread.ask(SampleRequest())
     assert rung.acquire(timeout=60)
     assert thread.take() is not None
     logged = capsys.readouterr().err

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State
-from serverless_gpu.node.attempt.account import Account
+from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
@@ -34,7 +34,7 @@ class Scene:
         self.told: list[str] = []
         self.notes: list[str] = []
         self.watch = HangWatch(directory, self.clock, self.told.append, self.notes)
-        self._gang = Gang(launch(directory), channel, Account(launch(directory), self.clock))
+        self._gang = LocalGang(launch(directory), channel, AttemptAccount(launch(directory), self.clock))
 
     def live(self, seconds: float) -> None:
         for _ in range(round(seconds / 5)):

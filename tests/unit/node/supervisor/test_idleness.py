@@ -7,7 +7,7 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Attempt, Limits, State, StopReason, StopRequested
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.model.telemetry.idleness import Verdict, of_gang
+from serverless_gpu.model.telemetry.idleness import IdleVerdict, of_gang
 from serverless_gpu.node.supervisor.idle_watchdog import IdleWatch
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
@@ -87,29 +87,29 @@ def test_time_before_user_code_and_after_the_stop_does_not_count() -> None:
 
 
 def test_a_crew_of_several_says_how_far_it_is_and_warns_and_stops_nothing_by_itself() -> None:
-    scene, levels = Scene(), list[Verdict]()
+    scene, levels = Scene(), list[IdleVerdict]()
     scene.watch.tell_server = lambda *, idle: levels.append(idle)
     assert scene.live(4000) == [] and scene.told == []
-    assert levels == [Verdict.WARN, Verdict.STOP]
-    scene.watch.judged(Verdict.WARN)
+    assert levels == [IdleVerdict.WARN, IdleVerdict.STOP]
+    scene.watch.judged(IdleVerdict.WARN)
     assert scene.told[0].startswith("no device of any node has done anything for 1 h 0")
-    scene.watch.judged(Verdict.GO_ON)
+    scene.watch.judged(IdleVerdict.GO_ON)
     assert scene.told[1:] == [golden("node.idleness.devices-run-work"), ""]
     scene.live(5, busy=True)
-    assert levels[2:] == [Verdict.GO_ON]
+    assert levels[2:] == [IdleVerdict.GO_ON]
 
 
 @pytest.mark.parametrize(
     ("levels", "told", "expected"),
     [
-        ([], None, Verdict.GO_ON),
-        ([Verdict.STOP, Verdict.GO_ON], Verdict.WARN, Verdict.GO_ON),
-        ([Verdict.STOP, Verdict.WARN], None, Verdict.WARN),
-        ([Verdict.STOP, Verdict.STOP], Verdict.GO_ON, Verdict.WARN),
-        ([Verdict.STOP, Verdict.STOP], Verdict.WARN, Verdict.STOP),
+        ([], None, IdleVerdict.GO_ON),
+        ([IdleVerdict.STOP, IdleVerdict.GO_ON], IdleVerdict.WARN, IdleVerdict.GO_ON),
+        ([IdleVerdict.STOP, IdleVerdict.WARN], None, IdleVerdict.WARN),
+        ([IdleVerdict.STOP, IdleVerdict.STOP], IdleVerdict.GO_ON, IdleVerdict.WARN),
+        ([IdleVerdict.STOP, IdleVerdict.STOP], IdleVerdict.WARN, IdleVerdict.STOP),
     ],
 )
 def test_a_gang_is_as_idle_as_the_least_of_its_crews(
-    levels: list[Verdict], told: Verdict | None, expected: Verdict
+    levels: list[IdleVerdict], told: IdleVerdict | None, expected: IdleVerdict
 ) -> None:
     assert of_gang(levels, told) is expected

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.gangs.crew import CrewPlace, laid_out
-from serverless_gpu.model.hangs.gang_hang_detection import Ask, Judgement, Seen
+from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement
 from serverless_gpu.model.lifecycle.attempt import (
     Attempt,
     Hang,
@@ -26,11 +26,11 @@ from serverless_gpu.model.lifecycle.attempt import (
     RankReturned,
     State,
 )
-from serverless_gpu.node.attempt.account import Account
+from serverless_gpu.node.attempt.account import AttemptAccount
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.base.protocol import GangNews
 from serverless_gpu.node.inside.channel import Channel, pair
-from serverless_gpu.node.supervisor.gang import Gang
+from serverless_gpu.node.supervisor.gang import LocalGang
 from serverless_gpu.node.supervisor.gang_hang_reporter import HangWitness
 from serverless_gpu.node.supervisor.hang_watchdog import HangWatch
 from serverless_gpu.node.supervisor.peers import Peers
@@ -65,7 +65,7 @@ class Scene:
         place = CrewPlace(number=1, node="n2", first_rank=2, gpus=2)
         self.witness = HangWitness(directory, place, self.clock, self.told.append, self.notes)
         self.witness.tell_server = self.said.update
-        self._gang = Gang(launch(directory), channel, Account(launch(directory), self.clock))
+        self._gang = LocalGang(launch(directory), channel, AttemptAccount(launch(directory), self.clock))
 
     def live(self, seconds: float) -> None:
         for _ in range(round(seconds / 5)):
@@ -100,7 +100,7 @@ def test_what_was_seen_is_told_once_the_window_is_over(scene: Scene) -> None:
     assert "seen" not in scene.said
     scene.live(10)
     seen = scene.said["seen"]
-    assert isinstance(seen, Seen) and seen.number == 77
+    assert isinstance(seen, CrewObservation) and seen.number == 77
     assert [rank.rank for rank in seen.ranks] == [2, 3] and not any(rank.moving for rank in seen.ranks)
 
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.node.uplink.shipment import FACTS_MAX, Facts, Logs, Outputs
+from serverless_gpu.node.uplink.shipment import FACTS_MAX, FactsFile, LogShipment, Outputs
 from serverless_gpu.wire.attempts import LogPiece
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, INLINE_OUTPUT_BYTES_MAX, LOG_REPORT_BYTES_MAX
 
 
 def test_samples_go_when_they_are_asked_for_and_are_waited_for_only_then(tmp_path: Path) -> None:
-    logs = Logs(tmp_path, known=True)
+    logs = LogShipment(tmp_path, known=True)
     write(tmp_path, "0.stdout", b"out\n")
     write(tmp_path, "0.telemetry", b"[1]\n")
     pieces = logs.pieces()
@@ -71,13 +71,13 @@ def test_logs_arrive_whole_over_restarts_of_both_sides_and_lost_answers(
     unanswered: set[int],
 ) -> None:
     directory: Path = tmp_path_factory.mktemp("logs")  # type: ignore[attr-defined]  # pytest's type is private
-    logs, taker, written = Logs(directory, known=True), Taker(), dict[str, bytes]()
+    logs, taker, written = LogShipment(directory, known=True), Taker(), dict[str, bytes]()
     for step, (rank, data) in enumerate(chunks):
         name = f"{rank}.stdout"
         write(directory, name, data)
         written[name] = written.get(name, b"") + data
         if step in restarts:
-            logs = Logs(directory, known=False)
+            logs = LogShipment(directory, known=False)
         if step in losses and taker.kept:
             first = next(iter(taker.kept))
             taker.kept[first] = taker.kept[first][: len(taker.kept[first]) // 2]
@@ -101,7 +101,7 @@ def test_logs_arrive_whole_over_restarts_of_both_sides_and_lost_answers(
 def test_one_report_carries_a_fair_share_of_every_stream(tmp_path: Path) -> None:
     write(tmp_path, "0.stdout", b"x" * (4 << 20))
     write(tmp_path, "1.stdout", b"few\n")
-    logs = Logs(tmp_path, known=True)
+    logs = LogShipment(tmp_path, known=True)
     pieces = logs.pieces()
     assert sum(len(piece.data) for piece in pieces) <= LOG_REPORT_BYTES_MAX
     assert {piece.rank for piece in pieces} == {0, 1} and not logs.is_complete(pieces)
@@ -123,7 +123,7 @@ def test_facts_come_in_pieces_and_a_half_written_one_waits(tmp_path: Path) -> No
         return msgspec.json.encode(value) + b"\n"
 
     path = tmp_path / "facts.jsonl"
-    facts = Facts(path)
+    facts = FactsFile(path)
     assert facts.unsent() == () and facts.is_complete()
     path.write_bytes(b"".join(fact(seq) for seq in range(FACTS_MAX + 1)) + fact(FACTS_MAX + 1)[:20])
     first = facts.unsent()
@@ -174,7 +174,7 @@ def test_many_small_results_are_several_reports(tmp_path: Path) -> None:
 
 
 def test_a_server_without_room_for_logs_is_known_from_what_it_wants_and_what_it_lacks_is_said(tmp_path: Path) -> None:
-    logs = Logs(tmp_path, known=True)
+    logs = LogShipment(tmp_path, known=True)
     write(tmp_path, "0.stdout", b"abcdef")
     write(tmp_path, "1.stderr", b"xyz")
     pieces = logs.pieces()

@@ -37,7 +37,7 @@ _AT_FDCWD = -100
 _Value = TypeVar("_Value")
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
     """How a unit came into the cache.
 
     Attributes:
@@ -104,9 +104,9 @@ class Places:
         """Return the lock of whoever assembles an environment."""
         return self.locks / f"{address}.making"
 
-    def note(self, address: str) -> Note | None:
+    def note(self, address: str) -> UnitNote | None:
         """Return how a unit came here; None when it is not here."""
-        return read_document(self.unit(address) / "note", Note)
+        return read_document(self.unit(address) / "note", UnitNote)
 
     def looked(self, address: str) -> Path:
         """Return the file that says when the units of an environment were last looked at."""
@@ -116,7 +116,7 @@ class Places:
         """Return the lock that all who compile share, so that nobody takes their files for somebody else's."""
         return self.locks / "compiling"
 
-    def write_note(self, address: str, note: Note) -> None:
+    def write_note(self, address: str, note: UnitNote) -> None:
         """Write how a unit came here, and keep when that was."""
         path = self.unit(address) / "note"
         before = path.stat().st_mtime_ns

@@ -28,7 +28,7 @@ class CachedUnit(msgspec.Struct, frozen=True, kw_only=True):
     used_ns: int
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
     """One unit to remove, after the environments that were made of it."""
 
     unit: str
@@ -38,7 +38,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(
     environments: Sequence[CachedEnvironment], units: Sequence[CachedUnit], *, excess: int, keep: Collection[str] = ()
-) -> tuple[Step, ...]:
+) -> tuple[EvictionStep, ...]:
     """Return what to remove, in this order, until enough is gone.
 
     Args:
@@ -56,12 +56,12 @@ def plan(
         for address in environment.units & used.keys():
             used[address] = max(used[address], environment.used_ns)
             holders.setdefault(address, []).append(environment.address)
-    steps: list[Step] = []
+    steps: list[EvictionStep] = []
     for unit in sorted(units, key=lambda unit: (used[unit.address], unit.address)):
         if excess <= 0:
             break
         if unit.address not in pinned:
             made = tuple(sorted(holders.get(unit.address, ())))
-            steps.append(Step(unit=unit.address, environments=made, size=unit.size))
+            steps.append(EvictionStep(unit=unit.address, environments=made, size=unit.size))
             excess -= unit.size
     return tuple(steps)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from serverless_gpu.environment.restore.cache.cache_layout import Places, delete, put_aside, read_document
 from serverless_gpu.environment.restore.cache.cache_locks import locked, try_lock
-from serverless_gpu.environment.restore.cache.eviction_plan import CachedEnvironment, CachedUnit, Step, plan
+from serverless_gpu.environment.restore.cache.eviction_plan import CachedEnvironment, CachedUnit, EvictionStep, plan
 from serverless_gpu.environment.restore.cache.exposure import expose, exposed_since, linking_lock, suspects
 from serverless_gpu.environment.restore.cache.shared_metadata import sweep_layers
 
@@ -120,7 +120,7 @@ def environments(places: Places) -> list[CachedEnvironment]:
     return found
 
 
-def _carry_out(places: Places, step: Step) -> list[Path]:
+def _carry_out(places: Places, step: EvictionStep) -> list[Path]:
     """Move a unit aside, after what was made of it; return what was moved, the unit last if it could be."""
     aside: list[Path] = []
     for address in step.environments:

@@ -22,10 +22,10 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.documents import Unit
-from serverless_gpu.environment.progress import Progress, Report, nobody
+from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
 from serverless_gpu.environment.restore.cache.cache_layout import (
-    Note,
     Places,
+    UnitNote,
     delete,
     make_public,
     put_aside,
@@ -36,7 +36,7 @@ from serverless_gpu.environment.restore.cache.disk import free_bytes, full, is_f
 from serverless_gpu.environment.restore.cache.unit_outline import outline
 from serverless_gpu.environment.restore.cache.unit_seal import sweep_unit
 from serverless_gpu.environment.restore.cache.unpack import unpack_each
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt, StorageError
 from serverless_gpu.units import format_bytes
 
@@ -79,7 +79,7 @@ class Fetch:
     """
 
     def __init__(
-        self, places: Places, blobs: Blobs, *, clock: Clock, make_space: MakeSpace, report: Report = nobody
+        self, places: Places, blobs: StoreBlobs, *, clock: Clock, make_space: MakeSpace, report: Report = nobody
     ) -> None:
         self._places = places
         self._blobs = blobs
@@ -88,7 +88,7 @@ class Fetch:
         self._report = report
         self._locks: dict[str, int] = {}
         self._waiting: dict[str, Unit] = {}
-        self._before = self._total = Progress(phase="fetch")
+        self._before = self._total = ProgressPoint(phase="fetch")
         self._waits_for = ""
         self.fetched: list[Unit] = []
 
@@ -190,7 +190,7 @@ class Fetch:
         write_document(fresh / "unit", unit)
         write_document(fresh / "outline", outline(unit, lambda path: _read_small(fresh / path)))
         seal = sweep_unit(fresh)
-        note = Note(
+        note = UnitNote(
             size=size_of(unit),
             boot=self._clock.boot_id(),
             looked_ns=self._clock.boottime_ns(),
@@ -220,7 +220,7 @@ class Fetch:
             return error
         return StorageError(f"{error.filename or self._places.units} cannot be written: {error.strerror}.")
 
-    def _tell(self, progress: Progress) -> None:
+    def _tell(self, progress: ProgressPoint) -> None:
         """Add what earlier rounds brought to what this one says, and for what it waits."""
         before = self._before
         self._report(
@@ -234,14 +234,14 @@ class Fetch:
         )
 
 
-def totals(units: Iterable[Unit]) -> Progress:
+def totals(units: Iterable[Unit]) -> ProgressPoint:
     """Return what fetching units comes to, all of it done."""
     size = files = moved = 0
     for unit in units:
         size += sum(row.size for row in unit.rows)
         files += sum(row.has_content for row in unit.rows)
         moved += moved_bytes(unit)
-    return Progress(
+    return ProgressPoint(
         phase="fetch", bytes_done=size, bytes_total=size, files_done=files, files_total=files, moved_bytes=moved
     )
 

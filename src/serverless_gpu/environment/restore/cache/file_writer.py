@@ -1,7 +1,7 @@
 """Files of a unit onto a disk: reached without following a link, made where nothing is, checked while written.
 
-A `Tree` is a fresh directory of ours; each thread walks it with a `Walk` of its own, which keeps the directories open
-on the way to where it is. Rows are in order of their paths, so the next file is nearly always near.
+A `WrittenTree` is a fresh directory of ours; each thread walks it with a `Walk` of its own, which keeps the directories
+open on the way to where it is. Rows are in order of their paths, so the next file is nearly always near.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from serverless_gpu.environment.compression import pieces
-from serverless_gpu.environment.documents import Row, Unit
+from serverless_gpu.environment.documents import FileRow, Unit
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected
 
 MTIME_S = 1_577_836_800
@@ -27,7 +27,7 @@ _DIRECTORY_MODE = 0o755
 _TURN_S = 0.1
 
 
-class Tree:
+class WrittenTree:
     """A fresh directory that several threads fill.
 
     Args:
@@ -70,7 +70,7 @@ class Tree:
 class Walk:
     """One thread's way through a tree: the directories from the root to where it is, open."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: WrittenTree) -> None:
         self._tree = tree
         self._at = ""
         self._names: list[str] = []
@@ -108,7 +108,7 @@ class Walk:
         self._at = directory
         return self._fds[-1]
 
-    def make(self, row: Row) -> int:
+    def make(self, row: FileRow) -> int:
         """Make a file and return its descriptor, for writing."""
         directory, _, name = row.path.rpartition("/")
         fd = os.open(name, _MAKE, _MODES[row.kind], dir_fd=self.go(directory))
@@ -125,11 +125,13 @@ class UnitWriter:
         tree: fresh.
     """
 
-    def __init__(self, unit: Unit, tree: Tree) -> None:
+    def __init__(self, unit: Unit, tree: WrittenTree) -> None:
         self._unit = unit
         self._tree = tree
         self._what = f"unit {unit.address[:12]}"
-        self._small: dict[int, list[tuple[int, Row]]] = defaultdict(list)  # block → where files start in it, in order
+        self._small: dict[int, list[tuple[int, FileRow]]] = defaultdict(
+            list
+        )  # block → where files start in it, in order
         self._large: dict[int, tuple[_LargeFile, int]] = {}  # block → the file it is a part of, and from where
         self._plan()
         self.used_blocks = sorted([*self._small, *self._large])
@@ -194,7 +196,7 @@ class UnitWriter:
         for files in self._small.values():
             files.sort(key=lambda item: item[0])
 
-    def _write_small(self, files: Sequence[tuple[int, Row]], stream: _Stream) -> tuple[int, int]:
+    def _write_small(self, files: Sequence[tuple[int, FileRow]], stream: _Stream) -> tuple[int, int]:
         total = 0
         sha256, write, utime, close = hashlib.sha256, os.write, os.utime, os.close
         with Walk(self._tree) as walk:
@@ -252,7 +254,7 @@ class _Stream:
 class _LargeFile:
     """A file whose parts are written by several threads, and hashed in order."""
 
-    def __init__(self, row: Row, tree: Tree, what: str) -> None:
+    def __init__(self, row: FileRow, tree: WrittenTree, what: str) -> None:
         self._row = row
         self._tree = tree
         self._what = what
@@ -328,7 +330,7 @@ class _LargeFile:
         return True
 
 
-def _wrong_content(what: str, row: Row) -> EnvironmentCorrupt:
+def _wrong_content(what: str, row: FileRow) -> EnvironmentCorrupt:
     return EnvironmentCorrupt(f"{what}: the stored content of {row.path!r} is not what its digest says")
 
 

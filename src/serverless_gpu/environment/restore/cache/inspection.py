@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from serverless_gpu.environment.documents import Row
+from serverless_gpu.environment.documents import FileRow
 from serverless_gpu.environment.restore.cache.shared_metadata import is_added
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 
@@ -22,7 +22,7 @@ _THREADS = 2
 _READ_BYTES = 1024 * 1024
 
 
-def damage(directory: Path, rows: Sequence[Row], *, read: bool) -> str:
+def damage(directory: Path, rows: Sequence[FileRow], *, read: bool) -> str:
     """Return what is wrong with a unit, one sentence about the first thing found, or "".
 
     Args:
@@ -61,7 +61,7 @@ def _found(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
                     waiting.append(path)
 
 
-def _directories(rows: Iterable[Row]) -> set[str]:
+def _directories(rows: Iterable[FileRow]) -> set[str]:
     found: set[str] = set()
     for row in rows:
         above = row.path.rpartition("/")[0]
@@ -71,7 +71,7 @@ def _directories(rows: Iterable[Row]) -> set[str]:
     return found
 
 
-def _difference(directory: Path, path: str, status: os.stat_result, row: Row) -> str:
+def _difference(directory: Path, path: str, status: os.stat_result, row: FileRow) -> str:
     mode = status.st_mode
     if row.kind == "d":
         return "" if stat.S_ISDIR(mode) else "is no directory"
@@ -101,7 +101,7 @@ def _is_bytecode(path: str) -> bool:
     return folder.endswith("/__pycache__") and ".pyc" in name  # half-written ones end in a number
 
 
-def _unequal(directory: Path, rows: Sequence[Row]) -> str:
+def _unequal(directory: Path, rows: Sequence[FileRow]) -> str:
     files = [row for row in rows if row.has_content]
     with ThreadPoolExecutor(_THREADS) as pool:
         for row, digest in zip(files, pool.map(lambda row: _digest(directory / row.path), files), strict=True):

@@ -36,7 +36,7 @@ Files = dict[str, bytes]
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Sharing:
+class SharedMetadata:
     """Additions to the units of a cache.
 
     Args:

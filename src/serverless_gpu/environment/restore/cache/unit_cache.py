@@ -30,12 +30,12 @@ import msgspec
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.environment.documents import Snapshot, Unit, unit_address
 from serverless_gpu.environment.progress import Report, nobody
-from serverless_gpu.environment.restore.bytecode import Job, compile_all
+from serverless_gpu.environment.restore.bytecode import CompileJob, compile_all
 from serverless_gpu.environment.restore.cache import eviction_run
 from serverless_gpu.environment.restore.cache.cache_layout import (
     Looked,
-    Note,
     Places,
+    UnitNote,
     exchange,
     make_public,
     put_aside,
@@ -51,7 +51,7 @@ from serverless_gpu.environment.restore.cache.fetch import WAIT_S, Fetch, moved_
 from serverless_gpu.environment.restore.cache.inspection import damage, drop_bytecode
 from serverless_gpu.environment.restore.cache.unit_outline import Outline
 from serverless_gpu.environment.restore.cache.unit_seal import LOOK_S, Sweep, known_bytecode, note_bytecode, sweep_unit
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import EnvironmentCorrupt
 
 CACHE_BYTES_MAX = 100 * 10**9
@@ -135,7 +135,7 @@ class Cache(Places):
     def ensure(
         self,
         addresses: Iterable[str],
-        blobs: Blobs,
+        blobs: StoreBlobs,
         report: Report = nobody,
         *,
         accept: Callable[[Unit], None] = lambda unit: None,
@@ -162,7 +162,7 @@ class Cache(Places):
             fetched_bytes=sum(map(moved_bytes, fetched)),
         )
 
-    def verify(self, address: str, blobs: Blobs, report: Report = nobody, *, read: bool = True) -> str:
+    def verify(self, address: str, blobs: StoreBlobs, report: Report = nobody, *, read: bool = True) -> str:
         """Compare a unit with its rows, and replace it when it is damaged.
 
         Args:
@@ -251,14 +251,14 @@ class Cache(Places):
             return self._floor_bytes
         return min(FLOOR_BYTES_MAX, total_bytes(self.root) // _FLOOR_SHARE)
 
-    def _read(self, missing: list[str], blobs: Blobs, accept: Callable[[Unit], None]) -> list[Unit]:
+    def _read(self, missing: list[str], blobs: StoreBlobs, accept: Callable[[Unit], None]) -> list[Unit]:
         with ThreadPoolExecutor(_READERS) as pool:
             units = list(pool.map(blobs.read_unit, missing))
         for unit in units:
             accept(unit)
         return units
 
-    def _fetch(self, units: list[Unit], keep: Collection[str], blobs: Blobs, report: Report) -> list[Unit]:
+    def _fetch(self, units: list[Unit], keep: Collection[str], blobs: StoreBlobs, report: Report) -> list[Unit]:
         make_public(self.root)
         make_public(self.units)
         fetch = Fetch(self, blobs, clock=self.clock, make_space=partial(self.make_space, keep=keep), report=report)
@@ -300,7 +300,7 @@ class Cache(Places):
             write_document(stamp, Looked(boot=self.boot, at_ns=self.clock.boottime_ns()))
         return tuple(filter(None, found))
 
-    def compile(self, work: Mapping[str, Sequence[Job]], python: str, report: Report = nobody) -> int:
+    def compile(self, work: Mapping[str, Sequence[CompileJob]], python: str, report: Report = nobody) -> int:
         """Compile files of units, write down what came of it, and return how many have bytecode now.
 
         Args:
@@ -327,7 +327,7 @@ class Cache(Places):
     def _is_fresh(self, looked_ns: int) -> bool:
         return 0 <= self.clock.boottime_ns() - looked_ns < LOOK_S * 10**9
 
-    def _is_known(self, note: Note) -> bool:
+    def _is_known(self, note: UnitNote) -> bool:
         """Return whether a unit was looked at in this boot, and not long ago."""
         return note.boot == self.boot and self._is_fresh(note.looked_ns)
 
@@ -365,7 +365,7 @@ class Cache(Places):
         )
         return changed
 
-    def _changed(self, address: str, note: Note, seal: Sweep) -> str:
+    def _changed(self, address: str, note: UnitNote, seal: Sweep) -> str:
         """Return what is wrong with a unit; all of it is read when its seal is another one, or proves nothing."""
         is_new_boot = note.boot != self.boot
         if exposed_since(self.unit(address)):  # links move times, too

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from serverless_gpu.environment.documents import Row, Unit
+from serverless_gpu.environment.documents import FileRow, Unit
 from serverless_gpu.environment.restore.scripts import entry_points, is_generic
 
 _DIST_INFO = re.compile(r"site/([^/]+\.dist-info)/METADATA")
@@ -73,7 +73,7 @@ def outline(unit: Unit, read: Read) -> Outline:
     )
 
 
-def record_line(row: Row, dist_info: str) -> str:
+def record_line(row: FileRow, dist_info: str) -> str:
     """Return the line of RECORD for one file; paths are relative to the site area.
 
     Args:
@@ -87,14 +87,14 @@ def record_line(row: Row, dist_info: str) -> str:
     return f"{_quoted(path if area == 'site' else f'../../../{path}')},sha256={digest},{row.size}\n"
 
 
-def record_row(path: str, content: bytes) -> Row:
+def record_row(path: str, content: bytes) -> FileRow:
     """Return the row a generated file would have."""
-    return Row(path=path, size=len(content), sha256=hashlib.sha256(content).digest())
+    return FileRow(path=path, size=len(content), sha256=hashlib.sha256(content).digest())
 
 
 def _quoted(path: str) -> str:
     return '"' + path.replace('"', '""') + '"' if set(path) & set(',"\r\n') else path
 
 
-def _may_be_script(row: Row) -> bool:
+def _may_be_script(row: FileRow) -> bool:
     return row.path.startswith("prefix/bin/") and row.has_content and 8 <= row.size <= _SCRIPT_BYTES_MAX

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from serverless_gpu.environment.documents import Unit
-from serverless_gpu.environment.progress import Progress, Report, nobody
-from serverless_gpu.environment.restore.cache.file_writer import MTIME_S, Tree, UnitWriter
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.progress import ProgressPoint, Report, nobody
+from serverless_gpu.environment.restore.cache.file_writer import MTIME_S, UnitWriter, WrittenTree
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.errors import StorageError
 from serverless_gpu.inodes import lacks_inodes
 
@@ -45,7 +45,7 @@ REPORT_S = 0.2
 _Result = TypeVar("_Result")
 
 
-def unpack(unit: Unit, blobs: Blobs, directory: Path, *, report: Report = nobody) -> None:
+def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = nobody) -> None:
     """Make a directory of a unit, all of it verified, or leave nothing.
 
     Args:
@@ -63,7 +63,11 @@ def unpack(unit: Unit, blobs: Blobs, directory: Path, *, report: Report = nobody
 
 
 def unpack_each(
-    jobs: Iterable[tuple[Unit, Path]], blobs: Blobs, *, report: Report = nobody, totals: Progress | None = None
+    jobs: Iterable[tuple[Unit, Path]],
+    blobs: StoreBlobs,
+    *,
+    report: Report = nobody,
+    totals: ProgressPoint | None = None,
 ) -> Iterator[Path]:
     """Unpack several units as one stream, which is quicker than one after another.
 
@@ -83,7 +87,7 @@ def unpack_each(
 class _Meter:
     """Counts, and reports from one thread only."""
 
-    def __init__(self, report: Report, totals: Progress | None) -> None:
+    def __init__(self, report: Report, totals: ProgressPoint | None) -> None:
         self._report = report
         self._totals = totals
         self._lock = threading.Lock()
@@ -112,7 +116,7 @@ class _Meter:
         self._next_s = now + REPORT_S / 2
         totals = self._totals
         self._report(
-            Progress(
+            ProgressPoint(
                 phase="fetch",
                 bytes_done=self._bytes,
                 bytes_total=totals.bytes_total if totals else self._bytes_begun,
@@ -127,7 +131,7 @@ class _Meter:
 class _Unpacker:
     """The pipeline: packs ahead, blocks under way, units to be finished."""
 
-    def __init__(self, blobs: Blobs, meter: _Meter) -> None:
+    def __init__(self, blobs: StoreBlobs, meter: _Meter) -> None:
         self._blobs = blobs
         self._meter = meter
         self._stop = threading.Event()
@@ -240,7 +244,7 @@ class _Work:
         with disk_errors(directory):
             os.mkdir(directory, 0o700)
             try:
-                self._tree = Tree(directory)
+                self._tree = WrittenTree(directory)
             except BaseException:
                 os.rmdir(directory)
                 raise

@@ -30,7 +30,7 @@ from serverless_gpu.environment.scan.code.git_index import index_mtime, tracked_
 from serverless_gpu.environment.scan.code.gitignore import GIT, OURS, Ignoring, git_index, outer_ignoring
 from serverless_gpu.environment.scan.code.ignored_files import Staying
 from serverless_gpu.environment.scan.code.portability import leave_out_misfits
-from serverless_gpu.environment.scan.directory_listing import BYTECODE, File, Listing, look, read_file, show
+from serverless_gpu.environment.scan.directory_listing import BYTECODE, ListedFile, Listing, look, read_file, show
 from serverless_gpu.errors import EnvironmentTooLarge
 
 CODE_BYTES_MAX = 1024**3
@@ -303,7 +303,7 @@ def _check_size(listing: Listing) -> None:
     )
 
 
-def _name_largest(files: dict[str, File], *, by_count: bool) -> str:
+def _name_largest(files: dict[str, ListedFile], *, by_count: bool) -> str:
     weights: Counter[str] = Counter()
     for path, file in files.items():
         first, separator, _ = path.partition("/")

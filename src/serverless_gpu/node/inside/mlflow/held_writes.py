@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     send: Callable[[], bool]
 
 
-class Held:
+class HeldWrites:
     """What is held.
 
     Args:

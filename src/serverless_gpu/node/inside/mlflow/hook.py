@@ -36,7 +36,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .job import EXPERIMENT, EXPERIMENT_NAME, RUN, URI, WAIT_S, Job
+from .job import EXPERIMENT, EXPERIMENT_NAME, RUN, URI, WAIT_S, MlflowJob
 from .writes import Writes, is_answer
 
 SETTLE_S = 15.0
@@ -49,7 +49,7 @@ _LIGHTNING_DEFAULT = "lightning_logs"
 _BUFFER = "MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS"
 _ENDED = ("FINISHED", "FAILED", "KILLED")
 
-_attached: list[Attached] = []
+_attached: list[MlflowHook] = []
 
 
 def install(directory: str, rank: int) -> None:
@@ -59,7 +59,7 @@ def install(directory: str, rank: int) -> None:
         directory: of the attempt.
         rank: of this process.
     """
-    job = Job(directory, rank)
+    job = MlflowJob(directory, rank)
     sys.meta_path.insert(0, Finder(job))
     if _MLFLOW in sys.modules:  # the zygote has it: nothing is waited for before the first line of user code
         attach(job, sys.modules[_MLFLOW], wait_s=0.0)
@@ -79,7 +79,7 @@ def settle(limit_s: float = SETTLE_S) -> None:
 class Finder:
     """Finds what other finders find, and does something once it is imported."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: MlflowJob) -> None:
         self._job = job
         self._looking: set[str] = set()
 
@@ -117,7 +117,7 @@ class Finder:
         loader.exec_module = exec_module
 
 
-def attach(job: Job, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
+def attach(job: MlflowJob, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
     """Take MLflow's names over; never fails, for it happens inside of somebody's import."""
     if _attached:
         return
@@ -127,7 +127,7 @@ def attach(job: Job, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
     except Exception:  # noqa: BLE001 - what has that name is not MLflow, or a part of it without runs
         return
     try:
-        attached = Attached(job, module, fluent, client)
+        attached = MlflowHook(job, module, fluent, client)
         attached.take_names()
         _attached.append(attached)
         job.resolve(wait_s)
@@ -137,10 +137,10 @@ def attach(job: Job, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
         job.say_once("changed", f"MLflow {version} is not as it was, ranks may make runs of their own: {error!r}")
 
 
-class Attached:
+class MlflowHook:
     """MLflow of this process, and the job's run."""
 
-    def __init__(self, job: Job, module: Any, fluent: Any, client: Any) -> None:
+    def __init__(self, job: MlflowJob, module: Any, fluent: Any, client: Any) -> None:
         self.job = job
         self.mlflow = module
         self.fluent = fluent
@@ -369,14 +369,14 @@ class Attached:
             original(client, run_id, status, name)
 
 
-def _attach_lightning(job: Job, module: Any) -> None:
+def _attach_lightning(job: MlflowJob, module: Any) -> None:
     """Have a logger that was not told where to log use the job's run."""
     with contextlib.suppress(Exception):
         logger = module.MLFlowLogger
         logger.__init__ = _function(logger.__init__, functools.partial(_init_lightning, job))
 
 
-def _init_lightning(job: Job, original: Callable[..., None], logger: Any, *args: Any, **kwargs: Any) -> None:
+def _init_lightning(job: MlflowJob, original: Callable[..., None], logger: Any, *args: Any, **kwargs: Any) -> None:
     names = ("experiment_name", "run_name", "tracking_uri", "tags")
     asked = {**dict(zip(names, args, strict=False)), **kwargs}
     ours = False
@@ -393,7 +393,7 @@ def _init_lightning(job: Job, original: Callable[..., None], logger: Any, *args:
                 logger._mlflow_client.update_run(job.run_id, name=asked["run_name"])
 
 
-def _lightning_means(job: Job, asked: dict[str, Any]) -> bool:
+def _lightning_means(job: MlflowJob, asked: dict[str, Any]) -> bool:
     """Return whether a logger's arguments mean the job's run."""
     if not job.resolve(WAIT_S) or job.changed(URI):
         return False

@@ -41,7 +41,7 @@ _LOOK_S = 0.02
 _FILE_BYTES_MAX = 64 << 10
 
 
-class Job:
+class MlflowJob:
     """What this process knows of the job's MLflow run.
 
     Args:

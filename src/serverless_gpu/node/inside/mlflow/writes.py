@@ -25,8 +25,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .held_writes import HELD_MAX, Batch, Held
-from .job import Job
+from .held_writes import HELD_MAX, Batch, HeldWrites
+from .job import MlflowJob
 
 POINTS_MAX = 8_000_000
 WARN_AT = 0.8
@@ -67,7 +67,7 @@ class Items(NamedTuple):
 _NOTHING = Items((), (), ())
 
 
-class Points:
+class PointCount:
     """How many points a run has got, as far as it can be seen from this node.
 
     Args:
@@ -75,7 +75,7 @@ class Points:
         limit: how many it may have.
     """
 
-    def __init__(self, job: Job, limit: int = POINTS_MAX) -> None:
+    def __init__(self, job: MlflowJob, limit: int = POINTS_MAX) -> None:
         self._job = job
         self._limit = limit
         self._lock = threading.Lock()
@@ -150,17 +150,19 @@ class Writes:
         refused: MLflow's exception; one with the error code of a bad request is an answer, others are none.
     """
 
-    def __init__(self, job: Job, refused: type[Exception]) -> None:
+    def __init__(self, job: MlflowJob, refused: type[Exception]) -> None:
         self._job = job
         self._error = refused
-        self._points = Points(job)
+        self._points = PointCount(job)
         self._lock = threading.Lock()
         self._own: dict[str, str] = {}  # parameters of this process since its last start_run
-        self._held = Held(lambda: job.say_once("back", "MLflow answers again, what ranks logged meanwhile is there"))
+        self._held = HeldWrites(
+            lambda: job.say_once("back", "MLflow answers again, what ranks logged meanwhile is there")
+        )
         os.register_at_fork(after_in_child=self._unlock)
 
     def _unlock(self) -> None:
-        self._lock = threading.Lock()  # as in `Points`
+        self._lock = threading.Lock()  # as in `PointCount`
 
     def patch(self, store: type) -> None:
         """Put this in front of a store's methods; those that it does not have stay as they are."""

@@ -13,11 +13,11 @@ import time
 
 from .. import linux
 from . import link
-from .ray_start import Engine
-from .words import Share
+from .ray_start import RayProcesses
+from .words import ClusterShare
 
 
-class Cluster:
+class RunCluster:
     """What is known, on node 0, of all nodes of the run's cluster.
 
     Args:
@@ -25,11 +25,11 @@ class Cluster:
         kept: where the logs of this node's Ray will be found.
     """
 
-    def __init__(self, share: Share, kept: str) -> None:
+    def __init__(self, share: ClusterShare, kept: str) -> None:
         self._share = share
         self._kept = kept
-        self._engine: Engine | None = None
-        self._head: link.Head | None = None
+        self._engine: RayProcesses | None = None
+        self._head: link.HeadLink | None = None
         self._offers = [share]
         self._lost = ""
 
@@ -41,9 +41,9 @@ class Cluster:
         """
         share = self._share
         if share.num_nodes > 1:
-            self._head = link.Head(share.head, share.secret, share.num_nodes, share.host)
+            self._head = link.HeadLink(share.head, share.secret, share.num_nodes, share.host)
 
-    def begin(self, engine: Engine, address: str) -> None:
+    def begin(self, engine: RayProcesses, address: str) -> None:
         """Watch this node's Ray, which is there, and let the other nodes join it."""
         self._engine = engine
         if self._head is not None:
@@ -53,7 +53,7 @@ class Cluster:
         """Return the numbers of the nodes that have not joined."""
         return [] if self._head is None else self._head.missing()
 
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[ClusterShare]:
         """Return the shares of all nodes that have joined, this one's first."""
         return self._offers
 
@@ -95,7 +95,7 @@ class Cluster:
         return self._lost
 
 
-def lost_engine(share: Share, engine: Engine, name: str, kept: str) -> str:
+def lost_engine(share: ClusterShare, engine: RayProcesses, name: str, kept: str) -> str:
     """Return the sentence about a node whose Ray is gone.
 
     Args:

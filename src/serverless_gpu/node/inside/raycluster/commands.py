@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from .directory import SPILL
 from .ports import Ports
 from .variables import LOOPBACK
-from .words import Share
+from .words import ClusterShare
 
 
-def head_arguments(share: Share, ports: Ports, temporary: str, *, client: bool) -> list[str]:
+def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client: bool) -> list[str]:
     """Return the arguments that start the head, which is a node with devices, too.
 
     Args:
@@ -37,7 +37,7 @@ def head_arguments(share: Share, ports: Ports, temporary: str, *, client: bool) 
     return arguments + ([f"--ray-client-server-port={ports.client_server}"] if client else [])
 
 
-def worker_arguments(share: Share, ports: Ports, temporary: str, address: str) -> list[str]:
+def worker_arguments(share: ClusterShare, ports: Ports, temporary: str, address: str) -> list[str]:
     """Return the arguments that start a node which joins a head.
 
     Args:
@@ -49,17 +49,17 @@ def worker_arguments(share: Share, ports: Ports, temporary: str, address: str) -
     return [f"--address={address}", *_common(share, ports, temporary)]
 
 
-def cluster_address(share: Share, ports: Ports) -> str:
+def cluster_address(share: ClusterShare, ports: Ports) -> str:
     """Return what a driver has as RAY_ADDRESS, and other nodes join."""
     return f"{LOOPBACK if share.num_nodes == 1 else share.address}:{ports.gcs}"
 
 
-def listens_at(share: Share) -> str:
+def listens_at(share: ClusterShare) -> str:
     """Return the address at which Ray listens on a node, "" for all that its machine has."""
     return LOOPBACK if share.num_nodes == 1 else ""
 
 
-def ready_sentence(share: Share, shares: Sequence[Share], version: str, page: str) -> str:
+def ready_sentence(share: ClusterShare, shares: Sequence[ClusterShare], version: str, page: str) -> str:
     """Return what is said once the cluster is there.
 
     Args:
@@ -76,7 +76,7 @@ def ready_sentence(share: Share, shares: Sequence[Share], version: str, page: st
     return f"{sentence}, dashboard {page}" if page else sentence
 
 
-def _common(share: Share, ports: Ports, temporary: str) -> list[str]:
+def _common(share: ClusterShare, ports: Ports, temporary: str) -> list[str]:
     arguments = [
         "--block",
         f"--object-manager-port={ports.object_manager}",

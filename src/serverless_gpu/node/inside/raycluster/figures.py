@@ -82,7 +82,7 @@ FIGURES = tuple(rule.figure for rule in _RULES)
 """Names of all figures there can be."""
 
 
-class Figures:
+class RayFigures:
     """The figures of one text, line by line."""
 
     def __init__(self) -> None:

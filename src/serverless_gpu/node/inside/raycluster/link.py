@@ -51,7 +51,7 @@ _KEEP_ALIVE = ((4, 4), (5, 2), (6, 3), (18, _SILENCE_S * 1000))
 JOINED, LOST, ADDRESS, DONE = "joined", "lost", "address", "done"
 
 
-class Word(NamedTuple):
+class LinkState(NamedTuple):
     """What one end of a link has heard.
 
     Attributes:
@@ -179,7 +179,7 @@ class _Guest(NamedTuple):
     host: str = ""
 
 
-class Head:
+class HeadLink:
     """Node 0's end: takes in the others and hears of them. Every call returns at once.
 
     Args:
@@ -235,13 +235,13 @@ class Head:
             guest.wire.close()
         self._guests.clear()
 
-    def take(self, now: float) -> list[Word]:
+    def take(self, now: float) -> list[LinkState]:
         """Return what was heard since the last call.
 
         Args:
             now: seconds of a clock that only goes forward.
         """
-        words: list[Word] = []
+        words: list[LinkState] = []
         self._accept(now)
         for guest in list(self._guests):
             heard = self._hear(guest)
@@ -270,9 +270,9 @@ class Head:
             if len(unproven) > _UNPROVEN_MAX:
                 self._drop(unproven[0].wire)
 
-    def _hear(self, guest: _Guest) -> list[Word]:
+    def _hear(self, guest: _Guest) -> list[LinkState]:
         """Return what one guest says; one that is lost says so once, as its last word."""
-        words: list[Word] = []
+        words: list[LinkState] = []
         try:
             messages = guest.wire.receive()
             if messages is None:
@@ -281,14 +281,14 @@ class Head:
                 if not guest.node:
                     guest = self._welcome(guest, message)
                 elif LOST in message:
-                    return [*words, Word(LOST, guest.node, guest.host, protocol.text(message, LOST))]
+                    return [*words, LinkState(LOST, guest.node, guest.host, protocol.text(message, LOST))]
                 elif JOINED in message and guest.node not in self._joined:
                     self._joined.add(guest.node)
                     devices, cpus = protocol.integer(message, "devices"), protocol.integer(message, "cpus")
-                    words.append(Word(JOINED, guest.node, guest.host, devices=devices, cpus=cpus))
+                    words.append(LinkState(JOINED, guest.node, guest.host, devices=devices, cpus=cpus))
         except (OSError, ValueError, NonsenseError) as error:
             if guest.node:
-                return [*words, Word(LOST, guest.node, guest.host, _gone(guest.host, error))]
+                return [*words, LinkState(LOST, guest.node, guest.host, _gone(guest.host, error))]
             self._drop(guest.wire)
         return words
 
@@ -318,7 +318,7 @@ class Head:
         self._guests = [guest for guest in self._guests if guest.wire is not wire]
 
 
-class Member:
+class MemberLink:
     """Another node's end. Every call returns at once, but for an address where nobody answers: `_CONNECT_S`.
 
     Args:
@@ -359,7 +359,7 @@ class Member:
         self._closed = True
         self._hang_up()
 
-    def take(self, now: float) -> list[Word]:
+    def take(self, now: float) -> list[LinkState]:
         """Return what was heard since the last call, connecting first where that is to be done.
 
         Args:
@@ -396,7 +396,7 @@ class Member:
         except OSError as error:
             self._reason = error.strerror or str(error)
 
-    def _hear(self, message: protocol.Message) -> list[Word]:
+    def _hear(self, message: protocol.Message) -> list[LinkState]:
         wire = self._wire
         if wire is None:  # "done" came before this one
             return []
@@ -410,28 +410,28 @@ class Member:
                 raise NonsenseError("who listens there does not know the secret")
             self._known = protocol.text(message, "host") or self._head[0]
         elif ADDRESS in message:
-            return [Word(ADDRESS, 0, self._known, protocol.text(message, ADDRESS))]
+            return [LinkState(ADDRESS, 0, self._known, protocol.text(message, ADDRESS))]
         elif DONE in message:
             self.close()
-            return [Word(DONE, 0, self._known)]
+            return [LinkState(DONE, 0, self._known)]
         return []
 
-    def _break(self, error: Exception, now: float) -> list[Word]:
+    def _break(self, error: Exception, now: float) -> list[LinkState]:
         """Hang up: for good when the head was known, else to try again."""
         self._hang_up()
         if self._known:
             self._closed = True
-            return [Word(LOST, 0, self._known, _gone(self._known, error))]
+            return [LinkState(LOST, 0, self._known, _gone(self._known, error))]
         self._reason = str(error)
         return self._give_up(now)
 
-    def _give_up(self, now: float) -> list[Word]:
+    def _give_up(self, now: float) -> list[LinkState]:
         if now < self._until:
             return []
         self._closed = True
         where = f"{self._head[0]}:{self._head[1]}"
         text = f"Node {self._host} could not reach the head of its run's Ray cluster at {where}: {self._reason}"
-        return [Word(LOST, 0, self._head[0], text)]
+        return [LinkState(LOST, 0, self._head[0], text)]
 
     def _say(self, **message: object) -> None:
         if self._wire is not None and self._known:

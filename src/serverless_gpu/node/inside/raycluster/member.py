@@ -25,8 +25,8 @@ from . import commands, link, ports, ray_start, variables
 from .cluster import lost_engine
 from .namespace import Family
 from .ports import Ports
-from .ray_start import Engine
-from .words import Share
+from .ray_start import RayProcesses
+from .words import ClusterShare
 
 _REACH_S = 300.0  # node 0's machine may come later, and imports Ray from a slow disk before it can say anything
 _LOOK_S = 0.1  # between two tries to reach node 0
@@ -37,7 +37,7 @@ class _Stopped(BaseException):
     """SIGTERM came."""
 
 
-class Node(NamedTuple):
+class TaskNode(NamedTuple):
     """What a node task has of its node.
 
     Attributes:
@@ -47,7 +47,7 @@ class Node(NamedTuple):
         kept: where the logs of this node's Ray will be found.
     """
 
-    share: Share
+    share: ClusterShare
     family: Family
     environment: Mapping[str, str]
     kept: str
@@ -72,7 +72,7 @@ def until_stopped(act: Callable[[], str]) -> str | None:
         return None
 
 
-def take_part(node: Node, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
+def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
     """Have this node's part of the cluster until the driver has ended.
 
     Args:
@@ -106,9 +106,9 @@ class _Part:
         lost: why, or "" when the driver has ended.
     """
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ClusterShare) -> None:
         until = time.monotonic() + _REACH_S
-        self.link = link.Member(share.head, share.secret, share.node_rank, share.host, until)
+        self.link = link.MemberLink(share.head, share.secret, share.node_rank, share.host, until)
         self.address = ""
         self.over = False
         self.lost = ""
@@ -132,20 +132,20 @@ class _Part:
         linux.readable([*fds, *(sock.fileno() for sock in self.link.sockets())], timeout_s)
 
 
-def _start(part: _Part, node: Node, say: Callable[[str], None]) -> Engine | None:
+def _start(part: _Part, node: TaskNode, say: Callable[[str], None]) -> RayProcesses | None:
     """Join the head; return None when this node's part was over before."""
     if part.over:
         return None
     share = node.share
     try:
-        plan = ray_start.Plan(
+        plan = ray_start.RayStartPlan(
             share.directory,
             lambda: ports.find(commands.listens_at(share)),
             lambda found: {**node.environment, **variables.port_variables(found, part.address)},
             lambda found, temporary: commands.worker_arguments(share, found, temporary, part.address),
         )
         engine = ray_start.start(node.family, plan, part.is_over, say)
-    except (ray_start.StartFailed, OSError) as error:
+    except (ray_start.RayStartFailed, OSError) as error:
         part.lose(f"Ray could not be started on node {share.host}: {error}")
         return None
     if engine is not None:
@@ -153,7 +153,7 @@ def _start(part: _Part, node: Node, say: Callable[[str], None]) -> Engine | None
     return engine
 
 
-def _stay(part: _Part, node: Node, engine: Engine) -> None:
+def _stay(part: _Part, node: TaskNode, engine: RayProcesses) -> None:
     """Return when the driver has ended, or something is lost."""
     while not part.is_over():
         part.wait(engine.watched, node.family.reap())

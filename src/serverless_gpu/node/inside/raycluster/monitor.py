@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from .. import linux, protocol
 from . import ray_installation
-from .figures import Figures
+from .figures import RayFigures
 
 EVERY_S = 10.0
 """Between two looks; Ray renews its metrics as often."""
@@ -100,7 +100,7 @@ class _Answer:
             ValueError: it is no answer of Ray's, or not whole.
         """
         buffer = self._head()
-        figures = Figures()
+        figures = RayFigures()
         got, skipping = len(buffer), False
         while got <= BODY_BYTES_MAX:
             *lines, buffer = buffer.split(b"\n")

@@ -11,7 +11,7 @@ to one of them for a wish.
 
 Failure cases: one of the three ends before Ray is ready, because somebody was faster at a port, or because agents took
 longer than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `START_S`;
-both are a `StartFailed` with what Ray wrote last.
+both are a `RayStartFailed` with what Ray wrote last.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _FATAL_CHARACTERS_MAX = 600
 _PLAIN = re.compile(r"^\S+ \S+\s+(INFO|SUCC)\s")
 
 
-class StartFailed(Exception):
+class RayStartFailed(Exception):
     """Ray did not come up on this node; the text says what it wrote last."""
 
 
-class Engine(NamedTuple):
+class RayProcesses(NamedTuple):
     """Ray's processes on this node, once they are there.
 
     Attributes:
@@ -84,7 +84,7 @@ class Engine(NamedTuple):
         return last_words(self.temporary)
 
 
-class Plan(NamedTuple):
+class RayStartPlan(NamedTuple):
     """How Ray is started on this node.
 
     Attributes:
@@ -100,7 +100,9 @@ class Plan(NamedTuple):
     arguments: Callable[[Ports, str], list[str]]
 
 
-def start(family: Family, plan: Plan, stop: Callable[[], bool], say: Callable[[str], None]) -> Engine | None:
+def start(
+    family: Family, plan: RayStartPlan, stop: Callable[[], bool], say: Callable[[str], None]
+) -> RayProcesses | None:
     """Start Ray on this node and return when it is ready; None when it is to stop before.
 
     Args:
@@ -127,7 +129,7 @@ def start(family: Family, plan: Plan, stop: Callable[[], bool], say: Callable[[s
             break
         if number < _TRIES_MAX:
             say(f"Ray did not start, and is started again: {problem}")
-    raise StartFailed(problem)
+    raise RayStartFailed(problem)
 
 
 def last_words(temporary: str) -> str:
@@ -155,17 +157,17 @@ def _tail(path: str) -> str:
     return ""
 
 
-def _begin(family: Family, plan: Plan, temporary: str) -> Engine:
+def _begin(family: Family, plan: RayStartPlan, temporary: str) -> RayProcesses:
     os.mkdir(temporary, 0o700)
     ports = plan.find()
     argv = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *plan.arguments(ports, temporary)]
     environment = dict(plan.variables(ports))
     environment.update(ray_installation.python_path(environment))
     pid = family.fork(_program(argv, environment, os.path.join(temporary, OUTPUT_FILE)))
-    return Engine(pid, {os.pidfd_open(pid): "ray start"}, ports, temporary)
+    return RayProcesses(pid, {os.pidfd_open(pid): "ray start"}, ports, temporary)
 
 
-def _wait(engine: Engine, stop: Callable[[], bool]) -> str | None:
+def _wait(engine: RayProcesses, stop: Callable[[], bool]) -> str | None:
     """Return "" when Ray is ready, what is wrong, or None when it is to stop."""
     session = os.path.join(engine.temporary, "session_latest")
     until = time.monotonic() + START_S
@@ -181,7 +183,7 @@ def _wait(engine: Engine, stop: Callable[[], bool]) -> str | None:
     return f"{_SLOW} after {START_S} s"
 
 
-def _is_ready(engine: Engine, session: str) -> bool:
+def _is_ready(engine: RayProcesses, session: str) -> bool:
     with contextlib.suppress(OSError):
         names = os.listdir(session)
         if all(any(name.startswith(agent) for name in names) for agent in _AGENTS):
@@ -189,7 +191,7 @@ def _is_ready(engine: Engine, session: str) -> bool:
     return _STARTED in _tail(os.path.join(engine.temporary, OUTPUT_FILE))
 
 
-def _watch(engine: Engine) -> None:
+def _watch(engine: RayProcesses) -> None:
     """Watch the processes that `ray start` cannot be without, too."""
     for child in linux.descendants(engine.pid):
         with contextlib.suppress(OSError), open(f"/proc/{child}/comm", encoding="utf-8") as file:
@@ -198,7 +200,7 @@ def _watch(engine: Engine) -> None:
                 engine.watched[os.pidfd_open(child)] = name
 
 
-def _give_up(engine: Engine) -> None:
+def _give_up(engine: RayProcesses) -> None:
     """End what is left of a try; the agents end with the raylet, and all with the family."""
     for pid in (*linux.descendants(engine.pid), engine.pid):
         with contextlib.suppress(OSError):

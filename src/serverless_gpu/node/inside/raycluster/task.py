@@ -37,12 +37,12 @@ from typing import NamedTuple
 
 from .. import command, linux, protocol
 from . import commands, member, monitor, ports, ray_installation, ray_start, variables
-from .cluster import Cluster
+from .cluster import RunCluster
 from .driver import Driver
 from .namespace import Family
 from .ports import Ports
-from .ray_start import Engine
-from .words import Share, logs_of, metrics_file
+from .ray_start import RayProcesses
+from .words import ClusterShare, logs_of, metrics_file
 
 _KIND = "engine_head_lost"
 _NOT_STARTED = "start_failed"  # the driver has not begun
@@ -53,7 +53,7 @@ _FAREWELL_S = 10.0  # for a driver whose outcome is known: without Ray it may tr
 _GATHER_S = 300.0  # for the other nodes to join once Ray's head is up
 
 
-class Work(NamedTuple):
+class RayTaskWork(NamedTuple):
     """What a node task does for its rank.
 
     Attributes:
@@ -75,7 +75,7 @@ class Work(NamedTuple):
     lose: Callable[[protocol.Message], int]
 
 
-def run(share: Share, work: Work) -> int:
+def run(share: ClusterShare, work: RayTaskWork) -> int:
     """Have this node's part of the cluster, until the driver has ended; return the exit code.
 
     Args:
@@ -99,7 +99,7 @@ def run(share: Share, work: Work) -> int:
 
 
 class _Task:
-    def __init__(self, share: Share, work: Work, version: str) -> None:
+    def __init__(self, share: ClusterShare, work: RayTaskWork, version: str) -> None:
         self.share = share
         self.work = work
         self.version = version
@@ -108,7 +108,7 @@ class _Task:
         if self.tokens:
             self._write_token()
         self.kept = logs_of(work.directory, share.node_rank)
-        self.cluster = Cluster(share, self.kept)
+        self.cluster = RunCluster(share, self.kept)
         kept = {**variables.defaults(share), **variables.stripped(work.environment)}
         self.environment = {**kept, **variables.cluster_variables(share, token=self.tokens)}
         self.without_metrics = monitor.missing()
@@ -128,7 +128,7 @@ class _Task:
             self.cluster.listen()
             engine = self._start(driver)
             problem = self._gather(driver, engine)
-        except (ray_start.StartFailed, OSError) as error:
+        except (ray_start.RayStartFailed, OSError) as error:
             engine, problem = None, _not_started(self.share, error)
         if problem:
             driver.kill()
@@ -147,7 +147,7 @@ class _Task:
 
         It says that it runs once it has joined: before that, nothing of the user's has begun anywhere.
         """
-        node = member.Node(self.share, self.family, self.environment, self.kept)
+        node = member.TaskNode(self.share, self.family, self.environment, self.kept)
 
         def record(found: Ports, leave: Callable[[], None]) -> None:
             self._begin()
@@ -167,10 +167,10 @@ class _Task:
             self.begun = True
             self.work.report({"event": "exec", "stack": -1})
 
-    def _start(self, driver: Driver) -> Engine | None:
+    def _start(self, driver: Driver) -> RayProcesses | None:
         share = self.share
         client = ray_installation.can_serve_clients()
-        plan = ray_start.Plan(
+        plan = ray_start.RayStartPlan(
             share.directory,
             lambda: ports.find(commands.listens_at(share)),
             lambda found: {
@@ -181,7 +181,7 @@ class _Task:
         )
         return ray_start.start(self.family, plan, lambda: driver.has_ended() or bool(self.cluster.gone()), self._say)
 
-    def _gather(self, driver: Driver, engine: Engine | None) -> str:
+    def _gather(self, driver: Driver, engine: RayProcesses | None) -> str:
         """Wait for the other nodes; return what went wrong, "" also where the driver has ended."""
         if engine is not None:
             self.cluster.begin(engine, commands.cluster_address(self.share, engine.ports))
@@ -316,7 +316,7 @@ class _Task:
         self.work.report({"event": "say", "text": text, "note": True})
 
 
-def _not_started(share: Share, error: Exception) -> str:
+def _not_started(share: ClusterShare, error: Exception) -> str:
     return f"Ray could not be started on node {share.host}: {error}"
 
 

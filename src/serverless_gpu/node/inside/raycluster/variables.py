@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 
 from .ports import Ports
-from .words import Share
+from .words import ClusterShare
 
 TOKEN_FILE = "token"
 START_S = 180
@@ -65,7 +65,7 @@ def stripped(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if _stays(name)}
 
 
-def defaults(share: Share) -> dict[str, str]:
+def defaults(share: ClusterShare) -> dict[str, str]:
     """Return what is set unless the caller's variables say otherwise.
 
     Args:
@@ -74,7 +74,7 @@ def defaults(share: Share) -> dict[str, str]:
     return {} if share.dashboard else {"RAY_DEDUP_LOGS_SKIP_REGEX": _REPEATED}
 
 
-def cluster_variables(share: Share, *, token: bool) -> dict[str, str]:
+def cluster_variables(share: ClusterShare, *, token: bool) -> dict[str, str]:
     """Return what every process of the cluster has in its environment: Ray's own, workers, driver.
 
     Ray reads some of it when it is imported.

@@ -11,7 +11,7 @@ FILES = "ray"
 """Directory of an attempt for what is kept of its cluster: logs, metrics, and `directory`, where it lies."""
 
 
-class Share(NamedTuple):
+class ClusterShare(NamedTuple):
     """One node's share of the cluster; travels as the dictionary ``"ray"`` of the supervisor's "go".
 
     Attributes:
@@ -59,7 +59,7 @@ def metrics_file(attempt: str, node_rank: int) -> str:
     return os.path.join(files_of(attempt), f"{node_rank}.metrics.json")
 
 
-def read_share(message: protocol.Message) -> Share:
+def read_share(message: protocol.Message) -> ClusterShare:
     """Return the share a message holds.
 
     Raises:
@@ -68,7 +68,7 @@ def read_share(message: protocol.Message) -> Share:
     head = message.get("head")
     if not isinstance(head, list) or len(head) != 2:
         raise ValueError(f"no address of a head: {head!r}")
-    return Share(
+    return ClusterShare(
         directory=protocol.text(message, "directory"),
         devices=protocol.integer(message, "devices"),
         accelerator=protocol.text(message, "accelerator"),

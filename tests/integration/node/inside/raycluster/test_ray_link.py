@@ -12,7 +12,7 @@ import pytest
 
 from serverless_gpu.node.inside import protocol
 from serverless_gpu.node.inside.raycluster import link
-from serverless_gpu.node.inside.raycluster.link import ADDRESS, DONE, JOINED, LOST, Head, Member, Word
+from serverless_gpu.node.inside.raycluster.link import ADDRESS, DONE, JOINED, LOST, HeadLink, LinkState, MemberLink
 from tests.support.golden import golden
 
 SECRET = "5e" * 32
@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 EVER = float("inf")
 CONNECTIONS = 64  # that have proved nothing and are kept
 
-Ends = dict[str, list[Word]]
+Ends = dict[str, list[LinkState]]
 
 
 @pytest.fixture
@@ -31,18 +31,18 @@ def address() -> tuple[str, int]:
 
 
 @pytest.fixture
-def head(address: tuple[str, int]) -> Iterator[Head]:
-    made = Head(address, SECRET, 3, "castor")
+def head(address: tuple[str, int]) -> Iterator[HeadLink]:
+    made = HeadLink(address, SECRET, 3, "castor")
     yield made
     made.close()
 
 
 @pytest.fixture
-def member(address: tuple[str, int]) -> Iterator[Callable[..., Member]]:
+def member(address: tuple[str, int]) -> Iterator[Callable[..., MemberLink]]:
     with contextlib.ExitStack() as stack:
 
-        def make(node: int = 1, secret: str = SECRET, until: float = EVER) -> Member:
-            made = Member(address, secret, node, f"pollux-{node}", until)
+        def make(node: int = 1, secret: str = SECRET, until: float = EVER) -> MemberLink:
+            made = MemberLink(address, secret, node, f"pollux-{node}", until)
             stack.callback(made.close)
             return made
 
@@ -50,15 +50,17 @@ def member(address: tuple[str, int]) -> Iterator[Callable[..., Member]]:
 
 
 @pytest.fixture
-def stranger(address: tuple[str, int], head: Head) -> Iterator[socket.socket]:
+def stranger(address: tuple[str, int], head: HeadLink) -> Iterator[socket.socket]:
     with socket.create_connection(address) as sock:
         sock.settimeout(LIMIT_S)
         yield sock
 
 
-def talk(*ends: Head | Member, until: Callable[[list[Word]], bool], now: float | None = None) -> list[Word]:
+def talk(
+    *ends: HeadLink | MemberLink, until: Callable[[list[LinkState]], bool], now: float | None = None
+) -> list[LinkState]:
     """Let all ends take what comes, until enough was heard."""
-    heard: list[Word] = []
+    heard: list[LinkState] = []
     limit = time.monotonic() + LIMIT_S
     while not until(heard):
         assert time.monotonic() < limit, f"heard only {heard}"
@@ -68,7 +70,7 @@ def talk(*ends: Head | Member, until: Callable[[list[Word]], bool], now: float |
     return heard
 
 
-def word(kind: str, node: int) -> Callable[[list[Word]], bool]:
+def word(kind: str, node: int) -> Callable[[list[LinkState]], bool]:
     return lambda heard: any(one.kind == kind and one.node == node for one in heard)
 
 
@@ -81,7 +83,7 @@ def read_frame(sock: socket.socket) -> protocol.Message:
     return messages[0]
 
 
-def is_hung_up_on(sock: socket.socket, head: Head, now: float | None = None) -> bool:
+def is_hung_up_on(sock: socket.socket, head: HeadLink, now: float | None = None) -> bool:
     """Whether the head closes a connection, which must happen before long."""
     sock.setblocking(False)
     limit = time.monotonic() + LIMIT_S
@@ -104,45 +106,47 @@ def answer(sock: socket.socket, node: int, secret: str = SECRET) -> protocol.Mes
     return {"node": node, "host": "pollux", "nonce": nonces[1], "proof": link.proof(secret, "node", node, nonces)}
 
 
-def test_nodes_join_hear_the_address_and_that_all_is_done(head: Head, member: Callable[..., Member]) -> None:
+def test_nodes_join_hear_the_address_and_that_all_is_done(head: HeadLink, member: Callable[..., MemberLink]) -> None:
     first, second = member(1), member(2)
     assert head.missing() == [1, 2]
     head.tell("127.0.0.11:6379")  # to those that are there, and to those that come
     heard = talk(head, first, second, until=lambda heard: len(heard) == 2)
-    assert heard == [Word(ADDRESS, 0, "castor", "127.0.0.11:6379")] * 2
+    assert heard == [LinkState(ADDRESS, 0, "castor", "127.0.0.11:6379")] * 2
     second.joined(4, 9)
-    assert talk(head, until=word(JOINED, 2)) == [Word(JOINED, 2, "pollux-2", devices=4, cpus=9)]
+    assert talk(head, until=word(JOINED, 2)) == [LinkState(JOINED, 2, "pollux-2", devices=4, cpus=9)]
     assert head.missing() == [1]
     first.joined(1, 1)
     talk(head, until=word(JOINED, 1))
     assert head.missing() == []
     head.done()
-    assert talk(first, until=word(DONE, 0)) == [Word(DONE, 0, "castor")]
-    assert talk(second, until=word(DONE, 0)) == [Word(DONE, 0, "castor")]
+    assert talk(first, until=word(DONE, 0)) == [LinkState(DONE, 0, "castor")]
+    assert talk(second, until=word(DONE, 0)) == [LinkState(DONE, 0, "castor")]
     assert first.take(EVER) == []
 
 
-def test_the_address_comes_later(head: Head, member: Callable[..., Member]) -> None:
+def test_the_address_comes_later(head: HeadLink, member: Callable[..., MemberLink]) -> None:
     node = member(1)
     greeted = 5
     for _ in range(greeted):
         assert talk(head, node, until=lambda heard: True) == []
         select.select([], [], [], 0.02)
     head.tell("127.0.0.11:6379")
-    assert talk(head, node, until=word(ADDRESS, 0)) == [Word(ADDRESS, 0, "castor", "127.0.0.11:6379")]
+    assert talk(head, node, until=word(ADDRESS, 0)) == [LinkState(ADDRESS, 0, "castor", "127.0.0.11:6379")]
 
 
-def test_a_node_waits_for_a_head_that_comes_later(address: tuple[str, int], member: Callable[..., Member]) -> None:
+def test_a_node_waits_for_a_head_that_comes_later(address: tuple[str, int], member: Callable[..., MemberLink]) -> None:
     node = member(1)
     assert node.take(time.monotonic()) == []
     assert node.sockets() == []
-    head = Head(address, SECRET, 2, "castor")
+    head = HeadLink(address, SECRET, 2, "castor")
     head.tell("here:1")
     talk(head, node, until=word(ADDRESS, 0))
     head.close()
 
 
-def test_F45_node_that_lost_its_ray_is_named_with_what_it_said(head: Head, member: Callable[..., Member]) -> None:
+def test_F45_node_that_lost_its_ray_is_named_with_what_it_said(
+    head: HeadLink, member: Callable[..., MemberLink]
+) -> None:
     node = member(2)
     head.tell("here:1")
     talk(head, node, until=word(ADDRESS, 0))
@@ -150,21 +154,24 @@ def test_F45_node_that_lost_its_ray_is_named_with_what_it_said(head: Head, membe
     node.lost("raylet died: exit code -9")
     node.close()
     heard = talk(head, until=word(LOST, 2))
-    assert heard == [Word(JOINED, 2, "pollux-2", "", 4, 9), Word(LOST, 2, "pollux-2", "raylet died: exit code -9")]
+    assert heard == [
+        LinkState(JOINED, 2, "pollux-2", "", 4, 9),
+        LinkState(LOST, 2, "pollux-2", "raylet died: exit code -9"),
+    ]
     assert head.take(EVER) == []
 
 
-def test_F45_node_task_that_dies_is_named(head: Head, member: Callable[..., Member]) -> None:
+def test_F45_node_task_that_dies_is_named(head: HeadLink, member: Callable[..., MemberLink]) -> None:
     node = member(1)
     head.tell("here:1")
     talk(head, node, until=word(ADDRESS, 0))
     node.close()
     [lost] = talk(head, until=word(LOST, 1))
     text = "Node pollux-1 of the run's Ray cluster is gone: its node task does not answer any more"
-    assert lost == Word(LOST, 1, "pollux-1", f"{text} (the connection was closed)")
+    assert lost == LinkState(LOST, 1, "pollux-1", f"{text} (the connection was closed)")
 
 
-def test_F45_head_that_dies_is_named(head: Head, member: Callable[..., Member]) -> None:
+def test_F45_head_that_dies_is_named(head: HeadLink, member: Callable[..., MemberLink]) -> None:
     node = member(1)
     head.tell("here:1")
     talk(head, node, until=word(ADDRESS, 0))
@@ -175,7 +182,7 @@ def test_F45_head_that_dies_is_named(head: Head, member: Callable[..., Member]) 
     assert node.take(EVER) == []
 
 
-def test_a_long_text_about_a_loss_is_cut_and_arrives(head: Head, member: Callable[..., Member]) -> None:
+def test_a_long_text_about_a_loss_is_cut_and_arrives(head: HeadLink, member: Callable[..., MemberLink]) -> None:
     node = member(1)
     head.tell("here:1")
     talk(head, node, until=word(ADDRESS, 0))
@@ -184,7 +191,7 @@ def test_a_long_text_about_a_loss_is_cut_and_arrives(head: Head, member: Callabl
     assert lost.text == "\U0001f4a5" * link.TEXT_CHARACTERS_MAX
 
 
-def test_a_node_with_another_secret_is_not_let_in(head: Head, member: Callable[..., Member]) -> None:
+def test_a_node_with_another_secret_is_not_let_in(head: HeadLink, member: Callable[..., MemberLink]) -> None:
     head.tell("127.0.0.11:6379")
     stranger = member(1, secret="00" * 32, until=time.monotonic() + 1)
     heard = talk(head, stranger, until=lambda heard: bool(heard))
@@ -193,9 +200,11 @@ def test_a_node_with_another_secret_is_not_let_in(head: Head, member: Callable[.
     assert head.missing() == [1, 2]
 
 
-def test_a_head_with_another_secret_is_not_believed(address: tuple[str, int], member: Callable[..., Member]) -> None:
+def test_a_head_with_another_secret_is_not_believed(
+    address: tuple[str, int], member: Callable[..., MemberLink]
+) -> None:
     node = member(1, until=1.0)
-    heard: list[Word] = []
+    heard: list[LinkState] = []
     with socket.create_server(address) as impostor:
         assert node.take(0.0) == []
         sock, _ = impostor.accept()
@@ -213,14 +222,14 @@ def test_a_head_with_another_secret_is_not_believed(address: tuple[str, int], me
 
 
 @pytest.mark.parametrize("node", [0, -1, 3, 10**30])
-def test_a_number_that_is_none_of_the_run_has_no_place(head: Head, stranger: socket.socket, node: int) -> None:
+def test_a_number_that_is_none_of_the_run_has_no_place(head: HeadLink, stranger: socket.socket, node: int) -> None:
     head.take(0.0)
     stranger.sendall(link.pack(answer(stranger, node)))
     assert is_hung_up_on(stranger, head)
 
 
 def test_a_number_that_is_taken_has_no_place(
-    head: Head, member: Callable[..., Member], stranger: socket.socket
+    head: HeadLink, member: Callable[..., MemberLink], stranger: socket.socket
 ) -> None:
     head.tell("here:1")
     talk(head, member(1), until=word(ADDRESS, 0))
@@ -228,13 +237,13 @@ def test_a_number_that_is_taken_has_no_place(
     assert is_hung_up_on(stranger, head)
 
 
-def test_the_proof_is_of_this_connection_and_this_number(head: Head, stranger: socket.socket) -> None:
+def test_the_proof_is_of_this_connection_and_this_number(head: HeadLink, stranger: socket.socket) -> None:
     head.take(0.0)
     stranger.sendall(link.pack({**answer(stranger, 1), "node": 2}))
     assert is_hung_up_on(stranger, head)
 
 
-def test_a_silent_connection_is_closed_in_time(head: Head, stranger: socket.socket) -> None:
+def test_a_silent_connection_is_closed_in_time(head: HeadLink, stranger: socket.socket) -> None:
     head.take(0.0)
     assert len(head.sockets()) == 2
     assert head.take(link.PROVE_S - 1) == []
@@ -243,7 +252,7 @@ def test_a_silent_connection_is_closed_in_time(head: Head, stranger: socket.sock
     assert len(head.sockets()) == 1
 
 
-def test_half_a_frame_is_waited_for_and_then_closed(head: Head, stranger: socket.socket) -> None:
+def test_half_a_frame_is_waited_for_and_then_closed(head: HeadLink, stranger: socket.socket) -> None:
     head.take(0.0)
     frame = link.pack(answer(stranger, 1))
     stranger.sendall(frame[:-1])
@@ -268,7 +277,7 @@ def test_half_a_frame_is_waited_for_and_then_closed(head: Head, stranger: socket
     ],
 )
 def test_nonsense_is_hung_up_on_and_the_others_do_not_notice(
-    head: Head, member: Callable[..., Member], stranger: socket.socket, sent: bytes
+    head: HeadLink, member: Callable[..., MemberLink], stranger: socket.socket, sent: bytes
 ) -> None:
     head.tell("here:1")
     stranger.sendall(sent)
@@ -276,7 +285,7 @@ def test_nonsense_is_hung_up_on_and_the_others_do_not_notice(
     talk(head, member(1), until=word(ADDRESS, 0))
 
 
-def test_a_welcome_node_that_talks_nonsense_is_lost(head: Head, stranger: socket.socket) -> None:
+def test_a_welcome_node_that_talks_nonsense_is_lost(head: HeadLink, stranger: socket.socket) -> None:
     head.take(0.0)
     stranger.sendall(link.pack(answer(stranger, 1)))
     while select.select([stranger], [], [], 0)[0] == []:
@@ -287,7 +296,7 @@ def test_a_welcome_node_that_talks_nonsense_is_lost(head: Head, stranger: socket
 
 
 def test_many_silent_connections_do_not_keep_a_node_out(
-    head: Head, member: Callable[..., Member], address: tuple[str, int]
+    head: HeadLink, member: Callable[..., MemberLink], address: tuple[str, int]
 ) -> None:
     head.tell("here:1")
     with contextlib.ExitStack() as stack:
@@ -299,7 +308,7 @@ def test_many_silent_connections_do_not_keep_a_node_out(
 
 
 def test_a_listener_that_says_nothing_is_left_and_tried_again(
-    address: tuple[str, int], member: Callable[..., Member]
+    address: tuple[str, int], member: Callable[..., MemberLink]
 ) -> None:
     node = member(1, until=100.0)
     with socket.create_server(address) as silent:
@@ -319,20 +328,20 @@ def test_a_listener_that_says_nothing_is_left_and_tried_again(
 
 
 def test_nobody_there_is_said_after_the_patience_is_over(
-    address: tuple[str, int], member: Callable[..., Member]
+    address: tuple[str, int], member: Callable[..., MemberLink]
 ) -> None:
     node = member(1, until=60.0)
     assert node.take(59.0) == []
     [lost] = node.take(60.0)
     where = f"{address[0]}:{address[1]}"
     text = f"Node pollux-1 could not reach the head of its run's Ray cluster at {where}: Connection refused"
-    assert lost == Word(LOST, 0, address[0], text)
+    assert lost == LinkState(LOST, 0, address[0], text)
     assert node.take(EVER) == []
 
 
 def test_an_address_that_is_taken_is_an_error(address: tuple[str, int]) -> None:
     with socket.create_server(address), pytest.raises(OSError, match="in use"):
-        Head(address, SECRET, 2, "castor")
+        HeadLink(address, SECRET, 2, "castor")
 
 
 def test_frames_come_off_the_buffer_whole() -> None:

@@ -20,7 +20,7 @@ from serverless_gpu.node.base.protocol import Context, Launch
 from serverless_gpu.node.inside.raycluster import directory
 from serverless_gpu.node.inside.raycluster.words import read_share
 from serverless_gpu.node.supervisor import ray_cluster
-from serverless_gpu.node.supervisor.ray_cluster import Cluster, NoDirectory, Sweeper, is_left, sweep
+from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster, ClusterSweeper, NoDirectory, is_left, sweep
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 
@@ -56,9 +56,9 @@ def launched(where: Path, spec: RunSpec, having: tuple[Device, ...], of_type: in
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path) -> Iterator[AttemptCluster]:
     """Yield a cluster's directory, held as the supervisor holds it."""
-    made = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(2), 8), devices(2))
+    made = AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(2), 8), devices(2))
     yield made
     made.close()
 
@@ -81,7 +81,7 @@ def filled(path: str) -> None:
 
 
 def test_only_its_owner_can_enter_it_its_path_is_short_and_the_attempt_names_it(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: AttemptCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = os.stat(cluster.path)
     assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o700, os.getuid())
@@ -93,7 +93,7 @@ def test_only_its_owner_can_enter_it_its_path_is_short_and_the_attempt_names_it(
 def test_it_goes_with_everything_in_it_and_nothing_beside_it(tmp_path: Path, parent: Path) -> None:
     (parent / "kept").mkdir()
     (parent / "kept" / "file").touch()
-    made = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    made = AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
     filled(made.path)
     made.close()
     assert os.listdir(parent) == ["kept"] and (parent / "kept" / "file").exists()
@@ -129,7 +129,7 @@ def test_objects_are_spilled_to_the_home_where_that_has_more_room_and_go_with_th
     parent: Path, home: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, int], there: bool
 ) -> None:
     monkeypatch.setattr(ray_cluster, "free_bytes", lambda path: free["shm" if "/dev/shm" in str(path) else "tmp"])
-    made = Cluster(launched(home, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    made = AttemptCluster(launched(home, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
     spill = Path(made.path, "spill")
     (spill / "ray_spilled_objects_0").mkdir()
     (spill / "ray_spilled_objects_0" / "object").write_text("x")
@@ -197,10 +197,12 @@ def test_somebody_who_still_writes_there_is_waited_for(parent: Path, monkeypatch
     assert tried == [str(path)] * 3
 
 
-def test_a_name_that_is_taken_is_not_used(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_taken_is_not_used(
+    cluster: AttemptCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = iter([os.path.basename(cluster.path).removeprefix(directory.PREFIX), "89abcdef"])
     monkeypatch.setattr(secrets, "token_hex", lambda _: next(names))
-    other = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    other = AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
     assert os.path.basename(other.path) == "sgpu-ray-89abcdef"
     other.close()
     assert os.path.isdir(cluster.path)
@@ -212,19 +214,19 @@ def test_where_no_name_is_free_the_run_cannot_start(
     (parent / "sgpu-ray-89abcdef").mkdir()
     monkeypatch.setattr(secrets, "token_hex", lambda _: "89abcdef")
     with pytest.raises(OSError, match=re.escape(golden("node.ray_directory.directory-could-made"))):
-        Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+        AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
 
 
 def test_no_room_for_it_is_said_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: Path) -> None:
     monkeypatch.setattr(directory, "PARENT", "/proc")
     with pytest.raises(NoDirectory, match=re.escape(golden("node.ray_directory.directory-can-made"))):
-        Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+        AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
 
 
 # --- left ones --------------------------------------------------------------------------------------------------------
 
 
-def test_one_that_is_held_is_not_swept_and_one_that_is_not_is(cluster: Cluster, parent: Path) -> None:
+def test_one_that_is_held_is_not_swept_and_one_that_is_not_is(cluster: AttemptCluster, parent: Path) -> None:
     left = parent / "sgpu-ray-0123abcd"
     left.mkdir()
     filled(str(left))
@@ -235,7 +237,7 @@ def test_one_that_is_held_is_not_swept_and_one_that_is_not_is(cluster: Cluster, 
 
 
 def test_the_stems_copy_of_the_descriptor_holds_it_too(tmp_path: Path, parent: Path) -> None:
-    made = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    made = AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
     stems = os.dup(made.fd)
     os.close(made.fd)
     sweep()
@@ -258,7 +260,7 @@ def test_a_directory_that_was_swept_before_it_was_held_is_made_anew(
                 sweep()
 
     monkeypatch.setattr(os, "mkdir", swept)
-    cluster = Cluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
+    cluster = AttemptCluster(launched(tmp_path, RunSpec(ray=RayCluster()), devices(1), 1), devices(1))
     assert (made, os.path.isdir(cluster.path)) == ([made[0], cluster.path], True)
     cluster.close()
 
@@ -280,7 +282,7 @@ def test_the_agent_looks_now_and_then_and_when_an_attempt_has_ended_and_starts_n
         passes.append(Pass())
         return passes[-1]
 
-    sweeper = Sweeper(clock, start)
+    sweeper = ClusterSweeper(clock, start)
     sweeper.tend(ended=False)
     assert not passes, "nothing is left"
     (parent / "sgpu-ray-0123abcd").mkdir()
@@ -307,7 +309,7 @@ def test_the_agent_gives_up_what_cannot_be_removed_and_looks_at_no_others(parent
         done.ended = True  # and has removed nothing
         return done
 
-    sweeper = Sweeper(clock, start)
+    sweeper = ClusterSweeper(clock, start)
     (parent / "sgpu-ray-of-a-user").mkdir()
     sweeper.tend(ended=True)
     assert not started
@@ -348,7 +350,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_goes_with_the_devices(
     tmp_path: Path, spec: RunSpec, having: tuple[Device, ...], of_type: int, expected: tuple[int, str, int, int]
 ) -> None:
-    cluster = Cluster(launched(tmp_path, spec, having, of_type), having)
+    cluster = AttemptCluster(launched(tmp_path, spec, having, of_type), having)
     share = read_share({**cluster.share(), "head": ["127.0.0.1", 0]})
     cluster.close()
     assert (share.devices, share.accelerator, share.cpus, share.object_store_bytes) == expected
@@ -392,7 +394,7 @@ def test_an_object_store_that_was_cut_says_so(size: int, shared: int, asked: int
 def test_the_page_is_started_where_it_was_asked_for(tmp_path: Path) -> None:
     for dashboard in (False, True):
         spec = RunSpec(ray=RayCluster(dashboard=dashboard))
-        cluster = Cluster(launched(tmp_path, spec, devices(1), 1), devices(1))
+        cluster = AttemptCluster(launched(tmp_path, spec, devices(1), 1), devices(1))
         assert cluster.share()["dashboard"] is dashboard
         cluster.close()
 

@@ -10,12 +10,12 @@ import pytest
 
 from serverless_gpu.model.telemetry.ray_telemetry import RaySample
 from serverless_gpu.node.inside.raycluster import monitor
-from serverless_gpu.node.inside.raycluster.figures import FIGURES, Figures
+from serverless_gpu.node.inside.raycluster.figures import FIGURES, RayFigures
 from tests.support.node.ray_monitor import KNOWN, TEXT
 
 
 def figures(text: str) -> dict[str, float]:
-    read = Figures()
+    read = RayFigures()
     for line in text.encode().split(b"\n"):
         read.add(line)
     return read.result()
