@@ -17,10 +17,10 @@ SOURCE = Path(serverless_gpu.__path__[0]).parent
 PREAMBLE = """
 import os, socket, sys
 from pathlib import Path
-from serverless_gpu.node.devices.locks import Busy, DeviceLocks, Holder, Locked, Ticket
+from serverless_gpu.node.devices.locks import Busy, DeviceLocks, LockHolder, Locked, Ticket
 directory = Path(sys.argv[1])
 locks = DeviceLocks(directory)
-me = Holder(uuid="", run_id="run-other", user="bob", pid=os.getpid(), since_wall_ns=7)
+me = LockHolder(uuid="", run_id="run-other", user="bob", pid=os.getpid(), since_wall_ns=7)
 def say(text):
     print(text, flush=True)
 """

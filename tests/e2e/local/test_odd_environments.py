@@ -126,7 +126,7 @@ def test_23C3_a_home_without_file_locks_is_named_before_anything_starts(
 
 def test_23C3_places_for_backups_and_copies_of_the_audit_are_named(own: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from serverless_gpu.cli.server import audit_file\n"
+        "import sys; from pathlib import Path; from serverless_gpu.cli.access import audit_file\n"
         "from serverless_gpu.server import backing_up; from serverless_gpu.errors import StorageError\n"
         "for way in (backing_up._alone, audit_file.opened):\n"
         "    try:\n        with way(Path(sys.argv.pop())): pass\n"
@@ -211,9 +211,7 @@ def test_23C7_a_server_starts_in_a_home_without_hard_links(own: Path) -> None:
 
 
 def test_23C7_secrets_of_a_run_need_symbolic_links_and_say_so(own: Path) -> None:
-    code = (
-        "import sys, pathlib; from serverless_gpu.node import secret_files as s; s.write(pathlib.Path(sys.argv[1]), {})"
-    )
+    code = "import sys, pathlib; from serverless_gpu.node.attempt import secret_files as s; s.write(pathlib.Path(sys.argv[1]), {})"
     command = [*refusing("no-symlinks"), sys.executable, "-c", code, str(own)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.stderr.splitlines()[-2:] == [

@@ -24,7 +24,7 @@ DEADLINE_S = 60
 SERVICE = """
 import socket, sys
 from pathlib import Path
-from serverless_gpu.environment import service, watching
+from serverless_gpu.environment import service, watch_process
 
 def say(word):
     with open(sys.argv[3], "a") as log:
@@ -41,7 +41,7 @@ def hear(self):
     say("placed" if goes_on else "ended: " + self.reason)
     return goes_on
 
-real_hear, watching.Watch.hear = watching.Watch.hear, hear
+real_hear, watch_process.WatchProcess.hear = watch_process.WatchProcess.hear, hear
 service._check = said("look", service._check)
 
 class Wire:

@@ -120,10 +120,10 @@ def keeping(place: ServerFiles, mlflow: PretendedMlflow, *, owner: int = -1, **l
     """Start a keeper with limits of its own, as a child of the test."""
     program = (
         "import os; from pathlib import Path\n"
-        "from serverless_gpu.node.mlflow_server import keeper, places, program\n"
+        "from serverless_gpu.node.mlflow_server import files, keeper, program\n"
         f"starting = program.Starting({mlflow.python!r}, {{**os.environ, **{mlflow.environ!r}}})\n"
-        f"place = places.opened(Path({str(place.directory)!r}))\n"
-        f"keeper.keep(place, starting, owner={owner}, limits=keeper.Limits(**{limits!r}))"
+        f"place = files.opened(Path({str(place.directory)!r}))\n"
+        f"keeper.keep(place, starting, owner={owner}, limits=keeper.KeeperLimits(**{limits!r}))"
     )
     place.make()
     place.touch()

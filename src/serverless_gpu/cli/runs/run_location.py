@@ -4,7 +4,7 @@ A run of local mode has its directory here and nothing anywhere else. A run of a
 machine is the node that it ran on and has a directory of it. Without a server everything is here.
 
 A server that cannot be reached is an error of its own and never "there is no run": a named run that is not here is
-waited for (`server/reaching.py`), a list shows what is here and fails afterwards.
+waited for (`cli/server_connection.py`), a list shows what is here and fails afterwards.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def open_store(
             return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
     if parts.scheme in _SERVED and parts.netloc and parts.path in ("", "/"):
         # Imported here: its client costs 50 ms, and most stores are a directory.
-        served = load(f"{__package__}.served")
+        served = load(f"{__package__}.server_store")
         return cast(
             "Store", served.ServedStore(text, token, ca=ca or environ.get("SSL_CERT_FILE", ""), bound_s=bound_s)
         )

@@ -17,7 +17,7 @@ from tests.support.golden import golden
 def test_an_address_of_another_machine_is_refused() -> None:
     ray_machine.check_own("127.0.0.9")
     # In a process that may bind to anything; nothing is sent.
-    program = "from serverless_gpu.engines import ray_machine; ray_machine.check_own('192.0.2.7')"
+    program = "from serverless_gpu.engines.ray import ray_machine; ray_machine.check_own('192.0.2.7')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert golden("engines.ray_joining.192-address-machine") in done.stderr
     assert golden("engines.ray_joining.hint-ip-brief") in done.stderr

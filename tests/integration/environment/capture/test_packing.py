@@ -43,7 +43,7 @@ def test_a_capture_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 _KILLED = """
     import itertools, sys, threading
     from pathlib import Path
-    from serverless_gpu.environment.stores.blobs import Blobs
+    from serverless_gpu.environment.stores.blobs import StoreBlobs
     from serverless_gpu.environment.stores.directory import DirectoryStore
     from serverless_gpu.environment.capture.snapshot_capture import capture
     from tests.support.environment.scanned import scan_of, source_of
@@ -59,5 +59,5 @@ _KILLED = """
             if len(self.stored) == 2:
                 print("second", flush=True)
 
-    capture(scan_of({"thing": source_of(Path(sys.argv[1]))}), Blobs(Stuck(Path(sys.argv[2]))), settings=WHOLE_PACKS)
+    capture(scan_of({"thing": source_of(Path(sys.argv[1]))}), StoreBlobs(Stuck(Path(sys.argv[2]))), settings=WHOLE_PACKS)
 """

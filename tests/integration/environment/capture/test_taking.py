@@ -87,16 +87,16 @@ def test_memory_stays_below_256_mb(tmp_path: Path, shape: str) -> None:
 _MEASURED = """
     import os, sys
     from pathlib import Path
-    from serverless_gpu.environment.stores.blobs import Blobs
-    from serverless_gpu.environment.documents import Row
-    from serverless_gpu.environment.scan.scan import Source
+    from serverless_gpu.environment.stores.blobs import StoreBlobs
+    from serverless_gpu.environment.documents import FileRow
+    from serverless_gpu.environment.scan.scan import LocalUnit
     from serverless_gpu.environment.stores.directory import DirectoryStore
     from serverless_gpu.environment.capture.snapshot_capture import capture
     from tests.support.environment.scanned import scan_of, source_of
 
     before = Path(sys.argv[1])
     {make}
-    capture(scan_of({{"thing": source}}), Blobs(DirectoryStore(Path(sys.argv[2]))))
+    capture(scan_of({{"thing": source}}), StoreBlobs(DirectoryStore(Path(sys.argv[2]))))
     # Not ru_maxrss: that begins with what the process had which started this one.
     print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """
@@ -110,8 +110,8 @@ _MEASURED_LARGE = _MEASURED.format(
             large.write(noise)
             large.seek(3 * 1024 * 1024, os.SEEK_CUR)
         large.truncate(1_000_000_000)
-    row = Row(path="site/large", size=1_000_000_000, sha256=bytes(32))
-    source = Source(rows=(row,), files=(str(before / "large"),))
+    row = FileRow(path="site/large", size=1_000_000_000, sha256=bytes(32))
+    source = LocalUnit(rows=(row,), files=(str(before / "large"),))
 """
 )
 

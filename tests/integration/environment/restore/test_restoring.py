@@ -437,11 +437,11 @@ def test_processes_that_restore_at_the_same_time_all_get_it(cache: Cache, tmp_pa
     code = f"""
 import sys
 from pathlib import Path
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.restore.cache.unit_cache import Cache
 from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.stores.directory import DirectoryStore
-blobs = Blobs(DirectoryStore(Path({str(tmp_path / "store")!r})))
+blobs = StoreBlobs(DirectoryStore(Path({str(tmp_path / "store")!r})))
 print(restore({snapshot.address!r}, blobs, Cache(Path({str(cache.root)!r})), way=Way(mode={mode!r})).units_fetched)
 """
     command = [sys.executable, "-c", code]

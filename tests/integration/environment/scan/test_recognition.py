@@ -405,7 +405,7 @@ def test_two_workers_find_what_one_finds(place: Place) -> None:
     program = f"""
 import msgspec, sys
 from pathlib import Path
-from serverless_gpu.environment.scan import recognition, scanning
+from serverless_gpu.environment.scan import recognition, scan
 from serverless_gpu.environment.scan.description import Description
 from serverless_gpu.environment.scan.scan import Recogniser
 assert recognition.is_single_threaded()

@@ -140,10 +140,10 @@ def limited(root: Path, script: str) -> subprocess.CompletedProcess[str]:
 
     program = f"""
 from pathlib import Path
-from serverless_gpu.environment.stores.blobs import Blobs
+from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.errors import StorageError
-blobs = Blobs(DirectoryStore(Path({str(root)!r})))
+blobs = StoreBlobs(DirectoryStore(Path({str(root)!r})))
 {script}
 """
     return subprocess.run(
