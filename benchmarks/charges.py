@@ -22,6 +22,7 @@ from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server import tables, transitions
 from serverless_gpu.server.charging import Charging
+from serverless_gpu.server.composition import make_charging
 from serverless_gpu.server.database import Database
 from tests.support.server.made import made_services
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, rows, tell
@@ -108,7 +109,7 @@ def in_database(url: str, quick: bool) -> Row:
         tempfile.TemporaryDirectory(prefix="sg-charges-") as home,
     ):
         database.migrate()
-        charging = Charging(made_services(database, Path(home), clock=SystemClock()))
+        charging = make_charging(made_services(database, Path(home), clock=SystemClock()))
         facts = _fill(database, charging, (_FACTS_QUICK if quick else _FACTS) // len(stored_facts("r", 0)))
         ticks: list[float] = []
         cpu_s, began = time.process_time(), time.perf_counter()

@@ -21,8 +21,7 @@ from serverless_gpu.server import log_context
 from serverless_gpu.server.api.routing import CALL, ROUTE, Call, Route
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.logfile import ACCESS
-from serverless_gpu.server.measures import OTHER
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.measures import OTHER, Measures
 
 HEADER = b"sgpu-request"
 QUIET = frozenset(
@@ -46,17 +45,18 @@ class Accessed:
 
     Args:
         door: what requests go through.
-        services: where they are counted.
+        measures: counts requests.
+        clock: times them.
 
     Attributes:
         door: the same.
     """
 
-    def __init__(self, door: Door, services: Services) -> None:
+    def __init__(self, door: Door, *, measures: Measures, clock: Clock) -> None:
         self.door = door
-        self._measures, self._clock = services.measures, services.clock
+        self._measures, self._clock = measures, clock
         self._quiet: Counter[tuple[str, str]] = Counter()
-        self._refused = _Budget(services.clock)
+        self._refused = _Budget(clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, and note what became of it."""

@@ -11,8 +11,8 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.server import identity
 from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.keys import Keys
-from serverless_gpu.server.services import Transactions
 
 _log = logging.getLogger(__name__)
 _NOTED_MAX = 10_000

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import AccessReach, Resource
 from serverless_gpu.model.billing import pricing
@@ -22,108 +23,115 @@ from serverless_gpu.server.allowing import Allowed
 from serverless_gpu.server.budget_index import Rooms, subject_of
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.floor import Floor
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.spending import AsOf, rate_of
+from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.spending import AsOf, Spending, rate_of
 
 LEFT_MAX = 20
 """So many budgets are said to somebody who asks what a run would cost."""
 
 
-def as_of(services: Services) -> AsOf:
-    """Return what a look at budgets needs to know, now; to be asked before its transaction reads anything."""
-    clock = services.clock
-    return AsOf(
-        wall_ns=clock.wall_ns(),
-        boot_ns=clock.boottime_ns(),
-        moment=services.spending.moment(),
-        leases=services.leases,
-        currency=services.settings.currency,
-    )
+class BudgetAdmission:
+    """Checks runs against the budgets that count them."""
 
+    def __init__(self, *, settings: Settings, clock: Clock, leases: Leases, spending: Spending) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._leases = leases
+        self._spending = spending
 
-def refuse(connection: sa.Connection, services: Services, allowed: Allowed, who: Caller) -> None:
-    """Refuse a run that a budget has nothing left for in this period; what others only hold, it waits for.
+    def as_of(self) -> AsOf:
+        """Return what a look at budgets needs to know, now; to be asked before its transaction reads anything."""
+        clock = self._clock
+        return AsOf(
+            wall_ns=clock.wall_ns(),
+            boot_ns=clock.boottime_ns(),
+            moment=self._spending.moment(),
+            leases=self._leases,
+            currency=self._settings.currency,
+        )
 
-    Args:
-        connection: of the transaction that writes it down, or of one that reads.
-        services: the server's.
-        allowed: the run, under its usage policy.
-        who: asks for it, and will own it.
+    def refuse(self, connection: sa.Connection, allowed: Allowed, who: Caller) -> None:
+        """Refuse a run that a budget has nothing left for in this period; what others only hold, it waits for.
 
-    Raises:
-        BudgetExhausted: a budget that it counts for is used up.
-    """
-    if not services.spending.standings():
-        return
-    spec, currency = allowed.spec, services.settings.currency
-    hold = NOTHING
-    gpus, gpu_type = spec.resources.gpus, spec.resources.gpu_type
-    if gpus is not None and gpu_type is not None:
-        tariff = prices.tariff(connection, gpu_type, allowed.pool, services.clock.wall_ns(), currency)
-        rate = rate_of(tariff, gpu_type, gpus, spec)
-        longest_s = services.spending.longest_s(connection, who.name, spec.name, services.clock.wall_ns())
-        hold = first_hold(spec.grace_s, gpus=gpus, micros_per_hour=rate, longest_s=longest_s)
-    services.spending.refuse(_subject(allowed, who), hold, currency=currency)
+        Args:
+            connection: of the transaction that writes it down, or of one that reads.
+            allowed: the run, under its usage policy.
+            who: asks for it, and will own it.
 
+        Raises:
+            BudgetExhausted: a budget that it counts for is used up.
+        """
+        if not self._spending.standings():
+            return
+        spec, currency = allowed.spec, self._settings.currency
+        hold = NOTHING
+        gpus, gpu_type = spec.resources.gpus, spec.resources.gpu_type
+        if gpus is not None and gpu_type is not None:
+            tariff = prices.tariff(connection, gpu_type, allowed.pool, self._clock.wall_ns(), currency)
+            rate = rate_of(tariff, gpu_type, gpus, spec)
+            longest_s = self._spending.longest_s(connection, who.name, spec.name, self._clock.wall_ns())
+            hold = first_hold(spec.grace_s, gpus=gpus, micros_per_hour=rate, longest_s=longest_s)
+        self._spending.refuse(_subject(allowed, who), hold, currency=currency)
 
-def left(services: Services, allowed: Allowed, who: Caller) -> tuple[str, ...]:
-    """Return in words what is left of the budgets that a run would count for; amounts of those that its owner may see.
+    def left(self, allowed: Allowed, who: Caller) -> tuple[str, ...]:
+        """Return in words what is left of the budgets that count a run; amounts only of those that its owner may see.
 
-    Args:
-        services: the server's.
-        allowed: the run, under its usage policy.
-        who: asks, and would own it.
-    """
-    sees_all = roles.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
-    subject, currency = (
-        _subject(allowed, who),
-        services.settings.currency,
-    )
-    return services.spending.left(subject, currency=currency, sees_all=sees_all)[:LEFT_MAX]
+        Args:
+            allowed: the run, under its usage policy.
+            who: asks, and would own it.
+        """
+        sees_all = roles.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
+        subject, currency = (
+            _subject(allowed, who),
+            self._settings.currency,
+        )
+        return self._spending.left(subject, currency=currency, sees_all=sees_all)[:LEFT_MAX]
+
+    def rooms(self, connection: sa.Connection, there: Floor) -> Rooms | None:
+        """Return what budgets had left at the last look, to be counted down for one tick; None without budgets.
+
+        Args:
+            connection: of the transaction that reads the queue.
+            there: what there is to give.
+        """
+        if not self._spending.standings():
+            return None
+        at_ns, currency = self._clock.wall_ns(), self._settings.currency
+        places = {
+            (device.type, node.pool, node.hello.own_types) for node in there.nodes for device in node.hello.devices
+        }
+        gpus_max = max((len(node.hello.devices) for node in there.nodes), default=1)
+        known: dict[tuple[str | None, str], list[tuple[str, Tariff]]] = {}
+
+        def pays(wanted: str | None, pool: str) -> list[tuple[str, Tariff]]:
+            """Return the types of devices that a run may get, with what it would pay for them."""
+            if (wanted, pool) not in known:
+                may = {
+                    (gpu_type, there)
+                    for gpu_type, there, own in places
+                    if (matches(wanted, gpu_type, own) if wanted is not None else gpu_type != CPU)
+                    and pool in ("", there)
+                } or ({(wanted, pool)} if wanted is not None else set())
+                known[wanted, pool] = [
+                    (gpu_type, prices.tariff(connection, gpu_type, there, at_ns, currency))
+                    for gpu_type, there in sorted(may)
+                ]
+            return known[wanted, pool]
+
+        def hold(one: Candidate) -> BudgetUse:
+            """Return what a run holds at first; of the dearest where it takes whatever there is."""
+            gpus = one.gpus or max(1, gpus_max)
+            rates = [
+                pricing.rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=one.cpus, memory_bytes=one.memory_bytes)
+                for gpu_type, tariff in pays(one.gpu_type, one.subject.pool)
+            ]
+            dearest = max((rate for rate in rates if rate is not None), default=None)
+            longest_s = self._spending.longest_s(connection, one.subject.owner, one.name, at_ns)
+            return first_hold(one.grace_s, gpus=gpus, micros_per_hour=dearest, longest_s=longest_s)
+
+        return self._spending.rooms(hold)
 
 
 def _subject(allowed: Allowed, who: Caller) -> Subject:
     return subject_of(who.name, allowed.spec, team=allowed.spec.team or "", pool=allowed.pool, member_of=who.teams)
-
-
-def rooms(connection: sa.Connection, services: Services, there: Floor) -> Rooms | None:
-    """Return what budgets had left at the last look, to be counted down for one tick; None where there are no budgets.
-
-    Args:
-        connection: of the transaction that reads the queue.
-        services: the server's.
-        there: what there is to give.
-    """
-    if not services.spending.standings():
-        return None
-    at_ns, currency = services.clock.wall_ns(), services.settings.currency
-    places = {(device.type, node.pool, node.hello.own_types) for node in there.nodes for device in node.hello.devices}
-    gpus_max = max((len(node.hello.devices) for node in there.nodes), default=1)
-    known: dict[tuple[str | None, str], list[tuple[str, Tariff]]] = {}
-
-    def pays(wanted: str | None, pool: str) -> list[tuple[str, Tariff]]:
-        """Return the types of devices that a run may get, with what it would pay for them."""
-        if (wanted, pool) not in known:
-            may = {
-                (gpu_type, there)
-                for gpu_type, there, own in places
-                if (matches(wanted, gpu_type, own) if wanted is not None else gpu_type != CPU) and pool in ("", there)
-            } or ({(wanted, pool)} if wanted is not None else set())
-            known[wanted, pool] = [
-                (gpu_type, prices.tariff(connection, gpu_type, there, at_ns, currency))
-                for gpu_type, there in sorted(may)
-            ]
-        return known[wanted, pool]
-
-    def hold(one: Candidate) -> BudgetUse:
-        """Return what a run holds at first; of the dearest where it takes whatever there is."""
-        gpus = one.gpus or max(1, gpus_max)
-        rates = [
-            pricing.rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=one.cpus, memory_bytes=one.memory_bytes)
-            for gpu_type, tariff in pays(one.gpu_type, one.subject.pool)
-        ]
-        dearest = max((rate for rate in rates if rate is not None), default=None)
-        longest_s = services.spending.longest_s(connection, one.subject.owner, one.name, at_ns)
-        return first_hold(one.grace_s, gpus=gpus, micros_per_hour=dearest, longest_s=longest_s)
-
-    return services.spending.rooms(hold)

@@ -27,13 +27,13 @@ import sqlalchemy as sa
 from anyio import to_thread
 
 from serverless_gpu import ambient, faults
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound, ServerProblem, ServerStorageFull
 from serverless_gpu.model.access.node_identity import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import (
-    attempt_tokens,
     attempts,
     audit,
     crews,
@@ -41,20 +41,25 @@ from serverless_gpu.server import (
     nodes,
     orders,
     pools,
-    reporting,
     runs,
     secret_store,
     transitions,
 )
+from serverless_gpu.server.attempt_tokens import AttemptTokens
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.crews import CrewId, Gang
-from serverless_gpu.server.giving_back import give_back
-from serverless_gpu.server.hub import SCHEDULER, node_key
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.giving_back import Requeue
+from serverless_gpu.server.hub import SCHEDULER, Hub, node_key
+from serverless_gpu.server.liveness import Deliveries, Looks, Presence
+from serverless_gpu.server.node_admission import NodeAdmission
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.orders import StoredOrder
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.server.reporting import ReportService
+from serverless_gpu.server.sealing import Sealer
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,
@@ -86,14 +91,38 @@ _log = logging.getLogger(__name__)
 
 
 class Agents:
-    """Answers agents.
+    """Answers agents."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        sealer: Sealer,
+        looks: Looks,
+        presence: Presence,
+        deliveries: Deliveries,
+        announcer: Announcer,
+        attempt_tokens: AttemptTokens,
+        node_admission: NodeAdmission,
+        reports: ReportService,
+        requeue: Requeue,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._sealer = sealer
+        self._looks = looks
+        self._presence = presence
+        self._deliveries = deliveries
+        self._announcer = announcer
+        self._attempt_tokens = attempt_tokens
+        self._node_admission = node_admission
+        self._reports = reports
+        self._requeue = requeue
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
         """Let a node join, or come back.
@@ -106,17 +135,16 @@ class Agents:
         """
         _check(said)
         try:
-            answer = self._services.database.read(lambda connection: node_admission.check(connection, who, said))
+            answer = self._database.read(lambda connection: node_admission.check(connection, who, said))
             if answer is HelloDecision.PENDING:
-                raise node_admission.ask(self._services, who, said)
+                raise self._node_admission.ask(who, said)
             return self._joined(who, said)
         except NotAllowed as error:
-            node_admission.note_refusal(self._services, who, said, error)
+            self._node_admission.note_refusal(who, said, error)
             raise
 
     def _joined(self, who: Caller, said: AgentHello) -> AgentWelcome:
-        services = self._services
-        at_ns = services.clock.wall_ns()
+        at_ns = self._clock.wall_ns()
         new_id = ambient.new_run_id()
 
         def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[Told], list[Gang]]:
@@ -127,21 +155,21 @@ class Agents:
             orders.take_starts(connection, node.id, kept, at_ns=at_ns)
             return node, stale, told, kept
 
-        node, stale, told, kept = services.database.write(work)
+        node, stale, told, kept = self._database.write(work)
         faults.reach("after_hello_before_answer")
         for run_id, fence in kept:
-            services.deliveries.send(run_id, fence)  # an earlier process let it leave
+            self._deliveries.send(run_id, fence)  # an earlier process let it leave
         for one in told:
-            one.announce(services)
-        services.presence.heard(node.id, now_ns=services.clock.boottime_ns())
-        services.hub.touch(SCHEDULER)
-        settings = services.settings
+            self._announcer.announce(one)
+        self._presence.heard(node.id, now_ns=self._clock.boottime_ns())
+        self._hub.touch(SCHEDULER)
+        settings = self._settings
         return AgentWelcome(
             node=node.id,
             heartbeat_s=settings.heartbeat_s,
             partition_grace_s=settings.partition_grace_s,
             stale=stale,
-            at_ns=services.clock.wall_ns(),
+            at_ns=self._clock.wall_ns(),
         )
 
     def heartbeat(self, who: Caller, node_id: str, said: Heartbeat) -> HeartbeatAnswer:
@@ -151,24 +179,23 @@ class Agents:
             NotFound: there is no such node of this principal; it says hello again.
         """
         _check_devices(said)
-        services = self._services
-        at_ns = services.clock.wall_ns()
-        node, stale, tokens = services.database.read(
+        at_ns = self._clock.wall_ns()
+        node, stale, tokens = self._database.read(
             lambda connection: (
                 _own(connection, who, node_id, said.instance, said.process),
                 _stale(connection, node_id, said.attempts),
-                attempt_tokens.wanted_tokens(services, connection, node_id, said.renew),
+                self._attempt_tokens.wanted(connection, node_id, said.renew),
             )
         )
         news = _beaten(node.hello, said) != node.hello
         if news or not 0 <= at_ns - node.seen_ns <= SEEN_EVERY_S * 1e9:
             with contextlib.suppress(ServerStorageFull):  # it is there, whether or not that can be written down
-                services.database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
-        if services.presence.heard(node_id, now_ns=services.clock.boottime_ns()) or news:
-            services.hub.touch(SCHEDULER)
-        if services.presence.read_clock(node_id, said.clock):
+                self._database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
+        if self._presence.heard(node_id, now_ns=self._clock.boottime_ns()) or news:
+            self._hub.touch(SCHEDULER)
+        if self._presence.read_clock(node_id, said.clock):
             _log.warning("node %s %s", node.name, clock_text(said.clock) or "has a clock that is right again")
-        return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=services.clock.wall_ns())
+        return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=self._clock.wall_ns())
 
     def check(self, who: Caller, node_id: str, instance: str = "", process: str = "") -> None:
         """Return if orders of a node are for whoever asks.
@@ -176,7 +203,7 @@ class Agents:
         Raises:
             NotFound: there is no such node of this principal.
         """
-        self._services.database.read(lambda connection: _own(connection, who, node_id, instance, process))
+        self._database.read(lambda connection: _own(connection, who, node_id, instance, process))
 
     def waiting(
         self, who: Caller, node_id: str, instance: str = "", process: str = "", *, told: Collection[int] = frozenset()
@@ -210,10 +237,10 @@ class Agents:
                     found += [order] if order is not None else []
             return found
 
-        found = self._services.database.read(work)
+        found = self._database.read(work)
         for stored, why in broken:
-            give_back(self._services, stored.run_id, stored.fence, why)
-        deliveries = self._services.deliveries
+            self._requeue.give_back(stored.run_id, stored.fence, why)
+        deliveries = self._deliveries
         return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
     def looks(self, who: Caller, node_id: str) -> list[ReportNow]:
@@ -224,7 +251,7 @@ class Agents:
         Raises:
             NotFound: there is no such node of this principal.
         """
-        asked = self._services.looks.of(node_id)
+        asked = self._looks.of(node_id)
         if not asked:
             return []
 
@@ -232,10 +259,10 @@ class Agents:
             node = _own(connection, who, node_id)
             return [self._look(connection, crew) for crew in asked] if node.takes_crews else []
 
-        return self._services.database.read(work)
+        return self._database.read(work)
 
     def _look(self, connection: sa.Connection, crew: CrewId) -> ReportNow:
-        news = reporting.gang_news(self._services, connection, crew)
+        news = self._reports.gang_news(connection, crew)
         return ReportNow(
             run_id=crew[0],
             fence=crew[1],
@@ -251,13 +278,13 @@ class Agents:
         Raises:
             NotFound: there is no such node of this principal.
         """
-        at_ns = self._services.clock.wall_ns()
+        at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> None:
             _own(connection, who, node_id)
             orders.take(connection, node_id, seqs, at_ns=at_ns)
 
-        self._services.database.write(work)
+        self._database.write(work)
         faults.reach("after_ack_before_answer")
 
     def _written(
@@ -287,10 +314,10 @@ class Agents:
             return node, None
         if before.principal != who.name:
             raise NotAllowed(f"the node {said.name!r} belongs to {before.principal}", hint="give this one another name")
-        there = self._services.presence.is_there(before.id, now_ns=self._services.clock.boottime_ns())
+        there = self._presence.is_there(before.id, now_ns=self._clock.boottime_ns())
         _refuse_another(connection, before, said, there=there)
         if before.token_id == who.token_id:  # an administrator's other token for it takes over at once
-            node_admission.refuse_second_process(self._services, before, said)
+            self._node_admission.refuse_second_process(before, said)
         node_admission.settle(connection, who, said, answer, at_ns=at_ns)
         nodes.change(connection, node)
         return node, before
@@ -306,7 +333,7 @@ class Agents:
         run = runs.find(connection, order.run_id)
         if run is None or run.attempt is None or run.fence != order.fence:
             return None
-        if self._services.deliveries.is_held_back(run.id, run.fence, [crew.node for crew in run.attempt.crews]):
+        if self._deliveries.is_held_back(run.id, run.fence, [crew.node for crew in run.attempt.crews]):
             return None
         payload = runs.payload(connection, order.run_id)
         if payload is None:
@@ -316,19 +343,17 @@ class Agents:
             seq=order.seq,
             run_id=run.id,
             fence=order.fence,
-            token=attempt_tokens.first_token(self._services, crew.id, takes=node.hello.takes),
+            token=self._attempt_tokens.first(crew.id, takes=node.hello.takes),
             spec=_understood(run.spec_now, node),
             gpu_type=run.attempt.gpu_type,
             world_size=run.attempt.world_size,
-            context=msgspec.Raw(self._services.sealer.unseal(payload.context_sealed, about=run.id)),
+            context=msgspec.Raw(self._sealer.unseal(payload.context_sealed, about=run.id)),
             call=payload.call,
             snapshot=run.snapshot,
             owner=run.owner,
             submitted_ns=run.created_ns,
             partition_grace_s=crew.grace_s,
-            secrets=secret_store.values(
-                connection, self._services.sealer, run, run.attempt.secrets, run.spec.secret_variables
-            ),
+            secrets=secret_store.values(connection, self._sealer, run, run.attempt.secrets, run.spec.secret_variables),
             without=tuple(one.uuid for one in node.rules.quarantined),
             tariff=run.attempt.tariff,
             crews=tuple(one.place for one in run.attempt.crews) if run.attempt.num_nodes > 1 else (),
@@ -336,44 +361,39 @@ class Agents:
             nonce=run.attempt.nonce,
         )
 
+    async def stream(
+        self, who: Caller, node_id: str, instance: str = "", process: str = ""
+    ) -> AsyncIterator[Order | None]:
+        """Yield the orders of a node as they come, and again until they are taken; None to keep it alive."""
+        orders_of_node = self._orders(who, node_id, instance, process)
+        with self._presence.streaming(node_id):
+            async with contextlib.aclosing(orders_of_node) as found:
+                async for order in found:
+                    yield order
+
+    async def _orders(self, who: Caller, node_id: str, instance: str, process: str) -> AsyncGenerator[Order | None]:
+        sent: dict[int, int] = {}
+        hub, clock, key = self._hub, self._clock, node_key(node_id)
+        while not hub.closed:
+            seen = hub.version(key)
+            now_ns = clock.boottime_ns()
+            sent = {seq: sent_ns for seq, sent_ns in sent.items() if now_ns - sent_ns <= SEND_AGAIN_S * 1e9}
+            look = partial(self.waiting, who, node_id, instance, process, told=frozenset(sent))
+            for order in await to_thread.run_sync(look):
+                sent[order.seq] = now_ns
+                yield order
+                faults.reach("after_order_left")
+            # No orders: they are not taken, and come again until the crew has reported.
+            looks = await to_thread.run_sync(self.looks, who, node_id) if self._looks.of(node_id) else []
+            for asked in looks:
+                yield asked
+            if await hub.changed(key, seen, LOOK_AGAIN_S if looks else ALIVE_S) == seen and not looks:
+                yield None
+
 
 def _understood(spec: RunSpec, node: StoredNode) -> RunSpec:
     """Return a run as its node understands it: one of an earlier version knows no limit but `timeout`."""
     return spec if MAX_RUN in node.hello.takes else msgspec.structs.replace(spec, timeout_s=spec.limit_s)
-
-
-async def stream(
-    services: Services, who: Caller, node_id: str, instance: str = "", process: str = ""
-) -> AsyncIterator[Order | None]:
-    """Yield the orders of a node as they come, and those that were not taken again; None to show that it is alive."""
-    orders_of_node = _orders(services, who, node_id, instance, process)
-    with services.presence.streaming(node_id):
-        async with contextlib.aclosing(orders_of_node) as found:
-            async for order in found:
-                yield order
-
-
-async def _orders(
-    services: Services, who: Caller, node_id: str, instance: str, process: str
-) -> AsyncGenerator[Order | None]:
-    agents = Agents(services)
-    sent: dict[int, int] = {}
-    hub, clock, key = services.hub, services.clock, node_key(node_id)
-    while not hub.closed:
-        seen = hub.version(key)
-        now_ns = clock.boottime_ns()
-        sent = {seq: sent_ns for seq, sent_ns in sent.items() if now_ns - sent_ns <= SEND_AGAIN_S * 1e9}
-        look = partial(agents.waiting, who, node_id, instance, process, told=frozenset(sent))
-        for order in await to_thread.run_sync(look):
-            sent[order.seq] = now_ns
-            yield order
-            faults.reach("after_order_left")
-        # No orders: they are not taken, and come again until the crew has reported.
-        looks = await to_thread.run_sync(agents.looks, who, node_id) if services.looks.of(node_id) else []
-        for asked in looks:
-            yield asked
-        if await hub.changed(key, seen, LOOK_AGAIN_S if looks else ALIVE_S) == seen and not looks:
-            yield None
 
 
 def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHello, *, there: bool) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import sqlalchemy as sa
 
 from serverless_gpu import units
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing import spend_forecast
 from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, BudgetWindow, used
 from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_MAX, RUNS_MIN, Alarm
@@ -30,11 +31,13 @@ from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from serverless_gpu.server import accounts, audit, budgets, charges, notices, runs, transitions
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
-from serverless_gpu.server.hub import NOTICES, run_key
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import NOTICES, Hub, run_key
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.notices import Kind
 from serverless_gpu.server.past import latest_of_name
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.spending import GoingOn, rate_of
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.spending import GoingOn, Spending, rate_of
 
 EVERY_S = 60.0
 AT_ONCE = 100
@@ -48,14 +51,24 @@ _Hours = dict[int, tuple[int, int]]
 
 
 class Alarms:
-    """Looks at who spends more than usual.
+    """Looks at who spends more than usual."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        measures: Measures,
+        spending: Spending,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._measures = measures
+        self._spending = spending
         self._seq = 0
         self._teams: dict[str, _Hours] = {}
         self._seen: set[tuple[str, int]] = set()
@@ -66,9 +79,9 @@ class Alarms:
         Args:
             now_ns: boottime, nanoseconds.
         """
-        going = self._services.spending.going_on()
+        going = self._spending.going_on()
         there = [one for one in going if not one.spender.is_over and one.spender.started_ns is not None]
-        self._services.database.read(self._read)
+        self._database.read(self._read)
         self._look_at_runs(there)
         self._look_at_teams(there)
         return now_ns + round(EVERY_S * 1e9)
@@ -83,7 +96,7 @@ class Alarms:
         for one in new[:AT_ONCE]:
             spender = one.spender
             self._seen.add((spender.run_id, spender.fence))
-            earlier, specs = self._services.database.read(functools.partial(_earlier, one=one))
+            earlier, specs = self._database.read(functools.partial(_earlier, one=one))
             if spender.micros_per_hour is not None:
                 unit, rate = MONEY, spender.micros_per_hour
                 prices = [
@@ -104,7 +117,7 @@ class Alarms:
 
     def _read(self, connection: sa.Connection) -> None:
         """Read on in the ledger, some pages at most."""
-        oldest = self._services.clock.wall_ns() // HOUR_NS - HOURS
+        oldest = self._clock.wall_ns() // HOUR_NS - HOURS
         for _ in range(20):
             page = charges.after(connection, self._seq, limit=PAGE)
             if not page:
@@ -125,7 +138,7 @@ class Alarms:
             self._teams[team] = {hour: amount for hour, amount in self._teams[team].items() if hour >= oldest}
 
     def _look_at_teams(self, going: Iterable[GoingOn]) -> None:
-        now_ns = self._services.clock.wall_ns()
+        now_ns = self._clock.wall_ns()
         # What goes on is posted when its day is over: of that, yesterday's part counts as that.
         last = BudgetWindow(start_ns=max(now_ns - HOUR_NS, now_ns // DAY_NS * DAY_NS), end_ns=now_ns)
         uses: dict[str, BudgetUse] = {}
@@ -157,8 +170,7 @@ class Alarms:
         whose: Mapping[str, str],
         run: GoingOn | None,
     ) -> None:
-        services = self._services
-        at_ns = services.clock.wall_ns()
+        at_ns = self._clock.wall_ns()
         # The name of a budget has no line's end in it (`check_name`): no alarm is forgotten with a budget's marks.
         key = f"alarm\n{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
         document = {"subject": subject, "sentence": sentence, "rate": found.rate, "usual": found.usual, **whose}
@@ -179,15 +191,15 @@ class Alarms:
                 transitions.remark(connection, run.spender.run_id, run.spender.fence, sentence, at_ns=at_ns)
             return True
 
-        if services.database.write(work):
+        if self._database.write(work):
             _log.warning("%s", sentence)
-            services.measures.alarms.inc()
-            services.hub.touch(NOTICES)
+            self._measures.alarms.inc()
+            self._hub.touch(NOTICES)
             if run is not None:
-                services.hub.touch(run_key(run.spender.run_id))
+                self._hub.touch(run_key(run.spender.run_id))
 
     def _words(self, found: Alarm, unit: str) -> str:
-        currency = self._services.settings.currency
+        currency = self._settings.currency
 
         def amount(value: int) -> str:
             return (

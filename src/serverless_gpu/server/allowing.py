@@ -23,7 +23,9 @@ from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import dividing, nodes, policies, pools, secret_store
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.sealing import Sealer
+from serverless_gpu.server.settings import Settings
 
 
 class Allowed(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,55 +66,59 @@ class Brought(msgspec.Struct, frozen=True, kw_only=True):
     packages: Mapping[str, Packages | None] = {}
 
 
-def allow(
-    connection: sa.Connection, services: Services, spec: RunSpec, who: Caller, brought: Brought | None = None
-) -> Allowed:
-    """Return a run as it is under its policies.
+class PolicyAdmission:
+    """Checks runs against usage policies."""
 
-    Args:
-        connection: of the transaction that writes it down, or of one that reads.
-        services: the server's.
-        spec: what was asked for; it can be (`submitting.check_spec`).
-        who: asks for it, and will own it.
-        brought: what comes with it; None where that is not looked at.
+    def __init__(self, *, settings: Settings, sealer: Sealer, environments: Environments) -> None:
+        self._settings = settings
+        self._sealer = sealer
+        self._environments = environments
 
-    Raises:
-        InvalidValue: there is no such policy, or pool.
-        PolicyViolation: it is not within its policies, or does not say which of several it is under.
-        SecretMissing: there is no such secret.
-        Unread: its environment is to be compared, and what is installed there was not read.
-    """
-    under = _choose(connection, spec, who)
-    spec = with_defaults([(each.name, each.policy) for each in under], spec, who.teams)
-    secret_store.pins(connection, services.sealer, who.name, spec.team or "", spec.secrets)
-    pool = where(under, spec)
-    pool = dividing.find_pool(connection, pool).name if pool else ""
-    effective = apply(
-        under,
-        spec,
-        present=_present(connection, under, spec, pool),
-        max_run_s=services.settings.max_run_s,
-        may_be_critical=reach(who.role, Resource.POLICIES.value, write=True) is AccessReach.ALL,
-    )
-    if brought is not None:
-        for each in under:
-            _check_packages(each.name, each.policy, brought)
-    return Allowed(spec=effective, policies=under, pool=pool)
+    def allow(self, connection: sa.Connection, spec: RunSpec, who: Caller, brought: Brought | None = None) -> Allowed:
+        """Return a run as it is under its policies.
 
+        Args:
+            connection: of the transaction that writes it down, or of one that reads.
+            spec: what was asked for; it can be (`submitting.check_spec`).
+            who: asks for it, and will own it.
+            brought: what comes with it; None where that is not looked at.
 
-def read_packages(services: Services, addresses: Collection[str]) -> dict[str, Packages | None]:
-    """Return what is installed in environments; None for one that is not there any more. In no transaction.
+        Raises:
+            InvalidValue: there is no such policy, or pool.
+            PolicyViolation: it is not within its policies, or does not say which of several it is under.
+            SecretMissing: there is no such secret.
+            Unread: its environment is to be compared, and what is installed there was not read.
+        """
+        under = _choose(connection, spec, who)
+        spec = with_defaults([(each.name, each.policy) for each in under], spec, who.teams)
+        secret_store.pins(connection, self._sealer, who.name, spec.team or "", spec.secrets)
+        pool = where(under, spec)
+        pool = dividing.find_pool(connection, pool).name if pool else ""
+        effective = apply(
+            under,
+            spec,
+            present=_present(connection, under, spec, pool),
+            max_run_s=self._settings.max_run_s,
+            may_be_critical=reach(who.role, Resource.POLICIES.value, write=True) is AccessReach.ALL,
+        )
+        if brought is not None:
+            for each in under:
+                _check_packages(each.name, each.policy, brought)
+        return Allowed(spec=effective, policies=under, pool=pool)
 
-    Raises:
-        EnvironmentProblem: the store does not answer, or what it has cannot be read.
-    """
-    found: dict[str, Packages | None] = {}
-    for address in addresses:
-        try:
-            found[address] = services.environments.packages(address)
-        except EnvironmentMissing:
-            found[address] = None
-    return found
+    def read_packages(self, addresses: Collection[str]) -> dict[str, Packages | None]:
+        """Return what is installed in environments; None for one that is not there any more. In no transaction.
+
+        Raises:
+            EnvironmentProblem: the store does not answer, or what it has cannot be read.
+        """
+        found: dict[str, Packages | None] = {}
+        for address in addresses:
+            try:
+                found[address] = self._environments.packages(address)
+            except EnvironmentMissing:
+                found[address] = None
+        return found
 
 
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[NamedPolicy, ...]:

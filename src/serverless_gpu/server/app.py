@@ -6,12 +6,13 @@ reads, checks, writes and describes. So client, node and server have one definit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.routing import compile_path
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.api import (
     agents,
@@ -36,7 +37,8 @@ from serverless_gpu.server.api.description import SECURITY, describe
 from serverless_gpu.server.api.routing import Route
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import Authenticate, Gate, Reach
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.hub import Hub
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API
 
@@ -104,8 +106,11 @@ def description(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def guarded(
-    services: Services,
+    provided: Mapping[type, object],
     *,
+    hub: Hub,
+    clock: Clock,
+    measures: Measures,
     hosts: Sequence[str],
     authenticate: Authenticate,
     reach: Reach,
@@ -114,12 +119,26 @@ def guarded(
     """Return what the server serves: the application behind gate and door, and what counts requests in front of both.
 
     Args:
-        services: what routes work with.
+        provided: services by their class, for the handlers of routes.
+        hub: tells streams that the server stops.
+        clock: times requests and streams.
+        measures: count requests and streams.
         hosts: names under which the server may be reached.
         authenticate: whose token it is.
         reach: what they may.
         proxies: addresses and networks of those that speak TLS for this server.
+
+    Raises:
+        RuntimeError: a handler names a class that is not provided.
     """
-    routes = all_routes()
-    gate = Gate(application(routes), services, routes=routes, hosts=hosts, authenticate=authenticate, reach=reach)
-    return Accessed(Door(gate, hub=services.hub, proxies=proxies), services)
+    routes = [route.bound(provided) for route in all_routes()]
+    gate = Gate(
+        application(routes),
+        clock=clock,
+        measures=measures,
+        routes=routes,
+        hosts=hosts,
+        authenticate=authenticate,
+        reach=reach,
+    )
+    return Accessed(Door(gate, hub=hub, proxies=proxies), measures=measures, clock=clock)

@@ -1,6 +1,6 @@
 """How the server is put together: its parts in the order in which they need each other, taken apart the other way.
 
-    settings ─▶ database, nobody else's, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ Services ─▶ engine ─▶ loops
+    settings ─▶ database, nobody else's, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ services ─▶ engine ─▶ loops
 
 What is taken apart last was put together first, so nothing is used after its end: the loops finish their tick, then the
 engine lets go, then the database closes. Nothing has to be taken apart: a server that is killed leaves the same.
@@ -34,6 +34,7 @@ from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import UplinkProfile
 from serverless_gpu.server import (
     audit,
+    generations,
     isolation,
     reserve,
     restoring,
@@ -44,15 +45,29 @@ from serverless_gpu.server import (
     unknown_files,
 )
 from serverless_gpu.server.admission import Admission
-from serverless_gpu.server.alarming import Alarms
 from serverless_gpu.server.audit import SERVER, Action
-from serverless_gpu.server.chaining import Chainer
-from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.claim import LOOK_S, Claim
-from serverless_gpu.server.collecting import Collector
+from serverless_gpu.server.composition import (
+    Resources,
+    Services,
+    compose,
+    make_alarms,
+    make_chainer,
+    make_charging,
+    make_collector,
+    make_file_tokens,
+    make_folding,
+    make_keeper,
+    make_notifier,
+    make_reconciler,
+    make_retention,
+    make_sampling,
+    make_scheduler,
+    make_self_check,
+)
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.database_start import take_when_started
-from serverless_gpu.server.first_start import FileTokens, FirstTokens, first_tokens, join_token
+from serverless_gpu.server.first_start import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
 from serverless_gpu.server.hub import (
     ALARMS,
@@ -68,25 +83,16 @@ from serverless_gpu.server.hub import (
     USAGE,
     Hub,
 )
-from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.keys import read_keys, remove_unnamed
 from serverless_gpu.server.loops import LATE_S, Loop, Tick
 from serverless_gpu.server.mark_file import SYNC_S, Checkpoints, MarkFile
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.mlflow_beside import mlflow_checks
-from serverless_gpu.server.notifying import Notifier
 from serverless_gpu.server.ray_beside import RayBeside
-from serverless_gpu.server.reconciler import Reconciler
-from serverless_gpu.server.retention import Retention
-from serverless_gpu.server.sampling import Sampling
-from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.self_check import SelfCheck
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.space import space_problem
 from serverless_gpu.server.storage import Room, open_storage
-from serverless_gpu.server.usage_folding import Folding
 
 LOOP_S = 10.0
 """How long the loops may take to finish their ticks when the server stops."""
@@ -179,23 +185,25 @@ def assembled(
         )
         beside = _beside(settings, database, clock=clock, url=url, token=tokens.node_token)
         engines: list[Engine] = []
-        services = Services(
-            settings=settings,
-            clock=clock,
-            database=database,
-            hub=Hub(),
-            keys=keys,
-            sealer=sealer,
-            measures=measures,
-            health=Health(clock),
-            low=database.reserve.problem,
-            unwritable=lambda: database.write_problem,
-            engine_nodes=lambda: {node.name for each in engines for node in each.nodes()},
-            ray_pool=(lambda: None) if beside is None else beside.pool,
-            **storage._asdict(),
+        services = compose(
+            Resources(
+                settings=settings,
+                clock=clock,
+                database=database,
+                hub=Hub(),
+                keys=keys,
+                sealer=sealer,
+                measures=measures,
+                health=Health(clock),
+                low=database.reserve.problem,
+                unwritable=lambda: database.write_problem,
+                engine_nodes=lambda: {node.name for each in engines for node in each.nodes()},
+                ray_pool=(lambda: None) if beside is None else beside.pool,
+                **storage._asdict(),
+            )
         )
         _look_after_health(services, database)
-        measures.watch(Sampling(services))
+        measures.watch(make_sampling(services))
         ProcessCollector(registry=measures.registry)
         engine: Engine | None = None
         if beside is not None:
@@ -282,8 +290,8 @@ def _looking_after(
     renewed: Callable[[], None],
 ) -> Iterator[None]:
     """Run the loops; the hub rings them."""
-    scheduler = Scheduler(services, engine=engine)
-    reconciler = Reconciler(services, scheduler=scheduler, engine=engine)
+    scheduler = make_scheduler(services, engine=engine)
+    reconciler = make_reconciler(services, scheduler=scheduler, engine=engine)
 
     def alone(tick: Tick) -> Tick:
         def tick_alone(now_ns: int) -> int | None:
@@ -299,7 +307,7 @@ def _looking_after(
     checkpoints = Checkpoints(database, mark)
 
     def keep_mark(now_ns: int) -> int:
-        mark.sync(audit=database.read(audit.newest_seq), now_ns=services.clock.wall_ns())
+        mark.sync(audit=database.read(generations.newest_audit_seq), now_ns=services.clock.wall_ns())
         checkpoints.tick(now_ns)
         return now_ns + round(SYNC_S * 1e9)
 
@@ -317,16 +325,16 @@ def _looking_after(
         "reserve": loop("reserve", alone(tend)),
         SCHEDULER: loop("scheduler", alone(scheduler.tick)),
         RECONCILER: loop("reconciler", alone(reconciler.tick)),
-        COLLECTOR: loop("collector", alone(Collector(services).tick), late_s=SLOW_S),
-        RETENTION: loop("retention", alone(Retention(services).tick), late_s=SLOW_S),
-        BUDGETS: loop("budgets", alone(Keeper(services).tick)),
-        ALARMS: loop("alarms", alone(Alarms(services).tick), late_s=SLOW_S),
-        NOTICES: loop("notices", alone(Notifier(services).tick)),
-        AUDIT: loop("audit", alone(Chainer(services).tick)),
-        LEDGER: loop("ledger", alone(Charging(services).tick)),
-        USAGE: loop("usage", alone(Folding(services).tick), late_s=SLOW_S),
-        "tokens": loop("tokens", alone(FileTokens(services, login=login(), renewed=renewed).tick)),
-        SELF_CHECK: loop("self-check", SelfCheck(services).tick, late_s=SLOW_S),
+        COLLECTOR: loop("collector", alone(make_collector(services).tick), late_s=SLOW_S),
+        RETENTION: loop("retention", alone(make_retention(services).tick), late_s=SLOW_S),
+        BUDGETS: loop("budgets", alone(make_keeper(services).tick)),
+        ALARMS: loop("alarms", alone(make_alarms(services).tick), late_s=SLOW_S),
+        NOTICES: loop("notices", alone(make_notifier(services).tick)),
+        AUDIT: loop("audit", alone(make_chainer(services).tick)),
+        LEDGER: loop("ledger", alone(make_charging(services).tick)),
+        USAGE: loop("usage", alone(make_folding(services).tick), late_s=SLOW_S),
+        "tokens": loop("tokens", alone(make_file_tokens(services, login=login(), renewed=renewed).tick)),
+        SELF_CHECK: loop("self-check", make_self_check(services).tick, late_s=SLOW_S),
     }
     if beside is not None:
         loops["ray"] = loop("ray", beside.tick)

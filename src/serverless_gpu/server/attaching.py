@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import EnvironmentMissing, InvalidValue, NotFound, UnknownGpuType
 from serverless_gpu.model import hardware
 from serverless_gpu.model.access.roles import AccessReach, Resource, reach
@@ -17,9 +18,10 @@ from serverless_gpu.server import audit, dividing, identity, nodes, policies
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_name, check_range, check_text
-from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.hub import SCHEDULER, Hub
 from serverless_gpu.server.policies import POLICIES_MAX, StoredPolicy
-from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.policies import PolicyView, view_of
 
@@ -32,144 +34,158 @@ LEAST_S = 1.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
-def view_policies(services: Services, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
-    """Return usage policies by name.
+class PolicyService:
+    """Views, changes, attaches and detaches usage policies."""
 
-    Args:
-        services: the server's.
-        who: asks.
-        mine: only those that their own runs can be under: what is attached to them or their teams, else what is
-            attached to nobody.
-    """
+    def __init__(self, *, clock: Clock, database: Transactions, hub: Hub, environments: Environments) -> None:
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._environments = environments
 
-    def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
-        holders = policies.holders(connection)
-        found = policies.every(connection)
-        if mine:
-            there = policies.attached(connection, who.name, who.teams).of("")
-            has_choice = any(one.name in there and not one.policy.mandatory for one in found)
-            found = [one for one in found if one.name in there or (not has_choice and one.name not in holders)]
-        return tuple(_view(one, holders.get(one.name, ()), who) for one in found)
+    def view_all(self, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
+        """Return usage policies by name.
 
-    return services.database.read(work)
+        Args:
+            who: asks.
+            mine: only those that their own runs can be under: what is attached to them or their teams, else what is
+                attached to nobody.
+        """
 
+        def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
+            holders = policies.holders(connection)
+            found = policies.every(connection)
+            if mine:
+                there = policies.attached(connection, who.name, who.teams).of("")
+                has_choice = any(one.name in there and not one.policy.mandatory for one in found)
+                found = [one for one in found if one.name in there or (not has_choice and one.name not in holders)]
+            return tuple(_view(one, holders.get(one.name, ()), who) for one in found)
 
-def view_policy(services: Services, who: Caller, name: str) -> PolicyView:
-    """Return a usage policy.
+        return self._database.read(work)
 
-    Raises:
-        NotFound: there is none of that name.
-    """
+    def view(self, who: Caller, name: str) -> PolicyView:
+        """Return a usage policy.
 
-    def work(connection: sa.Connection) -> PolicyView:
-        return _view(_find(connection, name), policies.holders(connection, name).get(name, ()), who)
+        Raises:
+            NotFound: there is none of that name.
+        """
 
-    return services.database.read(work)
+        def work(connection: sa.Connection) -> PolicyView:
+            return _view(_find(connection, name), policies.holders(connection, name).get(name, ()), who)
 
+        return self._database.read(work)
 
-def put_policy(services: Services, who: Caller, name: str, asked: UsagePolicy) -> PolicyView:
-    """Make a usage policy, or put another one in its place; runs that were submitted keep what they got.
+    def put(self, who: Caller, name: str, asked: UsagePolicy) -> PolicyView:
+        """Make a usage policy, or put another one in its place; runs that were submitted keep what they got.
 
-    Raises:
-        InvalidValue: the name or what it says is not possible, there is no such pool or environment, or there are too
-            many policies.
-    """
-    check_name("a policy", name)
-    _check(asked)
-    _check_environments(services, asked.environments)
-    at_ns = services.clock.wall_ns()
-    types = tuple(dict.fromkeys(hardware.canonical(kind) for kind in asked.gpu_types))
-    policy = StoredPolicy(name=name, policy=msgspec.structs.replace(asked, gpu_types=types), set_ns=at_ns)
+        Raises:
+            InvalidValue: the name or the document is not possible, a pool or environment is unknown, or there are too
+                many policies.
+        """
+        check_name("a policy", name)
+        _check(asked)
+        self._check_environments(asked.environments)
+        at_ns = self._clock.wall_ns()
+        types = tuple(dict.fromkeys(hardware.canonical(kind) for kind in asked.gpu_types))
+        policy = StoredPolicy(name=name, policy=msgspec.structs.replace(asked, gpu_types=types), set_ns=at_ns)
 
-    def work(connection: sa.Connection) -> PolicyView:
-        for pool in filter(None, (asked.pool, *asked.pools)):
-            dividing.find_pool(connection, pool)
-        _check_types(connection, types)
-        if asked.team:
-            identity.team(connection, asked.team)
-        there = {other.name for other in policies.every(connection)}
-        if len(there | {name}) > POLICIES_MAX:
-            raise InvalidValue(f"there are {POLICIES_MAX} policies, and more are not taken", hint="delete some")
-        policies.put(connection, policy)
-        detail = _said(policy.policy)
-        audit.record(connection, who=who, action=Action.POLICY_SET, subject=name, now_ns=at_ns, detail=detail)
-        return _view(policy, policies.holders(connection, name).get(name, ()), who)
+        def work(connection: sa.Connection) -> PolicyView:
+            for pool in filter(None, (asked.pool, *asked.pools)):
+                dividing.find_pool(connection, pool)
+            _check_types(connection, types)
+            if asked.team:
+                identity.team(connection, asked.team)
+            there = {other.name for other in policies.every(connection)}
+            if len(there | {name}) > POLICIES_MAX:
+                raise InvalidValue(f"there are {POLICIES_MAX} policies, and more are not taken", hint="delete some")
+            policies.put(connection, policy)
+            detail = _said(policy.policy)
+            audit.record(connection, who=who, action=Action.POLICY_SET, subject=name, now_ns=at_ns, detail=detail)
+            return _view(policy, policies.holders(connection, name).get(name, ()), who)
 
-    view = services.database.write(work)
-    services.hub.touch(SCHEDULER)  # more devices at once, perhaps
-    return view
+        view = self._database.write(work)
+        self._hub.touch(SCHEDULER)  # more devices at once, perhaps
+        return view
 
+    def delete(self, who: Caller, name: str) -> PolicyView:
+        """Delete a usage policy; runs that name it from now on are refused, those that did keep what they got.
 
-def delete_policy(services: Services, who: Caller, name: str) -> PolicyView:
-    """Delete a usage policy; runs that name it from now on are refused, those that did keep what they got.
+        Raises:
+            InvalidValue: it is attached to somebody, whose runs would be under none all at once.
+            NotFound: there is none of that name.
+        """
+        at_ns = self._clock.wall_ns()
 
-    Raises:
-        InvalidValue: it is attached to somebody, whose runs would be under none all at once.
-        NotFound: there is none of that name.
-    """
-    at_ns = services.clock.wall_ns()
+        def work(connection: sa.Connection) -> StoredPolicy:
+            before = _find(connection, name)
+            holders = policies.holders(connection, name).get(name, ())
+            if holders:
+                first = holders[0]
+                rest = len(holders) - 1
+                more = f" and {rest} other{'s' if rest > 1 else ''}" if rest else ""
+                raise InvalidValue(
+                    f"policy {name!r} is attached to {first.kind} {first.name}{more}",
+                    hint=f"detach it first: sgpu policy detach {name} --{first.kind} {first.name}",
+                )
+            policies.remove(connection, name)
+            audit.record(connection, who=who, action=Action.POLICY_DELETE, subject=name, now_ns=at_ns)
+            return before
 
-    def work(connection: sa.Connection) -> StoredPolicy:
-        before = _find(connection, name)
-        holders = policies.holders(connection, name).get(name, ())
-        if holders:
-            first = holders[0]
-            rest = len(holders) - 1
-            more = f" and {rest} other{'s' if rest > 1 else ''}" if rest else ""
-            raise InvalidValue(
-                f"policy {name!r} is attached to {first.kind} {first.name}{more}",
-                hint=f"detach it first: sgpu policy detach {name} --{first.kind} {first.name}",
-            )
-        policies.remove(connection, name)
-        audit.record(connection, who=who, action=Action.POLICY_DELETE, subject=name, now_ns=at_ns)
-        return before
+        before = self._database.write(work)
+        self._hub.touch(SCHEDULER)
+        return _view(before, (), who)
 
-    before = services.database.write(work)
-    services.hub.touch(SCHEDULER)
-    return _view(before, (), who)
+    def attach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
+        """Attach a usage policy to a user, service or team: runs that are asked for from now on are under it.
 
+        Raises:
+            InvalidValue: there is no such kind, what has that name is of another kind, or there are too many.
+            NotFound: there is no such policy, or nobody of that name.
+        """
+        return self._change(who, name, _holder(kind, holder), attached=True)
 
-def attach(services: Services, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-    """Attach a usage policy to a user, service or team: runs that are asked for from now on are under it.
+    def detach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
+        """Detach a usage policy from somebody; their runs that were submitted keep what they got.
 
-    Raises:
-        InvalidValue: there is no such kind, what has that name is of another kind, or there are too many.
-        NotFound: there is no such policy, or nobody of that name.
-    """
-    return _change(services, who, name, _holder(kind, holder), attached=True)
+        Raises:
+            InvalidValue: there is no such kind.
+            NotFound: there is no such policy, or it is not attached to them.
+        """
+        return self._change(who, name, _holder(kind, holder), attached=False)
 
+    def _change(self, who: Caller, name: str, holder: PolicySubject, *, attached: bool) -> PolicyView:
+        at_ns = self._clock.wall_ns()
 
-def detach(services: Services, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-    """Detach a usage policy from somebody; their runs that were submitted keep what they got.
+        def work(connection: sa.Connection) -> PolicyView:
+            policy = _find(connection, name)
+            if attached:
+                _find_somebody(connection, holder)
+                if policies.count_holders(connection) >= HOLDERS_MAX:
+                    raise InvalidValue(f"policies are attached {HOLDERS_MAX} times, and more is not taken")
+                is_news = policies.attach(connection, name, holder)
+            else:
+                is_news = policies.detach(connection, name, holder)
+                if not is_news:
+                    raise NotFound(f"policy {name!r} is not attached to {holder.kind} {holder.name[:64]!r}")
+            if is_news:
+                action = Action.POLICY_ATTACH if attached else Action.POLICY_DETACH
+                detail = {"kind": holder.kind, "name": holder.name}
+                audit.record(connection, who=who, action=action, subject=name, now_ns=at_ns, detail=detail)
+            return _view(policy, policies.holders(connection, name).get(name, ()), who)
 
-    Raises:
-        InvalidValue: there is no such kind.
-        NotFound: there is no such policy, or it is not attached to them.
-    """
-    return _change(services, who, name, _holder(kind, holder), attached=False)
+        return self._database.write(work)
 
-
-def _change(services: Services, who: Caller, name: str, holder: PolicySubject, *, attached: bool) -> PolicyView:
-    at_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> PolicyView:
-        policy = _find(connection, name)
-        if attached:
-            _find_somebody(connection, holder)
-            if policies.count_holders(connection) >= HOLDERS_MAX:
-                raise InvalidValue(f"policies are attached {HOLDERS_MAX} times, and more is not taken")
-            is_news = policies.attach(connection, name, holder)
-        else:
-            is_news = policies.detach(connection, name, holder)
-            if not is_news:
-                raise NotFound(f"policy {name!r} is not attached to {holder.kind} {holder.name[:64]!r}")
-        if is_news:
-            action = Action.POLICY_ATTACH if attached else Action.POLICY_DETACH
-            detail = {"kind": holder.kind, "name": holder.name}
-            audit.record(connection, who=who, action=action, subject=name, now_ns=at_ns, detail=detail)
-        return _view(policy, policies.holders(connection, name).get(name, ()), who)
-
-    return services.database.write(work)
+    def _check_environments(self, addresses: Iterable[str]) -> None:
+        """Refuse a policy that names an environment nobody has captured: no run could be like it."""
+        for address in addresses:
+            try:
+                if _ADDRESS.fullmatch(address):
+                    self._environments.need(address)
+                    continue
+            except EnvironmentMissing:
+                pass
+            hint = "`sgpu env capture` prints the address of one, 64 hex digits"
+            raise InvalidValue(f"there is no captured environment {address[:64]!r} on the server", hint=hint)
 
 
 def _find(connection: sa.Connection, name: str) -> StoredPolicy:
@@ -235,19 +251,6 @@ def _check(policy: UsagePolicy) -> None:
     for what, seconds in times:
         if seconds is not None and not LEAST_S <= seconds <= SECONDS_MAX:
             raise InvalidValue(f"{what} can be {format_span(LEAST_S)} to {format_span(SECONDS_MAX)}")
-
-
-def _check_environments(services: Services, addresses: Iterable[str]) -> None:
-    """Refuse a policy that names an environment nobody has captured: no run could be like it."""
-    for address in addresses:
-        try:
-            if _ADDRESS.fullmatch(address):
-                services.environments.need(address)
-                continue
-        except EnvironmentMissing:
-            pass
-        hint = "`sgpu env capture` prints the address of one, 64 hex digits"
-        raise InvalidValue(f"there is no captured environment {address[:64]!r} on the server", hint=hint)
 
 
 def _check_tags(policy: UsagePolicy) -> None:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.server import crews
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.crews import CrewId
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.keys import Keys
+from serverless_gpu.server.settings import Settings
 
 RENEWAL = "renewal"
 """What a node says that it takes."""
@@ -28,53 +30,54 @@ RENEWED_MAX = 1_000
 _RENEWED_AFTER = 0.25
 
 
-def good_s(services: Services) -> float:
-    """Return how long a token is good from now on, in seconds."""
-    return services.settings.partition_grace_s + services.settings.partition_margin_s
+class AttemptTokens:
+    """Issues and renews the tokens of attempts."""
 
+    def __init__(self, *, settings: Settings, clock: Clock, keys: Keys) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._keys = keys
 
-def token_of(services: Services, crew: CrewId) -> str:
-    """Return a token for a crew that is good from now on."""
-    until_ns = services.clock.wall_ns() + round(good_s(services) * 1e9)
-    return services.keys.attempt_token(*crew, until_s=-(-until_ns // 1_000_000_000))
+    def good_s(self) -> float:
+        """Return how long a token is good from now on, in seconds."""
+        return self._settings.partition_grace_s + self._settings.partition_margin_s
 
+    def token(self, crew: CrewId) -> str:
+        """Return a token for a crew that is good from now on."""
+        until_ns = self._clock.wall_ns() + round(self.good_s() * 1e9)
+        return self._keys.attempt_token(*crew, until_s=-(-until_ns // 1_000_000_000))
 
-def first_token(services: Services, crew: CrewId, *, takes: tuple[str, ...]) -> str:
-    """Return the token that goes with an order.
+    def first(self, crew: CrewId, *, takes: tuple[str, ...]) -> str:
+        """Return the token that goes with an order.
 
-    Args:
-        services: the server's.
-        crew: for whom.
-        takes: what the node understands.
-    """
-    return token_of(services, crew) if RENEWAL in takes else services.keys.attempt_token(*crew)
+        Args:
+            crew: for whom.
+            takes: what the node understands.
+        """
+        return self.token(crew) if RENEWAL in takes else self._keys.attempt_token(*crew)
 
+    def next(self, who: Caller) -> str:
+        """Return the token that a report is answered with, or "" while the one it came with is good for long enough."""
+        if who.attempt is None or who.until_ns is None:
+            return ""
+        left_s = (who.until_ns - self._clock.wall_ns()) / 1e9
+        is_fresh = (1 - _RENEWED_AFTER) * self.good_s() < left_s <= self.good_s() + 1  # it ends at a whole second
+        return "" if is_fresh else self.token(who.attempt)
 
-def next_token(services: Services, who: Caller) -> str:
-    """Return the token that a report is answered with, or "" while the one it came with is good for long enough."""
-    if who.attempt is None or who.until_ns is None:
-        return ""
-    left_s = (who.until_ns - services.clock.wall_ns()) / 1e9
-    is_fresh = (1 - _RENEWED_AFTER) * good_s(services) < left_s <= good_s(services) + 1  # it ends at a whole second
-    return "" if is_fresh else token_of(services, who.attempt)
+    def wanted(self, connection: sa.Connection, node_id: str, gangs: tuple[str, ...]) -> dict[str, str]:
+        """Return tokens for what a node has of some gangs.
 
-
-def wanted_tokens(
-    services: Services, connection: sa.Connection, node_id: str, gangs: tuple[str, ...]
-) -> dict[str, str]:
-    """Return tokens for what a node has of some gangs.
-
-    Raises:
-        InvalidValue: there are too many.
-    """
-    if len(gangs) > RENEWED_MAX:
-        raise InvalidValue(f"a heartbeat asks for {RENEWED_MAX} tokens at most, not {len(gangs)}")
-    found: dict[str, str] = {}
-    for gang in gangs:
-        run_id, _, fence = gang.rpartition(":")
-        if not (fence.isascii() and fence.isdigit() and len(fence) <= 9):
-            continue
-        crew = crews.on_node(connection, run_id, int(fence), node_id)
-        if crew is not None:
-            found[gang] = token_of(services, crew.id)
-    return found
+        Raises:
+            InvalidValue: there are too many.
+        """
+        if len(gangs) > RENEWED_MAX:
+            raise InvalidValue(f"a heartbeat asks for {RENEWED_MAX} tokens at most, not {len(gangs)}")
+        found: dict[str, str] = {}
+        for gang in gangs:
+            run_id, _, fence = gang.rpartition(":")
+            if not (fence.isascii() and fence.isdigit() and len(fence) <= 9):
+                continue
+            crew = crews.on_node(connection, run_id, int(fence), node_id)
+            if crew is not None:
+                found[gang] = self.token(crew.id)
+        return found

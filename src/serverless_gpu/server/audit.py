@@ -187,11 +187,6 @@ def chained_seq(connection: sa.Connection) -> int:
     return max(0, (connection.scalar(sa.select(sa.func.max(audit_links.c.seq))) or 0) - _BACK)
 
 
-def newest_seq(connection: sa.Connection) -> int:
-    """Return the number of the last row, 0 where there is none."""
-    return connection.scalar(sa.select(sa.func.max(audit.c.seq))) or 0
-
-
 def is_pending(connection: sa.Connection, *, after_seq: int) -> bool:
     """Return whether any row is not in the chain yet; as `pending`."""
     unlinked = sa.select(audit.c.seq).select_from(_UNLINKED)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, TooLarge
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import AccessReach
@@ -16,13 +17,15 @@ from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import audit, budgets, identity, notices, policies, pools
-from serverless_gpu.server.affording import as_of
+from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.budgets import StoredBudget
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_name, check_time_zone
-from serverless_gpu.server.hub import BUDGETS, SCHEDULER
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import BUDGETS, SCHEDULER, Hub
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.spending import Spending
 from serverless_gpu.units import format_gpu_ms, format_micros
 from serverless_gpu.wire.budgets import AlarmView, BudgetList, BudgetRequest, BudgetView
 
@@ -34,165 +37,211 @@ ALARM_DAYS = 7
 ALARMS_MAX = 50
 
 
-def view_budgets(services: Services, who: Caller, reach: str) -> BudgetList:
-    """Return the budgets and alarms that somebody may see: their own, and those of their teams."""
-    at_ns = services.clock.wall_ns()
+class BudgetService:
+    """Views, sets, reopens and deletes budgets."""
 
-    def work(connection: sa.Connection) -> tuple[dict[str, Standing], list[AlarmView]]:
-        standings = _standings(services, connection)
-        since_ns = at_ns - ALARM_DAYS * DAY_NS
-        told = [one for one in notices.alarms(connection, since_ns=since_ns) if _is_theirs(one, who, reach)]
-        return standings, [
-            AlarmView(at_ns=one.at_ns, subject=one.text("subject"), sentence=one.text("sentence"))
-            for one in told[:ALARMS_MAX]
-        ]
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        spending: Spending,
+        budget_admission: BudgetAdmission,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._spending = spending
+        self._budget_admission = budget_admission
 
-    standings, alarms = services.database.read(work)
-    seen = {name: each for name, each in standings.items() if _may_see(each.budget, who, reach)}
-    return BudgetList(budgets=tuple(_views(services, seen)), alarms=tuple(alarms))
+    def view_all(self, who: Caller, reach: str) -> BudgetList:
+        """Return the budgets and alarms that somebody may see: their own, and those of their teams."""
+        at_ns = self._clock.wall_ns()
 
+        def work(connection: sa.Connection) -> tuple[dict[str, Standing], list[AlarmView]]:
+            standings = self._standings(connection)
+            since_ns = at_ns - ALARM_DAYS * DAY_NS
+            told = [one for one in notices.alarms(connection, since_ns=since_ns) if _is_theirs(one, who, reach)]
+            return standings, [
+                AlarmView(at_ns=one.at_ns, subject=one.text("subject"), sentence=one.text("sentence"))
+                for one in told[:ALARMS_MAX]
+            ]
 
-def view_budget(services: Services, who: Caller, reach: str, name: str) -> BudgetView:
-    """Return one budget.
+        standings, alarms = self._database.read(work)
+        seen = {name: each for name, each in standings.items() if _may_see(each.budget, who, reach)}
+        return BudgetList(budgets=tuple(self._views(seen)), alarms=tuple(alarms))
 
-    Raises:
-        NotFound: there is none of that name, or it is out of reach.
-    """
-    standings = services.database.read(lambda connection: _standings(services, connection))
-    if name not in standings or not _may_see(standings[name].budget, who, reach):
-        raise _unknown(name)
-    (view,) = _views(services, {name: standings[name]})
-    return view
+    def view(self, who: Caller, reach: str, name: str) -> BudgetView:
+        """Return one budget.
 
-
-def put_budget(services: Services, who: Caller, name: str, asked: BudgetRequest) -> BudgetView:
-    """Make a budget, or put another one in its place; what was used in its period counts from the beginning of that.
-
-    Args:
-        services: the server's.
-        who: asks.
-        name: of the budget.
-        asked: what it is to be.
-
-    Raises:
-        InvalidValue: the name, the scope or the limit is not possible.
-        NotFound: there is nobody, or no team, of that name.
-        TooLarge: there are too many budgets.
-    """
-    check_name("a budget", name)
-    said = _budget(services, asked)
-    at_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> None:
-        _check_scope(connection, said.scope)
-        budget = _with_own_zone(connection, said)
-        before = budgets.find(connection, name)
-        if before is None and budgets.count(connection) >= BUDGETS_MAX:
-            raise TooLarge(f"there are {BUDGETS_MAX} budgets, and more are not taken", hint="delete some")
-        budgets.put(connection, StoredBudget(name=name, budget=budget, set_ns=at_ns))
-        if before is not None and before.budget != budget:
-            budgets.forget_said(connection, name)  # what was said of it is said of the other one anew; it is open again
-        audit.record(
-            connection,
-            who=who,
-            action=Action.BUDGET_SET,
-            subject=name,
-            now_ns=at_ns,
-            detail=_detail(budget) | ({} if before is None else {"before": _detail(before.budget)}),
-        )
-
-    services.database.write(work)
-    _ring(services)
-    return view_budget(services, who, AccessReach.ALL, name)
-
-
-def reopen_budget(services: Services, who: Caller, name: str) -> BudgetView:
-    """Open a hard budget again that has stopped runs: runs start while what is left pays for them.
-
-    Raises:
-        InvalidValue: it is not closed, or all of it is used.
-        NotFound: there is none of that name.
-    """
-    at_ns = services.clock.wall_ns()
-
-    now = as_of(services)
-    standing = services.database.read(lambda connection: services.spending.look(connection, now)).get(name)
-    if standing is None:
-        raise _unknown(name)
-    if standing.is_spent:
-        raise InvalidValue(
-            f"budget {name!r} is used up: {budget_messages.used_words(standing, services.settings.currency)}",
-            hint=f"raise it: sgpu budget set {name}; or wait: {budget_messages.anew(standing)}",
-        )
-
-    def work(connection: sa.Connection) -> None:
-        if budgets.find(connection, name) is None:
+        Raises:
+            NotFound: there is none of that name, or it is out of reach.
+        """
+        standings = self._database.read(lambda connection: self._standings(connection))
+        if name not in standings or not _may_see(standings[name].budget, who, reach):
             raise _unknown(name)
-        if not budgets.reopen(connection, name, start_ns=standing.window.start_ns):
-            raise InvalidValue(f"budget {name!r} is open", hint=f"sgpu budget show {name} says how it stands")
-        detail = _detail(standing.budget) | {"used": standing.budget.counts(standing.used)}
-        audit.record(connection, who=who, action=Action.BUDGET_REOPEN, subject=name, now_ns=at_ns, detail=detail)
+        (view,) = self._views({name: standings[name]})
+        return view
 
-    services.database.write(work)
-    _ring(services)
-    return view_budget(services, who, AccessReach.ALL, name)
+    def put(self, who: Caller, name: str, asked: BudgetRequest) -> BudgetView:
+        """Make or replace a budget; use since the beginning of its period counts.
 
+        Args:
+            who: asks.
+            name: of the budget.
+            asked: what it is to be.
 
-def delete_budget(services: Services, who: Caller, name: str) -> BudgetView:
-    """Delete a budget: nothing is stopped or held back for it any more. A run that was asked to stop stops.
+        Raises:
+            InvalidValue: the name, the scope or the limit is not possible.
+            NotFound: there is nobody, or no team, of that name.
+            TooLarge: there are too many budgets.
+        """
+        check_name("a budget", name)
+        said = self._budget(asked)
+        at_ns = self._clock.wall_ns()
 
-    Raises:
-        NotFound: there is none of that name.
-    """
-    at_ns = services.clock.wall_ns()
-    view = view_budget(services, who, AccessReach.ALL, name)
-
-    def work(connection: sa.Connection) -> None:
-        before = budgets.find(connection, name)
-        if before is None:
-            raise _unknown(name)
-        budgets.remove(connection, name)
-        detail = _detail(before.budget)
-        audit.record(connection, who=who, action=Action.BUDGET_DELETE, subject=name, now_ns=at_ns, detail=detail)
-
-    services.database.write(work)
-    _ring(services)
-    return view
-
-
-def _standings(services: Services, connection: sa.Connection) -> dict[str, Standing]:
-    """Return how budgets stood some seconds ago, when somebody looked: not each reader has all that goes on read."""
-    known = services.spending.known()
-    return services.spending.look(connection, as_of(services)) if known is None else known
-
-
-def _ring(services: Services) -> None:
-    services.spending.change()
-    services.hub.touch(BUDGETS)
-    services.hub.touch(SCHEDULER)  # who was held back may start now
-
-
-def _budget(services: Services, asked: BudgetRequest) -> Budget:
-    ours = services.settings.currency
-    limits = ((asked.limit_micros, MICROS_MAX), (asked.limit_gpu_ms, GPU_MS_MAX))
-    given = [(limit, most) for limit, most in limits if limit is not None]
-    if len(given) != 1:
-        raise InvalidValue("a budget has one limit", hint="of money or of GPU time: --money 500, or --gpu-hours 100")
-    for limit, most in given:
-        if not 0 <= limit <= most:
-            said, top = (
-                format_micros(each, ours) if asked.limit_micros is not None else format_gpu_ms(each)
-                for each in (limit, most)
+        def work(connection: sa.Connection) -> None:
+            _check_scope(connection, said.scope)
+            budget = _with_own_zone(connection, said)
+            before = budgets.find(connection, name)
+            if before is None and budgets.count(connection) >= BUDGETS_MAX:
+                raise TooLarge(f"there are {BUDGETS_MAX} budgets, and more are not taken", hint="delete some")
+            budgets.put(connection, StoredBudget(name=name, budget=budget, set_ns=at_ns))
+            if before is not None and before.budget != budget:
+                budgets.forget_said(
+                    connection, name
+                )  # what was said of it is said of the other one anew; it is open again
+            audit.record(
+                connection,
+                who=who,
+                action=Action.BUDGET_SET,
+                subject=name,
+                now_ns=at_ns,
+                detail=_detail(budget) | ({} if before is None else {"before": _detail(before.budget)}),
             )
-            raise InvalidValue(f"a budget cannot be {said}", hint=f"0 to {top}")
-    return Budget(
-        scope=Scope(kind=asked.kind, name=asked.scope),
-        period=asked.period,
-        limit_micros=asked.limit_micros,
-        limit_gpu_ms=asked.limit_gpu_ms,
-        hard=asked.hard,
-        time_zone=asked.time_zone,
-    )
+
+        self._database.write(work)
+        self._ring()
+        return self.view(who, AccessReach.ALL, name)
+
+    def reopen(self, who: Caller, name: str) -> BudgetView:
+        """Open a hard budget again that has stopped runs: runs start while what is left pays for them.
+
+        Raises:
+            InvalidValue: it is not closed, or all of it is used.
+            NotFound: there is none of that name.
+        """
+        at_ns = self._clock.wall_ns()
+
+        now = self._budget_admission.as_of()
+        standing = self._database.read(lambda connection: self._spending.look(connection, now)).get(name)
+        if standing is None:
+            raise _unknown(name)
+        if standing.is_spent:
+            raise InvalidValue(
+                f"budget {name!r} is used up: {budget_messages.used_words(standing, self._settings.currency)}",
+                hint=f"raise it: sgpu budget set {name}; or wait: {budget_messages.anew(standing)}",
+            )
+
+        def work(connection: sa.Connection) -> None:
+            if budgets.find(connection, name) is None:
+                raise _unknown(name)
+            if not budgets.reopen(connection, name, start_ns=standing.window.start_ns):
+                raise InvalidValue(f"budget {name!r} is open", hint=f"sgpu budget show {name} says how it stands")
+            detail = _detail(standing.budget) | {"used": standing.budget.counts(standing.used)}
+            audit.record(connection, who=who, action=Action.BUDGET_REOPEN, subject=name, now_ns=at_ns, detail=detail)
+
+        self._database.write(work)
+        self._ring()
+        return self.view(who, AccessReach.ALL, name)
+
+    def delete(self, who: Caller, name: str) -> BudgetView:
+        """Delete a budget: nothing is stopped or held back for it any more. A run that was asked to stop stops.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        at_ns = self._clock.wall_ns()
+        view = self.view(who, AccessReach.ALL, name)
+
+        def work(connection: sa.Connection) -> None:
+            before = budgets.find(connection, name)
+            if before is None:
+                raise _unknown(name)
+            budgets.remove(connection, name)
+            detail = _detail(before.budget)
+            audit.record(connection, who=who, action=Action.BUDGET_DELETE, subject=name, now_ns=at_ns, detail=detail)
+
+        self._database.write(work)
+        self._ring()
+        return view
+
+    def _standings(self, connection: sa.Connection) -> dict[str, Standing]:
+        """Return how budgets stood at the last look, some seconds ago, so that not each reader reads all attempts."""
+        known = self._spending.known()
+        return self._spending.look(connection, self._budget_admission.as_of()) if known is None else known
+
+    def _ring(self) -> None:
+        self._spending.change()
+        self._hub.touch(BUDGETS)
+        self._hub.touch(SCHEDULER)  # who was held back may start now
+
+    def _budget(self, asked: BudgetRequest) -> Budget:
+        ours = self._settings.currency
+        limits = ((asked.limit_micros, MICROS_MAX), (asked.limit_gpu_ms, GPU_MS_MAX))
+        given = [(limit, most) for limit, most in limits if limit is not None]
+        if len(given) != 1:
+            raise InvalidValue(
+                "a budget has one limit", hint="of money or of GPU time: --money 500, or --gpu-hours 100"
+            )
+        for limit, most in given:
+            if not 0 <= limit <= most:
+                said, top = (
+                    format_micros(each, ours) if asked.limit_micros is not None else format_gpu_ms(each)
+                    for each in (limit, most)
+                )
+                raise InvalidValue(f"a budget cannot be {said}", hint=f"0 to {top}")
+        return Budget(
+            scope=Scope(kind=asked.kind, name=asked.scope),
+            period=asked.period,
+            limit_micros=asked.limit_micros,
+            limit_gpu_ms=asked.limit_gpu_ms,
+            hard=asked.hard,
+            time_zone=asked.time_zone,
+        )
+
+    def _views(self, standings: dict[str, Standing]) -> Iterable[BudgetView]:
+        now_ns, currency = self._clock.wall_ns(), self._settings.currency
+        going = self._spending.going_on()
+        for name, standing in sorted(standings.items()):
+            budget = standing.budget
+            ahead = spend_forecast.forecast(standing, self._spending.by_day(name), now_ns)
+            yield BudgetView(
+                name=name,
+                kind=budget.scope.kind,
+                scope=budget.scope.name,
+                period=budget.period,
+                currency=currency,
+                limit_micros=budget.limit_micros,
+                limit_gpu_ms=budget.limit_gpu_ms,
+                hard=budget.hard,
+                time_zone=budget.time_zone or "UTC",
+                start_ns=standing.window.start_ns,
+                end_ns=standing.window.end_ns,
+                used=budget.counts(standing.used),
+                held=budget.counts(standing.held),
+                percent=round(standing.percent, 2),
+                unpriced_ms=standing.used.unpriced_ms,
+                going_on=sum(name in one.names and not one.spender.is_over for one in going),
+                forecast=ahead.amount,
+                per_day=ahead.per_day,
+                reached_ns=ahead.reached_ns,
+                basis=ahead.basis,
+                sentence=_sentence(standing, currency),
+            )
 
 
 def _with_own_zone(connection: sa.Connection, budget: Budget) -> Budget:
@@ -246,37 +295,6 @@ def _detail(budget: Budget) -> dict[str, object]:
         **({"time_zone": budget.time_zone} if budget.time_zone else {}),
         **{name: limit for name, limit in limits.items() if limit is not None},
     }
-
-
-def _views(services: Services, standings: dict[str, Standing]) -> Iterable[BudgetView]:
-    now_ns, currency = services.clock.wall_ns(), services.settings.currency
-    going = services.spending.going_on()
-    for name, standing in sorted(standings.items()):
-        budget = standing.budget
-        ahead = spend_forecast.forecast(standing, services.spending.by_day(name), now_ns)
-        yield BudgetView(
-            name=name,
-            kind=budget.scope.kind,
-            scope=budget.scope.name,
-            period=budget.period,
-            currency=currency,
-            limit_micros=budget.limit_micros,
-            limit_gpu_ms=budget.limit_gpu_ms,
-            hard=budget.hard,
-            time_zone=budget.time_zone or "UTC",
-            start_ns=standing.window.start_ns,
-            end_ns=standing.window.end_ns,
-            used=budget.counts(standing.used),
-            held=budget.counts(standing.held),
-            percent=round(standing.percent, 2),
-            unpriced_ms=standing.used.unpriced_ms,
-            going_on=sum(name in one.names and not one.spender.is_over for one in going),
-            forecast=ahead.amount,
-            per_day=ahead.per_day,
-            reached_ns=ahead.reached_ns,
-            basis=ahead.basis,
-            sentence=_sentence(standing, currency),
-        )
 
 
 def _sentence(standing: Standing, currency: str) -> str:

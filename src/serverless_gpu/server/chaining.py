@@ -15,8 +15,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.server import audit
-from serverless_gpu.server.services import Services
+from serverless_gpu.server import audit, generations
+from serverless_gpu.server.database import Transactions
 
 EVERY_S = 1.0
 BACK_S = 10.0
@@ -25,14 +25,10 @@ AT_ONCE = 500
 
 
 class Chainer:
-    """Chains what was written down.
+    """Chains what was written down."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._database = services.database
+    def __init__(self, *, database: Transactions) -> None:
+        self._database = database
         self._after_seq = 0
         self._newest = -1
         self._back_ns = 0
@@ -50,7 +46,7 @@ class Chainer:
         return now_ns
 
     def _is_pending(self, connection: sa.Connection, now_ns: int) -> bool:
-        newest = audit.newest_seq(connection)
+        newest = generations.newest_audit_seq(connection)
         if newest == self._newest and now_ns < self._back_ns:
             return False
         if audit.is_pending(connection, after_seq=self._after_seq):

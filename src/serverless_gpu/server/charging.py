@@ -29,6 +29,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
@@ -39,8 +40,10 @@ from serverless_gpu.server import accounts, attempts, charges, counting, crews, 
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.charges import New, Posted, Utilisation
 from serverless_gpu.server.crews import CrewId, StoredCrew
-from serverless_gpu.server.hub import CHARGED
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import CHARGED, Hub
+from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.settings import Settings
 
 EVERY_S = 5.0
 TURN_S = 60.0
@@ -86,14 +89,16 @@ class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Charging:
-    """Charges what was used.
+    """Charges what was used."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(
+        self, *, settings: Settings, clock: Clock, database: Transactions, hub: Hub, measures: Measures
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._measures = measures
         self._aside: dict[CrewId, int] = {}
         self._day: int | None = None
         self._turning: dict[CrewId, int] = {}
@@ -124,19 +129,18 @@ class Charging:
             due = [one for one in uncharged.due(connection, limit=limit) if one not in self._aside][:AT_ONCE]
             return due, facts.counts(connection, due) if due else {}
 
-        due, counts = self._services.database.read(work)
+        due, counts = self._database.read(work)
         return _some(due, counts)
 
     def _turn(self, now_ns: int) -> bool:
         """Charge days that are over of crews that go on; return whether there are more."""
-        services = self._services
-        day = services.clock.wall_ns() // DAY_NS
+        day = self._clock.wall_ns() // DAY_NS
         if day != self._day:
-            going_on = services.database.read(lambda connection: uncharged.going_on(connection, before_ns=day * DAY_NS))
+            going_on = self._database.read(lambda connection: uncharged.going_on(connection, before_ns=day * DAY_NS))
             self._day, self._turning, self._turn_ns = day, dict.fromkeys(going_on, -1), 0
         if not self._turning or now_ns < self._turn_ns:
             return False
-        counts = services.database.read(lambda connection: facts.counts(connection, list(self._turning)))
+        counts = self._database.read(lambda connection: facts.counts(connection, list(self._turning)))
         news = [one for one, seen in self._turning.items() if counts.get(one, 0) != seen and one not in self._aside]
         some = _some(news[:AT_ONCE], counts)
         if not some:
@@ -152,24 +156,23 @@ class Charging:
 
     def _charge(self, ids: Sequence[CrewId], now_ns: int) -> frozenset[CrewId]:
         """Charge crews; return those that need not be looked at for a day that is over."""
-        services = self._services
-        at_ns = services.clock.wall_ns()
-        final_before_ns = at_ns - round(services.settings.retention_s * 1e9)
+        at_ns = self._clock.wall_ns()
+        final_before_ns = at_ns - round(self._settings.retention_s * 1e9)
 
         def work(connection: sa.Connection) -> tuple[ChargeOutcome, frozenset[CrewId]]:
-            found = load(connection, ids, currency=services.settings.currency)
+            found = load(connection, ids, currency=self._settings.currency)
             charged = charge(connection, found, at_ns=at_ns, final_before_ns=final_before_ns)
             return charged, frozenset(one for one in ids if one not in found or found[one].is_past(at_ns))
 
-        charged, past = services.database.write(work)
+        charged, past = self._database.write(work)
         for crew, why in charged.failed.items():
             _log.error("attempt %s cannot be charged: %s", _named(crew), why)
-            services.measures.charge_failures.inc()
+            self._measures.charge_failures.inc()
             if len(self._aside) < ASIDE_MAX:
                 self._aside[crew] = now_ns + round(ASIDE_S * 1e9)
         if charged.entries:
-            services.measures.charges.inc(charged.entries)
-            services.hub.touch(CHARGED)
+            self._measures.charges.inc(charged.entries)
+            self._hub.touch(CHARGED)
         return past
 
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.collection import KEEP_S
 from serverless_gpu.errors import EnvironmentProblem, ServerProblem, StorageError
 from serverless_gpu.server import references
-from serverless_gpu.server.blobs import GRACE_S
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.blobs import GRACE_S, Blobs
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.environments import Environments
 from serverless_gpu.units import format_bytes
 
 FIRST_S = 600.0
@@ -30,15 +32,14 @@ _log = logging.getLogger(__name__)
 
 
 class Collector:
-    """Removes what nothing refers to.
+    """Removes what nothing refers to."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._due_ns = services.clock.boottime_ns() + round(FIRST_S * 1e9)
+    def __init__(self, *, clock: Clock, database: Transactions, blobs: Blobs, environments: Environments) -> None:
+        self._clock = clock
+        self._database = database
+        self._blobs = blobs
+        self._environments = environments
+        self._due_ns = clock.boottime_ns() + round(FIRST_S * 1e9)
 
     def tick(self, now_ns: int) -> int | None:
         """Collect when it is time; return when it is again.
@@ -61,18 +62,14 @@ class Collector:
             _log.info("%s collected: %s", name, done)
 
     def _collect_parts(self) -> str:
-        done = self._services.blobs.collect(
-            lambda: self._services.database.read(references.parts_in_use), grace_s=GRACE_S
-        )
+        done = self._blobs.collect(lambda: self._database.read(references.parts_in_use), grace_s=GRACE_S)
         freed = format_bytes(done.deleted_bytes)
         return f"{done.kept} kept, {done.condemned} condemned, {done.deleted} deleted ({freed})"
 
     def _collect_environments(self) -> str:
-        since_ns = self._services.clock.wall_ns() - KEEP_S * 10**9
-        in_use = self._services.database.read(
-            lambda connection: references.snapshots_in_use(connection, since_ns=since_ns)
-        )
-        done = self._services.environments.collect(in_use)
+        since_ns = self._clock.wall_ns() - KEEP_S * 10**9
+        in_use = self._database.read(lambda connection: references.snapshots_in_use(connection, since_ns=since_ns))
+        done = self._environments.collect(in_use)
         if done.busy:
             return "another collection is at work, nothing was done"
         kept, condemned, deleted = (format_bytes(part.bytes) for part in (done.kept, done.condemned, done.deleted))

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing.ledger import LedgerLine, lines
 from serverless_gpu.model.lifecycle.attempt import MEANINGS
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind, alive_after
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.liveness import Leases
-from serverless_gpu.server.services import Services
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000
@@ -47,10 +47,9 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
         return max(crew.lease_ns, self.wall_ns - max(0, self.boot_ns - last_ns))
 
 
-def now(services: Services) -> Now:
+def now(clock: Clock, leases: Leases) -> Now:
     """Return this moment."""
-    clock = services.clock
-    return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=services.leases)
+    return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=leases)
 
 
 def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tuple[LedgerLine, ...]:

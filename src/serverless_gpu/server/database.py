@@ -30,7 +30,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
 
@@ -73,6 +73,18 @@ _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _FAILING = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
 _READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL: a transaction that may not write, an error of its disk
 UNWRITABLE = "the database cannot be written: its disk is read-only, or fails"
+
+
+class Transactions(Protocol):
+    """Reads and writes of the database; `Database` implements it."""
+
+    def read(self, work: Callable[[sa.Connection], T]) -> T:
+        """Return what `work` returns, reading one state of the database; called in a thread."""
+        ...
+
+    def write(self, work: Callable[[sa.Connection], T]) -> T:
+        """Return what `work` returns once its changes are durable; called in a thread. `work` may run twice."""
+        ...
 
 
 class Database:

@@ -6,15 +6,17 @@ from collections.abc import Callable
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.server import audit, identity, operating, policies, pools, shares
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_name
-from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import SCHEDULER, Hub
+from serverless_gpu.server.operating import NodeService
 from serverless_gpu.server.pools import NO_ISOLATION, ON_DEMAND, RESERVED, UNSET, StoredPool
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import KINDS, Kind, StoredShare
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.queue import ShareView
@@ -26,86 +28,94 @@ _ISOLATIONS = (NO_ISOLATION, UNSET)
 _NAMED_MAX = 20
 
 
-def put_pool(services: Services, who: Caller, name: str, asked: PoolRequest) -> PoolView:
-    """Make or change a pool, and move nodes into it; what runs there goes on.
+class PoolService:
+    """Changes pools, and shares of the queue."""
 
-    Args:
-        services: the server's.
-        who: asks.
-        name: of the pool.
-        asked: what is said of it; None leaves a thing as it is.
+    def __init__(self, *, clock: Clock, database: Transactions, hub: Hub, nodes: NodeService) -> None:
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._nodes = nodes
 
-    Raises:
-        InvalidValue: the name, the kind, the isolation or the time is not possible, or an on-demand pool is to lend.
-        NotFound: there is no such node.
-    """
-    check_name("a pool", name)
-    if asked.kind is not None and asked.kind not in _POOL_KINDS:
-        raise InvalidValue(f"there is no kind of pool {asked.kind[:64]!r}", hint=f"kinds: {', '.join(_POOL_KINDS)}")
-    if asked.isolation is not None and asked.isolation not in _ISOLATIONS:
-        hint = f"levels: {', '.join(_ISOLATIONS)}"
-        raise InvalidValue(f"a pool cannot have the isolation {asked.isolation[:64]!r}", hint=hint)
-    if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # NaN is neither
-        raise InvalidValue(f"what a pool lends cannot be back within {asked.return_s} s", hint="1 s to 7 days")
-    at_ns = services.clock.wall_ns()
+    def put(self, who: Caller, name: str, asked: PoolRequest) -> PoolView:
+        """Make or change a pool, and move nodes into it; what runs there goes on.
 
-    def work(connection: sa.Connection) -> None:
-        before = pools.find(connection, name) or StoredPool(name=name, kind=ON_DEMAND, created_ns=at_ns)
-        pool = _changed(before, asked)
-        pools.put(connection, pool)
-        for node_name in asked.nodes:
-            pools.move(connection, name, node_id=operating.find_node(connection, node_name).id)
-        lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
-        decided = {} if asked.isolation is None else {"isolation": asked.isolation}
-        detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent, **decided}
-        audit.record(connection, who=who, action=Action.POOL_PUT, subject=name, now_ns=at_ns, detail=detail)
+        Args:
+            who: asks.
+            name: of the pool.
+            asked: what is said of it; None leaves a thing as it is.
 
-    services.database.write(work)
-    services.hub.touch(SCHEDULER)
-    return next(pool for pool in operating.view_pools(services) if pool.name == name)
+        Raises:
+            InvalidValue: the name, kind, isolation or time is not possible, or an on-demand pool is to lend.
+            NotFound: there is no such node.
+        """
+        check_name("a pool", name)
+        if asked.kind is not None and asked.kind not in _POOL_KINDS:
+            raise InvalidValue(f"there is no kind of pool {asked.kind[:64]!r}", hint=f"kinds: {', '.join(_POOL_KINDS)}")
+        if asked.isolation is not None and asked.isolation not in _ISOLATIONS:
+            hint = f"levels: {', '.join(_ISOLATIONS)}"
+            raise InvalidValue(f"a pool cannot have the isolation {asked.isolation[:64]!r}", hint=hint)
+        if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # NaN is neither
+            raise InvalidValue(f"what a pool lends cannot be back within {asked.return_s} s", hint="1 s to 7 days")
+        at_ns = self._clock.wall_ns()
 
+        def work(connection: sa.Connection) -> None:
+            before = pools.find(connection, name) or StoredPool(name=name, kind=ON_DEMAND, created_ns=at_ns)
+            pool = _changed(before, asked)
+            pools.put(connection, pool)
+            for node_name in asked.nodes:
+                pools.move(connection, name, node_id=operating.find_node(connection, node_name).id)
+            lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
+            decided = {} if asked.isolation is None else {"isolation": asked.isolation}
+            detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent, **decided}
+            audit.record(connection, who=who, action=Action.POOL_PUT, subject=name, now_ns=at_ns, detail=detail)
 
-def put_share(services: Services, who: Caller, kind: str, name: str, weight: float) -> ShareView:
-    """Set how much a team, or a user within their team, gets while others want devices, too.
+        self._database.write(work)
+        self._hub.touch(SCHEDULER)
+        return next(pool for pool in self._nodes.view_pools() if pool.name == name)
 
-    Raises:
-        InvalidValue: the weight is not possible, or there is no such kind.
-        NotFound: there is nobody of that name.
-    """
-    if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # NaN is neither
-        raise InvalidValue(f"a share cannot be {weight}", hint=f"a number from {WEIGHT_MIN} to {WEIGHT_MAX:.0f}")
-    known = _kind(kind)
-    at_ns = services.clock.wall_ns()
+    def put_share(self, who: Caller, kind: str, name: str, weight: float) -> ShareView:
+        """Set how much a team, or a user within their team, gets while others want devices, too.
 
-    def work(connection: sa.Connection) -> None:
-        _find_somebody(connection, known, name)
-        shares.put(connection, StoredShare(kind=known, name=name, weight=weight, set_ns=at_ns))
-        subject, detail = f"{known} {name}", {"weight": weight}
-        audit.record(connection, who=who, action=Action.SHARE_SET, subject=subject, now_ns=at_ns, detail=detail)
+        Raises:
+            InvalidValue: the weight is not possible, or there is no such kind.
+            NotFound: there is nobody of that name.
+        """
+        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # NaN is neither
+            raise InvalidValue(f"a share cannot be {weight}", hint=f"a number from {WEIGHT_MIN} to {WEIGHT_MAX:.0f}")
+        known = _kind(kind)
+        at_ns = self._clock.wall_ns()
 
-    services.database.write(work)
-    services.hub.touch(SCHEDULER)
-    return ShareView(kind=known, name=name, weight=weight)
+        def work(connection: sa.Connection) -> None:
+            _find_somebody(connection, known, name)
+            shares.put(connection, StoredShare(kind=known, name=name, weight=weight, set_ns=at_ns))
+            subject, detail = f"{known} {name}", {"weight": weight}
+            audit.record(connection, who=who, action=Action.SHARE_SET, subject=subject, now_ns=at_ns, detail=detail)
 
+        self._database.write(work)
+        self._hub.touch(SCHEDULER)
+        return ShareView(kind=known, name=name, weight=weight)
 
-def remove_share(services: Services, who: Caller, kind: str, name: str) -> ShareView:
-    """Take a share away: it is 1 again.
+    def remove_share(self, who: Caller, kind: str, name: str) -> ShareView:
+        """Take a share away: it is 1 again.
 
-    Raises:
-        InvalidValue: there is no such kind.
-        NotFound: nobody of that name has one.
-    """
-    known = _kind(kind)
-    at_ns = services.clock.wall_ns()
+        Raises:
+            InvalidValue: there is no such kind.
+            NotFound: nobody of that name has one.
+        """
+        known = _kind(kind)
+        at_ns = self._clock.wall_ns()
 
-    def work(connection: sa.Connection) -> None:
-        if not shares.remove(connection, known, name):
-            raise NotFound(f"no share was set for {known} {name[:64]!r}", hint="sgpu share list has those that were")
-        audit.record(connection, who=who, action=Action.SHARE_REMOVE, subject=f"{known} {name}", now_ns=at_ns)
+        def work(connection: sa.Connection) -> None:
+            if not shares.remove(connection, known, name):
+                raise NotFound(
+                    f"no share was set for {known} {name[:64]!r}", hint="sgpu share list has those that were"
+                )
+            audit.record(connection, who=who, action=Action.SHARE_REMOVE, subject=f"{known} {name}", now_ns=at_ns)
 
-    services.database.write(work)
-    services.hub.touch(SCHEDULER)
-    return ShareView(kind=known, name=name, weight=1.0)
+        self._database.write(work)
+        self._hub.touch(SCHEDULER)
+        return ShareView(kind=known, name=name, weight=1.0)
 
 
 def find_pool(connection: sa.Connection, name: str) -> StoredPool:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.ambient import format_clock
+from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.server import audit, runs
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.hub import SCHEDULER
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import SCHEDULER, Hub
 from serverless_gpu.server.tables import drains
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.state import DrainRequest, DrainView
@@ -46,42 +46,49 @@ def find(connection: sa.Connection) -> Drain | None:
     return None if row is None else Drain(principal=row.principal, since_ns=row.since_ns, note=row.note)
 
 
-def view(services: Services) -> DrainView:
-    """Return whether the server drains, and what goes on."""
+class DrainService:
+    """Starts and ends the drain of the server."""
 
-    def work(connection: sa.Connection) -> tuple[Drain | None, int, int]:
-        return find(connection), len(runs.active(connection)), len(runs.queue(connection))
+    def __init__(self, *, clock: Clock, database: Transactions, hub: Hub) -> None:
+        self._clock = clock
+        self._database = database
+        self._hub = hub
 
-    there, going, waiting = services.database.read(work)
-    if there is None:
-        return DrainView(on=False, going=going, waiting=waiting)
-    return DrainView(
-        on=True, by=there.principal, since_ns=there.since_ns, note=there.note, going=going, waiting=waiting
-    )
+    def view(self) -> DrainView:
+        """Return whether the server drains, and what goes on."""
 
+        def work(connection: sa.Connection) -> tuple[Drain | None, int, int]:
+            return find(connection), len(runs.active(connection)), len(runs.queue(connection))
 
-def put(services: Services, who: Caller, asked: DrainRequest) -> DrainView:
-    """Begin to drain, or end it; what is so already stays as it is.
+        there, going, waiting = self._database.read(work)
+        if there is None:
+            return DrainView(on=False, going=going, waiting=waiting)
+        return DrainView(
+            on=True, by=there.principal, since_ns=there.since_ns, note=there.note, going=going, waiting=waiting
+        )
 
-    Raises:
-        InvalidValue: the note is too long, or has control characters.
-    """
-    if len(asked.note) > LABEL_CHARACTERS_MAX or not (asked.note.isprintable() or not asked.note):
-        raise InvalidValue(f"a note has at most {LABEL_CHARACTERS_MAX} printable characters")
-    at_ns = services.clock.wall_ns()
+    def put(self, who: Caller, asked: DrainRequest) -> DrainView:
+        """Begin to drain, or end it; what is so already stays as it is.
 
-    def work(connection: sa.Connection) -> None:
-        if (find(connection) is not None) is asked.on:
-            return
-        if asked.on:
-            connection.execute(
-                sa.insert(drains).values(name=_NAME, principal=who.name, since_ns=at_ns, note=asked.note)
-            )
-        else:
-            connection.execute(sa.delete(drains).where(drains.c.name == _NAME))
-        action = Action.SERVER_DRAIN if asked.on else Action.SERVER_RESUME
-        audit.record(connection, who=who, action=action, subject=_NAME, now_ns=at_ns, detail={"note": asked.note})
+        Raises:
+            InvalidValue: the note is too long, or has control characters.
+        """
+        if len(asked.note) > LABEL_CHARACTERS_MAX or not (asked.note.isprintable() or not asked.note):
+            raise InvalidValue(f"a note has at most {LABEL_CHARACTERS_MAX} printable characters")
+        at_ns = self._clock.wall_ns()
 
-    services.database.write(work)
-    services.hub.touch(SCHEDULER)
-    return view(services)
+        def work(connection: sa.Connection) -> None:
+            if (find(connection) is not None) is asked.on:
+                return
+            if asked.on:
+                connection.execute(
+                    sa.insert(drains).values(name=_NAME, principal=who.name, since_ns=at_ns, note=asked.note)
+                )
+            else:
+                connection.execute(sa.delete(drains).where(drains.c.name == _NAME))
+            action = Action.SERVER_DRAIN if asked.on else Action.SERVER_RESUME
+            audit.record(connection, who=who, action=action, subject=_NAME, now_ns=at_ns, detail={"note": asked.note})
+
+        self._database.write(work)
+        self._hub.touch(SCHEDULER)
+        return self.view()

@@ -12,13 +12,11 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.ambient import new_run_id
+from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
 from serverless_gpu.server import (
-    affording,
-    allowing,
     costing,
     draining,
     floor,
@@ -30,72 +28,109 @@ from serverless_gpu.server import (
     runs,
     submitting,
 )
-from serverless_gpu.server.allowing import Allowed
+from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.allowing import Allowed, PolicyAdmission
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.costing import Wish
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.runs import NewRun, StoredRun
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.wanting import Past, wanted
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
 
 
-def estimate(services: Services, who: Caller, request: EstimateRequest) -> EstimateView:
-    """Return when a run would start if it were asked for now, and what it would cost; nothing of it is kept.
+class EstimateService:
+    """Estimates the start and the cost of a run."""
 
-    Args:
-        services: the server's.
-        who: asks, and would own it.
-        request: what would be run.
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        leases: Leases,
+        sentences: Sentences,
+        budget_admission: BudgetAdmission,
+        policy_admission: PolicyAdmission,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._leases = leases
+        self._sentences = sentences
+        self._budget_admission = budget_admission
+        self._policy_admission = policy_admission
 
-    Raises:
-        InvalidValue: such a run is not possible.
-        PolicyViolation: it is not within its usage policy.
-        BudgetExhausted: a budget that it counts for is used up.
-        SecretMissing: a secret that it names is not there.
-        TooLarge: it is over a limit.
-    """
-    submitting.check_spec(request.spec, who)
-    submitting.check_target(request.target)
-    match request.spec.payload:
-        case Kernel():
-            raise InvalidValue("notebook kernels cannot run on a server yet", hint="ask for a function or a command")
-        case Command() as command:
-            check_command(command)
-        case Function():
-            pass
-    now_ns = services.clock.wall_ns()
+    def make(self, who: Caller, request: EstimateRequest) -> EstimateView:
+        """Return when a run would start if it were asked for now, and what it would cost; nothing of it is kept.
 
-    def work(connection: sa.Connection) -> tuple[Allowed, StoredRun, str, Past]:
-        allowed = allowing.allow(connection, services, request.spec, who)
-        affording.refuse(connection, services, allowed, who)
-        run = _imagined(who, request, allowed, now_ns)
-        held_back = _held_back(connection, services, run)
-        serves = isolation.Isolation.of(pools.every(connection), isolation.first_administrator(connection))
-        expected_s = past.expected_s(connection, who.name, request.spec.name)
-        return allowed, run, held_back, Past(expected_s=expected_s, second_principal=serves.is_second(who.name))
+        Args:
+            who: asks, and would own it.
+            request: what would be run.
 
-    allowed, run, held_back, before = services.database.read(work)
-    expected_s = before.expected_s
-    asked = wanted(run, before, now_ns=now_ns)
-    found = StartEstimate(at_ns=None, basis=held_back) if held_back else services.sentences.estimate(asked)
-    wish = Wish(
-        spec=allowed.spec,
-        pool=allowed.pool,
-        node=found.node or next(iter(found.nodes), ""),
-        several_nodes=asked.several_nodes,
-        expected_s=expected_s,
-        limit=_limit(allowed),
-    )
-    currency = services.settings.currency
-    cost = services.database.read(
-        lambda connection: costing.estimate(connection, wish, now_ns=now_ns, currency=currency)
-    )
-    return msgspec.structs.replace(
-        estimate_view(found, now_ns),
-        cost=cost,
-        policy=allowed.spec.policy or "",
-        budgets=affording.left(services, allowed, who),
-    )
+        Raises:
+            InvalidValue: such a run is not possible.
+            PolicyViolation: it is not within its usage policy.
+            BudgetExhausted: a budget that it counts for is used up.
+            SecretMissing: a secret that it names is not there.
+            TooLarge: it is over a limit.
+        """
+        submitting.check_spec(request.spec, who)
+        submitting.check_target(request.target)
+        match request.spec.payload:
+            case Kernel():
+                raise InvalidValue(
+                    "notebook kernels cannot run on a server yet", hint="ask for a function or a command"
+                )
+            case Command() as command:
+                check_command(command)
+            case Function():
+                pass
+        now_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> tuple[Allowed, StoredRun, str, Past]:
+            allowed = self._policy_admission.allow(connection, request.spec, who)
+            self._budget_admission.refuse(connection, allowed, who)
+            run = _imagined(who, request, allowed, now_ns)
+            held_back = self._held_back(connection, run)
+            serves = isolation.Isolation.of(pools.every(connection), isolation.first_administrator(connection))
+            expected_s = past.expected_s(connection, who.name, request.spec.name)
+            return allowed, run, held_back, Past(expected_s=expected_s, second_principal=serves.is_second(who.name))
+
+        allowed, run, held_back, before = self._database.read(work)
+        expected_s = before.expected_s
+        asked = wanted(run, before, now_ns=now_ns)
+        found = StartEstimate(at_ns=None, basis=held_back) if held_back else self._sentences.estimate(asked)
+        wish = Wish(
+            spec=allowed.spec,
+            pool=allowed.pool,
+            node=found.node or next(iter(found.nodes), ""),
+            several_nodes=asked.several_nodes,
+            expected_s=expected_s,
+            limit=_limit(allowed),
+        )
+        currency = self._settings.currency
+        cost = self._database.read(
+            lambda connection: costing.estimate(connection, wish, now_ns=now_ns, currency=currency)
+        )
+        return msgspec.structs.replace(
+            estimate_view(found, now_ns),
+            cost=cost,
+            policy=allowed.spec.policy or "",
+            budgets=self._budget_admission.left(allowed, who),
+        )
+
+    def _held_back(self, connection: sa.Connection, run: StoredRun) -> str:
+        """Return why a run would not start now, however much is free, or ""."""
+        drain = draining.find(connection)
+        if drain is not None:
+            return drain.sentence
+        if run.owner in owners.shut_out(connection, run.owner):
+            return f"{run.owner} may start no runs now"
+        there = floor.load(connection, self._leases)
+        return holding_back.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)
 
 
 def _limit(allowed: Allowed) -> str:
@@ -104,17 +139,6 @@ def _limit(allowed: Allowed) -> str:
         return "timeout"
     by = [each.name for each in allowed.policies if each.policy.max_run_s == allowed.spec.max_run_s]
     return f"the longest time of policy {by[0]!r}" if by else "max_run"
-
-
-def _held_back(connection: sa.Connection, services: Services, run: StoredRun) -> str:
-    """Return why a run would not start now, however much is free, or ""."""
-    drain = draining.find(connection)
-    if drain is not None:
-        return drain.sentence
-    if run.owner in owners.shut_out(connection, run.owner):
-        return f"{run.owner} may start no runs now"
-    there = floor.load(connection, services.leases)
-    return holding_back.why_not(connection, run, affording.rooms(connection, services, there), there.freed)
 
 
 def _imagined(who: Caller, request: EstimateRequest, allowed: Allowed, now_ns: int) -> StoredRun:

@@ -11,67 +11,88 @@ requests one is looked at.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NoSuitableNode
 from serverless_gpu.model.scheduling.feasibility import Shortage, like, shortage
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server import floor, isolation, nodes, pools
+from serverless_gpu.server.feasibility_memory import FeasibilityMemory
+from serverless_gpu.server.liveness import Presence
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.wanting import Past, wanted
 
 KNOWN_S = 86_400.0
 """A node counts for so long after it was heard of last."""
 
 
-def refuse(connection: sa.Connection, services: Services, run: StoredRun) -> bool:
-    """Refuse a run that no known node could ever serve.
+class Feasibility:
+    """Checks that some node could serve a run."""
 
-    Args:
-        connection: reading is enough.
-        services: the server's.
-        run: as it would be written down.
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        presence: Presence,
+        feasible: FeasibilityMemory,
+        engine_nodes: Callable[[], Collection[str]],
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._presence = presence
+        self._feasible = feasible
+        self._engine_nodes = engine_nodes
 
-    Returns:
-        Whether the nodes that are known were enough to decide; otherwise `services.feasible.defer` takes the run.
+    def refuse(self, connection: sa.Connection, run: StoredRun) -> bool:
+        """Refuse a run that no known node could ever serve.
 
-    Raises:
-        NoSuitableNode: no node could serve it.
-    """
-    if run.spec.wait:
-        return True
-    serves = isolation.Isolation.of(pools.every(connection), isolation.first_administrator(connection))
-    now_ns = services.clock.wall_ns()
-    asked = wanted(run, Past(second_principal=serves.is_second(run.owner)), now_ns=now_ns)
-    is_decided, found = decide(connection, services, asked)
-    if found is not None:
-        raise _refusal(run, found)
-    return is_decided
+        Args:
+            connection: reading is enough.
+            run: as it would be written down.
 
+        Returns:
+            Whether the nodes that are known were enough to decide; otherwise `FeasibilityMemory.defer` takes the run.
 
-def decide(connection: sa.Connection, services: Services, asked: QueuedRun) -> tuple[bool, Shortage | None]:
-    """Return whether the known nodes are enough to decide, and why none of them could ever serve a run."""
-    alike, now_ns = like(asked), services.clock.boottime_ns()
-    if services.feasible.knows(alike, now_ns):
-        return True, None
-    times, presence = floor.now(services), services.presence
-    known = [
-        node
-        for node in nodes.every(connection)
-        if times.wall_ns - floor.last_seen_ns(node, presence, times) <= KNOWN_S * 1e9
-    ]
-    there = floor.Floor(nodes=tuple(known), pools=tuple(pools.every(connection)), active=())
-    found = None
-    if known:
-        found = shortage(floor.offers(there, presence, times), [pool.planned for pool in there.pools], asked)
-    if known and found is None:
-        services.feasible.note(alike, now_ns)
-        return True, None
-    here = {node.name for node in known if presence.last_ns(node.id) is not None}
-    if not known or not here.issuperset(services.engine_nodes()):
-        return False, None
-    return True, found
+        Raises:
+            NoSuitableNode: no node could serve it.
+        """
+        if run.spec.wait:
+            return True
+        serves = isolation.Isolation.of(pools.every(connection), isolation.first_administrator(connection))
+        now_ns = self._clock.wall_ns()
+        asked = wanted(run, Past(second_principal=serves.is_second(run.owner)), now_ns=now_ns)
+        is_decided, found = self.decide(connection, asked)
+        if found is not None:
+            raise _refusal(run, found)
+        return is_decided
+
+    def decide(self, connection: sa.Connection, asked: QueuedRun) -> tuple[bool, Shortage | None]:
+        """Return whether the known nodes are enough to decide, and why none of them could ever serve a run."""
+        alike, now_ns = like(asked), self._clock.boottime_ns()
+        if self._feasible.knows(alike, now_ns):
+            return True, None
+        times, presence = floor.now(self._settings, self._clock), self._presence
+        known = [
+            node
+            for node in nodes.every(connection)
+            if times.wall_ns - floor.last_seen_ns(node, presence, times) <= KNOWN_S * 1e9
+        ]
+        there = floor.Floor(nodes=tuple(known), pools=tuple(pools.every(connection)), active=())
+        found = None
+        if known:
+            found = shortage(floor.offers(there, presence, times), [pool.planned for pool in there.pools], asked)
+        if known and found is None:
+            self._feasible.note(alike, now_ns)
+            return True, None
+        here = {node.name for node in known if presence.last_ns(node.id) is not None}
+        if not known or not here.issuperset(self._engine_nodes()):
+            return False, None
+        return True, found
 
 
 def _refusal(run: StoredRun, found: Shortage) -> NoSuitableNode:

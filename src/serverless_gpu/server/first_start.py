@@ -29,17 +29,18 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.ambient import machine
+from serverless_gpu.ambient import Clock, machine
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server import audit, identity, node_tokens
 from serverless_gpu.server.audit import SERVER, Action
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.node_tokens import Invitation
-from serverless_gpu.server.services import Services, Transactions
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.pool_join import INVITED_S
 from serverless_gpu.wire.principals import PrincipalRequest
 
@@ -90,13 +91,17 @@ class FileTokens:
     """Replaces the administrator's token in its file before it ends, while the server runs. For one thread.
 
     Args:
-        services: the server's.
         login: as for `first_tokens`.
         renewed: called when the file has another token.
     """
 
-    def __init__(self, services: Services, *, login: str, renewed: Callable[[], None]) -> None:
-        self._services, self._login, self._renewed = services, login, renewed
+    def __init__(
+        self, *, settings: Settings, clock: Clock, database: Transactions, login: str, renewed: Callable[[], None]
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._login, self._renewed = login, renewed
         self._known = self._look()
 
     def tick(self, now_ns: int) -> int:
@@ -112,9 +117,8 @@ class FileTokens:
         return now_ns + round(EVERY_S * 1e9)
 
     def _look(self) -> str:
-        services = self._services
-        now_ns = services.clock.wall_ns()
-        return _admin_token(services.database, services.settings.directory, login=self._login, now_ns=now_ns)
+        now_ns = self._clock.wall_ns()
+        return _admin_token(self._database, self._settings.directory, login=self._login, now_ns=now_ns)
 
 
 def _admin_token(database: Transactions, directory: Path, *, login: str, now_ns: int) -> str:

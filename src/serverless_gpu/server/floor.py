@@ -10,6 +10,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import ambient
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.scheduling.values import Node
 from serverless_gpu.server import active_runs, node_rules, nodes, pools
@@ -19,7 +20,7 @@ from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.pools import NO_ISOLATION, RESERVED, UNSET, StoredPool
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.agents import NodeView, PoolView
 
 STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "SILENT", "GONE"
@@ -67,9 +68,8 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     gone_ns: int
 
 
-def now(services: Services) -> Times:
+def now(settings: Settings, clock: Clock) -> Times:
     """Return this moment."""
-    settings, clock = services.settings, services.clock
     gone_ns = round((settings.partition_grace_s + settings.partition_margin_s) * 1e9)
     return Times(boottime_ns=clock.boottime_ns(), wall_ns=clock.wall_ns(), gone_ns=gone_ns)
 

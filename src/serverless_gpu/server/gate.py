@@ -28,6 +28,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import (
     InvalidValue,
     NotAllowed,
@@ -41,7 +42,7 @@ from serverless_gpu.server import log_context
 from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, CALL, PUBLIC, ROUTE, Call, Need, Route
 from serverless_gpu.server.callers import NOBODY, Caller
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.wire.base import API
 
 PUBLIC_ROUTES = frozenset({("GET", f"{API}/health"), ("GET", f"{API}/version")})
@@ -88,7 +89,8 @@ class Gate:
 
     Args:
         app: what is behind it.
-        services: given to every call.
+        clock: given to every call, for streams.
+        measures: given to every call, for streams.
         routes: all routes behind it.
         hosts: names, without ports, under which this server may be reached.
         authenticate: whose token it is.
@@ -101,8 +103,9 @@ class Gate:
     def __init__(
         self,
         app: ASGIApp,
-        services: Services,
         *,
+        clock: Clock,
+        measures: Measures,
         routes: Sequence[Route],
         hosts: Sequence[str],
         authenticate: Authenticate,
@@ -112,7 +115,8 @@ class Gate:
         if public != PUBLIC_ROUTES:
             raise ServerProblem(f"public routes are not those of the list: {sorted(public ^ PUBLIC_ROUTES)}")
         self._app = app
-        self._services = services
+        self._clock = clock
+        self._measures = measures
         self._hosts = frozenset(host.lower() for host in hosts)
         self._authenticate = authenticate
         self._reach = reach
@@ -127,6 +131,9 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008, "reason": "there are no WebSockets here"})
         else:
             await self._http(scope, receive, send)
+
+    def _call(self, route: Route, who: Caller, reach: str) -> Call:
+        return Call(route, who, reach, clock=self._clock, measures=self._measures)
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -147,7 +154,7 @@ class Gate:
         routes = self._table.find(scope["path"])
         route = routes.get(scope["method"])
         if route is not None and route.needs == PUBLIC:
-            return Call(self._services, route, NOBODY, "none")
+            return self._call(route, NOBODY, "none")
         token = _token(request)
         who = await to_thread.run_sync(self._authenticate, token, limiter=self._asking)
         log_context.note(principal=who.name)
@@ -156,7 +163,7 @@ class Gate:
         if route is None:
             raise WrongMethod(scope["method"], routes)
         scope[ROUTE] = route  # for the log, also when it is not theirs
-        call = Call(self._services, route, who, self._reach_of(who, route, scope["path"]))
+        call = self._call(route, who, self._reach_of(who, route, scope["path"]))
 
         def admit_again() -> None:
             call.who = self._authenticate(token)

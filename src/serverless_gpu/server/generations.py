@@ -23,8 +23,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from serverless_gpu.model.high_water_mark import DatabasePosition
-from serverless_gpu.server import audit
-from serverless_gpu.server.tables import server_identity
+from serverless_gpu.server.tables import audit, server_identity
 
 ROW = "server"
 HOLDER = f"SELECT holder FROM {server_identity.name} WHERE name = '{ROW}'"
@@ -73,8 +72,13 @@ def position(connection: sa.Connection) -> DatabasePosition | None:
         database_id=row.database_id,
         generation=row.generation,
         commits=row.commits,
-        audit=audit.newest_seq(connection),
+        audit=newest_audit_seq(connection),
     )
+
+
+def newest_audit_seq(connection: sa.Connection) -> int:
+    """Return the number of the last row of the audit, 0 without rows."""
+    return connection.scalar(sa.select(sa.func.max(audit.c.seq))) or 0
 
 
 def require_postgres(connection: sa.Connection, holder: str) -> None:

@@ -6,46 +6,56 @@ import logging
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, STOPPED_BY, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.server import runs, transitions
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.liveness import Deliveries
+from serverless_gpu.server.transitions import Announcer, Note, Told
 
 _log = logging.getLogger(__name__)
 
 
-def give_back(services: Services, run_id: str, fence: int, why: str) -> bool:
-    """End an attempt whose order has not left this process, and now never will: the run waits again.
+class Requeue:
+    """Returns runs to the queue whose order has not left the server."""
 
-    One that is asked to stop has stopped by that.
+    def __init__(self, *, clock: Clock, database: Transactions, deliveries: Deliveries, announcer: Announcer) -> None:
+        self._clock = clock
+        self._database = database
+        self._deliveries = deliveries
+        self._announcer = announcer
 
-    Args:
-        services: the server's.
-        run_id: the run.
-        fence: number of the attempt.
-        why: for people; the last one of several is why the run ended.
+    def give_back(self, run_id: str, fence: int, why: str) -> bool:
+        """End an attempt whose order has not left this process, and now never will: the run waits again.
 
-    Returns:
-        Whether that was so.
-    """
-    if not services.deliveries.hold(run_id, fence):
-        return False
-    at_ns = services.clock.wall_ns()
+        One that is asked to stop has stopped by that.
 
-    def refuse(connection: sa.Connection) -> Told | None:
-        run = runs.find(connection, run_id)
-        if run is None or run.attempt is None or run.fence != fence or run.state not in ACTIVE:
-            return None
-        reason, note = Reason.REFUSED, Note(at_ns=at_ns, detail=why)
-        if run.stop is not None:
-            reason, note = STOPPED_BY[run.stop], Note(at_ns=at_ns, detail=run.detail)
-        told = transitions.tell(connection, run, AttemptEnded(reason=reason, began=False), note=note)
-        transitions.settle_all(connection, run.attempt, at_ns=at_ns)  # nothing comes of what was nowhere
-        return told
+        Args:
+            run_id: the run.
+            fence: number of the attempt.
+            why: for people; the last one of several is why the run ended.
 
-    told = services.database.write(refuse)
-    if told is not None:
-        told.announce(services)
-        _log.warning("attempt %s:%s did not start: %s", run_id, fence, why)
-    return told is not None
+        Returns:
+            Whether that was so.
+        """
+        if not self._deliveries.hold(run_id, fence):
+            return False
+        at_ns = self._clock.wall_ns()
+
+        def refuse(connection: sa.Connection) -> Told | None:
+            run = runs.find(connection, run_id)
+            if run is None or run.attempt is None or run.fence != fence or run.state not in ACTIVE:
+                return None
+            reason, note = Reason.REFUSED, Note(at_ns=at_ns, detail=why)
+            if run.stop is not None:
+                reason, note = STOPPED_BY[run.stop], Note(at_ns=at_ns, detail=run.detail)
+            told = transitions.tell(connection, run, AttemptEnded(reason=reason, began=False), note=note)
+            transitions.settle_all(connection, run.attempt, at_ns=at_ns)  # nothing comes of what was nowhere
+            return told
+
+        told = self._database.write(refuse)
+        if told is not None:
+            self._announcer.announce(told)
+            _log.warning("attempt %s:%s did not start: %s", run_id, fence, why)
+        return told is not None

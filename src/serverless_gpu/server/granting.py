@@ -6,17 +6,21 @@ them, and the tokens it makes have no scope that it lacks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access.roles import covers
 from serverless_gpu.server import audit, identity, owners
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_time_zone
-from serverless_gpu.server.hub import BUDGETS, SCHEDULER
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.identity import NewToken
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.principals import (
     PrincipalChange,
     PrincipalRequest,
@@ -32,178 +36,185 @@ TOKEN_EXPIRY_MAX_S = 3650 * 86_400.0
 _NS = 1_000_000_000
 
 
-def make_principal(services: Services, who: Caller, request: PrincipalRequest) -> TokenMade:
-    """Make a user or service, and its first token.
+class PrincipalService:
+    """Creates and changes users, services, teams and tokens."""
 
-    Raises:
-        NotAllowed: the caller's token has scopes.
-        InvalidValue: the name cannot be one, or is taken.
-        NotFound: a team is not there.
-    """
-    _check_unscoped(who)
-    secret, now_ns = identity.new_secret(), services.clock.wall_ns()
+    def __init__(
+        self, *, settings: Settings, clock: Clock, database: Transactions, hub: Hub, budgets_changed: Callable[[], None]
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._budgets_changed = budgets_changed
 
-    def work(connection: sa.Connection) -> TokenMade:
-        made = identity.create_principal(connection, request, now_ns=now_ns)
-        detail = {"kind": made.kind, "role": made.role, "teams": made.teams}
-        audit.record(connection, who=who, action=Action.USER_CREATE, subject=made.name, now_ns=now_ns, detail=detail)
-        new = NewToken(principal=made.name, label="the first one")
-        return _make_token(connection, who, new, secret=secret, now_ns=now_ns)
+    def make(self, who: Caller, request: PrincipalRequest) -> TokenMade:
+        """Make a user or service, and its first token.
 
-    return services.database.write(work)
+        Raises:
+            NotAllowed: the caller's token has scopes.
+            InvalidValue: the name cannot be one, or is taken.
+            NotFound: a team is not there.
+        """
+        _check_unscoped(who)
+        secret, now_ns = identity.new_secret(), self._clock.wall_ns()
 
+        def work(connection: sa.Connection) -> TokenMade:
+            made = identity.create_principal(connection, request, now_ns=now_ns)
+            detail = {"kind": made.kind, "role": made.role, "teams": made.teams}
+            audit.record(
+                connection, who=who, action=Action.USER_CREATE, subject=made.name, now_ns=now_ns, detail=detail
+            )
+            new = NewToken(principal=made.name, label="the first one")
+            return _make_token(connection, who, new, secret=secret, now_ns=now_ns)
 
-def change_principal(services: Services, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
-    """Change somebody's role, disable or enable them; what becomes of their runs is `owners.py`.
+        return self._database.write(work)
 
-    Raises:
-        NotAllowed: the caller's token has scopes.
-        NotFound: there is nobody of that name.
-        InvalidValue: the last administrator would be gone; or it is said what becomes of the runs of somebody who may
-            go on starting some.
-    """
-    _check_unscoped(who)
-    now_ns, otherwise = services.clock.wall_ns(), services.settings.on_owner_disabled
+    def change(self, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
+        """Change somebody's role, disable or enable them; what becomes of their runs is `owners.py`.
 
-    def work(connection: sa.Connection) -> PrincipalView:
-        before = identity.principal(connection, name)
-        if change.role is not None:
-            identity.change_role(connection, name, change.role)
-        if change.disabled is True:
-            identity.disable(connection, name, now_ns=now_ns)
-        elif change.disabled is False:
-            identity.enable(connection, name)
-        after = identity.principal(connection, name)
-        detail: dict[str, object] = {
-            field: (getattr(before, field), getattr(after, field))
-            for field in ("role", "disabled")
-            if getattr(before, field) != getattr(after, field)
-        }
-        policy = owners.decide(connection, before, after, wanted=change.runs, otherwise=otherwise)
-        if policy:
-            detail["runs"] = policy
-        if detail:
-            audit.record(connection, who=who, action=Action.USER_CHANGE, subject=name, now_ns=now_ns, detail=detail)
-        return after
+        Raises:
+            NotAllowed: the caller's token has scopes.
+            NotFound: there is nobody of that name.
+            InvalidValue: the last administrator would be gone, or the change decides about the runs of a principal who
+                may still start some.
+        """
+        _check_unscoped(who)
+        now_ns, otherwise = self._clock.wall_ns(), self._settings.on_owner_disabled
 
-    changed = services.database.write(work)
-    services.hub.touch(SCHEDULER)  # runs of theirs may wait for it, or must not be placed
-    return changed
+        def work(connection: sa.Connection) -> PrincipalView:
+            before = identity.principal(connection, name)
+            if change.role is not None:
+                identity.change_role(connection, name, change.role)
+            if change.disabled is True:
+                identity.disable(connection, name, now_ns=now_ns)
+            elif change.disabled is False:
+                identity.enable(connection, name)
+            after = identity.principal(connection, name)
+            detail: dict[str, object] = {
+                field: (getattr(before, field), getattr(after, field))
+                for field in ("role", "disabled")
+                if getattr(before, field) != getattr(after, field)
+            }
+            policy = owners.decide(connection, before, after, wanted=change.runs, otherwise=otherwise)
+            if policy:
+                detail["runs"] = policy
+            if detail:
+                audit.record(connection, who=who, action=Action.USER_CHANGE, subject=name, now_ns=now_ns, detail=detail)
+            return after
 
-
-def make_team(services: Services, who: Caller, name: str) -> TeamView:
-    """Make a team.
-
-    Raises:
-        InvalidValue: the name cannot be one, or is taken.
-    """
-    _check_unscoped(who)
-    now_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> TeamView:
-        made = identity.create_team(connection, name, now_ns=now_ns)
-        audit.record(connection, who=who, action=Action.TEAM_CREATE, subject=name, now_ns=now_ns)
-        return made
-
-    return services.database.write(work)
-
-
-def change_team(services: Services, who: Caller, name: str, asked: TeamChange) -> TeamView:
-    """Change the time zone of a team: its budgets without one of their own have days, weeks and months of it.
-
-    Raises:
-        InvalidValue: there is no such time zone.
-        NotFound: there is no such team.
-    """
-    _check_unscoped(who)
-    check_time_zone(asked.time_zone)
-    now_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> TeamView:
-        before = identity.team(connection, name)
-        identity.set_time_zone(connection, name, asked.time_zone)
-        changed = identity.team(connection, name)
-        detail = {"time_zone": changed.time_zone, "before": before.time_zone}
-        audit.record(connection, who=who, action=Action.TEAM_CHANGE, subject=name, now_ns=now_ns, detail=detail)
+        changed = self._database.write(work)
+        self._hub.touch(SCHEDULER)  # runs of theirs may wait for it, or must not be placed
         return changed
 
-    changed = services.database.write(work)
-    services.spending.change()
-    services.hub.touch(BUDGETS)
-    services.hub.touch(SCHEDULER)
-    return changed
+    def make_team(self, who: Caller, name: str) -> TeamView:
+        """Make a team.
 
+        Raises:
+            InvalidValue: the name cannot be one, or is taken.
+        """
+        _check_unscoped(who)
+        now_ns = self._clock.wall_ns()
 
-def set_member(services: Services, who: Caller, *, team: str, principal: str, member: bool) -> TeamView:
-    """Put somebody into a team, or take them out of it.
+        def work(connection: sa.Connection) -> TeamView:
+            made = identity.create_team(connection, name, now_ns=now_ns)
+            audit.record(connection, who=who, action=Action.TEAM_CREATE, subject=name, now_ns=now_ns)
+            return made
 
-    Raises:
-        NotFound: there is no such team, or nobody of that name.
-    """
-    _check_unscoped(who)
-    now_ns = services.clock.wall_ns()
-    action = Action.TEAM_ADD if member else Action.TEAM_REMOVE
-    change = identity.add_member if member else identity.remove_member
+        return self._database.write(work)
 
-    def work(connection: sa.Connection) -> TeamView:
-        identity.team(connection, team)
-        if change(connection, team=team, principal=principal):
-            detail = {"principal": principal}
-            audit.record(connection, who=who, action=action, subject=team, now_ns=now_ns, detail=detail)
-        return identity.team(connection, team)
+    def change_team(self, who: Caller, name: str, asked: TeamChange) -> TeamView:
+        """Change the time zone of a team: its budgets without one of their own have days, weeks and months of it.
 
-    return services.database.write(work)
+        Raises:
+            InvalidValue: there is no such time zone.
+            NotFound: there is no such team.
+        """
+        _check_unscoped(who)
+        check_time_zone(asked.time_zone)
+        now_ns = self._clock.wall_ns()
 
+        def work(connection: sa.Connection) -> TeamView:
+            before = identity.team(connection, name)
+            identity.set_time_zone(connection, name, asked.time_zone)
+            changed = identity.team(connection, name)
+            detail = {"time_zone": changed.time_zone, "before": before.time_zone}
+            audit.record(connection, who=who, action=Action.TEAM_CHANGE, subject=name, now_ns=now_ns, detail=detail)
+            return changed
 
-def make_token(services: Services, who: Caller, request: TokenRequest, *, reach: str) -> TokenMade:
-    """Make a token for the caller, or for somebody in reach.
+        changed = self._database.write(work)
+        self._budgets_changed()
+        self._hub.touch(BUDGETS)
+        self._hub.touch(SCHEDULER)
+        return changed
 
-    Args:
-        services: of the server.
-        who: asks.
-        request: what for.
-        reach: of the caller on tokens.
+    def set_member(self, who: Caller, *, team: str, principal: str, member: bool) -> TeamView:
+        """Put somebody into a team, or take them out of it.
 
-    Raises:
-        NotFound: it is for somebody out of reach.
-        NotAllowed: it would be good for more than the caller's own.
-        InvalidValue: a scope, label or duration that cannot be.
-    """
-    owner = request.principal or who.name
-    if not covers(reach, name=who.name, teams=(), owner=owner):
-        raise NotFound(f"there is no user or service {owner[:64]!r}")
-    if who.scopes and not (request.scopes and set(request.scopes) <= set(who.scopes)):
-        hint = f"scopes it can give on: {', '.join(who.scopes)}"
-        raise NotAllowed("a token with scopes cannot make one that is good for more", hint=hint)
-    if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:  # NaN is neither
-        raise InvalidValue("a token is good for more than 0 s, and 10 years at most")
-    secret, now_ns = identity.new_secret(), services.clock.wall_ns()
-    expires_ns = None if request.expires_s is None else now_ns + int(request.expires_s * _NS)
-    new = NewToken(principal=owner, label=request.label, scopes=request.scopes, expires_ns=expires_ns)
-    return services.database.write(lambda connection: _make_token(connection, who, new, secret=secret, now_ns=now_ns))
+        Raises:
+            NotFound: there is no such team, or nobody of that name.
+        """
+        _check_unscoped(who)
+        now_ns = self._clock.wall_ns()
+        action = Action.TEAM_ADD if member else Action.TEAM_REMOVE
+        change = identity.add_member if member else identity.remove_member
 
+        def work(connection: sa.Connection) -> TeamView:
+            identity.team(connection, team)
+            if change(connection, team=team, principal=principal):
+                detail = {"principal": principal}
+                audit.record(connection, who=who, action=action, subject=team, now_ns=now_ns, detail=detail)
+            return identity.team(connection, team)
 
-def revoke_token(services: Services, who: Caller, identifier: str, *, reach: str) -> TokenView:
-    """Make a token good for nothing.
+        return self._database.write(work)
 
-    Raises:
-        NotFound: there is no such token, or it is out of reach.
-    """
-    now_ns = services.clock.wall_ns()
+    def make_token(self, who: Caller, request: TokenRequest, *, reach: str) -> TokenMade:
+        """Make a token for the caller, or for somebody in reach.
 
-    def work(connection: sa.Connection) -> TokenView:
-        before = identity.token(connection, identifier)
-        if not covers(reach, name=who.name, teams=(), owner=before.principal):
-            raise NotFound(f"there is no token {identifier[:64]!r}")
-        after = identity.revoke_token(connection, identifier, now_ns=now_ns)
-        if before.revoked_ns is None:
-            detail = {"principal": before.principal}
-            audit.record(
-                connection, who=who, action=Action.TOKEN_REVOKE, subject=identifier, now_ns=now_ns, detail=detail
-            )
-        return after
+        Args:
+            who: asks.
+            request: what for.
+            reach: of the caller on tokens.
 
-    return services.database.write(work)
+        Raises:
+            NotFound: it is for somebody out of reach.
+            NotAllowed: it would be good for more than the caller's own.
+            InvalidValue: a scope, label or duration that cannot be.
+        """
+        owner = request.principal or who.name
+        if not covers(reach, name=who.name, teams=(), owner=owner):
+            raise NotFound(f"there is no user or service {owner[:64]!r}")
+        if who.scopes and not (request.scopes and set(request.scopes) <= set(who.scopes)):
+            hint = f"scopes it can give on: {', '.join(who.scopes)}"
+            raise NotAllowed("a token with scopes cannot make one that is good for more", hint=hint)
+        if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:  # NaN is neither
+            raise InvalidValue("a token is good for more than 0 s, and 10 years at most")
+        secret, now_ns = identity.new_secret(), self._clock.wall_ns()
+        expires_ns = None if request.expires_s is None else now_ns + int(request.expires_s * _NS)
+        new = NewToken(principal=owner, label=request.label, scopes=request.scopes, expires_ns=expires_ns)
+        return self._database.write(lambda connection: _make_token(connection, who, new, secret=secret, now_ns=now_ns))
+
+    def revoke_token(self, who: Caller, identifier: str, *, reach: str) -> TokenView:
+        """Make a token good for nothing.
+
+        Raises:
+            NotFound: there is no such token, or it is out of reach.
+        """
+        now_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> TokenView:
+            before = identity.token(connection, identifier)
+            if not covers(reach, name=who.name, teams=(), owner=before.principal):
+                raise NotFound(f"there is no token {identifier[:64]!r}")
+            after = identity.revoke_token(connection, identifier, now_ns=now_ns)
+            if before.revoked_ns is None:
+                detail = {"principal": before.principal}
+                audit.record(
+                    connection, who=who, action=Action.TOKEN_REVOKE, subject=identifier, now_ns=now_ns, detail=detail
+                )
+            return after
+
+        return self._database.write(work)
 
 
 def _make_token(connection: sa.Connection, who: Caller, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:

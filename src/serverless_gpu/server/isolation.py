@@ -20,8 +20,8 @@ import sqlalchemy as sa
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server import audit, owners, pools
 from serverless_gpu.server.audit import SERVER, Action
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.pools import NO_ISOLATION, UNSET, StoredPool
-from serverless_gpu.server.services import Transactions
 from serverless_gpu.server.tables import pools as pools_table
 from serverless_gpu.server.tables import principals, runs
 

@@ -22,19 +22,22 @@ from collections.abc import Set as AbstractSet
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.billing import budget_messages
 from serverless_gpu.model.billing.budget import CLOSED, FULL, Standing
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import audit, budgets, notices, runs, stopping, transitions
-from serverless_gpu.server.affording import as_of
+from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.audit import Action
-from serverless_gpu.server.hub import NOTICES, run_key
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import NOTICES, Hub, run_key
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.notices import Kind
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.spending import GoingOn, first_day_of, is_open_to
-from serverless_gpu.server.transitions import Told
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.spending import GoingOn, Spending, first_day_of, is_open_to
+from serverless_gpu.server.transitions import Announcer, Told
 
 EVERY_S = 5.0
 TOGETHER = 8
@@ -48,14 +51,28 @@ _Mark = tuple[str, int, int]
 
 
 class Keeper:
-    """Keeps budgets.
+    """Keeps budgets."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        measures: Measures,
+        spending: Spending,
+        announcer: Announcer,
+        budget_admission: BudgetAdmission,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._measures = measures
+        self._spending = spending
+        self._announcer = announcer
+        self._budget_admission = budget_admission
 
     def tick(self, now_ns: int) -> int | None:
         """Look at all budgets, stop who has to, and say what is reached; return when to look again.
@@ -63,19 +80,18 @@ class Keeper:
         Args:
             now_ns: boottime, nanoseconds.
         """
-        services = self._services
-        now = as_of(services)
+        now = self._budget_admission.as_of()
         since_ns = first_day_of(now.wall_ns) * DAY_NS
 
         def read(connection: sa.Connection) -> tuple[dict[str, Standing], set[_Mark]]:
-            return services.spending.look(connection, now, at_all=True), budgets.said(connection, since_ns=since_ns)
+            return self._spending.look(connection, now, at_all=True), budgets.said(connection, since_ns=since_ns)
 
-        standings, said = services.database.read(read)
-        going = services.spending.going_on()
+        standings, said = self._database.read(read)
+        going = self._spending.going_on()
         self._say(standings, going, said)
         self._stop(standings, going)
-        services.measures.budgets.set(len(standings))
-        services.measures.budgets_used_up.set(sum(each.is_used_up for each in standings.values()))
+        self._measures.budgets.set(len(standings))
+        self._measures.budgets_used_up.set(sum(each.is_used_up for each in standings.values()))
         return now_ns + round(EVERY_S * 1e9)
 
     # --- stopping -----------------------------------------------------------------------------------------------------
@@ -92,13 +108,12 @@ class Keeper:
             self._ask_together(waiting[first : first + TOGETHER])
 
     def _ask_together(self, due: Sequence[_Due]) -> None:
-        services = self._services
-        at_ns, currency = services.clock.wall_ns(), services.settings.currency
-        asked = services.database.write(lambda connection: [_ask(connection, one, currency, at_ns) for one in due])
+        at_ns, currency = self._clock.wall_ns(), self._settings.currency
+        asked = self._database.write(lambda connection: [_ask(connection, one, currency, at_ns) for one in due])
         for told in asked:
             if told is not None and told.changed:
-                told.announce(services)
-                services.measures.budget_stops.inc()
+                self._announcer.announce(told)
+                self._measures.budget_stops.inc()
                 _log.warning("run %s is stopped for its budget", told.before.id)
 
     # --- saying -------------------------------------------------------------------------------------------------------
@@ -111,8 +126,7 @@ class Keeper:
 
     def _say_some(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[GoingOn]) -> None:
         """Say each of the marks that are news, the lowest first; runs are told of the last."""
-        services = self._services
-        at_ns, currency, start_ns = services.clock.wall_ns(), services.settings.currency, standing.window.start_ns
+        at_ns, currency, start_ns = self._clock.wall_ns(), self._settings.currency, standing.window.start_ns
 
         def work(connection: sa.Connection) -> list[tuple[int, str]]:
             news: list[tuple[int, str]] = []
@@ -127,13 +141,13 @@ class Keeper:
                 news.append((mark, sentence))
             return news
 
-        news = services.database.write(work)
+        news = self._database.write(work)
         if not news:
             return
         for mark, sentence in news:
             _log.warning("%s", sentence)
-            services.measures.budget_warnings.labels("closed" if mark == CLOSED else str(mark)).inc()
-        services.hub.touch(NOTICES)
+            self._measures.budget_warnings.labels("closed" if mark == CLOSED else str(mark)).inc()
+        self._hub.touch(NOTICES)
         # Those that are stopped hear of that, and why, from the stop itself.
         concerned = [one for one in going if name in one.names and not one.spender.is_over]
         concerned = [one for one in concerned if one.spender.run_id not in standing.stop and not one.spender.stop_ns]
@@ -141,8 +155,7 @@ class Keeper:
             self._tell(name, standing, news[-1][0], concerned[first : first + TOLD_TOGETHER])
 
     def _tell(self, name: str, standing: Standing, mark: int, concerned: Sequence[GoingOn]) -> None:
-        services = self._services
-        at_ns, currency = services.clock.wall_ns(), services.settings.currency
+        at_ns, currency = self._clock.wall_ns(), self._settings.currency
 
         def work(connection: sa.Connection) -> None:
             for one in concerned:
@@ -153,9 +166,9 @@ class Keeper:
                     said = budget_messages.warning(name, standing, currency, is_open=is_open, mark=mark)
                 transitions.remark(connection, one.spender.run_id, one.spender.fence, said, at_ns=at_ns)
 
-        services.database.write(work)
+        self._database.write(work)
         for one in concerned:
-            services.hub.touch(run_key(one.spender.run_id))
+            self._hub.touch(run_key(one.spender.run_id))
 
 
 def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Told | None:

@@ -13,39 +13,51 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
 from serverless_gpu.model.scheduling.values import Preemption
 from serverless_gpu.server import audit, runs, stopping
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Told
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.transitions import Announcer, Told
 
 _TOGETHER = 8
 _log = logging.getLogger(__name__)
 
 
-def make_room(services: Services, preemptions: Sequence[Preemption]) -> int:
-    """Ask runs to stop for others that wait; return how many were asked.
+class Preemptor:
+    """Stops runs to free devices for others."""
 
-    Args:
-        services: the server's.
-        preemptions: as they were decided.
-    """
-    asked = 0
-    for first in range(0, len(preemptions), _TOGETHER):
-        some = preemptions[first : first + _TOGETHER]
-        at_ns = services.clock.wall_ns()
+    def __init__(self, *, clock: Clock, database: Transactions, measures: Measures, announcer: Announcer) -> None:
+        self._clock = clock
+        self._database = database
+        self._measures = measures
+        self._announcer = announcer
 
-        def work(connection: sa.Connection, some: Sequence[Preemption] = some, at_ns: int = at_ns) -> list[Told | None]:
-            return [_ask(connection, one, at_ns) for one in some]
+    def preempt(self, preemptions: Sequence[Preemption]) -> int:
+        """Ask runs to stop for others that wait; return how many were asked.
 
-        for one, told in zip(some, services.database.write(work), strict=True):
-            if told is not None and told.changed:
-                told.announce(services)
-                services.measures.preempted.inc()
-                _log.info("run %s makes room for run %s", one.run_id, one.for_run)
-                asked += 1
-    return asked
+        Args:
+            preemptions: as they were decided.
+        """
+        asked = 0
+        for first in range(0, len(preemptions), _TOGETHER):
+            some = preemptions[first : first + _TOGETHER]
+            at_ns = self._clock.wall_ns()
+
+            def work(
+                connection: sa.Connection, some: Sequence[Preemption] = some, at_ns: int = at_ns
+            ) -> list[Told | None]:
+                return [_ask(connection, one, at_ns) for one in some]
+
+            for one, told in zip(some, self._database.write(work), strict=True):
+                if told is not None and told.changed:
+                    self._announcer.announce(told)
+                    self._measures.preempted.inc()
+                    _log.info("run %s makes room for run %s", one.run_id, one.for_run)
+                    asked += 1
+        return asked
 
 
 def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> Told | None:

@@ -1,7 +1,7 @@
 """What the server counts about itself, for Prometheus: one object, made once, counted into from any thread.
 
-    services.measures.retries.inc()                                        what happens is counted where it happens
-    with services.measures.ticks.labels("scheduler").time(): ...
+    measures.retries.inc()                                        what happens is counted where it happens
+    with measures.ticks.labels("scheduler").time(): ...
     what is there (runs, nodes, devices, disk) is looked at when somebody asks: `sampling.py`
 
 A new measure is an attribute here with its sentence, a row in docs/how-to/operating-a-server.md, and, when somebody

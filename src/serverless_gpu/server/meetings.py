@@ -34,6 +34,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.gangs.rendezvous import Apart, Chosen
@@ -43,11 +44,13 @@ from serverless_gpu.server import attempts, gathering, runs, transitions
 from serverless_gpu.server.active_runs import Active
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import CrewId, StoredCrew
-from serverless_gpu.server.gathering import Gathered
-from serverless_gpu.server.hub import node_key
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.gathering import Gathered, Meetings
+from serverless_gpu.server.hub import Hub, node_key
+from serverless_gpu.server.liveness import Leases, Looks, Presence
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 _log = logging.getLogger(__name__)
@@ -63,96 +66,261 @@ def check(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
     gathering.check(attempt.gang, crew.number, of=attempt.num_nodes, offer=said.offer, reach=said.reach)
 
 
-def hear(services: Services, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-    """Note what a crew says about meeting the others, and decide what can be decided by it.
+class RendezvousService:
+    """Decides the rendezvous of gangs on several nodes."""
 
-    Args:
-        services: the server's.
-        attempt: as it was read before the report was applied.
-        crew: that reports.
-        said: what it says.
-    """
-    if attempt.num_nodes == 1 or attempt.ended_ns is not None or crew.ended_ns is not None:
-        return
-    if attempt.chosen_json is not None or attempt.called_off:
-        return
-    now_ns = services.clock.boottime_ns()
-    known, is_complete = services.meetings.hear(
-        crew.id, of=attempt.num_nodes, offer=said.offer, reach=said.reach, now_ns=now_ns
-    )
-    if said.offer is not None:
-        faults.reach("after_offer_before_answer")
-    if has_met(attempt):
-        return
-    if is_complete:
-        _have_look(services, attempt, but=crew.number)
-    _decide(services, attempt, known, now_ns=now_ns, but=crew.number)
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        leases: Leases,
+        looks: Looks,
+        presence: Presence,
+        meetings: Meetings,
+        announcer: Announcer,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._leases = leases
+        self._looks = looks
+        self._presence = presence
+        self._meetings = meetings
+        self._announcer = announcer
 
+    def hear(self, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
+        """Note what a crew says about meeting the others, and decide what can be decided by it.
 
-def told(services: Services, run: StoredRun, crew: StoredCrew, answer: ReportAnswer) -> ReportAnswer:
-    """Return an answer with what there is for a crew that has not begun; nothing, where it is to end.
+        Args:
+            attempt: as it was read before the report was applied.
+            crew: that reports.
+            said: what it says.
+        """
+        if attempt.num_nodes == 1 or attempt.ended_ns is not None or crew.ended_ns is not None:
+            return
+        if attempt.chosen_json is not None or attempt.called_off:
+            return
+        now_ns = self._clock.boottime_ns()
+        known, is_complete = self._meetings.hear(
+            crew.id, of=attempt.num_nodes, offer=said.offer, reach=said.reach, now_ns=now_ns
+        )
+        if said.offer is not None:
+            faults.reach("after_offer_before_answer")
+        if has_met(attempt):
+            return
+        if is_complete:
+            self._have_look(attempt, but=crew.number)
+        self._decide(attempt, known, now_ns=now_ns, but=crew.number)
 
-    Args:
-        services: the server's.
-        run: as it is now, at an attempt that goes on.
-        crew: that reports.
-        answer: without that.
-    """
-    attempt = run.attempt
-    assert attempt is not None
-    is_ending = answer.stale or answer.stop is not None or answer.peer_failed or crew.halt_json is not None
-    if is_ending or attempt.num_nodes == 1 or crew.began or crew.ended_ns is not None:
-        return answer
-    if attempt.chosen is not None:
-        # Until crew 0 has heard it, its supervisor listens on the port of the rendezvous, and would hang up on ranks.
-        # Nodes of a Ray cluster try again then; and its function begins once all have come, so none waits for that.
-        is_free = crew.number == 0 or attempt.crews[0].began or run.spec.ray is not None
-        return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
-    known = services.meetings.find((attempt.run_id, attempt.fence))
-    if known is None or has_met(attempt):
-        return answer
-    return msgspec.structs.replace(answer, offers=known.offers_for(crew.number))
+    def told(self, run: StoredRun, crew: StoredCrew, answer: ReportAnswer) -> ReportAnswer:
+        """Return an answer with what there is for a crew that has not begun; nothing, where it is to end.
 
+        Args:
+            run: as it is now, at an attempt that goes on.
+            crew: that reports.
+            answer: without that.
+        """
+        attempt = run.attempt
+        assert attempt is not None
+        is_ending = answer.stale or answer.stop is not None or answer.peer_failed or crew.halt_json is not None
+        if is_ending or attempt.num_nodes == 1 or crew.began or crew.ended_ns is not None:
+            return answer
+        if attempt.chosen is not None:
+            # Until crew 0 has heard it, its supervisor listens on the port of the rendezvous, and would hang up on
+            # ranks. Nodes of a Ray cluster try again then; and its function begins once all have come, so none waits
+            # for that.
+            is_free = crew.number == 0 or attempt.crews[0].began or run.spec.ray is not None
+            return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
+        known = self._meetings.find((attempt.run_id, attempt.fence))
+        if known is None or has_met(attempt):
+            return answer
+        return msgspec.structs.replace(answer, offers=known.offers_for(crew.number))
 
-def look(services: Services, active: Sequence[Active], now_ns: int) -> None:
-    """Decide what time decides: a gang that does not meet is called off, and so is one that ends before it has.
+    def look(self, active: Sequence[Active], now_ns: int) -> None:
+        """Decide what time decides: a gang that does not meet is called off, and so is one that ends before it has.
 
-    Args:
-        services: the server's.
-        active: all runs that have devices.
-        now_ns: boottime, nanoseconds.
-    """
-    gone = {run.id: _gone(services, run, now_ns) for run in active if run.num_nodes > 1}
-    for one in active:
-        if one.called_off and gone[one.id]:
-            _end_silent(services, one, gone[one.id])
-    waiting = [run for run in active if run.num_nodes > 1 and not run.has_met]
-    half = [run for run in active if run.num_nodes > 1 and run.began and not run.chosen and not run.called_off]
-    services.meetings.keep({(run.id, run.fence) for run in (*waiting, *half)})
-    for one in half:
-        known = services.meetings.see((one.id, one.fence), now_ns=now_ns)
-        if now_ns - known.since_ns > gathering.MEET_S * 1e9:
-            _end_half(services, one, known)
-    for one in waiting:
-        gang, silent = (one.id, one.fence), gone[one.id]
-        run = services.database.read(partial(_waiting, run_id=one.id, fence=one.fence))
-        if run is None or run.attempt is None:
-            continue
-        attempt, known = run.attempt, services.meetings.see(gang, now_ns=now_ns)
-        if run.stop is not None or attempt.cause is not None:
-            call_off(services, attempt, known, why="", silent=silent)
-            continue
-        nodes = [crew.node for crew in attempt.crews]
-        if silent:
-            call_off(services, attempt, known, why=gathering.gone(nodes, silent), silent=silent)
-            continue
-        heard = {crew.number for crew in attempt.crews if _was_heard(attempt, crew)}
-        age_s = (services.clock.wall_ns() - attempt.created_ns) / 1e9
-        why = known.overdue(nodes, heard, now_ns=now_ns, age_s=age_s)
-        if why:
-            call_off(services, attempt, known, why=why)
-        else:
-            _decide(services, attempt, known, now_ns=now_ns)
+        Args:
+            active: all runs that have devices.
+            now_ns: boottime, nanoseconds.
+        """
+        gone = {run.id: self._gone(run, now_ns) for run in active if run.num_nodes > 1}
+        for one in active:
+            if one.called_off and gone[one.id]:
+                self._end_silent(one, gone[one.id])
+        waiting = [run for run in active if run.num_nodes > 1 and not run.has_met]
+        half = [run for run in active if run.num_nodes > 1 and run.began and not run.chosen and not run.called_off]
+        self._meetings.keep({(run.id, run.fence) for run in (*waiting, *half)})
+        for one in half:
+            known = self._meetings.see((one.id, one.fence), now_ns=now_ns)
+            if now_ns - known.since_ns > gathering.MEET_S * 1e9:
+                self._end_half(one, known)
+        for one in waiting:
+            gang, silent = (one.id, one.fence), gone[one.id]
+            run = self._database.read(partial(_waiting, run_id=one.id, fence=one.fence))
+            if run is None or run.attempt is None:
+                continue
+            attempt, known = run.attempt, self._meetings.see(gang, now_ns=now_ns)
+            if run.stop is not None or attempt.cause is not None:
+                self.call_off(attempt, known, why="", silent=silent)
+                continue
+            nodes = [crew.node for crew in attempt.crews]
+            if silent:
+                self.call_off(attempt, known, why=gathering.gone(nodes, silent), silent=silent)
+                continue
+            heard = {crew.number for crew in attempt.crews if _was_heard(attempt, crew)}
+            age_s = (self._clock.wall_ns() - attempt.created_ns) / 1e9
+            why = known.overdue(nodes, heard, now_ns=now_ns, age_s=age_s)
+            if why:
+                self.call_off(attempt, known, why=why)
+            else:
+                self._decide(attempt, known, now_ns=now_ns)
+
+    def _decide(self, attempt: StoredAttempt, known: Gathered, *, now_ns: int, but: int | None = None) -> None:
+        """Write how a gang meets, or that it does not, once its crews have said all that there is to say."""
+        quiet_s = self._settings.soft_expiry_s / 2  # two heartbeats, however far apart they are
+        try:
+            came = known.outcome([crew.node for crew in attempt.crews], now_ns=now_ns, quiet_s=quiet_s)
+        except ValueError as error:
+            _log.error("crews of attempt %s cannot meet: %s", attempt.gang, error)
+            return
+        if isinstance(came, Chosen):
+            self.choose(attempt, came, but=but)
+        elif isinstance(came, Apart):
+            self.call_off(attempt, known, why=came.sentence, apart=came.pair)
+
+    def choose(self, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
+        """Write the addresses over which a gang meets, unless the attempt cannot begin any more."""
+        text = msgspec.json.encode(chosen).decode()
+
+        def work(connection: sa.Connection) -> bool:
+            run = _waiting(connection, attempt.run_id, attempt.fence)
+            if run is None or run.attempt is None or run.stop is not None or not _may_begin(run.attempt):
+                return False
+            is_new = attempts.decide(connection, run.attempt, chosen_json=text)
+            faults.reach("after_choose_before_commit")
+            return is_new
+
+        if self._database.write(work):
+            faults.reach("after_chosen_before_answer")
+            _log.info("the nodes of attempt %s have met at %s", attempt.gang, chosen.master[0])
+            self._have_look(attempt, but=but)
+
+    def _gone(self, run: Active, now_ns: int) -> tuple[int, ...]:
+        """Return the crews of which nothing is heard, nor of their nodes, by their numbers."""
+        silent_ns = self._settings.soft_expiry_s * 1e9
+        return tuple(
+            crew.id[2]
+            for crew in run.crews
+            if now_ns - self._leases.last_ns(crew.id, now_ns=now_ns) > silent_ns
+            and not self._presence.is_there(crew.node_id, now_ns=now_ns)
+        )
+
+    def _end_silent(self, gang: Active, silent: Sequence[int]) -> None:
+        """End the crews of a gang that was called off of which nothing is heard any more, nor of their nodes."""
+        note = Note(at_ns=self._clock.wall_ns())
+
+        def work(connection: sa.Connection) -> tuple[Told, ...]:
+            now = attempts.find(connection, gang.id, gang.fence)
+            if now is None or not now.called_off or now.ended_ns is not None:
+                return ()
+            return tuple(_refuse(connection, crew.id, note) for crew in now.open_crews if crew.number in silent)
+
+        try:
+            told = self._database.write(work)
+        except (StaleAttempt, IllegalRunTransition) as error:
+            _log.info("silent crews of %s:%s were not ended: %s", gang.id, gang.fence, error)
+            return
+        for one in told:
+            self._announcer.announce(one)
+
+    def _end_half(self, gang: Active, known: Gathered) -> None:
+        """End a gang whose user code runs on some nodes only: their rendezvous is not in the backup."""
+
+        def work(connection: sa.Connection) -> StoredAttempt | None:
+            run = runs.find(connection, gang.id)
+            if run is None or run.attempt is None or run.fence != gang.fence or run.state not in ACTIVE:
+                return None
+            now = run.attempt
+            waits = [
+                crew.node for crew in now.open_crews if crew.state is State.STARTING and crew.number in known.offers
+            ]
+            if not waits or now.chosen_json is not None or now.cause is not None or run.stop is not None:
+                return None
+            detail = f"its nodes had half met, and {', '.join(waits[:3])} cannot be told how"
+            cause = Cause(crew=None, reason=Reason.SERVER_RESTORED, detail=detail)
+            attempts.change(connection, now, cause_json=msgspec.json.encode(cause).decode())
+            return now
+
+        try:
+            ended = self._database.write(work)
+        except StaleAttempt as error:
+            _log.info("%s:%s was not ended: %s", gang.id, gang.fence, error)
+            return
+        if ended is not None:
+            _log.warning("attempt %s ends: the server was restored while its nodes met", ended.gang)
+            self._have_look(ended, but=None)
+
+    def call_off(
+        self,
+        attempt: StoredAttempt,
+        known: Gathered,
+        *,
+        why: str,
+        apart: tuple[int, int] | None = None,
+        silent: Sequence[int] = (),
+    ) -> None:
+        """Write that a gang will not meet, and end the crews that nobody has heard of.
+
+        Args:
+            attempt: which.
+            known: of it.
+            why: for people; not asked where it ends for another reason.
+            apart: two crews of which the first does not reach the second.
+            silent: crews of which nothing is heard any more, nor of their nodes; they are ended, too.
+        """
+        at_ns = self._clock.wall_ns()
+        why = "".join(character if character.isprintable() else " " for character in why)
+
+        def work(connection: sa.Connection) -> _Work | None:
+            run = _waiting(connection, attempt.run_id, attempt.fence)
+            if run is None or run.attempt is None or run.restored_ns is not None:
+                return None
+            now, values = run.attempt, dict[str, object](called_off=True)
+            if now.cause is None and run.stop is None:
+                cause = Cause(crew=None, reason=Reason.NODES_APART, detail=why, apart=apart, silent=bool(silent))
+                values["cause_json"] = msgspec.json.encode(cause).decode()
+            if not attempts.decide(connection, now, **values):
+                return None
+            unheard = {
+                crew.number for crew in now.crews if crew.number not in known.heard_ns and not _was_heard(now, crew)
+            }
+            ended = [crew for crew in now.open_crews if crew.number in unheard.union(silent)]
+            note = Note(at_ns=at_ns, detail=why)
+            return now, tuple(_refuse(connection, crew.id, note) for crew in ended)
+
+        try:
+            done = self._database.write(work)
+        except (StaleAttempt, IllegalRunTransition) as error:
+            _log.info("attempt %s was not called off: %s", attempt.gang, error)
+            return
+        if done is None:
+            return
+        faults.reach("after_called_off_before_told")
+        _log.warning("attempt %s was called off before its nodes had met%s", attempt.gang, f": {why}" if why else "")
+        for one in done[1]:
+            self._announcer.announce(one)
+        self._have_look(done[0], but=None)
+
+    def _have_look(self, attempt: StoredAttempt, *, but: int | None) -> None:
+        """Have the crews of a gang report now, since there is news for them."""
+        for crew in attempt.open_crews:
+            if crew.number != but:
+                self._looks.ask(crew.node_id, crew.id)
+                self._hub.touch(node_key(crew.node_id))
 
 
 def has_met(attempt: StoredAttempt) -> bool:
@@ -165,152 +333,11 @@ def has_met(attempt: StoredAttempt) -> bool:
     return any(State.RUNNING in (crew.state, crew.before) for crew in attempt.crews)
 
 
-def _decide(
-    services: Services, attempt: StoredAttempt, known: Gathered, *, now_ns: int, but: int | None = None
-) -> None:
-    """Write how a gang meets, or that it does not, once its crews have said all that there is to say."""
-    quiet_s = services.settings.soft_expiry_s / 2  # two heartbeats, however far apart they are
-    try:
-        came = known.outcome([crew.node for crew in attempt.crews], now_ns=now_ns, quiet_s=quiet_s)
-    except ValueError as error:
-        _log.error("crews of attempt %s cannot meet: %s", attempt.gang, error)
-        return
-    if isinstance(came, Chosen):
-        choose(services, attempt, came, but=but)
-    elif isinstance(came, Apart):
-        call_off(services, attempt, known, why=came.sentence, apart=came.pair)
-
-
-def choose(services: Services, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
-    """Write the addresses over which a gang meets, unless the attempt cannot begin any more."""
-    text = msgspec.json.encode(chosen).decode()
-
-    def work(connection: sa.Connection) -> bool:
-        run = _waiting(connection, attempt.run_id, attempt.fence)
-        if run is None or run.attempt is None or run.stop is not None or not _may_begin(run.attempt):
-            return False
-        is_new = attempts.decide(connection, run.attempt, chosen_json=text)
-        faults.reach("after_choose_before_commit")
-        return is_new
-
-    if services.database.write(work):
-        faults.reach("after_chosen_before_answer")
-        _log.info("the nodes of attempt %s have met at %s", attempt.gang, chosen.master[0])
-        _have_look(services, attempt, but=but)
-
-
 def _may_begin(attempt: StoredAttempt) -> bool:
     """Return whether nothing has failed and everybody is heard of: user code may begin on all nodes."""
     return attempt.cause is None and all(
         crew.ended_ns is None and crew.halt_json is None and crew.state is State.STARTING for crew in attempt.crews
     )
-
-
-def _gone(services: Services, run: Active, now_ns: int) -> tuple[int, ...]:
-    """Return the crews of which nothing is heard, nor of their nodes, by their numbers."""
-    silent_ns = services.settings.soft_expiry_s * 1e9
-    return tuple(
-        crew.id[2]
-        for crew in run.crews
-        if now_ns - services.leases.last_ns(crew.id, now_ns=now_ns) > silent_ns
-        and not services.presence.is_there(crew.node_id, now_ns=now_ns)
-    )
-
-
-def _end_silent(services: Services, gang: Active, silent: Sequence[int]) -> None:
-    """End the crews of a gang that was called off of which nothing is heard any more, nor of their nodes."""
-    note = Note(at_ns=services.clock.wall_ns())
-
-    def work(connection: sa.Connection) -> tuple[Told, ...]:
-        now = attempts.find(connection, gang.id, gang.fence)
-        if now is None or not now.called_off or now.ended_ns is not None:
-            return ()
-        return tuple(_refuse(connection, crew.id, note) for crew in now.open_crews if crew.number in silent)
-
-    try:
-        told = services.database.write(work)
-    except (StaleAttempt, IllegalRunTransition) as error:
-        _log.info("silent crews of %s:%s were not ended: %s", gang.id, gang.fence, error)
-        return
-    for one in told:
-        one.announce(services)
-
-
-def _end_half(services: Services, gang: Active, known: Gathered) -> None:
-    """End a gang whose user code runs on some nodes and cannot begin on others: how they meet is not in the backup."""
-
-    def work(connection: sa.Connection) -> StoredAttempt | None:
-        run = runs.find(connection, gang.id)
-        if run is None or run.attempt is None or run.fence != gang.fence or run.state not in ACTIVE:
-            return None
-        now = run.attempt
-        waits = [crew.node for crew in now.open_crews if crew.state is State.STARTING and crew.number in known.offers]
-        if not waits or now.chosen_json is not None or now.cause is not None or run.stop is not None:
-            return None
-        detail = f"its nodes had half met, and {', '.join(waits[:3])} cannot be told how"
-        cause = Cause(crew=None, reason=Reason.SERVER_RESTORED, detail=detail)
-        attempts.change(connection, now, cause_json=msgspec.json.encode(cause).decode())
-        return now
-
-    try:
-        ended = services.database.write(work)
-    except StaleAttempt as error:
-        _log.info("%s:%s was not ended: %s", gang.id, gang.fence, error)
-        return
-    if ended is not None:
-        _log.warning("attempt %s ends: the server was restored while its nodes met", ended.gang)
-        _have_look(services, ended, but=None)
-
-
-def call_off(
-    services: Services,
-    attempt: StoredAttempt,
-    known: Gathered,
-    *,
-    why: str,
-    apart: tuple[int, int] | None = None,
-    silent: Sequence[int] = (),
-) -> None:
-    """Write that a gang will not meet, and end the crews that nobody has heard of.
-
-    Args:
-        services: the server's.
-        attempt: which.
-        known: of it.
-        why: for people; not asked where it ends for another reason.
-        apart: two crews of which the first does not reach the second.
-        silent: crews of which nothing is heard any more, nor of their nodes; they are ended, too.
-    """
-    at_ns = services.clock.wall_ns()
-    why = "".join(character if character.isprintable() else " " for character in why)
-
-    def work(connection: sa.Connection) -> _Work | None:
-        run = _waiting(connection, attempt.run_id, attempt.fence)
-        if run is None or run.attempt is None or run.restored_ns is not None:
-            return None
-        now, values = run.attempt, dict[str, object](called_off=True)
-        if now.cause is None and run.stop is None:
-            cause = Cause(crew=None, reason=Reason.NODES_APART, detail=why, apart=apart, silent=bool(silent))
-            values["cause_json"] = msgspec.json.encode(cause).decode()
-        if not attempts.decide(connection, now, **values):
-            return None
-        unheard = {crew.number for crew in now.crews if crew.number not in known.heard_ns and not _was_heard(now, crew)}
-        ended = [crew for crew in now.open_crews if crew.number in unheard.union(silent)]
-        note = Note(at_ns=at_ns, detail=why)
-        return now, tuple(_refuse(connection, crew.id, note) for crew in ended)
-
-    try:
-        done = services.database.write(work)
-    except (StaleAttempt, IllegalRunTransition) as error:
-        _log.info("attempt %s was not called off: %s", attempt.gang, error)
-        return
-    if done is None:
-        return
-    faults.reach("after_called_off_before_told")
-    _log.warning("attempt %s was called off before its nodes had met%s", attempt.gang, f": {why}" if why else "")
-    for one in done[1]:
-        one.announce(services)
-    _have_look(services, done[0], but=None)
 
 
 def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> Told:
@@ -336,11 +363,3 @@ def _was_heard(attempt: StoredAttempt, crew: StoredCrew) -> bool:
     said = crew.halt_json is not None or crew.returned or crew.began or bool(crew.sentence)
     is_starting = State.STARTING in (crew.state, crew.before)
     return said or not is_starting or crew.lease_ns != attempt.created_ns
-
-
-def _have_look(services: Services, attempt: StoredAttempt, *, but: int | None) -> None:
-    """Have the crews of a gang report now, since there is news for them."""
-    for crew in attempt.open_crews:
-        if crew.number != but:
-            services.looks.ask(crew.node_id, crew.id)
-            services.hub.touch(node_key(crew.node_id))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import node_identity
 from serverless_gpu.model.access.node_identity import HelloDecision, HelloRefused, Identity
@@ -18,9 +19,10 @@ from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.server import audit, first_start, identity, node_tokens, nodes
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.identity import NewToken
+from serverless_gpu.server.liveness import Presence
 from serverless_gpu.server.node_tokens import Invitation, StoredBinding
-from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import AgentHello, NodeView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.pool_join import ApproveRequest, InviteAnswer, InviteRequest
@@ -54,22 +56,133 @@ def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDeci
     return answer
 
 
-def ask(services: Services, who: Caller, said: AgentHello) -> NotAllowed:
-    """Have a node wait for an administrator; return what it is told."""
-    at_ns, node = services.clock.wall_ns(), identity_of(said)
-    waits = f"the node {said.name!r} waits for an administrator to approve it"
-    hint = f"an administrator of the server: sgpu node approve {said.name}"
+class NodeAdmission:
+    """Admits, invites and approves nodes."""
 
-    def work(connection: sa.Connection) -> NotAllowed:
-        if node_tokens.find(connection, who.token_id) is not None:
+    def __init__(self, *, clock: Clock, database: Transactions, presence: Presence) -> None:
+        self._clock = clock
+        self._database = database
+        self._presence = presence
+
+    def ask(self, who: Caller, said: AgentHello) -> NotAllowed:
+        """Have a node wait for an administrator; return what it is told."""
+        at_ns, node = self._clock.wall_ns(), identity_of(said)
+        waits = f"the node {said.name!r} waits for an administrator to approve it"
+        hint = f"an administrator of the server: sgpu node approve {said.name}"
+
+        def work(connection: sa.Connection) -> NotAllowed:
+            if node_tokens.find(connection, who.token_id) is not None:
+                return NotAllowed(waits, hint=hint)
+            if not node_tokens.ask(connection, who.token_id, node, at_ns=at_ns):
+                limit = f"{node_tokens.PENDING_MAX} nodes wait for an administrator already"
+                return NotAllowed(f"the node {said.name!r} cannot join: {limit}", hint="`sgpu nodes` lists them")
+            _record(connection, who, Action.NODE_PENDING, node, who.token_id, at_ns)
             return NotAllowed(waits, hint=hint)
-        if not node_tokens.ask(connection, who.token_id, node, at_ns=at_ns):
-            limit = f"{node_tokens.PENDING_MAX} nodes wait for an administrator already"
-            return NotAllowed(f"the node {said.name!r} cannot join: {limit}", hint="`sgpu nodes` lists them")
-        _record(connection, who, Action.NODE_PENDING, node, who.token_id, at_ns)
-        return NotAllowed(waits, hint=hint)
 
-    return services.database.write(work)
+        return self._database.write(work)
+
+    def note_refusal(self, who: Caller, said: AgentHello, error: NotAllowed) -> None:
+        """Write into the audit that a node was refused, once for each that says the same."""
+        node = identity_of(said)
+        if not self._presence.is_new_refusal((who.token_id, node.name, node.machine, node.instance)):
+            return
+        at_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> None:
+            detail: dict[str, object] = {
+                "name": node.name[:64],
+                "machine": node.machine[:16],
+                "why": error.message[:200],
+            }
+            audit.record(
+                connection, who=who, action=Action.NODE_REFUSE, subject=who.token_id, now_ns=at_ns, detail=detail
+            )
+
+        self._database.write(work)
+
+    def view_pending(self) -> list[NodeView]:
+        """Return the nodes that wait for an administrator."""
+        now_ns = self._clock.wall_ns()
+        found = self._database.read(lambda connection: node_tokens.pending(connection, now_ns=now_ns))
+        return [_view(one) for one in found]
+
+    def approve(self, who: Caller, request: ApproveRequest) -> NodeView:
+        """Let in a node that waits.
+
+        Raises:
+            NotFound: none of that name waits.
+            InvalidValue: several do.
+        """
+        at_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> StoredBinding:
+            waiting = node_tokens.pending(connection, now_ns=at_ns)
+            named = [one for one in waiting if request.name in (one.node.name, one.token)]
+            if not named:
+                names = ", ".join(one.node.name for one in waiting[:8]) or "none"
+                raise NotFound(f"no node {request.name[:64]!r} waits to be approved", hint=f"nodes that wait: {names}")
+            if len(named) > 1:
+                tokens = ", ".join(one.token for one in named[:8])
+                raise InvalidValue(
+                    f"{len(named)} nodes named {request.name[:64]!r} wait to be approved",
+                    hint=f"name the token of the one: {tokens}; revoke the others: sgpu token revoke ID",
+                )
+            one = named[0]
+            node_tokens.bind(connection, one.token, one.node, by=who.name, at_ns=at_ns)
+            _record(connection, who, Action.NODE_APPROVE, one.node, one.token, at_ns)
+            return one
+
+        view = _view(self._database.write(work))
+        return msgspec.structs.replace(view, state=APPROVED, sentence="is approved, and joins within some seconds")
+
+    def invite(self, who: Caller, request: InviteRequest) -> InviteAnswer:
+        """Make a join token.
+
+        Raises:
+            InvalidValue: a number of uses or a duration that cannot be.
+            NotAllowed: the caller's token has scopes.
+        """
+        if who.scopes:
+            raise NotAllowed("a token with scopes cannot invite machines", hint="use one without scopes")
+        if not 1 <= request.uses <= USES_MAX:
+            raise InvalidValue(f"a join token is good for 1 to {USES_MAX} machines, not {request.uses}")
+        if not 0 < request.expires_s <= INVITED_S_MAX:  # also refuses what is no number
+            raise InvalidValue("a join token is good for 30 days at most")
+        if request.name and request.uses != 1:
+            raise InvalidValue(
+                "a join token for one name is good for one machine", hint="leave out the name, or the uses"
+            )
+        secret, now_ns = identity.new_secret(), self._clock.wall_ns()
+        label = f"invitation: {request.name or f'{request.uses} machines'}"[:LABEL_CHARACTERS_MAX]
+        expires_ns = now_ns + int(request.expires_s * _NS)
+
+        def work(connection: sa.Connection) -> str:
+            first_start.ensure_node_service(connection, now_ns=now_ns)
+            new = NewToken(principal=first_start.NODE, label=label, scopes=(Resource.JOINING,), expires_ns=expires_ns)
+            made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
+            node_tokens.invite(connection, Invitation(token=made.token.id, node=request.name, uses_left=request.uses))
+            detail: dict[str, object] = {"name": request.name, "uses": request.uses, "expires_ns": expires_ns}
+            audit.record(
+                connection, who=who, action=Action.NODE_INVITE, subject=made.token.id, now_ns=now_ns, detail=detail
+            )
+            return made.token.id
+
+        return InviteAnswer(id=self._database.write(work), token=secret, uses=request.uses, expires_ns=expires_ns)
+
+    def refuse_second_process(self, before: nodes.StoredNode, said: AgentHello) -> None:
+        """Refuse a second process of a home while the first is connected.
+
+        Raises:
+            NotAllowed: so it is.
+        """
+        presence, now_ns = self._presence, self._clock.boottime_ns()
+        connected = presence.is_there(before.id, now_ns=now_ns) and presence.is_streaming(before.id)
+        same_boot = before.boot_id == said.boot_id
+        if same_boot and node_identity.second_process(before.hello.process, said.process, connected=connected):
+            raise NotAllowed(
+                f"another process is connected as the node {said.name!r}",
+                hint="end that process; its successor is let in at once",
+            )
 
 
 def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: HelloDecision, *, at_ns: int) -> None:
@@ -86,106 +199,6 @@ def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: Hel
     node_tokens.rebind(connection, found, node)
     action = Action.NODE_MOVE if answer is HelloDecision.MOVED else Action.NODE_BIND
     _record(connection, who, action, node, who.token_id, at_ns)
-
-
-def note_refusal(services: Services, who: Caller, said: AgentHello, error: NotAllowed) -> None:
-    """Write into the audit that a node was refused, once for each that says the same."""
-    node = identity_of(said)
-    if not services.presence.is_new_refusal((who.token_id, node.name, node.machine, node.instance)):
-        return
-    at_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> None:
-        detail: dict[str, object] = {"name": node.name[:64], "machine": node.machine[:16], "why": error.message[:200]}
-        audit.record(connection, who=who, action=Action.NODE_REFUSE, subject=who.token_id, now_ns=at_ns, detail=detail)
-
-    services.database.write(work)
-
-
-def view_pending(services: Services) -> list[NodeView]:
-    """Return the nodes that wait for an administrator."""
-    now_ns = services.clock.wall_ns()
-    found = services.database.read(lambda connection: node_tokens.pending(connection, now_ns=now_ns))
-    return [_view(one) for one in found]
-
-
-def approve(services: Services, who: Caller, request: ApproveRequest) -> NodeView:
-    """Let in a node that waits.
-
-    Raises:
-        NotFound: none of that name waits.
-        InvalidValue: several do.
-    """
-    at_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> StoredBinding:
-        waiting = node_tokens.pending(connection, now_ns=at_ns)
-        named = [one for one in waiting if request.name in (one.node.name, one.token)]
-        if not named:
-            names = ", ".join(one.node.name for one in waiting[:8]) or "none"
-            raise NotFound(f"no node {request.name[:64]!r} waits to be approved", hint=f"nodes that wait: {names}")
-        if len(named) > 1:
-            tokens = ", ".join(one.token for one in named[:8])
-            raise InvalidValue(
-                f"{len(named)} nodes named {request.name[:64]!r} wait to be approved",
-                hint=f"name the token of the one: {tokens}; revoke the others: sgpu token revoke ID",
-            )
-        one = named[0]
-        node_tokens.bind(connection, one.token, one.node, by=who.name, at_ns=at_ns)
-        _record(connection, who, Action.NODE_APPROVE, one.node, one.token, at_ns)
-        return one
-
-    view = _view(services.database.write(work))
-    return msgspec.structs.replace(view, state=APPROVED, sentence="is approved, and joins within some seconds")
-
-
-def invite(services: Services, who: Caller, request: InviteRequest) -> InviteAnswer:
-    """Make a join token.
-
-    Raises:
-        InvalidValue: a number of uses or a duration that cannot be.
-        NotAllowed: the caller's token has scopes.
-    """
-    if who.scopes:
-        raise NotAllowed("a token with scopes cannot invite machines", hint="use one without scopes")
-    if not 1 <= request.uses <= USES_MAX:
-        raise InvalidValue(f"a join token is good for 1 to {USES_MAX} machines, not {request.uses}")
-    if not 0 < request.expires_s <= INVITED_S_MAX:  # also refuses what is no number
-        raise InvalidValue("a join token is good for 30 days at most")
-    if request.name and request.uses != 1:
-        raise InvalidValue("a join token for one name is good for one machine", hint="leave out the name, or the uses")
-    secret, now_ns = identity.new_secret(), services.clock.wall_ns()
-    label = f"invitation: {request.name or f'{request.uses} machines'}"[:LABEL_CHARACTERS_MAX]
-    expires_ns = now_ns + int(request.expires_s * _NS)
-
-    def work(connection: sa.Connection) -> str:
-        first_start.ensure_node_service(connection, now_ns=now_ns)
-        new = NewToken(principal=first_start.NODE, label=label, scopes=(Resource.JOINING,), expires_ns=expires_ns)
-        made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
-        node_tokens.invite(connection, Invitation(token=made.token.id, node=request.name, uses_left=request.uses))
-        detail: dict[str, object] = {"name": request.name, "uses": request.uses, "expires_ns": expires_ns}
-        audit.record(
-            connection, who=who, action=Action.NODE_INVITE, subject=made.token.id, now_ns=now_ns, detail=detail
-        )
-        return made.token.id
-
-    return InviteAnswer(id=services.database.write(work), token=secret, uses=request.uses, expires_ns=expires_ns)
-
-
-def refuse_second_process(services: Services, before: nodes.StoredNode, said: AgentHello) -> None:
-    """Refuse a second process of a home while the first is connected.
-
-    Raises:
-        NotAllowed: so it is.
-    """
-    presence, now_ns = services.presence, services.clock.boottime_ns()
-    connected = presence.is_there(before.id, now_ns=now_ns) and presence.is_streaming(before.id)
-    same_boot = before.boot_id == said.boot_id
-    if same_boot and node_identity.second_process(before.hello.process, said.process, connected=connected):
-        raise NotAllowed(
-            f"another process is connected as the node {said.name!r}",
-            hint="end that process; its successor is let in at once",
-        )
 
 
 def _record(connection: sa.Connection, who: Caller, action: Action, node: Identity, token: str, at_ns: int) -> None:

@@ -23,10 +23,12 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from serverless_gpu.ambient import format_utc
+from serverless_gpu.ambient import Clock, format_utc
 from serverless_gpu.server import notices
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.notices import Notice
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.version import __version__
 
 TIMEOUT_S = 5.0
@@ -41,14 +43,13 @@ _log = logging.getLogger(__name__)
 
 
 class Notifier:
-    """Posts notices.
+    """Posts notices."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, measures: Measures) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._measures = measures
         self._not_before_ns: dict[int, int] = {}
 
     def tick(self, now_ns: int) -> int | None:
@@ -57,34 +58,33 @@ class Notifier:
         Args:
             now_ns: boottime, nanoseconds.
         """
-        services = self._services
-        waiting = services.database.read(lambda connection: notices.open_ones(connection, limit=LOOKED_AT))
+        waiting = self._database.read(lambda connection: notices.open_ones(connection, limit=LOOKED_AT))
         pauses = {one.seq: self._not_before_ns.get(one.seq, 0) for one in waiting}
         self._not_before_ns = pauses
         one = next((one for one in waiting if pauses[one.seq] <= now_ns), None)
         if one is None:
             return min(pauses.values(), default=now_ns + round(IDLE_S * 1e9))
-        at_ns = services.clock.wall_ns()
+        at_ns = self._clock.wall_ns()
         is_old = one.tries >= TRIES_MAX or at_ns - one.at_ns > OLD_S * 1e9
-        if not services.settings.webhook or is_old:
+        if not self._settings.webhook or is_old:
             if is_old:
                 _log.error("notice %d (%s) is given up after %d tries", one.seq, one.kind, one.tries)
             self._done(one, at_ns)
             return now_ns
-        problem = _post(services.settings.webhook, one)
-        services.measures.notices.labels("failed" if problem else "sent").inc()
+        problem = _post(self._settings.webhook, one)
+        self._measures.notices.labels("failed" if problem else "sent").inc()
         if not problem:
             self._done(one, at_ns)
             return now_ns
-        host = urlsplit(services.settings.webhook).hostname
+        host = urlsplit(self._settings.webhook).hostname
         _log.warning("the webhook at %s did not take notice %d: %s", host, one.seq, problem)
-        services.database.write(lambda connection: notices.tried(connection, one.seq))
+        self._database.write(lambda connection: notices.tried(connection, one.seq))
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**one.tries)
-        pauses[one.seq] = services.clock.boottime_ns() + round(pause_s * 1e9)
+        pauses[one.seq] = self._clock.boottime_ns() + round(pause_s * 1e9)
         return now_ns
 
     def _done(self, one: Notice, at_ns: int) -> None:
-        self._services.database.write(lambda connection: notices.sent(connection, one.seq, at_ns=at_ns))
+        self._database.write(lambda connection: notices.sent(connection, one.seq, at_ns=at_ns))
 
 
 def _post(url: str, one: Notice) -> str:

@@ -6,86 +6,108 @@ from collections import Counter
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.lifecycle.run_lifecycle import Forgotten
 from serverless_gpu.server import audit, crews, floor, nodes, runs, transitions
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.floor import GONE, Floor
-from serverless_gpu.server.hub import SCHEDULER
+from serverless_gpu.server.hub import SCHEDULER, Hub
+from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.nodes import StoredNode
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.agents import NodeView, PoolView
 
 
-def view_nodes(services: Services) -> list[NodeView]:
-    """Return all nodes as people see them."""
-    there = services.database.read(lambda connection: floor.load(connection, services.leases))
-    return floor.view_nodes(there, services.presence, floor.now(services))
+class NodeService:
+    """Views nodes and pools, and gives up dead nodes."""
 
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        leases: Leases,
+        presence: Presence,
+        announcer: Announcer,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._leases = leases
+        self._presence = presence
+        self._announcer = announcer
 
-def view_pools(services: Services) -> list[PoolView]:
-    """Return all pools as people see them."""
+    def view_nodes(self) -> list[NodeView]:
+        """Return all nodes as people see them."""
+        there = self._database.read(lambda connection: floor.load(connection, self._leases))
+        return floor.view_nodes(there, self._presence, floor.now(self._settings, self._clock))
 
-    def work(connection: sa.Connection) -> tuple[Floor, Counter[str]]:
-        return floor.load(connection, services.leases), Counter(runs.queued_by_pool(connection))
+    def view_pools(self) -> list[PoolView]:
+        """Return all pools as people see them."""
 
-    there, queued = services.database.read(work)
-    return floor.view_pools(there, services.presence, floor.now(services), queued=queued)
+        def work(connection: sa.Connection) -> tuple[Floor, Counter[str]]:
+            return floor.load(connection, self._leases), Counter(runs.queued_by_pool(connection))
 
+        there, queued = self._database.read(work)
+        return floor.view_pools(there, self._presence, floor.now(self._settings, self._clock), queued=queued)
 
-def forget(services: Services, who: Caller, name: str, *, known_dead: bool) -> NodeView:
-    """Give up a node that an operator knows to be dead: its attempts are over at once.
+    def forget(self, who: Caller, name: str, *, known_dead: bool) -> NodeView:
+        """Give up a node that an operator knows to be dead: its attempts are over at once.
 
-    Args:
-        services: the server's.
-        who: asks.
-        name: of the node, or its identifier.
-        known_dead: whether they said so; without that nothing is done.
+        Args:
+            who: asks.
+            name: of the node, or its identifier.
+            known_dead: whether they said so; without that nothing is done.
 
-    Raises:
-        InvalidValue: it was not said that the node is dead.
-        NotFound: there is no such node.
-    """
-    if not known_dead:
-        raise InvalidValue(
-            f"node {name!r} is given up only when it is known to be dead: what still ran there would run twice",
-            hint="say i_know_it_is_dead once somebody has looked",
+        Raises:
+            InvalidValue: it was not said that the node is dead.
+            NotFound: there is no such node.
+        """
+        if not known_dead:
+            raise InvalidValue(
+                f"node {name!r} is given up only when it is known to be dead: what still ran there would run twice",
+                hint="say i_know_it_is_dead once somebody has looked",
+            )
+        at_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> tuple[StoredNode, list[Told]]:
+            node = find_node(connection, name)
+            note = Note(at_ns=at_ns, detail=f"{who.name} said that {node.name} is dead")
+            told = [
+                transitions.tell_crew(connection, run, crew.number, Forgotten(), note=note)
+                for crew in crews.open_on(connection, node.id)
+                if (run := runs.find(connection, crew.run_id)) is not None and run.fence == crew.fence
+            ]
+            nodes.forget(connection, node.id, at_ns=at_ns)
+            detail = {"name": node.name, "runs": [one.before.id for one in told]}
+            audit.record(connection, who=who, action=Action.NODE_FORGET, subject=node.id, now_ns=at_ns, detail=detail)
+            return node, told
+
+        node, told = self._database.write(work)
+        self._presence.forget(node.id)
+        for one in told:
+            self._announcer.announce(one)
+        self._hub.touch(SCHEDULER)
+        return NodeView(
+            id=node.id,
+            name=node.name,
+            state=GONE,
+            sentence=f"was given up: {who.name} said that it is dead",
+            pool=node.pool,
+            devices=node.hello.devices,
+            unavailable=node.hello.unavailable,
+            busy=0,
+            runs=(),
+            version=node.hello.version,
+            seen_ns=node.seen_ns,
         )
-    at_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> tuple[StoredNode, list[Told]]:
-        node = find_node(connection, name)
-        note = Note(at_ns=at_ns, detail=f"{who.name} said that {node.name} is dead")
-        told = [
-            transitions.tell_crew(connection, run, crew.number, Forgotten(), note=note)
-            for crew in crews.open_on(connection, node.id)
-            if (run := runs.find(connection, crew.run_id)) is not None and run.fence == crew.fence
-        ]
-        nodes.forget(connection, node.id, at_ns=at_ns)
-        detail = {"name": node.name, "runs": [one.before.id for one in told]}
-        audit.record(connection, who=who, action=Action.NODE_FORGET, subject=node.id, now_ns=at_ns, detail=detail)
-        return node, told
-
-    node, told = services.database.write(work)
-    services.presence.forget(node.id)
-    for one in told:
-        one.announce(services)
-    services.hub.touch(SCHEDULER)
-    return NodeView(
-        id=node.id,
-        name=node.name,
-        state=GONE,
-        sentence=f"was given up: {who.name} said that it is dead",
-        pool=node.pool,
-        devices=node.hello.devices,
-        unavailable=node.hello.unavailable,
-        busy=0,
-        runs=(),
-        version=node.hello.version,
-        seen_ns=node.seen_ns,
-    )
 
 
 def find_node(connection: sa.Connection, name: str) -> StoredNode:

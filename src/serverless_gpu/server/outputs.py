@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from serverless_gpu.model.spec import BlobReference
+from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.files import StoredFile
-from serverless_gpu.server.services import Services
 
 
-def source(services: Services, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:
+def source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:
     """Return a function that yields so many bytes of a file from one on; it blocks.
 
     Args:
-        services: the server's.
         file: as it is stored.
     """
     inline = file.inline
     if inline is not None:
         return lambda start, length: iter([inline[start : start + length]])
     blob = BlobReference(size=file.size, parts=file.parts)
-    return lambda start, length: services.blobs.read(blob, start, length)
+    return lambda start, length: blobs.read(blob, start, length)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
 from serverless_gpu.model.access.roles import ROLES, AccessReach, reach
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
 from serverless_gpu.server import audit, stopping
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.tables import principals, runs
-from serverless_gpu.server.transitions import Told
+from serverless_gpu.server.transitions import Announcer, Told
 from serverless_gpu.wire.principals import OnDisabled, PrincipalView
 
 AT_ONCE = 200
@@ -80,28 +81,37 @@ def decide(
     return policy or ""
 
 
-def stop_some(services: Services) -> int:
-    """Ask some runs to stop whose owners were shut out, where that was decided; return how many were found."""
-    found = services.database.read(_to_stop)
-    for run_id, owner in found:
-        told = _stop(services, run_id, owner)
-        if told is not None:
-            told.announce(services)
-    return len(found)
+class OwnerSuspension:
+    """Stops runs of owners who may start no runs any more."""
 
+    def __init__(self, *, clock: Clock, database: Transactions, announcer: Announcer) -> None:
+        self._clock = clock
+        self._database = database
+        self._announcer = announcer
 
-def _stop(services: Services, run_id: str, owner: str) -> Told | None:
-    at_ns, because = services.clock.wall_ns(), f"{owner} may start no runs any more"
+    def stop_some(self) -> int:
+        """Ask some runs to stop whose owners were shut out, where that was decided; return how many were found."""
+        found = self._database.read(_to_stop)
+        for run_id, owner in found:
+            told = self._stop(run_id, owner)
+            if told is not None:
+                self._announcer.announce(told)
+        return len(found)
 
-    def work(connection: sa.Connection) -> Told | None:
-        if owner not in shut_out(connection, owner):
-            return None  # let in again meanwhile
-        return stopping.ask(connection, run_id, who=audit.SERVER, why=StopReason.CANCEL, at_ns=at_ns, because=because)
+    def _stop(self, run_id: str, owner: str) -> Told | None:
+        at_ns, because = self._clock.wall_ns(), f"{owner} may start no runs any more"
 
-    try:
-        return services.database.write(work)
-    except (AlreadyFinished, StaleAttempt):
-        return None
+        def work(connection: sa.Connection) -> Told | None:
+            if owner not in shut_out(connection, owner):
+                return None  # let in again meanwhile
+            return stopping.ask(
+                connection, run_id, who=audit.SERVER, why=StopReason.CANCEL, at_ns=at_ns, because=because
+            )
+
+        try:
+            return self._database.write(work)
+        except (AlreadyFinished, StaleAttempt):
+            return None
 
 
 def _to_stop(connection: sa.Connection) -> list[tuple[str, str]]:

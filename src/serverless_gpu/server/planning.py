@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import (
     Arrived,
@@ -45,25 +46,40 @@ from serverless_gpu.model.scheduling.values import (
     RunningRun,
 )
 from serverless_gpu.server import floor, runs
-from serverless_gpu.server.hub import run_key
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import Hub, run_key
+from serverless_gpu.server.liveness import Presence
 from serverless_gpu.server.roster import Reading, Roster
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.settings import Settings
 
 OFF_S = 1.0
 V = TypeVar("V")
 
 
 class Planning:
-    """A planner that knows what the server knows. For one thread; others ask `services.sentences`.
+    """A planner that knows what the server knows. For one thread; others ask `Sentences`."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._roster, self._offers = Roster(services), floor.Offers()
-        self._base_ns = services.clock.wall_ns() - services.clock.boottime_ns()
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        presence: Presence,
+        sentences: Sentences,
+        roster: Roster,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._presence = presence
+        self._sentences = sentences
+        self._roster = roster
+        self._offers = floor.Offers()
+        self._base_ns = clock.wall_ns() - clock.boottime_ns()
         self.forget()
 
     def forget(self) -> None:
@@ -77,11 +93,11 @@ class Planning:
         self._unseen: set[str] = set()  # of those: placed by a decision, and not found in the database yet
         self._underway: dict[str, Placement] = {}  # of those: nobody has tried to write it down
         self._promised: dict[str, Reservation] = {}  # as the database has them
-        self._services.sentences.close()
+        self._sentences.close()
 
     def now(self) -> int:
         """Return what time it is for the planner, nanoseconds since 1970 as far as it is known."""
-        return self._services.clock.boottime_ns() + self._base_ns
+        return self._clock.boottime_ns() + self._base_ns
 
     def underway(self) -> list[Placement]:
         """Return the placements that were decided and are to be written down, in the order of the queue."""
@@ -97,7 +113,7 @@ class Planning:
         self._set_clock()
         now_ns, afresh = self.now(), self._planner is None
         underway = {run_id: sum(share.count for share in one.shares) for run_id, one in self._underway.items()}
-        return self._services.database.read(
+        return self._database.read(
             lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=afresh, underway=underway)
         )
 
@@ -107,9 +123,8 @@ class Planning:
         Args:
             reading: what there is.
         """
-        services = self._services
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
-        offered = self._offers.of(reading.floor, services.presence, floor.now(services))
+        offered = self._offers.of(reading.floor, self._presence, floor.now(self._settings, self._clock))
         nodes = {node.id: node for node in offered}
         pools = {pool.name: pool.planned for pool in reading.floor.pools}
         changes: list[Change] = []
@@ -129,21 +144,21 @@ class Planning:
         changes += about_runs
         changes += [Promised(one) for one in reading.promised]
         self._promised |= {one.run_id: one for one in reading.promised}
-        with services.sentences.changing(planner, self.now):
+        with self._sentences.changing(planner, self.now):
             planner.apply(changes)
-            services.sentences.forget(_about(change) for change in about_runs)
+            self._sentences.forget(_about(change) for change in about_runs)
         for change in about_runs if not is_new else ():
             if isinstance(change, Arrived):
-                services.hub.touch(run_key(change.wanted.run_id))
+                self._hub.touch(run_key(change.wanted.run_id))
 
     def decide(self) -> Decision:
         """Return what is to be done now; it counts as done."""
         planner = self._planner
         assert planner is not None
         now_ns = self.now()
-        with self._services.sentences.changing(planner, self.now):
+        with self._sentences.changing(planner, self.now):
             decision = planner.decide(now_ns)
-            self._services.sentences.forget(placement.run_id for placement in decision.placements)
+            self._sentences.forget(placement.run_id for placement in decision.placements)
         for placement in decision.placements:
             wanted = self._waiting.pop(placement.run_id)
             self._running[placement.run_id] = RunningRun(wanted=wanted, shares=placement.shares, since_ns=now_ns)
@@ -162,7 +177,7 @@ class Planning:
         gone = {run_id: None for run_id in self._promised.keys() - promises.keys()}
         news = gone | {run_id: one for run_id, one in promises.items() if self._promised.get(run_id) != one}
         if news:
-            self._services.database.write(lambda connection: runs.promise(connection, news))
+            self._database.write(lambda connection: runs.promise(connection, news))
         self._promised = promises
 
     def _runs(self, reading: Reading) -> Iterator[Gone | DevicesTaken | Arrived]:
@@ -185,7 +200,7 @@ class Planning:
         self._unseen.intersection_update(running)
 
     def _set_clock(self) -> None:
-        clock = self._services.clock
+        clock = self._clock
         base_ns = clock.wall_ns() - clock.boottime_ns()
         off_ns = base_ns - self._base_ns
         if abs(off_ns) > OFF_S * 1e9:

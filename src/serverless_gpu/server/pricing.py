@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.billing.pricing import CORE, MEMORY, MICROS_MAX, Price, check_book, is_in_force, of_dbus
 from serverless_gpu.model.hardware import FAMILIES, canonical, is_listed
 from serverless_gpu.server import attempts, audit, charges, dividing, nodes, prices
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.prices import StoredPrice
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.units import MICROS_PER_UNIT
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.prices import PriceList, PriceRequest, PriceSet, PriceView
@@ -29,112 +31,118 @@ PRICES_MAX = 5_000
 """Rows of the book, those that ended among them."""
 
 
-def view_prices(services: Services, *, past: bool = False) -> PriceList:
-    """Return the price book.
+class PriceService:
+    """Lists, sets and ends prices."""
 
-    Args:
-        services: the server's.
-        past: whether prices that have ended are to be there, too.
-    """
-    at_ns = services.clock.wall_ns()
-    found = services.database.read(lambda connection: prices.every(connection, from_ns=0 if past else at_ns))
-    return PriceList(prices=_views(found, at_ns), currency=services.settings.currency)
+    def __init__(self, *, settings: Settings, clock: Clock, database: Transactions) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
 
+    def view(self, *, past: bool = False) -> PriceList:
+        """Return the price book.
 
-def set_price(services: Services, who: Caller, resource: str, asked: PriceRequest) -> PriceSet:
-    """Set a price from a time on; attempts that were placed before keep theirs.
+        Args:
+            past: whether prices that have ended are to be there, too.
+        """
+        at_ns = self._clock.wall_ns()
+        found = self._database.read(lambda connection: prices.every(connection, from_ns=0 if past else at_ns))
+        return PriceList(prices=_views(found, at_ns), currency=self._settings.currency)
 
-    Args:
-        services: the server's.
-        who: asks.
-        resource: a GPU type in any spelling, "core" or "memory".
-        asked: how much, where, and since when.
+    def set(self, who: Caller, resource: str, asked: PriceRequest) -> PriceSet:
+        """Set a price from a time on; attempts that were placed before keep theirs.
 
-    Raises:
-        InvalidValue: the name, the amounts or the pool are not possible, or it would be in force in a past in which
-            something was placed that could have paid it, or there are too many prices.
-    """
-    at_ns = services.clock.wall_ns()
-    name = _name(resource)
-    micros, dbu_micros = _amount(name, asked)
-    from_ns = at_ns if asked.from_ns is None else asked.from_ns
+        Args:
+            who: asks.
+            resource: a GPU type in any spelling, "core" or "memory".
+            asked: how much, where, and since when.
 
-    def work(connection: sa.Connection) -> PriceSet:
-        if asked.pool:
-            dividing.find_pool(connection, asked.pool)
-        _refuse_past(connection, name, from_ns, at_ns)
-        own = prices.of(connection, name, asked.pool)
-        replaced = [one for one in own if one.price.from_ns == from_ns]
-        ended = [one for one in own if _is_before(one, from_ns)]
-        later = min((one.price.from_ns for one in own if one.price.from_ns > from_ns), default=None)
-        price = Price(
-            resource=name,
-            pool=asked.pool,
-            micros_per_hour=micros,
-            dbu_micros_per_hour=dbu_micros,
-            from_ns=from_ns,
-            until_ns=later,
-        )
-        _take_back(connection, replaced)
-        if prices.count(connection) >= PRICES_MAX:
-            raise InvalidValue(f"the price book has {PRICES_MAX} rows, and takes no more")
-        _end(connection, ended, from_ns)
-        prices.insert(connection, price, at_ns=at_ns)
-        check_book([one.price for one in prices.of(connection, name, asked.pool)])
-        detail = {"micros_per_hour": micros, "dbu_micros_per_hour": dbu_micros, "pool": asked.pool, "from_ns": from_ns}
-        audit.record(connection, who=who, action=Action.PRICE_SET, subject=name, now_ns=at_ns, detail=detail)
-        return PriceSet(
-            price=_view(StoredPrice(price=price, set_ns=at_ns), at_ns),
-            ended=_views(ended, at_ns),
-            withdrawn=_views(replaced, at_ns),
-            is_known=_is_known(connection, name),
-            currency=services.settings.currency,
-        )
+        Raises:
+            InvalidValue: the name, the amounts or the pool are not possible, or it would be in force in a past in which
+                something was placed that could have paid it, or there are too many prices.
+        """
+        at_ns = self._clock.wall_ns()
+        name = _name(resource)
+        micros, dbu_micros = _amount(name, asked)
+        from_ns = at_ns if asked.from_ns is None else asked.from_ns
 
-    return services.database.write(work)
+        def work(connection: sa.Connection) -> PriceSet:
+            if asked.pool:
+                dividing.find_pool(connection, asked.pool)
+            _refuse_past(connection, name, from_ns, at_ns)
+            own = prices.of(connection, name, asked.pool)
+            replaced = [one for one in own if one.price.from_ns == from_ns]
+            ended = [one for one in own if _is_before(one, from_ns)]
+            later = min((one.price.from_ns for one in own if one.price.from_ns > from_ns), default=None)
+            price = Price(
+                resource=name,
+                pool=asked.pool,
+                micros_per_hour=micros,
+                dbu_micros_per_hour=dbu_micros,
+                from_ns=from_ns,
+                until_ns=later,
+            )
+            _take_back(connection, replaced)
+            if prices.count(connection) >= PRICES_MAX:
+                raise InvalidValue(f"the price book has {PRICES_MAX} rows, and takes no more")
+            _end(connection, ended, from_ns)
+            prices.insert(connection, price, at_ns=at_ns)
+            check_book([one.price for one in prices.of(connection, name, asked.pool)])
+            detail = {
+                "micros_per_hour": micros,
+                "dbu_micros_per_hour": dbu_micros,
+                "pool": asked.pool,
+                "from_ns": from_ns,
+            }
+            audit.record(connection, who=who, action=Action.PRICE_SET, subject=name, now_ns=at_ns, detail=detail)
+            return PriceSet(
+                price=_view(StoredPrice(price=price, set_ns=at_ns), at_ns),
+                ended=_views(ended, at_ns),
+                withdrawn=_views(replaced, at_ns),
+                is_known=_is_known(connection, name),
+                currency=self._settings.currency,
+            )
 
+        return self._database.write(work)
 
-def end_price(
-    services: Services, who: Caller, resource: str, *, pool: str = "", until_ns: int | None = None
-) -> PriceSet:
-    """End a price: from then on, attempts that are placed pay that of every pool, or are unpriced.
+    def end(self, who: Caller, resource: str, *, pool: str = "", until_ns: int | None = None) -> PriceSet:
+        """End a price: from then on, attempts that are placed pay that of every pool, or are unpriced.
 
-    Args:
-        services: the server's.
-        who: asks.
-        resource: as in `set_price`.
-        pool: whose price; "" for that of every pool.
-        until_ns: when; None for now.
+        Args:
+            who: asks.
+            resource: as in `set_price`.
+            pool: whose price; "" for that of every pool.
+            until_ns: when; None for now.
 
-    Raises:
-        InvalidValue: something was placed since then that has paid it.
-        NotFound: nothing of that name has a price there, then or later.
-    """
-    at_ns = services.clock.wall_ns()
-    name = _name(resource)
-    when_ns = at_ns if until_ns is None else until_ns
+        Raises:
+            InvalidValue: something was placed since then that has paid it.
+            NotFound: nothing of that name has a price there, then or later.
+        """
+        at_ns = self._clock.wall_ns()
+        name = _name(resource)
+        when_ns = at_ns if until_ns is None else until_ns
 
-    def work(connection: sa.Connection) -> PriceSet:
-        _refuse_past(connection, name, when_ns, at_ns)
-        own = prices.of(connection, name, pool)
-        ended = [one for one in own if _is_before(one, when_ns)]
-        withdrawn = [one for one in own if one.price.from_ns >= when_ns]
-        if not ended and not withdrawn:
-            where = f" in pool {pool!r}" if pool else ""
-            raise NotFound(f"{name[:64]!r} has no price{where}", hint="sgpu price list has those there are")
-        _take_back(connection, withdrawn)
-        _end(connection, ended, when_ns)
-        detail = {"pool": pool, "until_ns": when_ns, "withdrawn": len(withdrawn)}
-        audit.record(connection, who=who, action=Action.PRICE_END, subject=name, now_ns=at_ns, detail=detail)
-        return PriceSet(
-            price=None,
-            ended=_views(ended, at_ns),
-            withdrawn=_views(withdrawn, at_ns),
-            is_known=True,
-            currency=services.settings.currency,
-        )
+        def work(connection: sa.Connection) -> PriceSet:
+            _refuse_past(connection, name, when_ns, at_ns)
+            own = prices.of(connection, name, pool)
+            ended = [one for one in own if _is_before(one, when_ns)]
+            withdrawn = [one for one in own if one.price.from_ns >= when_ns]
+            if not ended and not withdrawn:
+                where = f" in pool {pool!r}" if pool else ""
+                raise NotFound(f"{name[:64]!r} has no price{where}", hint="sgpu price list has those there are")
+            _take_back(connection, withdrawn)
+            _end(connection, ended, when_ns)
+            detail = {"pool": pool, "until_ns": when_ns, "withdrawn": len(withdrawn)}
+            audit.record(connection, who=who, action=Action.PRICE_END, subject=name, now_ns=at_ns, detail=detail)
+            return PriceSet(
+                price=None,
+                ended=_views(ended, at_ns),
+                withdrawn=_views(withdrawn, at_ns),
+                is_known=True,
+                currency=self._settings.currency,
+            )
 
-    return services.database.write(work)
+        return self._database.write(work)
 
 
 def _name(resource: str) -> str:

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation, TeamUse, WaitReason
 from serverless_gpu.server import runs, shares, views
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.sentences import Told
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.sentences import Sentences, Told
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.shares import Kind, StoredShare
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
 from serverless_gpu.wire.waits import wait_view
@@ -27,57 +29,64 @@ from serverless_gpu.wire.waits import wait_view
 _NOT_IN_LINE = (WaitReason.ISOLATION.value, WaitReason.UNSATISFIABLE.value)
 
 
-def view_queue(services: Services, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
-    """Return those that wait, in the order in which they are looked at.
+class QueueViews:
+    """Lists the queue and its shares."""
 
-    Args:
-        services: the server's.
-        who: asks.
-        reach: how far they may see.
-        limit: how many entries, at most.
-        mine: only their own.
-    """
-    order = () if mine else services.sentences.order(limit)
-    owner = who.name if mine else None
+    def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, sentences: Sentences) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._sentences = sentences
 
-    def work(connection: sa.Connection) -> tuple[list[str], dict[str, StoredRun], int]:
-        # Those that the scheduler has not looked at yet come last.
-        ids = list(dict.fromkeys([*order, *runs.waiting(connection, limit=limit, owner=owner)]))[:limit]
-        found = {run.id: run for run in runs.find_many(connection, ids)}
-        return ids, found, sum(runs.queued_by_pool(connection).values())
+    def view(self, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
+        """Return those that wait, in the order in which they are looked at.
 
-    ids, found, waiting = services.database.read(work)
-    now_ns = services.clock.wall_ns()
-    # A time that has come and gone is not when it starts: as in sentences.
-    reserved = {
-        each.run_id: each for each in services.sentences.reservations() if each.at_ns is None or each.at_ns > now_ns
-    }
-    there = [found[run_id] for run_id in ids if run_id in found and found[run_id].state is State.QUEUED]
-    entries = [
-        _entry(
-            run,
-            reserved.get(run.id),
-            services.sentences.glance(run.id) if views.in_reach(run, who=who, reach=reach) else None,
-        )
-        for run in there
-    ]
-    # Only the look at each entry finds those that no node may serve now. They delay no other run, so they come last.
-    entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason in _NOT_IN_LINE)
-    return QueueView(entries=tuple(entries), waiting=waiting)
+        Args:
+            who: asks.
+            reach: how far they may see.
+            limit: how many entries, at most.
+            mine: only their own.
+        """
+        order = () if mine else self._sentences.order(limit)
+        owner = who.name if mine else None
 
+        def work(connection: sa.Connection) -> tuple[list[str], dict[str, StoredRun], int]:
+            # Those that the scheduler has not looked at yet come last.
+            ids = list(dict.fromkeys([*order, *runs.waiting(connection, limit=limit, owner=owner)]))[:limit]
+            found = {run.id: run for run in runs.find_many(connection, ids)}
+            return ids, found, sum(runs.queued_by_pool(connection).values())
 
-def view_shares(services: Services, who: Caller, reach: str) -> ShareList:
-    """Return shares and use: of everybody, or of one's teams and one's own.
+        ids, found, waiting = self._database.read(work)
+        now_ns = self._clock.wall_ns()
+        # A time that has come and gone is not when it starts: as in sentences.
+        reserved = {
+            each.run_id: each for each in self._sentences.reservations() if each.at_ns is None or each.at_ns > now_ns
+        }
+        there = [found[run_id] for run_id in ids if run_id in found and found[run_id].state is State.QUEUED]
+        entries = [
+            _entry(
+                run,
+                reserved.get(run.id),
+                self._sentences.glance(run.id) if views.in_reach(run, who=who, reach=reach) else None,
+            )
+            for run in there
+        ]
+        # Only the look at each entry finds those that no node may serve now. They delay no other run, so they come
+        # last.
+        entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason in _NOT_IN_LINE)
+        return QueueView(entries=tuple(entries), waiting=waiting)
 
-    Args:
-        services: the server's.
-        who: asks.
-        reach: how far they may see.
-    """
-    found = share_views(services.database.read(shares.every), services.sentences.usage())
-    mine = {("team", team) for team in who.teams} | {("user", who.name)}
-    seen = [each for each in found if reach == AccessReach.ALL or (each.kind, each.name) in mine]
-    return ShareList(shares=tuple(seen), half_life_s=services.settings.queue.half_life_s)
+    def view_shares(self, who: Caller, reach: str) -> ShareList:
+        """Return shares and use: of everybody, or of one's teams and one's own.
+
+        Args:
+            who: asks.
+            reach: how far they may see.
+        """
+        found = share_views(self._database.read(shares.every), self._sentences.usage())
+        mine = {("team", team) for team in who.teams} | {("user", who.name)}
+        seen = [each for each in found if reach == AccessReach.ALL or (each.kind, each.name) in mine]
+        return ShareList(shares=tuple(seen), half_life_s=self._settings.queue.half_life_s)
 
 
 def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> list[ShareView]:

@@ -27,17 +27,25 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import Event, GivenUp, IllegalRunTransition, Silent
-from serverless_gpu.server import active_runs, crews, folding_again, leaving, meetings, nodes, owners, runs, transitions
+from serverless_gpu.server import active_runs, crews, nodes, runs, transitions
 from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.crews import CrewId, StoredCrew
-from serverless_gpu.server.hub import SCHEDULER, run_key
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.folding_again import GangReconciler
+from serverless_gpu.server.gang_progress import GangProgress
+from serverless_gpu.server.hub import SCHEDULER, Hub, run_key
+from serverless_gpu.server.leaving import Evacuation
+from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence
+from serverless_gpu.server.meetings import RendezvousService
+from serverless_gpu.server.owners import OwnerSuspension
 from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.transitions import Announcer, Note, Told
 
 EVERY_S = 2.0
 SELDOM_S = 60.0
@@ -48,14 +56,44 @@ class Reconciler:
     """Looks after what goes on.
 
     Args:
-        services: the server's.
         scheduler: takes back what can be.
         engine: whose events are heard.
     """
 
-    def __init__(self, services: Services, *, scheduler: Scheduler, engine: Engine | None = None) -> None:
-        self._services, self._scheduler, self._engine = services, scheduler, engine
-        settings = services.settings
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        leases: Leases,
+        looks: Looks,
+        presence: Presence,
+        deliveries: Deliveries,
+        gang_progress: GangProgress,
+        announcer: Announcer,
+        evacuation: Evacuation,
+        gang_reconciler: GangReconciler,
+        owner_suspension: OwnerSuspension,
+        rendezvous: RendezvousService,
+        scheduler: Scheduler,
+        engine: Engine | None = None,
+    ) -> None:
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._leases = leases
+        self._looks = looks
+        self._presence = presence
+        self._deliveries = deliveries
+        self._gang_progress = gang_progress
+        self._announcer = announcer
+        self._evacuation = evacuation
+        self._gang_reconciler = gang_reconciler
+        self._owner_suspension = owner_suspension
+        self._rendezvous = rendezvous
+        self._scheduler, self._engine = scheduler, engine
         self._soft_s = settings.soft_expiry_s
         self._grace_s, self._margin_s = settings.partition_grace_s, settings.partition_margin_s
         self._settled_ns: int | None = None
@@ -71,42 +109,41 @@ class Reconciler:
             When to look again.
         """
         self._hear_engine()
-        services = self._services
         # Asked before the database: what is reserved has its intent there, so what is not there is over.
         reserved = self._engine.recover() if self._engine is not None else ()
-        known = services.deliveries.known()
-        active = services.database.read(active_runs.active_briefly)
+        known = self._deliveries.known()
+        active = self._database.read(active_runs.active_briefly)
         gangs = {(run.id, run.fence) for run in active}
         there = {crew.id for run in active for crew in run.crews}
-        services.leases.keep(there)
-        services.looks.keep(there)
-        services.gang_progress.keep(gangs)
-        services.deliveries.forget(known - gangs)
+        self._leases.keep(there)
+        self._looks.keep(there)
+        self._gang_progress.keep(gangs)
+        self._deliveries.forget(known - gangs)
         held_back = {run.id for run in active if self._is_held_back(run)}
         for run in active:
             for crew in run.crews:
-                if run.id in held_back and services.presence.is_there(crew.node_id, now_ns=now_ns):
-                    services.leases.renew(crew.id, now_ns=now_ns)
+                if run.id in held_back and self._presence.is_there(crew.node_id, now_ns=now_ns):
+                    self._leases.renew(crew.id, now_ns=now_ns)
                 self._look(run, crew, now_ns)
-        folding_again.look(services, [run.id for run in active if run.num_nodes > 1])
-        meetings.look(services, [run for run in active if run.id not in held_back], now_ns)
-        owners.stop_some(services)
-        leaving.look(services)
+        self._gang_reconciler.reconcile([run.id for run in active if run.num_nodes > 1])
+        self._rendezvous.look([run for run in active if run.id not in held_back], now_ns)
+        self._owner_suspension.stop_some()
+        self._evacuation.look()
         self._release(reserved, gangs)
         if self._settled_ns is None or now_ns - self._settled_ns >= SELDOM_S * 1e9:
             self._settled_ns = now_ns
             self._settle(now_ns)
-            folding_again.look(services)
+            self._gang_reconciler.reconcile()
         return now_ns + round(EVERY_S * 1e9)
 
     def _is_held_back(self, run: Active) -> bool:
         """Return whether a gang is nowhere yet, since the engine has not reserved it."""
-        deliveries = self._services.deliveries
+        deliveries = self._deliveries
         nodes_of_it = [crew.node for crew in run.crews]
         return deliveries.never_left(run.id, run.fence) and deliveries.is_held_back(run.id, run.fence, nodes_of_it)
 
     def _look(self, run: Active, crew: ActiveCrew, now_ns: int) -> None:
-        heard_ns = self._services.leases.last_ns(crew.id, now_ns=now_ns)
+        heard_ns = self._leases.last_ns(crew.id, now_ns=now_ns)
         silent_s = (now_ns - heard_ns) / 1e9
         if silent_s > crew.grace_s + self._margin_s:
             detail = f"nothing was heard of it for {silent_s:.0f} s"
@@ -115,18 +152,16 @@ class Reconciler:
             self._tell(crew, Silent(), heard_ns=heard_ns)
 
     def _take_back(self, run: Active, crew: ActiveCrew, now_ns: int) -> bool:
-        services = self._services
-        if services.presence.is_there(crew.node_id, now_ns=now_ns):
+        if self._presence.is_there(crew.node_id, now_ns=now_ns):
             # Taken back, and that could not be written down then: it never leaves.
-            return services.deliveries.is_taken_back(run.id, run.fence) and self._scheduler.give_back(
+            return self._deliveries.is_taken_back(run.id, run.fence) and self._scheduler.give_back(
                 run.id, run.fence, f"its order to {crew.node} was taken back"
             )
         return self._scheduler.give_back(run.id, run.fence, f"{crew.node} went away before it was told")
 
     def _tell(self, crew: ActiveCrew, event: Event, *, heard_ns: int, detail: str = "") -> None:
         """Tell a run that a crew of it is silent, unless that was heard of meanwhile: who reports was answered."""
-        services = self._services
-        note = Note(at_ns=services.clock.wall_ns(), detail=detail)
+        note = Note(at_ns=self._clock.wall_ns(), detail=detail)
         run_id, fence, number = crew.id
 
         def work(connection: sa.Connection) -> Told | None:
@@ -136,34 +171,34 @@ class Reconciler:
             now = found.attempt.crews[number]
             if now.state is not crew.state or now.ended_ns is not None:
                 return None
-            if services.leases.last_ns(crew.id, now_ns=heard_ns) != heard_ns:
+            if self._leases.last_ns(crew.id, now_ns=heard_ns) != heard_ns:
                 return None
             return transitions.tell_crew(connection, found, number, event, note=note)
 
         try:
-            told = services.database.write(work)
+            told = self._database.write(work)
         except (StaleAttempt, IllegalRunTransition) as error:
             _log.info("nothing was done about run %s: %s", run_id, error)
             return
         if told is not None:
-            told.announce(services)
+            self._announcer.announce(told)
 
     def _settle(self, now_ns: int) -> None:
         """Settle crews whose receipt would have come long ago, as this process saw them wait, by its boottime."""
-        ended = {one.id: one for one in self._services.database.read(crews.unsettled)}
+        ended = {one.id: one for one in self._database.read(crews.unsettled)}
         self._unsettled = {crew: self._unsettled.get(crew, now_ns) for crew in ended}
         for crew, one in ended.items():
             if now_ns - self._unsettled[crew] > (self._grace_s + self._margin_s) * 1e9:
                 self._settle_without(one)
 
     def _settle_without(self, crew: StoredCrew) -> None:
-        at_ns = self._services.clock.wall_ns()
+        at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> bool:
             return transitions.settle(connection, crew.id, receipt=None, at_ns=at_ns)
 
-        self._services.database.write(work)
-        self._services.hub.touch(run_key(crew.run_id))
+        self._database.write(work)
+        self._hub.touch(run_key(crew.run_id))
 
     def _hear_engine(self) -> None:
         """Note which nodes the engine counts on; a node is what has joined under the engine's name for it."""
@@ -172,15 +207,14 @@ class Reconciler:
         heard = self._engine.events()
         if not heard:
             return
-        services = self._services
-        joined = {node.name: node for node in services.database.read(nodes.every)}
+        joined = {node.name: node for node in self._database.read(nodes.every)}
         for event in heard:
             node = joined.get(event.node if isinstance(event, NodeLost) else event.node.name)
             if node is not None and isinstance(event, NodeLost):
-                services.presence.lose(node.id, event.sentence)
+                self._presence.lose(node.id, event.sentence)
             elif node is not None:
-                services.presence.find(node.id)
-        services.hub.touch(SCHEDULER)
+                self._presence.find(node.id)
+        self._hub.touch(SCHEDULER)
 
     def _release(self, reserved: Sequence[str], gangs: set[tuple[str, int]]) -> None:
         """Give back what the engine has reserved for gangs that are over."""

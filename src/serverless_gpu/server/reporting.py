@@ -38,6 +38,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound, ServerStorageFull, ServerUnavailable, TooLarge
 from serverless_gpu.model.gangs.crew import numbered
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
@@ -46,7 +47,6 @@ from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, Heard, Stopping, UserCodeStarted
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import (
-    attempt_tokens,
     attempts,
     audit,
     crews,
@@ -60,17 +60,23 @@ from serverless_gpu.server import (
     stillness,
     transitions,
 )
+from serverless_gpu.server.attempt_tokens import AttemptTokens
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.audit import Action
-from serverless_gpu.server.blobs import check_reference
+from serverless_gpu.server.blobs import Blobs, check_reference
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.crews import CrewId, StoredCrew
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.files import StoredFile
-from serverless_gpu.server.hub import LEDGER, SCHEDULER, run_key
-from serverless_gpu.server.logs import STREAMS
+from serverless_gpu.server.hub import LEDGER, SCHEDULER, Hub, run_key
+from serverless_gpu.server.liveness import Leases, Looks, Presence
+from serverless_gpu.server.logs import STREAMS, Logs
+from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.meetings import RendezvousService
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.stillness import GangHangs
+from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
@@ -113,122 +119,266 @@ class _Applied(msgspec.Struct, frozen=True, kw_only=True):
     files: bool = False
 
 
-def report(services: Services, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
-    """Apply a report; everything of it is durable when this returns.
+class ReportService:
+    """Applies reports of nodes about their attempts."""
 
-    Args:
-        services: the server's.
-        who: the crew, whose token the gate has checked.
-        run_id: the run.
-        fence: number of the attempt.
-        said: what is new.
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        logs: Logs,
+        blobs: Blobs,
+        leases: Leases,
+        looks: Looks,
+        presence: Presence,
+        measures: Measures,
+        announcer: Announcer,
+        attempt_tokens: AttemptTokens,
+        gang_hangs: GangHangs,
+        rendezvous: RendezvousService,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._logs = logs
+        self._blobs = blobs
+        self._leases = leases
+        self._looks = looks
+        self._presence = presence
+        self._measures = measures
+        self._announcer = announcer
+        self._attempt_tokens = attempt_tokens
+        self._gang_hangs = gang_hangs
+        self._rendezvous = rendezvous
 
-    Raises:
-        InvalidValue: something of it cannot be; nothing was applied.
-        NotFound: a file is a blob whose parts were not sent; nothing was applied.
-        TooLarge: it is over a limit.
-    """
-    arrived_ns = services.clock.boottime_ns()
-    said = report_words.with_billed_loss(said)
-    crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
-    found = services.database.read(lambda connection: _find(connection, crew))
-    if found is None:
-        return _answer(services, stale=True)
-    # What it was asked for may be newer than what was read; what is new after this asks again.
-    was_asked = services.looks.done(found.crew.node_id, crew)
-    _check(services, found, said)
-    was_silent = False
-    if found.crew.ended_ns is None:
-        heard_ns = services.leases.renew(crew, now_ns=arrived_ns)
-        was_silent = heard_ns is None or arrived_ns - heard_ns > services.settings.soft_expiry_s * 1e9
-        _grant(services, found.crew)
-    offsets = _append(services, found.attempt, said.logs)
-    if said.logs:
-        faults.reach("after_logs_before_state")
-    if said.ending is not None and not found.crew.given_up:
-        _close_logs(services, found.crew, said, offsets)
-    is_freed = said.freed and found.is_current and services.leases.free(crew)
-    applied = _Applied()
-    # After a silence it may be given up at this moment: then a transaction decides which of the two came first.
-    is_news = was_silent or _is_news(services, found, said)
-    if is_news:
-        if said.ending is not None:
-            faults.reach("after_upload_before_state")
-        applied = _write(services, who, found, said)
-        if applied.told is not None and applied.told.looks:
-            faults.reach("after_decided_before_told")
-        if said.ending is not None:
-            faults.reach("after_report_before_answer")
-    _announce(services, found, said, applied, is_news=is_news)
-    if is_freed:
-        services.hub.touch(SCHEDULER)  # after the transaction: one look at all that the report changed
-    if found.is_current:
-        meetings.hear(services, found.attempt, found.crew, said)
-        stillness.hear(services, found.run, found.attempt, found.crew, said)
-    if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
-        services.logs.sync(run_id, fence)  # nobody but the node waits for that
-    if is_news or was_asked or found.run.state is not State.RUNNING:  # else as it was read: most are signs of life
-        found = services.database.read(lambda connection: _find(connection, crew)) or found
-    stop = found.run.stop if found.is_current else None
-    answer = _answer(services, stale=found.crew.is_stale(said.state))
-    token = "" if answer.stale else attempt_tokens.next_token(services, who)
-    answer = msgspec.structs.replace(answer, stop=stop, offsets=offsets, token=token)
-    if found.attempt.num_nodes == 1 or not found.is_current:
-        return answer
-    return stillness.told(services, found.attempt, _with_gang_news(services, found, answer))
+    def receive(self, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
+        """Apply a report; everything of it is durable when this returns.
 
+        Args:
+            who: the crew, whose token the gate has checked.
+            run_id: the run.
+            fence: number of the attempt.
+            said: what is new.
 
-def gang_news(services: Services, connection: sa.Connection, crew: CrewId) -> ReportAnswer:
-    """Return what a crew of several would be answered about the meeting and the end of its gang, if it reported now."""
-    found = _find(connection, crew)
-    if found is None or found.attempt.num_nodes == 1 or not found.is_current:
-        return ReportAnswer()
-    return _with_gang_news(services, found, ReportAnswer(stop=found.run.stop))
+        Raises:
+            InvalidValue: something of it cannot be; nothing was applied.
+            NotFound: a file is a blob whose parts were not sent; nothing was applied.
+            TooLarge: it is over a limit.
+        """
+        arrived_ns = self._clock.boottime_ns()
+        said = report_words.with_billed_loss(said)
+        crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
+        found = self._database.read(lambda connection: _find(connection, crew))
+        if found is None:
+            return self._answer(stale=True)
+        # What it was asked for may be newer than what was read; what is new after this asks again.
+        was_asked = self._looks.done(found.crew.node_id, crew)
+        self._check(found, said)
+        was_silent = False
+        if found.crew.ended_ns is None:
+            heard_ns = self._leases.renew(crew, now_ns=arrived_ns)
+            was_silent = heard_ns is None or arrived_ns - heard_ns > self._settings.soft_expiry_s * 1e9
+            self._grant(found.crew)
+        offsets = self._append(found.attempt, said.logs)
+        if said.logs:
+            faults.reach("after_logs_before_state")
+        if said.ending is not None and not found.crew.given_up:
+            self._close_logs(found.crew, said, offsets)
+        is_freed = said.freed and found.is_current and self._leases.free(crew)
+        applied = _Applied()
+        # After a silence it may be given up at this moment: then a transaction decides which of the two came first.
+        is_news = was_silent or self._is_news(found, said)
+        if is_news:
+            if said.ending is not None:
+                faults.reach("after_upload_before_state")
+            applied = self._write(who, found, said)
+            if applied.told is not None and applied.told.looks:
+                faults.reach("after_decided_before_told")
+            if said.ending is not None:
+                faults.reach("after_report_before_answer")
+        self._announce(found, said, applied, is_news=is_news)
+        if is_freed:
+            self._hub.touch(SCHEDULER)  # after the transaction: one look at all that the report changed
+        if found.is_current:
+            self._rendezvous.hear(found.attempt, found.crew, said)
+            self._gang_hangs.hear(found.run, found.attempt, found.crew, said)
+        if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
+            self._logs.sync(run_id, fence)  # nobody but the node waits for that
+        if is_news or was_asked or found.run.state is not State.RUNNING:  # else as it was read: most are signs of life
+            found = self._database.read(lambda connection: _find(connection, crew)) or found
+        stop = found.run.stop if found.is_current else None
+        answer = self._answer(stale=found.crew.is_stale(said.state))
+        token = "" if answer.stale else self._attempt_tokens.next(who)
+        answer = msgspec.structs.replace(answer, stop=stop, offsets=offsets, token=token)
+        if found.attempt.num_nodes == 1 or not found.is_current:
+            return answer
+        return self._gang_hangs.told(found.attempt, self._with_gang_news(found, answer))
 
+    def gang_news(self, connection: sa.Connection, crew: CrewId) -> ReportAnswer:
+        """Return the answer about rendezvous and end of its gang that a crew would get if it reported now."""
+        found = _find(connection, crew)
+        if found is None or found.attempt.num_nodes == 1 or not found.is_current:
+            return ReportAnswer()
+        return self._with_gang_news(found, ReportAnswer(stop=found.run.stop))
 
-def _with_gang_news(services: Services, found: _Found, answer: ReportAnswer) -> ReportAnswer:
-    word = gangs.told(found.attempt, found.crew, is_stopping=answer.stop is not None)
-    answer = msgspec.structs.replace(
-        answer, release=word.release, peer_failed=word.peer_failed, stop=answer.stop or word.stop
-    )
-    return meetings.told(services, found.run, found.crew, answer)
+    def _with_gang_news(self, found: _Found, answer: ReportAnswer) -> ReportAnswer:
+        word = gangs.told(found.attempt, found.crew, is_stopping=answer.stop is not None)
+        answer = msgspec.structs.replace(
+            answer, release=word.release, peer_failed=word.peer_failed, stop=answer.stop or word.stop
+        )
+        return self._rendezvous.told(found.run, found.crew, answer)
 
+    def _answer(self, *, stale: bool) -> ReportAnswer:
+        settings = self._settings
+        return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=self._heartbeat_s())
 
-def _answer(services: Services, *, stale: bool) -> ReportAnswer:
-    settings = services.settings
-    return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=_heartbeat_s(services))
+    def _heartbeat_s(self) -> float:
+        """Return how often an attempt is to be heard of that has nothing to say: less often where there are thousands.
 
+        News comes at once in any case, so this decides only how much of the server's time goes by being told that
+        nothing has changed. Three lost reports still fit into the silence after which an attempt is shown as
+        unreachable.
+        """
+        settings = self._settings
+        wanted_s = self._leases.count() / SIGNS_PER_S
+        return max(settings.heartbeat_s, min(wanted_s, settings.soft_expiry_s / 4, settings.partition_grace_s / 4))
 
-def _heartbeat_s(services: Services) -> float:
-    """Return how often an attempt is to be heard of that has nothing to say: less often where there are thousands.
+    def quiet_s(self, crew: StoredCrew) -> float | None:
+        """Return for how many seconds nothing was heard of a crew; None where it may just have nothing to say.
 
-    News comes at once in any case, so this decides only how much of the server's time goes by being told that nothing
-    has changed. Three reports that are lost still fit into the silence after which an attempt is shown as unreachable.
-    """
-    settings = services.settings
-    wanted_s = services.leases.count() / SIGNS_PER_S
-    return max(settings.heartbeat_s, min(wanted_s, settings.soft_expiry_s / 4, settings.partition_grace_s / 4))
+        Whoever runs is heard of each `heartbeat_s`; one whose node is lost to its engine as well is missed sooner.
+        """
+        now_ns = self._clock.boottime_ns()
+        silent_s = (now_ns - self._leases.last_ns(crew.id, now_ns=now_ns)) / 1e9
+        missed = _MISSED_IF_LOST if self._presence.why_lost(crew.node_id) else _MISSED
+        return silent_s if silent_s > min(missed * self._heartbeat_s(), _QUIET_S_MAX) else None
 
+    def _grant(self, crew: StoredCrew) -> None:
+        """Write how long a crew may go on without an answer, where that is longer than before.
 
-def quiet_s(services: Services, crew: StoredCrew) -> float | None:
-    """Return for how many seconds nothing was heard of a crew; None where it may just have nothing to say.
+        The next server may grant less, and waits for as long as this one has granted.
+        """
+        grace_s = self._settings.partition_grace_s
+        if grace_s > crew.grace_s:
+            self._database.write(lambda connection: crews.note(connection, crew.id, grace_s=grace_s))
 
-    Whoever runs is heard of each `heartbeat_s`; one whose node is lost to its engine as well is missed sooner.
-    """
-    now_ns = services.clock.boottime_ns()
-    silent_s = (now_ns - services.leases.last_ns(crew.id, now_ns=now_ns)) / 1e9
-    missed = _MISSED_IF_LOST if services.presence.why_lost(crew.node_id) else _MISSED
-    return silent_s if silent_s > min(missed * _heartbeat_s(services), _QUIET_S_MAX) else None
+    def _check(self, found: _Found, said: Report) -> None:
+        """Refuse what cannot be, before anything of the report is applied."""
+        ranks = found.ranks
+        meetings.check(found.attempt, found.crew, said)
+        stillness.check(found.attempt, ranks, said)
+        for piece in said.logs:
+            if not found.has(piece.rank, piece.stream):
+                raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {len(ranks)}")
+        if sum(len(file.inline or b"") for file in said.files) > INLINE_BYTES_MAX:
+            raise TooLarge(
+                f"the files of one report have more than {INLINE_BYTES_MAX} bytes", hint="send them as blobs"
+            )
+        for file in said.files:
+            _check_file(found, file)
+        parts = {part for file in said.files if file.blob is not None for part in file.blob.parts}
+        missing = self._blobs.missing(parts) if parts else ()
+        if missing:
+            raise NotFound(
+                f"{len(missing)} parts of the files of {found.attempt.gang} are not on the server",
+                hint="send them first, and report again",
+            )
+        for name in said.ending.log_ends if said.ending is not None else ():
+            rank, _, stream = name.partition(".")
+            if not rank.isdecimal() or not found.has(int(rank), stream) or stream not in STREAMS:
+                raise InvalidValue(f"attempt {found.attempt.gang} has no output {name[:40]!r}")
+        for fact in said.facts:
+            _check_fact(found.crew, fact)
+        if said.halt is not None and said.halt.rank is not None and said.halt.rank not in ranks:
+            raise InvalidValue(f"attempt {found.attempt.gang} has no rank {said.halt.rank} on node {found.crew.node}")
+        if not 0 <= said.saved <= found.attempt.fence:
+            raise InvalidValue(f"attempt {found.attempt.gang} is said to see checkpoints of attempt {said.saved}")
+        if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
+            raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
+        if report_words.text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
+            raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
 
+    def _append(self, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
+        """Append output; return where a stream wants to go on, for those that did not fit on."""
+        wanted: dict[str, int] = {}
+        for piece in pieces:
+            following = self._logs.append(
+                attempt.run_id,
+                attempt.fence,
+                rank=piece.rank,
+                stream=piece.stream,
+                offset=piece.offset,
+                data=piece.data,
+            )
+            self._measures.log_bytes.inc(min(len(piece.data), max(0, following - piece.offset)))
+            name = f"{piece.rank}.{piece.stream}"
+            wanted.pop(name, None)
+            if following != piece.offset + len(piece.data):
+                wanted[name] = following
+        return wanted
 
-def _grant(services: Services, crew: StoredCrew) -> None:
-    """Write how long a crew may go on without an answer, where that is longer than before.
+    def _close_logs(self, crew: StoredCrew, said: Report, offsets: dict[str, int]) -> None:
+        """Say in the output of a crew that ends what there was no room for: more of it will not come."""
+        ends = dict(said.ending.log_ends) if said.ending is not None else {}
+        for piece in said.logs:
+            name, end = f"{piece.rank}.{piece.stream}", piece.offset + len(piece.data)
+            if piece.offset <= offsets.get(name, end) < end:  # it fits on to what is there, so the disk is full
+                ends.setdefault(name, end)
+        for name, end in ends.items():
+            rank, _, stream = name.partition(".")
+            where = f"runs/{crew.run_id}/{crew.fence}/logs/{name}"
+            why = f"the server's disk was full when the run ended; it is on node {crew.node}, {where} in its home"
+            missing = self._logs.close_short(crew.run_id, crew.fence, rank=int(rank), stream=stream, end=end, why=why)
+            self._measures.log_bytes_dropped.inc(missing)
+            offsets.pop(name, None)
 
-    The next server may grant less, and waits for as long as this one has granted.
-    """
-    grace_s = services.settings.partition_grace_s
-    if grace_s > crew.grace_s:
-        services.database.write(lambda connection: crews.note(connection, crew.id, grace_s=grace_s))
+    def _is_news(self, found: _Found, said: Report) -> bool:
+        """Return whether there is anything to write; most reports only say that the attempt is alive."""
+        if said.facts or said.files or said.ending is not None or report_words.text(said.receipt) is not None:
+            return True
+        if not found.is_current:
+            return False
+        if report_words.tracked(said) not in ("", found.run.tracked) or said.saved > found.run.saved:
+            return True
+        if gangs.said(found.crew, returned=_returned(found, said), halt=_halt(found, said)) != found.crew:
+            return True
+        unwritten_ns = self._clock.wall_ns() - found.crew.lease_ns
+        is_due = not 0 <= unwritten_ns < self._settings.lease_written_s * 1e9
+        return is_due or report_words.sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
+
+    def _write(self, who: Caller, found: _Found, said: Report) -> _Applied:
+        """Write what a report says.
+
+        Raises:
+            ServerStorageFull: there is no room, and the attempt goes on: it was heard of, which its node is told so.
+            ServerUnavailable: there is no room, and the attempt is over: nothing that it could take for an answer.
+        """
+        at_ns, crew = self._clock.wall_ns(), found.crew.id
+        try:
+            return self._database.write(lambda connection: _apply(connection, who, crew, said, at_ns=at_ns))
+        except ServerStorageFull as error:
+            if found.crew.ended_ns is None:
+                raise
+            raise ServerUnavailable(error.message, hint=error.hint) from error
+
+    def _announce(self, found: _Found, said: Report, applied: _Applied, *, is_news: bool) -> None:
+        if applied.told is not None:
+            self._announcer.announce(applied.told)
+        is_said = report_words.sentence(said) != found.crew.sentence or report_words.tracked(said) not in (
+            "",
+            found.run.tracked,
+        )
+        is_ending = is_news and (said.ending is not None or said.halt is not None)
+        if said.logs or applied.settled or applied.files or is_said or is_ending:
+            self._hub.touch(run_key(found.run.id))
+        if applied.settled:
+            self._hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
+        if applied.settled or (said.facts and found.crew.ended_ns is not None):
+            self._hub.touch(LEDGER)
 
 
 def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
@@ -242,41 +392,6 @@ def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
     if attempt is None or number >= len(attempt.crews):
         return None
     return _Found(run=run, attempt=attempt, crew=attempt.crews[number])
-
-
-def _check(services: Services, found: _Found, said: Report) -> None:
-    """Refuse what cannot be, before anything of the report is applied."""
-    ranks = found.ranks
-    meetings.check(found.attempt, found.crew, said)
-    stillness.check(found.attempt, ranks, said)
-    for piece in said.logs:
-        if not found.has(piece.rank, piece.stream):
-            raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {len(ranks)}")
-    if sum(len(file.inline or b"") for file in said.files) > INLINE_BYTES_MAX:
-        raise TooLarge(f"the files of one report have more than {INLINE_BYTES_MAX} bytes", hint="send them as blobs")
-    for file in said.files:
-        _check_file(found, file)
-    parts = {part for file in said.files if file.blob is not None for part in file.blob.parts}
-    missing = services.blobs.missing(parts) if parts else ()
-    if missing:
-        raise NotFound(
-            f"{len(missing)} parts of the files of {found.attempt.gang} are not on the server",
-            hint="send them first, and report again",
-        )
-    for name in said.ending.log_ends if said.ending is not None else ():
-        rank, _, stream = name.partition(".")
-        if not rank.isdecimal() or not found.has(int(rank), stream) or stream not in STREAMS:
-            raise InvalidValue(f"attempt {found.attempt.gang} has no output {name[:40]!r}")
-    for fact in said.facts:
-        _check_fact(found.crew, fact)
-    if said.halt is not None and said.halt.rank is not None and said.halt.rank not in ranks:
-        raise InvalidValue(f"attempt {found.attempt.gang} has no rank {said.halt.rank} on node {found.crew.node}")
-    if not 0 <= said.saved <= found.attempt.fence:
-        raise InvalidValue(f"attempt {found.attempt.gang} is said to see checkpoints of attempt {said.saved}")
-    if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
-        raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
-    if report_words.text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
-        raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
 
 
 def _check_fact(crew: StoredCrew, fact: Fact) -> None:
@@ -307,57 +422,6 @@ def _check_file(found: _Found, file: File) -> None:
         raise InvalidValue(f"file {file.name} is said to have {file.size} bytes, and has another number")
 
 
-def _append(services: Services, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
-    """Append output; return where a stream wants to go on, for those that did not fit on."""
-    wanted: dict[str, int] = {}
-    for piece in pieces:
-        following = services.logs.append(
-            attempt.run_id,
-            attempt.fence,
-            rank=piece.rank,
-            stream=piece.stream,
-            offset=piece.offset,
-            data=piece.data,
-        )
-        services.measures.log_bytes.inc(min(len(piece.data), max(0, following - piece.offset)))
-        name = f"{piece.rank}.{piece.stream}"
-        wanted.pop(name, None)
-        if following != piece.offset + len(piece.data):
-            wanted[name] = following
-    return wanted
-
-
-def _close_logs(services: Services, crew: StoredCrew, said: Report, offsets: dict[str, int]) -> None:
-    """Say in the output of a crew that ends what there was no room for: more of it will not come."""
-    ends = dict(said.ending.log_ends) if said.ending is not None else {}
-    for piece in said.logs:
-        name, end = f"{piece.rank}.{piece.stream}", piece.offset + len(piece.data)
-        if piece.offset <= offsets.get(name, end) < end:  # it fits on to what is there, so the disk is full
-            ends.setdefault(name, end)
-    for name, end in ends.items():
-        rank, _, stream = name.partition(".")
-        where = f"runs/{crew.run_id}/{crew.fence}/logs/{name}"
-        why = f"the server's disk was full when the run ended; it is on node {crew.node}, {where} in its home"
-        missing = services.logs.close_short(crew.run_id, crew.fence, rank=int(rank), stream=stream, end=end, why=why)
-        services.measures.log_bytes_dropped.inc(missing)
-        offsets.pop(name, None)
-
-
-def _is_news(services: Services, found: _Found, said: Report) -> bool:
-    """Return whether there is anything to write; most reports only say that the attempt is alive."""
-    if said.facts or said.files or said.ending is not None or report_words.text(said.receipt) is not None:
-        return True
-    if not found.is_current:
-        return False
-    if report_words.tracked(said) not in ("", found.run.tracked) or said.saved > found.run.saved:
-        return True
-    if gangs.said(found.crew, returned=_returned(found, said), halt=_halt(found, said)) != found.crew:
-        return True
-    unwritten_ns = services.clock.wall_ns() - found.crew.lease_ns
-    is_due = not 0 <= unwritten_ns < services.settings.lease_written_s * 1e9
-    return is_due or report_words.sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
-
-
 def _happened(crew: StoredCrew, said: Report) -> list[Event]:
     """Return what a report says of a crew that is not known yet."""
     seen = _SEEN.get(said.state, State.STOPPING)
@@ -373,22 +437,6 @@ def _happened(crew: StoredCrew, said: Report) -> list[Event]:
     if said.ending is not None:
         happened.append(AttemptEnded(said.ending.reason, began=said.ending.began, proven=said.ending.proven))
     return happened
-
-
-def _write(services: Services, who: Caller, found: _Found, said: Report) -> _Applied:
-    """Write what a report says.
-
-    Raises:
-        ServerStorageFull: there is no room, and the attempt goes on: it was heard of, which its node is told so.
-        ServerUnavailable: there is no room, and the attempt is over: nothing that it could take for an answer.
-    """
-    at_ns, crew = services.clock.wall_ns(), found.crew.id
-    try:
-        return services.database.write(lambda connection: _apply(connection, who, crew, said, at_ns=at_ns))
-    except ServerStorageFull as error:
-        if found.crew.ended_ns is None:
-            raise
-        raise ServerUnavailable(error.message, hint=error.hint) from error
 
 
 def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *, at_ns: int) -> _Applied:
@@ -494,19 +542,3 @@ def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns:
     if receipt is None and (said.ending is None or report_words.text(said.ending.stopped) is not None):
         return False
     return transitions.settle(connection, crew.id, receipt=receipt, at_ns=at_ns)
-
-
-def _announce(services: Services, found: _Found, said: Report, applied: _Applied, *, is_news: bool) -> None:
-    if applied.told is not None:
-        applied.told.announce(services)
-    is_said = report_words.sentence(said) != found.crew.sentence or report_words.tracked(said) not in (
-        "",
-        found.run.tracked,
-    )
-    is_ending = is_news and (said.ending is not None or said.halt is not None)
-    if said.logs or applied.settled or applied.files or is_said or is_ending:
-        services.hub.touch(run_key(found.run.id))
-    if applied.settled:
-        services.hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
-    if applied.settled or (said.facts and found.crew.ended_ns is not None):
-        services.hub.touch(LEDGER)

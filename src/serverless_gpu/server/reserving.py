@@ -24,11 +24,13 @@ from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Reques
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import DeviceShare as PlannedShare
 from serverless_gpu.model.scheduling.values import Placement
-from serverless_gpu.server import crews, giving_back, orders, runs
+from serverless_gpu.server import crews, orders, runs
 from serverless_gpu.server.active_runs import Active
-from serverless_gpu.server.hub import node_key, run_key
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.giving_back import Requeue
+from serverless_gpu.server.hub import Hub, node_key, run_key
+from serverless_gpu.server.liveness import Deliveries
 from serverless_gpu.server.nodes import StoredNode
-from serverless_gpu.server.services import Services
 
 _UNKNOWN = "\0"  # what an earlier process wrote may still stand there
 
@@ -51,17 +53,22 @@ class Reserving:
     """Has gangs reserved. For one thread, but for `give_back`.
 
     Args:
-        services: the server's.
         engine: nodes that it does not know have joined by themselves; None: all have.
     """
 
-    def __init__(self, services: Services, engine: Engine | None) -> None:
-        self._services, self._engine = services, engine
+    def __init__(
+        self, *, database: Transactions, hub: Hub, deliveries: Deliveries, requeue: Requeue, engine: Engine | None
+    ) -> None:
+        self._database = database
+        self._hub = hub
+        self._deliveries = deliveries
+        self._requeue = requeue
+        self._engine = engine
         self._asked: dict[str, _Asked] = {}
         self._said: dict[str, str] = {}
         self._has_looked = False
         if engine is not None:
-            services.deliveries.watch(engine)
+            deliveries.watch(engine)
 
     @property
     def is_waiting(self) -> bool:
@@ -122,7 +129,7 @@ class Reserving:
             fence: number of the attempt.
             why: for people.
         """
-        is_over = giving_back.give_back(self._services, run_id, fence, why)
+        is_over = self._requeue.give_back(run_id, fence, why)
         if is_over and self._engine is not None:
             self._engine.release(f"{run_id}:{fence}")
         return is_over
@@ -141,8 +148,8 @@ class Reserving:
                 if run.restored_ns is None and (run.id, run.fence) not in taken  # since the backup it may have run
             ]
 
-        for run_id, fence in self._services.database.read(untouched) if ids else ():
-            self._services.deliveries.made(run_id, fence)
+        for run_id, fence in self._database.read(untouched) if ids else ():
+            self._deliveries.made(run_id, fence)
             self._said[f"{run_id}:{fence}"] = _UNKNOWN
         self._has_looked = True
 
@@ -164,7 +171,7 @@ class Reserving:
             del self._asked[gang]
             self._say(asked, "")
             for node_id in asked.node_ids:
-                self._services.hub.touch(node_key(node_id))
+                self._hub.touch(node_key(node_id))
         elif isinstance(answer, Impossible):
             del self._asked[gang]
             if not self.give_back(asked.run_id, asked.fence, answer.sentence):
@@ -177,11 +184,11 @@ class Reserving:
         gang = asked.request.gang.id
         if self._said.get(gang, "") == sentence:
             return
-        self._services.database.write(
+        self._database.write(
             lambda connection: crews.note_all(connection, asked.run_id, asked.fence, sentence=sentence)
         )
         self._said[gang] = sentence
-        self._services.hub.touch(run_key(asked.run_id))
+        self._hub.touch(run_key(asked.run_id))
 
 
 def _share(node: str, share: PlannedShare) -> Share:

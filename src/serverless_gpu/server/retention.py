@@ -25,6 +25,7 @@ import logging
 import sqlalchemy as sa
 
 from serverless_gpu import faults
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.server import (
@@ -40,8 +41,10 @@ from serverless_gpu.server import (
     uncharged,
 )
 from serverless_gpu.server.audit import Action
-from serverless_gpu.server.secret_keeping import remove_replaced
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.logs import Logs
+from serverless_gpu.server.secret_keeping import SecretService
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.units import format_bytes
 
 FIRST_S = 3600.0
@@ -54,15 +57,17 @@ _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Removes what ended long ago.
+    """Removes what ended long ago."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._due_ns = services.clock.boottime_ns() + round(FIRST_S * 1e9)
+    def __init__(
+        self, *, settings: Settings, clock: Clock, database: Transactions, logs: Logs, secrets: SecretService
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._logs = logs
+        self._secrets = secrets
+        self._due_ns = clock.boottime_ns() + round(FIRST_S * 1e9)
         self._ahead_ns = self._ahead()
 
     def tick(self, now_ns: int) -> int | None:
@@ -80,12 +85,12 @@ class Retention:
             return now_ns
         self._due_ns = now_ns + round(EVERY_S * 1e9)
         self._trim_output()
-        remove_replaced(self._services)
+        self._secrets.remove_replaced()
         return self._due_ns
 
     def _ahead(self) -> int:
         """Return by how much the wall clock is ahead of the boottime clock, in nanoseconds."""
-        return self._services.clock.wall_ns() - self._services.clock.boottime_ns()
+        return self._clock.wall_ns() - self._clock.boottime_ns()
 
     def _was_set_forward(self) -> bool:
         before_ns, self._ahead_ns = self._ahead_ns, self._ahead()
@@ -93,9 +98,8 @@ class Retention:
 
     def _remove_old(self) -> int:
         """Remove runs that ended longer ago than they are kept; return how many there were."""
-        services = self._services
-        before_ns = services.clock.wall_ns() - round(services.settings.retention_s * 1e9)
-        old = services.database.read(
+        before_ns = self._clock.wall_ns() - round(self._settings.retention_s * 1e9)
+        old = self._database.read(
             lambda connection: past_runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE)
         )
         for run_id in old:
@@ -105,28 +109,25 @@ class Retention:
         return len(old)
 
     def _remove(self, run_id: str) -> None:
-        services = self._services
-        at_ns = services.clock.wall_ns()
-        services.database.write(lambda connection: _remove_rows(connection, run_id, at_ns=at_ns))
+        at_ns = self._clock.wall_ns()
+        self._database.write(lambda connection: _remove_rows(connection, run_id, at_ns=at_ns))
         faults.reach("after_rows_before_output")
-        services.logs.remove(run_id)
+        self._logs.remove(run_id)
 
     def _trim_output(self) -> None:
         """Remove output without a run, and the oldest until the rest fits."""
-        services = self._services
-        sizes = services.logs.run_sizes()  # before the database is asked: a run is there before its output
-        ended = services.database.read(lambda connection: past_runs.endings(connection, list(sizes)))
+        sizes = self._logs.run_sizes()  # before the database is asked: a run is there before its output
+        ended = self._database.read(lambda connection: past_runs.endings(connection, list(sizes)))
         gone = sizes.keys() - ended.keys()
-        for run_id in services.database.read(lambda connection: past_runs.removed(connection, sorted(gone))):
-            services.logs.remove(run_id)
+        for run_id in self._database.read(lambda connection: past_runs.removed(connection, sorted(gone))):
+            self._logs.remove(run_id)
         entries = [RunDirectory(run_id=run_id, ended_ns=ended[run_id], size_bytes=sizes[run_id]) for run_id in ended]
-        policy = Policy(age_ns=None, size_bytes_max=services.settings.logs_bytes_max, spared_ns=HOUR_NS)
-        for entry in to_delete(entries, policy, services.clock.wall_ns())[:AT_ONCE]:
+        policy = Policy(age_ns=None, size_bytes_max=self._settings.logs_bytes_max, spared_ns=HOUR_NS)
+        for entry in to_delete(entries, policy, self._clock.wall_ns())[:AT_ONCE]:
             self._remove_output(entry)
 
     def _remove_output(self, entry: RunDirectory) -> None:
-        services = self._services
-        at_ns = services.clock.wall_ns()
+        at_ns = self._clock.wall_ns()
 
         def note(connection: sa.Connection) -> None:
             detail = {"bytes": entry.size_bytes}
@@ -139,8 +140,8 @@ class Retention:
                 detail=detail,
             )
 
-        services.database.write(note)
-        services.logs.remove(entry.run_id)
+        self._database.write(note)
+        self._logs.remove(entry.run_id)
         _log.info("output of run %s was removed: %s", entry.run_id, format_bytes(entry.size_bytes))
 
 

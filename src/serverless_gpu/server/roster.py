@@ -22,7 +22,6 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
 from serverless_gpu.server import (
-    affording,
     attempts,
     draining,
     floor,
@@ -34,10 +33,12 @@ from serverless_gpu.server import (
     shares,
 )
 from serverless_gpu.server.active_runs import Active, ActiveCrew
+from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.floor import Floor
+from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.spending import AsOf
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.spending import AsOf, Spending
 from serverless_gpu.server.wanting import Past, begun, wanted
 
 LEARN_AT_ONCE = 64
@@ -85,14 +86,15 @@ class _Entry:
 
 
 class Roster:
-    """Who waits and who runs, from tick to tick. For one thread.
+    """Who waits and who runs, from tick to tick. For one thread."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(
+        self, *, settings: Settings, leases: Leases, spending: Spending, budget_admission: BudgetAdmission
+    ) -> None:
+        self._settings = settings
+        self._leases = leases
+        self._spending = spending
+        self._budget_admission = budget_admission
         self._known: dict[str, _Entry] = {}
         self._expected: dict[_Name, float | None] = {}
         self._to_learn: dict[_Name, None] = {}
@@ -114,10 +116,10 @@ class Roster:
             afresh: whether the past is wanted, too.
             underway: devices of runs that are about to be placed, by identifier: they still wait here.
         """
-        as_of = affording.as_of(self._services)  # before anything is read
-        there = floor.load(connection, self._services.leases)
+        as_of = self._budget_admission.as_of()  # before anything is read
+        there = floor.load(connection, self._leases)
         queue = runs.queue(connection)
-        policy = shares.policy(connection, self._services.settings.queue)
+        policy = shares.policy(connection, self._settings.queue)
         self._set_isolation(isolation.Isolation.of(there.pools, isolation.first_administrator(connection)))
         self._get_to_know(connection, queue, there.active, now_ns)
         self._learn(connection)
@@ -224,8 +226,8 @@ class Roster:
         closed = {run_id for run_id, entry in entries.items() if self._isolation.is_closed(entry.wanted)}
         beside = out | closed | underway.keys()  # these take no room of a cap or a budget
         line = (entry.candidate for run_id, entry in entries.items() if run_id not in beside)
-        self._services.spending.look(connection, as_of)
-        rooms = affording.rooms(connection, self._services, there)
+        self._spending.look(connection, as_of)
+        rooms = self._budget_admission.rooms(connection, there)
         if rooms is not None:
             for run_id in underway.keys() & entries.keys():
                 rooms.keep(entries[run_id].candidate)

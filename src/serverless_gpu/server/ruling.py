@@ -12,15 +12,17 @@ from collections.abc import Callable
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server import audit, crews, identity, node_rules, nodes, operating
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.hub import RECONCILER, SCHEDULER, run_key
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import RECONCILER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.nodes import StoredNode
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.operating import NodeService
 from serverless_gpu.wire.agents import NodeView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.nodes import (
@@ -56,108 +58,112 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     node: str
 
 
-def drain(services: Services, asked: Asked, said: NodeDrainRequest) -> NodeView:
-    """Give a node nothing new, or end that; what is so already stays, and `stop` can be said later.
+class NodeRuleService:
+    """Drains nodes, and sets their calendars and quarantined devices."""
 
-    Raises:
-        NotFound: there is no such node.
-        NotAllowed: it is not theirs, or somebody else drains it.
-        InvalidValue: the note is too long, or has control characters.
-    """
-    _check_note(said.note)
-    at_ns = services.clock.wall_ns()
+    def __init__(self, *, clock: Clock, database: Transactions, hub: Hub, nodes: NodeService) -> None:
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._nodes = nodes
 
-    def decide(_: sa.Connection, node: StoredNode) -> _Change:
-        before = node.rules.drain
-        if not said.on:
-            _check_own(asked, before.by if before is not None else "", f"drains {node.name}")
-            rules = msgspec.structs.replace(node.rules, drain=None)
-            return _Change(rules=rules, action=Action.NODE_RESUME, detail={})
-        drain = before or NodeDrain(by=asked.who.name, since_ns=at_ns)
-        drain = msgspec.structs.replace(drain, note=said.note or drain.note, stop=said.stop or drain.stop)
-        if before is not None and drain != before:
-            _check_own(asked, before.by, f"drains {node.name}")
-            if drain.note != before.note:  # who waits reads it as the words of who drains
-                drain = msgspec.structs.replace(drain, by=asked.who.name)
-        rules = msgspec.structs.replace(node.rules, drain=drain)
-        return _Change(rules=rules, action=Action.NODE_DRAIN, detail={"note": drain.note, "stop": drain.stop})
+    def drain(self, asked: Asked, said: NodeDrainRequest) -> NodeView:
+        """Give a node nothing new, or end that; what is so already stays, and `stop` can be said later.
 
-    return _decided(services, asked, decide, at_ns=at_ns)
+        Raises:
+            NotFound: there is no such node.
+            NotAllowed: it is not theirs, or somebody else drains it.
+            InvalidValue: the note is too long, or has control characters.
+        """
+        _check_note(said.note)
+        at_ns = self._clock.wall_ns()
 
+        def decide(_: sa.Connection, node: StoredNode) -> _Change:
+            before = node.rules.drain
+            if not said.on:
+                _check_own(asked, before.by if before is not None else "", f"drains {node.name}")
+                rules = msgspec.structs.replace(node.rules, drain=None)
+                return _Change(rules=rules, action=Action.NODE_RESUME, detail={})
+            drain = before or NodeDrain(by=asked.who.name, since_ns=at_ns)
+            drain = msgspec.structs.replace(drain, note=said.note or drain.note, stop=said.stop or drain.stop)
+            if before is not None and drain != before:
+                _check_own(asked, before.by, f"drains {node.name}")
+                if drain.note != before.note:  # who waits reads it as the words of who drains
+                    drain = msgspec.structs.replace(drain, by=asked.who.name)
+            rules = msgspec.structs.replace(node.rules, drain=drain)
+            return _Change(rules=rules, action=Action.NODE_DRAIN, detail={"note": drain.note, "stop": drain.stop})
 
-def put_calendar(services: Services, asked: Asked, said: CalendarRequest) -> NodeView:
-    """Say whose a node is and when others may use it, in place of what was said before.
+        return self._decided(asked, decide, at_ns=at_ns)
 
-    Raises:
-        NotFound: there is no such node, or nobody of the owner's name.
-        NotAllowed: it is not theirs; only an operator says whose it is.
-        InvalidValue: a window is none, or nobody knows the zone.
-    """
-    calendar = NodeCalendar(**msgspec.structs.asdict(said))
-    if len(calendar.owner) > NAME_CHARACTERS_MAX or len(calendar.zone) > NAME_CHARACTERS_MAX:
-        raise InvalidValue(f"an owner and a zone have {NAME_CHARACTERS_MAX} characters at most")
-    node_rules.check_calendar(calendar)
+    def put_calendar(self, asked: Asked, said: CalendarRequest) -> NodeView:
+        """Say whose a node is and when others may use it, in place of what was said before.
 
-    def decide(connection: sa.Connection, node: StoredNode) -> _Change:
-        if calendar.owner != node.rules.calendar.owner and asked.reach != AccessReach.ALL:
-            raise NotAllowed(f"an operator says whose {node.name} is", hint=f"--owner {node.rules.calendar.owner}")
-        if calendar.owner:
-            identity.principal(connection, calendar.owner)
-        rules = msgspec.structs.replace(node.rules, calendar=calendar)
-        return _Change(rules=rules, action=Action.NODE_CALENDAR, detail=msgspec.to_builtins(calendar))
+        Raises:
+            NotFound: there is no such node, or nobody of the owner's name.
+            NotAllowed: it is not theirs; only an operator says whose it is.
+            InvalidValue: a window is none, or nobody knows the zone.
+        """
+        calendar = NodeCalendar(**msgspec.structs.asdict(said))
+        if len(calendar.owner) > NAME_CHARACTERS_MAX or len(calendar.zone) > NAME_CHARACTERS_MAX:
+            raise InvalidValue(f"an owner and a zone have {NAME_CHARACTERS_MAX} characters at most")
+        node_rules.check_calendar(calendar)
 
-    return _decided(services, asked, decide, at_ns=services.clock.wall_ns())
+        def decide(connection: sa.Connection, node: StoredNode) -> _Change:
+            if calendar.owner != node.rules.calendar.owner and asked.reach != AccessReach.ALL:
+                raise NotAllowed(f"an operator says whose {node.name} is", hint=f"--owner {node.rules.calendar.owner}")
+            if calendar.owner:
+                identity.principal(connection, calendar.owner)
+            rules = msgspec.structs.replace(node.rules, calendar=calendar)
+            return _Change(rules=rules, action=Action.NODE_CALENDAR, detail=msgspec.to_builtins(calendar))
 
+        return self._decided(asked, decide, at_ns=self._clock.wall_ns())
 
-def quarantine(services: Services, asked: Asked, said: QuarantineRequest) -> NodeView:
-    """Leave a device out of what runs of the server get, or take that back; what has it goes on.
+    def quarantine(self, asked: Asked, said: QuarantineRequest) -> NodeView:
+        """Leave a device out of what runs of the server get, or take that back; what has it goes on.
 
-    Raises:
-        NotFound: there is no such node, or it has no such device.
-        NotAllowed: it is not theirs, or somebody else has left the device out.
-        InvalidValue: the node is of a version that leaves none out; or the note is none.
-    """
-    _check_note(said.note)
-    at_ns = services.clock.wall_ns()
+        Raises:
+            NotFound: there is no such node, or it has no such device.
+            NotAllowed: it is not theirs, or somebody else has left the device out.
+            InvalidValue: the node is of a version that leaves none out; or the note is none.
+        """
+        _check_note(said.note)
+        at_ns = self._clock.wall_ns()
 
-    def decide(_: sa.Connection, node: StoredNode) -> _Change:
-        before = next((one for one in node.rules.quarantined if one.uuid == said.uuid), None)
-        others = [one for one in node.rules.quarantined if one.uuid != said.uuid]
-        if before is not None:
-            _check_own(asked, before.by, f"has put {said.uuid[:64]} into quarantine")
-        if said.on:
-            _check_device(node, said.uuid)
-            mark = before or LeftOut(uuid=said.uuid, by=asked.who.name, since_ns=at_ns)
-            others.append(msgspec.structs.replace(mark, note=said.note or mark.note))
-        rules = msgspec.structs.replace(node.rules, quarantined=tuple(sorted(others, key=lambda one: one.uuid)))
-        action = Action.NODE_QUARANTINE if said.on else Action.NODE_RELEASE
-        return _Change(rules=rules, action=action, detail={"device": said.uuid[:64], "note": said.note})
+        def decide(_: sa.Connection, node: StoredNode) -> _Change:
+            before = next((one for one in node.rules.quarantined if one.uuid == said.uuid), None)
+            others = [one for one in node.rules.quarantined if one.uuid != said.uuid]
+            if before is not None:
+                _check_own(asked, before.by, f"has put {said.uuid[:64]} into quarantine")
+            if said.on:
+                _check_device(node, said.uuid)
+                mark = before or LeftOut(uuid=said.uuid, by=asked.who.name, since_ns=at_ns)
+                others.append(msgspec.structs.replace(mark, note=said.note or mark.note))
+            rules = msgspec.structs.replace(node.rules, quarantined=tuple(sorted(others, key=lambda one: one.uuid)))
+            action = Action.NODE_QUARANTINE if said.on else Action.NODE_RELEASE
+            return _Change(rules=rules, action=action, detail={"device": said.uuid[:64], "note": said.note})
 
-    return _decided(services, asked, decide, at_ns=at_ns)
+        return self._decided(asked, decide, at_ns=at_ns)
 
+    def _decided(self, asked: Asked, decide: Callable[[sa.Connection, StoredNode], _Change], *, at_ns: int) -> NodeView:
+        """Write what was decided, have everybody look at it, and return the node."""
 
-def _decided(
-    services: Services, asked: Asked, decide: Callable[[sa.Connection, StoredNode], _Change], *, at_ns: int
-) -> NodeView:
-    """Write what was decided, have everybody look at it, and return the node."""
+        def work(connection: sa.Connection) -> tuple[str, list[str]]:
+            node = operating.find_node(connection, asked.node)
+            owner = node.rules.calendar.owner
+            if not roles.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
+                raise NotAllowed(f"{node.name} is not {asked.who.name}'s", hint="its owner can, or an operator")
+            change = decide(connection, node)
+            if change.rules == node.rules:
+                return node.id, []
+            nodes.rule(connection, node.id, change.rules)
+            detail = {"name": node.name, **change.detail}
+            audit.record(connection, who=asked.who, action=change.action, subject=node.id, now_ns=at_ns, detail=detail)
+            return node.id, crews.stay(connection, node.id) if change.action is Action.NODE_CALENDAR else []
 
-    def work(connection: sa.Connection) -> tuple[str, list[str]]:
-        node = operating.find_node(connection, asked.node)
-        owner = node.rules.calendar.owner
-        if not roles.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
-            raise NotAllowed(f"{node.name} is not {asked.who.name}'s", hint="its owner can, or an operator")
-        change = decide(connection, node)
-        if change.rules == node.rules:
-            return node.id, []
-        nodes.rule(connection, node.id, change.rules)
-        detail = {"name": node.name, **change.detail}
-        audit.record(connection, who=asked.who, action=change.action, subject=node.id, now_ns=at_ns, detail=detail)
-        return node.id, crews.stay(connection, node.id) if change.action is Action.NODE_CALENDAR else []
-
-    node_id, told = services.database.write(work)
-    for key in (SCHEDULER, RECONCILER, *map(run_key, told)):
-        services.hub.touch(key)
-    return next(view for view in operating.view_nodes(services) if view.id == node_id)
+        node_id, told = self._database.write(work)
+        for key in (SCHEDULER, RECONCILER, *map(run_key, told)):
+            self._hub.touch(key)
+        return next(view for view in self._nodes.view_nodes() if view.id == node_id)
 
 
 def _check_own(asked: Asked, by: str, what: str) -> None:

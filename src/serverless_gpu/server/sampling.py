@@ -16,14 +16,18 @@ import msgspec
 import sqlalchemy as sa
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server import audit, draining, floor, nodes, uncharged
 from serverless_gpu.server.crews import CrewId
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.health import Health
+from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
 from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.probing import Probe
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.space import free_bytes
 from serverless_gpu.server.tables import attempts, crews, orders, runs
 
@@ -79,16 +83,26 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(Source):
-    """The sample that the registry gives out.
+    """The sample that the registry gives out."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        leases: Leases,
+        presence: Presence,
+        health: Health,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._leases = leases
+        self._presence = presence
+        self._health = health
         self._last: Sample | None = None
-        self._probe = Probe("sample", self._look, clock=services.clock, fresh_s=FRESH_S, bound_s=BOUND_S)
+        self._probe = Probe("sample", self._look, clock=clock, fresh_s=FRESH_S, bound_s=BOUND_S)
 
     async def refresh(self) -> None:
         """Look again, unless that was just done; returns after the bound whatever happens."""
@@ -97,48 +111,69 @@ class Sampling(Source):
     def collect(self) -> Iterator[Metric]:
         """Yield the last sample as Prometheus has it; nothing before the first."""
         healthy = GaugeMetricFamily("sgpu_healthy", "Whether a part of the server is well.", labels=["check"])
-        for name, well in self._services.health.last().items():
+        for name, well in self._health.last().items():
             healthy.add_metric([name], well)
         yield healthy
         sample = self._last
         if sample is None:
             return
-        now_ns = self._services.clock.boottime_ns()
+        now_ns = self._clock.boottime_ns()
         age_s = (now_ns - sample.at_ns) / 1e9
         yield _single("sample_age_seconds", "How old the figures of runs, nodes and devices are.", age_s)
         yield from families(sample)
 
     def _look(self) -> bool:
-        self._last = look(self._services)
+        self._last = self.look()
         return True
 
+    def look(self) -> Sample:
+        """Return what there is now.
 
-def look(services: Services) -> Sample:
-    """Return what there is now.
+        Raises:
+            ServerUnavailable: the database does not answer.
+        """
+        rows = self._database.read(_load)
+        times = floor.now(self._settings, self._clock)
+        freed = self._leases.freed()
+        held = [(node, gpu_type, count) for node, crew, gpu_type, count in rows.held if crew not in freed]
+        ages = [times.boottime_ns - self._leases.last_ns(crew, now_ns=times.boottime_ns) for _, crew, _, _ in rows.held]
+        count, oldest_ns = rows.orders
+        return Sample(
+            at_ns=times.boottime_ns,
+            runs={state.value: rows.runs.get(state.value, 0) for state in LIVE},
+            oldest_wait_s=_age_s(rows.queued_ns, times.wall_ns),
+            nodes=Counter(floor.state_of(node, self._presence, times) for node in rows.nodes),
+            devices=self._devices(rows.nodes, held, times),
+            lease_age_s=max(ages, default=0) / 1e9,
+            orders=(count, _age_s(oldest_ns, times.wall_ns)),
+            free=free_bytes(self._settings.directory),
+            drained=rows.drained,
+            unchained=rows.unchained,
+            uncharged=rows.uncharged,
+            clock_off_s=self._clock_off_s(rows.nodes),
+        )
 
-    Raises:
-        ServerUnavailable: the database does not answer.
-    """
-    rows = services.database.read(_load)
-    times = floor.now(services)
-    freed = services.leases.freed()
-    held = [(node, gpu_type, count) for node, crew, gpu_type, count in rows.held if crew not in freed]
-    ages = [times.boottime_ns - services.leases.last_ns(crew, now_ns=times.boottime_ns) for _, crew, _, _ in rows.held]
-    count, oldest_ns = rows.orders
-    return Sample(
-        at_ns=times.boottime_ns,
-        runs={state.value: rows.runs.get(state.value, 0) for state in LIVE},
-        oldest_wait_s=_age_s(rows.queued_ns, times.wall_ns),
-        nodes=Counter(floor.state_of(node, services.presence, times) for node in rows.nodes),
-        devices=_devices(rows.nodes, held, services, times),
-        lease_age_s=max(ages, default=0) / 1e9,
-        orders=(count, _age_s(oldest_ns, times.wall_ns)),
-        free=free_bytes(services.settings.directory),
-        drained=rows.drained,
-        unchained=rows.unchained,
-        uncharged=rows.uncharged,
-        clock_off_s=_clock_off_s(rows.nodes, services),
-    )
+    def _clock_off_s(self, found: list[StoredNode]) -> float:
+        readings = [reading for node in found if (reading := self._presence.clock(node.id)) is not None]
+        return max((max(0, abs(reading.ahead_ns) - reading.error_ns) for reading in readings), default=0) / 1e9
+
+    def _devices(
+        self, found: list[StoredNode], held: list[tuple[str, str, int]], times: floor.Times
+    ) -> dict[tuple[str, str], int]:
+        leased: dict[str, Counter[str]] = {}
+        for node_id, gpu_type, count in held:
+            leased.setdefault(node_id, Counter())[gpu_type] += count
+        counted: Counter[tuple[str, str]] = Counter()
+        for node in found:
+            total, outside = census(node.hello.devices, node.unavailable)
+            is_away = bool(floor.away(node, self._presence, times))
+            for name, number in total.items():
+                used = min(number, leased.get(node.id, Counter())[name])
+                shut = min(number - used, outside.get(name, 0))
+                counted[name, LEASED] += used
+                counted[name, UNAVAILABLE] += shut
+                counted[name, AWAY if is_away else FREE] += number - used - shut
+        return few_types(counted)
 
 
 def _load(connection: sa.Connection) -> _Rows:
@@ -166,30 +201,6 @@ def _load(connection: sa.Connection) -> _Rows:
         unchained=audit.pending(connection, after_seq=audit.chained_seq(connection))[0],
         uncharged=uncharged.count(connection),
     )
-
-
-def _clock_off_s(found: list[StoredNode], services: Services) -> float:
-    readings = [reading for node in found if (reading := services.presence.clock(node.id)) is not None]
-    return max((max(0, abs(reading.ahead_ns) - reading.error_ns) for reading in readings), default=0) / 1e9
-
-
-def _devices(
-    found: list[StoredNode], held: list[tuple[str, str, int]], services: Services, times: floor.Times
-) -> dict[tuple[str, str], int]:
-    leased: dict[str, Counter[str]] = {}
-    for node_id, gpu_type, count in held:
-        leased.setdefault(node_id, Counter())[gpu_type] += count
-    counted: Counter[tuple[str, str]] = Counter()
-    for node in found:
-        total, outside = census(node.hello.devices, node.unavailable)
-        is_away = bool(floor.away(node, services.presence, times))
-        for name, number in total.items():
-            used = min(number, leased.get(node.id, Counter())[name])
-            shut = min(number - used, outside.get(name, 0))
-            counted[name, LEASED] += used
-            counted[name, UNAVAILABLE] += shut
-            counted[name, AWAY if is_away else FREE] += number - used - shut
-    return few_types(counted)
 
 
 def few_types(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:

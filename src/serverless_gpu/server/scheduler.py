@@ -22,7 +22,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.engines.base import Engine
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import SecretMissing, StaleAttempt
 from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.lifecycle.attempt import Reason, State
@@ -45,16 +45,23 @@ from serverless_gpu.server import (
 )
 from serverless_gpu.server.attempts import NewAttempt
 from serverless_gpu.server.crews import NewCrew
-from serverless_gpu.server.hub import node_key, run_key
-from serverless_gpu.server.making_room import make_room
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import Hub, node_key, run_key
+from serverless_gpu.server.keys import Keys
+from serverless_gpu.server.liveness import Deliveries, Leases
+from serverless_gpu.server.making_room import Preemptor
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.nodes import StoredNode, by_id
 from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.reserving import Reserving
 from serverless_gpu.server.roster import Reading
 from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.spending import Spending
+from serverless_gpu.server.transitions import Announcer, Note, Told
+from serverless_gpu.server.unsatisfiable import Impossible
 
 AT_ONCE = 64
 """Placements of one tick; the next one follows at once."""
@@ -71,15 +78,44 @@ class Scheduler:
     """Places what waits.
 
     Args:
-        services: the server's.
-        engine: gets agents running; nodes that it does not know have joined by themselves.
     """
 
-    def __init__(self, services: Services, *, engine: Engine | None = None) -> None:
-        self._services = services
-        self._planning = Planning(services)
-        self._impossible = unsatisfiable.Impossible(services)
-        self._reserving = Reserving(services, engine)
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        keys: Keys,
+        sealer: Sealer,
+        leases: Leases,
+        deliveries: Deliveries,
+        sentences: Sentences,
+        measures: Measures,
+        spending: Spending,
+        announcer: Announcer,
+        impossible: Impossible,
+        planning: Planning,
+        preemptor: Preemptor,
+        reserving: Reserving,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._keys = keys
+        self._sealer = sealer
+        self._leases = leases
+        self._deliveries = deliveries
+        self._sentences = sentences
+        self._measures = measures
+        self._spending = spending
+        self._announcer = announcer
+        self._preemptor = preemptor
+        self._planning = planning
+        self._impossible = impossible
+        self._reserving = reserving
 
     def tick(self, now_ns: int) -> int | None:
         """Place what can be placed, and say to those who are asked about what they wait for.
@@ -100,8 +136,8 @@ class Scheduler:
             if not is_done:  # whatever was decided may not have come about
                 self._planning.forget()
         more = self._impossible.look(reading.waiting, now_ns) > unsatisfiable.AT_ONCE
-        for run_id in self._services.sentences.news():
-            self._services.hub.touch(run_key(run_id))
+        for run_id in self._sentences.news():
+            self._hub.touch(run_key(run_id))
         if self._planning.underway():
             return now_ns
         after_s = ENGINE_AGAIN_S if self._reserving.is_waiting or more else LOOK_AGAIN_S
@@ -109,18 +145,18 @@ class Scheduler:
 
     def _plan(self, reading: Reading, now_ns: int) -> int:
         """Decide, write down what fits into one tick, and return when there is something to decide again, boottime."""
-        services, planning = self._services, self._planning
+        planning = self._planning
         stored = by_id(reading.floor.nodes)
         planning.tell(reading)
         wake_ns = now_ns + round(LOOK_AGAIN_S * 1e9)
         if len(planning.underway()) < AT_ONCE:
-            with services.measures.decisions.time():
+            with self._measures.decisions.time():
                 decision = planning.decide()
             planning.promise()
-            make_room(services, decision.preemptions)
-            services.measures.reservations.set(len(services.sentences.reservations()))
+            self._preemptor.preempt(decision.preemptions)
+            self._measures.reservations.set(len(self._sentences.reservations()))
             if decision.wake_ns is not None:
-                wake_ns = max(now_ns, services.clock.boottime_ns() + decision.wake_ns - planning.now())
+                wake_ns = max(now_ns, self._clock.boottime_ns() + decision.wake_ns - planning.now())
         some = planning.underway()[:AT_ONCE]
         for first in range(0, len(some), TOGETHER):
             together = some[first : first + TOGETHER]
@@ -130,38 +166,37 @@ class Scheduler:
 
     def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
         """Write the intents, then do what follows from each; one that cannot be any more does not hinder the others."""
-        services = self._services
-        at_ns = services.clock.wall_ns()
+        at_ns = self._clock.wall_ns()
 
         def intend(connection: sa.Connection) -> list[int | Told | None]:
             return [self._intend(connection, one, _on(one, stored), at_ns) for one in placements]
 
         try:
-            written = services.database.write(intend)
+            written = self._database.write(intend)
         finally:
-            services.spending.entered()
+            self._spending.entered()
         placed: list[tuple[Placement, int]] = []
         for placement, came in zip(placements, written, strict=True):
-            services.hub.touch(run_key(placement.run_id))  # also of one that ended without an order
+            self._hub.touch(run_key(placement.run_id))  # also of one that ended without an order
             if isinstance(came, Told):
-                came.announce(services)
+                self._announcer.announce(came)
             elif came is not None:
                 placed.append((placement, came))
-        services.measures.placed.inc(len(placed))
+        self._measures.placed.inc(len(placed))
         for placement, fence in placed:
             names = ", ".join(node.name for node in _on(placement, stored))
             with log_context.bound(run=placement.run_id, attempt=fence, node=names):
                 _log.info("placed")
-            services.deliveries.made(placement.run_id, fence)
+            self._deliveries.made(placement.run_id, fence)
             for number in range(len(placement.shares)):
                 crew = placement.run_id, fence, number
-                services.leases.renew(crew, now_ns=services.clock.boottime_ns())
+                self._leases.renew(crew, now_ns=self._clock.boottime_ns())
         for placement, fence in placed:
             faults.reach("after_commit_before_launch")
             self._reserving.ask(placement, fence, stored)
             for share in placement.shares:
-                services.hub.touch(node_key(share.node_id))
-            services.hub.touch(run_key(placement.run_id))
+                self._hub.touch(node_key(share.node_id))
+            self._hub.touch(run_key(placement.run_id))
 
     def _intend(
         self, connection: sa.Connection, placement: Placement, on: Sequence[StoredNode], at_ns: int
@@ -185,7 +220,7 @@ class Scheduler:
             world_size=sum(share.count for share in placement.shares),
             num_nodes=len(on),
         )
-        if holding_back.is_full(connection, run, new.world_size, self._services.leases.freed()):
+        if holding_back.is_full(connection, run, new.world_size, self._leases.freed()):
             return None  # others of its owner were placed before it
         priced = self._at_its_price(connection, run, new, pool=on[0].pool, at_ns=at_ns)
         if priced is None:
@@ -193,7 +228,7 @@ class Scheduler:
         new = priced
         reason, problem = None, ""
         try:
-            new = _with_secrets(connection, self._services.sealer, run, new)
+            new = _with_secrets(connection, self._sealer, run, new)
         except SecretMissing as error:
             reason, problem = Reason.SECRET_MISSING, error.message
         old = next((node.name for node in on if SECRETS not in node.hello.takes), "")
@@ -220,8 +255,8 @@ class Scheduler:
                 boot_id=named[place.node].boot_id,
                 first_rank=place.first_rank,
                 gpus=place.gpus,
-                token_sha256=keys.sha256(self._services.keys.attempt_token(run.id, run.fence + 1, place.number)),
-                grace_s=self._services.settings.partition_grace_s,
+                token_sha256=keys.sha256(self._keys.attempt_token(run.id, run.fence + 1, place.number)),
+                grace_s=self._settings.partition_grace_s,
             )
             for place in laid
         ]
@@ -233,10 +268,10 @@ class Scheduler:
 
         None when a budget that counts it has no room for it any more.
         """
-        currency = self._services.settings.currency
+        currency = self._settings.currency
         tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)
         account = accounts.of_run(connection, run, gpu_type=new.gpu_type, pool=pool, currency=currency)
-        if self._services.spending.enter(connection, run, account, tariff, gpus=new.world_size, now_ns=at_ns):
+        if self._spending.enter(connection, run, account, tariff, gpus=new.world_size, now_ns=at_ns):
             return None
         said = {"tariff_json": msgspec.json.encode(tariff).decode(), "account_id": accounts.ensure(connection, account)}
         return msgspec.structs.replace(new, **said)

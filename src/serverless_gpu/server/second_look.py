@@ -13,31 +13,43 @@ from __future__ import annotations
 
 import msgspec
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import Change, DevicesTaken, NodeSeen, PoolSeen, QueuedRun, Wait, WaitReason
 from serverless_gpu.server import floor
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.liveness import Presence
 from serverless_gpu.server.roster import Reading, Roster
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.settings import Settings
 
 _NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
 
 
 class SecondLook:
-    """Looks for runs that could be placed and of which the scheduler says something else. For one thread.
+    """Looks for runs that could be placed and of which the scheduler says something else. For one thread."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._roster = Roster(services)
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        presence: Presence,
+        sentences: Sentences,
+        roster: Roster,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._presence = presence
+        self._sentences = sentences
+        self._roster = roster
 
     def forgotten(self) -> list[str]:
         """Return the runs that could be placed now and are not, by no rule."""
-        services = self._services
-        now_ns = services.clock.wall_ns()
-        reading = services.database.read(lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=False))
+        now_ns = self._clock.wall_ns()
+        reading = self._database.read(lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=False))
         if not reading.waiting:
             return []
         planner = Planner(reading.policy)
@@ -51,13 +63,12 @@ class SecondLook:
             if alike not in fits:
                 estimate = planner.estimate(alike, now_ns)
                 fits[alike] = estimate.at_ns is not None and estimate.at_ns <= now_ns and not estimate.impossible
-            if fits[alike] and _is_forgotten(services.sentences.wait(run_id)):
+            if fits[alike] and _is_forgotten(self._sentences.wait(run_id)):
                 found.append(run_id)
         return found
 
     def _everything(self, reading: Reading) -> list[Change]:
-        services = self._services
-        nodes = floor.offers(reading.floor, services.presence, floor.now(services))
+        nodes = floor.offers(reading.floor, self._presence, floor.now(self._settings, self._clock))
         changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.floor.pools]
         changes += [NodeSeen(node) for node in nodes]
         changes += [DevicesTaken(running) for running in reading.running.values()]

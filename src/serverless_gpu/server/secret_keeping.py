@@ -4,70 +4,77 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.secrets import check_name, check_value
 from serverless_gpu.server import audit, identity, secret_store
 from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.secret_store import By, Whose
-from serverless_gpu.server.services import Services
 from serverless_gpu.wire.secrets import SecretRequest, SecretView
 
 
-def set_secret(services: Services, who: Caller, name: str, request: SecretRequest, *, reach: str) -> SecretView:
-    """Set a secret of the caller's, or of a team in reach.
+class SecretService:
+    """Sets, deletes and lists secrets."""
 
-    Raises:
-        InvalidValue: the name, or the value's length, is not possible.
-        NotFound: there is no such team in reach.
-    """
-    check_value(check_name(name), request.value)
-    now_ns = services.clock.wall_ns()
+    def __init__(self, *, clock: Clock, database: Transactions, sealer: Sealer) -> None:
+        self._clock = clock
+        self._database = database
+        self._sealer = sealer
 
-    def work(connection: sa.Connection) -> SecretView:
-        whose = _whose(connection, who, request.team, reach)
-        made, is_new = secret_store.put(connection, services.sealer, whose, name, request.value, By(who.name, now_ns))
-        if is_new:
-            _record(connection, who, Action.SECRET_SET, made, now_ns)
-        return made
+    def set(self, who: Caller, name: str, request: SecretRequest, *, reach: str) -> SecretView:
+        """Set a secret of the caller's, or of a team in reach.
 
-    return services.database.write(work)
+        Raises:
+            InvalidValue: the name, or the value's length, is not possible.
+            NotFound: there is no such team in reach.
+        """
+        check_value(check_name(name), request.value)
+        now_ns = self._clock.wall_ns()
 
+        def work(connection: sa.Connection) -> SecretView:
+            whose = _whose(connection, who, request.team, reach)
+            made, is_new = secret_store.put(connection, self._sealer, whose, name, request.value, By(who.name, now_ns))
+            if is_new:
+                _record(connection, who, Action.SECRET_SET, made, now_ns)
+            return made
 
-def delete_secret(services: Services, who: Caller, name: str, team: str, *, reach: str) -> SecretView:
-    """Take away every value of a secret.
+        return self._database.write(work)
 
-    Raises:
-        NotFound: there is none in reach.
-    """
-    now_ns = services.clock.wall_ns()
+    def delete(self, who: Caller, name: str, team: str, *, reach: str) -> SecretView:
+        """Take away every value of a secret.
 
-    def work(connection: sa.Connection) -> SecretView:
-        whose = _whose(connection, who, team, reach)
-        gone = secret_store.delete(connection, whose, name, By(who.name, now_ns))
-        _record(connection, who, Action.SECRET_DELETE, gone, now_ns)
-        return gone
+        Raises:
+            NotFound: there is none in reach.
+        """
+        now_ns = self._clock.wall_ns()
 
-    return services.database.write(work)
+        def work(connection: sa.Connection) -> SecretView:
+            whose = _whose(connection, who, team, reach)
+            gone = secret_store.delete(connection, whose, name, By(who.name, now_ns))
+            _record(connection, who, Action.SECRET_DELETE, gone, now_ns)
+            return gone
 
+        return self._database.write(work)
 
-def list_secrets(services: Services, who: Caller, *, reach: str) -> list[SecretView]:
-    """Return the secrets in reach, without their values."""
-    teams = who.teams if reach == AccessReach.TEAM else ()
-    return services.database.read(
-        lambda connection: secret_store.listed(connection, who.name, teams, everybodys=reach == AccessReach.ALL)
-    )
+    def list_visible(self, who: Caller, *, reach: str) -> list[SecretView]:
+        """Return the secrets in reach, without their values."""
+        teams = who.teams if reach == AccessReach.TEAM else ()
+        return self._database.read(
+            lambda connection: secret_store.listed(connection, who.name, teams, everybodys=reach == AccessReach.ALL)
+        )
 
+    def remove_replaced(self) -> None:
+        """Remove values that were replaced, and that no attempt has any more."""
+        for whose, name in self._database.read(secret_store.replaced):
 
-def remove_replaced(services: Services) -> None:
-    """Remove values that were replaced, and that no attempt has any more."""
-    for whose, name in services.database.read(secret_store.replaced):
+            def work(connection: sa.Connection, whose: Whose = whose, name: str = name) -> None:
+                secret_store.tidy(connection, whose, name)
 
-        def work(connection: sa.Connection, whose: Whose = whose, name: str = name) -> None:
-            secret_store.tidy(connection, whose, name)
-
-        services.database.write(work)
+            self._database.write(work)
 
 
 def _whose(connection: sa.Connection, who: Caller, team: str, reach: str) -> Whose:

@@ -31,13 +31,18 @@ from serverless_gpu.errors import ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.server import books as book_rows
 from serverless_gpu.server import runs
+from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.books import PAGE_RUNS, Books
 from serverless_gpu.server.chain_check import ChainCheck
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.invariants import History, Moment, broken_chain, violations
 from serverless_gpu.server.lendings import Lendings
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.portions import portions
 from serverless_gpu.server.second_look import SecondLook
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.violations import Violation
 
 EVERY_S = 5.0
@@ -77,17 +82,29 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 class SelfCheck:
     """Looks at some runs at a time, for as long as the server works.
 
-    Args:
-        services: the server's.
-
     Attributes:
         seen: how many runs were looked at.
         found: how often something was wrong, each thing once as long as it is remembered.
     """
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._second_look = SecondLook(services)
+    def __init__(
+        self,
+        *,
+        database: Transactions,
+        hub: Hub,
+        blobs: Blobs,
+        sentences: Sentences,
+        measures: Measures,
+        spending: Spending,
+        second_look: SecondLook,
+    ) -> None:
+        self._database = database
+        self._hub = hub
+        self._blobs = blobs
+        self._sentences = sentences
+        self._measures = measures
+        self._spending = spending
+        self._second_look = second_look
         self._after = ""
         self._chain = ChainCheck()
         self._ends: dict[str, tuple[State, Reason]] = {}
@@ -106,10 +123,10 @@ class SelfCheck:
         Args:
             now_ns: boottime, nanoseconds.
         """
-        page = self._services.database.read(partial(book_rows.load, after=self._after))
+        page = self._database.read(partial(book_rows.load, after=self._after))
         moment = msgspec.structs.replace(self._moment(now_ns), missing_parts=self._missing(page))
         found = violations(page, History(ends=self._ends), moment)
-        chained = [broken_chain(*one) for one in self._chain.look(self._services.database.read)]
+        chained = [broken_chain(*one) for one in self._chain.look(self._database.read)]
         self._tell(sorted({*found, *self._lendings.look(page), *chained}))
         self._remember(page)
         self.seen += len(page.runs)
@@ -122,13 +139,12 @@ class SelfCheck:
         return now_ns + round((EVERY_S if goes_on or is_in_doubt else ROUND_S) * 1e9)
 
     def _moment(self, now_ns: int) -> Moment:
-        services = self._services
-        waiting = [run_id for run_id, _ in services.database.read(partial(runs.queue, limit=QUEUE_MAX + 1))]
-        told = services.sentences
+        waiting = [run_id for run_id, _ in self._database.read(partial(runs.queue, limit=QUEUE_MAX + 1))]
+        told = self._sentences
         untold = [run_id for run_id in waiting[:TELL_MAX] if told.wait(run_id) is None]
         untold += [run_id for run_id in waiting[TELL_MAX:] if not told.is_waiting(run_id)]
         self._untold = _since(self._untold, untold, now_ns)
-        unstopped = {run_id for each in services.spending.standings().values() for run_id in each.stop}
+        unstopped = {run_id for each in self._spending.standings().values() for run_id in each.stop}
         self._unstopped = _since(self._unstopped, unstopped, now_ns)
         is_due = self._unplaced or self._looked_ns is None or now_ns - self._looked_ns >= ROUND_S * 1e9
         if is_due or not waiting:  # it costs as much as a scheduler that starts
@@ -138,7 +154,7 @@ class SelfCheck:
             untold_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._untold.items()},
             unplaced_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._unplaced.items()},
             unstopped_s={run_id: (now_ns - since_ns) / 1e9 for run_id, since_ns in self._unstopped.items()},
-            sizes=services.hub.sizes(),
+            sizes=self._hub.sizes(),
         )
 
     def _missing(self, page: Books) -> frozenset[str]:
@@ -147,7 +163,7 @@ class SelfCheck:
         if not parts:
             return frozenset()
         try:
-            return frozenset(self._services.blobs.missing(parts[:PARTS_MAX]))
+            return frozenset(self._blobs.missing(parts[:PARTS_MAX]))
         except (ServerProblem, StorageError) as error:
             _log.warning("results were not looked for: %s", error.message)
             return frozenset()
@@ -165,7 +181,7 @@ class SelfCheck:
                 self._is_full_said = True
                 _log.error("more than %d things are wrong; `sgpu server check` names the others", TOLD_MAX)
             self.found += 1
-            self._services.measures.violations.labels(violation.invariant).inc()
+            self._measures.violations.labels(violation.invariant).inc()
 
     def _remember(self, page: Books) -> None:
         for booked in page.runs:

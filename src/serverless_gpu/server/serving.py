@@ -241,8 +241,12 @@ def serve(
 
         operator = Operator(announce=waiting, decide=decide, renewed=lambda: renewed(url, running))
         with assembled(settings, url=url, clock=clock, other=other, operator=operator) as assembly:
+            services = assembly.services
             app = guarded(
-                assembly.services,
+                services.by_type,
+                hub=services.hub,
+                clock=services.clock,
+                measures=services.measures,
                 hosts=(*LOOPBACK, *names(settings, certificate.in_use.names if certificate else ())),
                 authenticate=assembly.admission.authenticate,
                 reach=assembly.admission.reach,

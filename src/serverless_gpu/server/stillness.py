@@ -23,6 +23,7 @@ from functools import partial
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, StaleAttempt
 from serverless_gpu.model.hangs import gang_hang_detection
 from serverless_gpu.model.hangs.gang_hang_detection import Ask, CrewObservation, Judgement
@@ -34,11 +35,13 @@ from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.server import audit, runs, stopping
 from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.crews import StoredCrew
-from serverless_gpu.server.gang_progress import Progress
-from serverless_gpu.server.hub import node_key
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.gang_progress import GangProgress, Progress
+from serverless_gpu.server.hub import Hub, node_key
+from serverless_gpu.server.liveness import Looks
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Told
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.transitions import Announcer, Told
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 
@@ -71,97 +74,119 @@ def check(attempt: StoredAttempt, ranks: range, said: Report) -> None:
         raise InvalidValue(f"a crew of attempt {attempt.gang} says more of its ranks than anybody could have seen")
 
 
-def hear(services: Services, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-    """Note what a crew says of its ranks and devices, and decide what can be decided by it.
+class GangHangs:
+    """Detects gangs that hang, and stops them."""
 
-    Args:
-        services: the server's.
-        run: whose attempt it is.
-        attempt: as it was read before the report was applied.
-        crew: that reports.
-        said: what it says.
-    """
-    is_ending = run.stop is not None or attempt.cause is not None or attempt.released or said.halt is not None
-    if attempt.num_nodes == 1 or is_ending or len(attempt.open_crews) < attempt.num_nodes or said.ending is not None:
-        return
-    work = partial(_heard, services, run, attempt, crew, said)
-    before, now = services.gang_progress.change((attempt.run_id, attempt.fence), work)
-    if _answered(now) != _answered(before):
-        for one in attempt.open_crews:
-            if one.number != crew.number:
-                services.looks.ask(one.node_id, one.id)
-                services.hub.touch(node_key(one.node_id))
-    if now.told is IdleVerdict.STOP:
-        _stop(services, run)
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        looks: Looks,
+        gang_progress: GangProgress,
+        announcer: Announcer,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._looks = looks
+        self._gang_progress = gang_progress
+        self._announcer = announcer
 
+    def hear(self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
+        """Note what a crew says of its ranks and devices, and decide what can be decided by it.
 
-def told(services: Services, attempt: StoredAttempt, answer: ReportAnswer) -> ReportAnswer:
-    """Return an answer with what there is for a crew of a gang on several nodes.
+        Args:
+            run: whose attempt it is.
+            attempt: as it was read before the report was applied.
+            crew: that reports.
+            said: what it says.
+        """
+        is_ending = run.stop is not None or attempt.cause is not None or attempt.released or said.halt is not None
+        if (
+            attempt.num_nodes == 1
+            or is_ending
+            or len(attempt.open_crews) < attempt.num_nodes
+            or said.ending is not None
+        ):
+            return
+        work = partial(self._heard, run, attempt, crew, said)
+        before, now = self._gang_progress.change((attempt.run_id, attempt.fence), work)
+        if _answered(now) != _answered(before):
+            for one in attempt.open_crews:
+                if one.number != crew.number:
+                    self._looks.ask(one.node_id, one.id)
+                    self._hub.touch(node_key(one.node_id))
+        if now.told is IdleVerdict.STOP:
+            self._stop(run)
 
-    Args:
-        services: the server's.
-        attempt: as it is now.
-        answer: without that.
-    """
-    ask, judgement, idle = _answered(services.gang_progress.find((attempt.run_id, attempt.fence)))
-    return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
+    def told(self, attempt: StoredAttempt, answer: ReportAnswer) -> ReportAnswer:
+        """Return an answer with what there is for a crew of a gang on several nodes.
+
+        Args:
+            attempt: as it is now.
+            answer: without that.
+        """
+        ask, judgement, idle = _answered(self._gang_progress.find((attempt.run_id, attempt.fence)))
+        return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
+
+    def _heard(
+        self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report, before: Progress
+    ) -> Progress:
+        now_ns = self._clock.boottime_ns()
+        hangs = gang_hang_detection.heard(
+            before.hangs, crew.number, said.silence, _printable(said.seen), returned=said.returned, now_ns=now_ns
+        )
+        progress = Progress(
+            heard_ns={**before.heard_ns, crew.number: now_ns},
+            hangs=hangs,
+            idle={**before.idle, crew.number: said.idle},
+            told=before.told,
+        )
+        if not all(one.began for one in attempt.crews):
+            return progress
+        fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)  # two signs of life, however far apart they are
+        hangs = gang_hang_detection.decide(
+            hangs,
+            run.spec.limits(),
+            [one.place for one in attempt.crews],
+            per_node=run.spec.per_node,
+            now_ns=now_ns,
+            fresh_ns=fresh_ns,
+        )
+        is_heard = all(now_ns - progress.heard_ns.get(one.number, 0) <= fresh_ns for one in attempt.crews)
+        returned = {number for number, one in hangs.silent.items() if one.returned}
+        at_work = [one.number for one in attempt.crews if one.number not in returned]
+        is_known = is_heard and bool(at_work) and idleness.limit_s(run.spec) is not None
+        levels = [progress.idle.get(number, IdleVerdict.GO_ON) for number in at_work]
+        told = (
+            idleness.of_gang(levels, before.told) if is_known else None
+        )  # once all have returned nothing is idle: it ends
+        return msgspec.structs.replace(progress, hangs=hangs, told=told)
+
+    def _stop(self, run: StoredRun) -> None:
+        """Stop a run of which no device on any node has done anything for too long."""
+        at_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> Told | None:
+            now = runs.find(connection, run.id)
+            if now is None or now.fence != run.fence or now.state not in ACTIVE:
+                return None  # it has nothing to do with the devices of the next attempt
+            return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
+
+        try:
+            done = self._database.write(work)
+        except StaleAttempt:
+            return  # it is asked again with the next report
+        if done is not None:
+            self._announcer.announce(done)
 
 
 def _answered(progress: Progress) -> tuple[Ask | None, Judgement | None, IdleVerdict | None]:
     return progress.hangs.ask, progress.hangs.judgement, progress.told
-
-
-def _heard(
-    services: Services, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report, before: Progress
-) -> Progress:
-    now_ns = services.clock.boottime_ns()
-    hangs = gang_hang_detection.heard(
-        before.hangs, crew.number, said.silence, _printable(said.seen), returned=said.returned, now_ns=now_ns
-    )
-    progress = Progress(
-        heard_ns={**before.heard_ns, crew.number: now_ns},
-        hangs=hangs,
-        idle={**before.idle, crew.number: said.idle},
-        told=before.told,
-    )
-    if not all(one.began for one in attempt.crews):
-        return progress
-    fresh_ns = round(services.settings.soft_expiry_s / 2 * 1e9)  # two signs of life, however far apart they are
-    hangs = gang_hang_detection.decide(
-        hangs,
-        run.spec.limits(),
-        [one.place for one in attempt.crews],
-        per_node=run.spec.per_node,
-        now_ns=now_ns,
-        fresh_ns=fresh_ns,
-    )
-    is_heard = all(now_ns - progress.heard_ns.get(one.number, 0) <= fresh_ns for one in attempt.crews)
-    returned = {number for number, one in hangs.silent.items() if one.returned}
-    at_work = [one.number for one in attempt.crews if one.number not in returned]
-    is_known = is_heard and bool(at_work) and idleness.limit_s(run.spec) is not None
-    levels = [progress.idle.get(number, IdleVerdict.GO_ON) for number in at_work]
-    told = (
-        idleness.of_gang(levels, before.told) if is_known else None
-    )  # once all have returned nothing is idle: it ends
-    return msgspec.structs.replace(progress, hangs=hangs, told=told)
-
-
-def _stop(services: Services, run: StoredRun) -> None:
-    """Stop a run of which no device on any node has done anything for too long."""
-    at_ns = services.clock.wall_ns()
-
-    def work(connection: sa.Connection) -> Told | None:
-        now = runs.find(connection, run.id)
-        if now is None or now.fence != run.fence or now.state not in ACTIVE:
-            return None  # it has nothing to do with the devices of the next attempt
-        return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
-
-    try:
-        done = services.database.write(work)
-    except StaleAttempt:
-        return  # it is asked again with the next report
-    if done is not None:
-        done.announce(services)
 
 
 def _printable(seen: CrewObservation | None) -> CrewObservation | None:

@@ -12,11 +12,13 @@ before it reaches the database.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.ambient import created_wall_ns
+from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.environment.packages import Packages
 from serverless_gpu.errors import IdempotencyConflict, InvalidValue, NotFound, ServerStorageFull, TooLarge
 from serverless_gpu.model import secrets
@@ -33,16 +35,26 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import affording, allowing, audit, events, feasibility, log_context, runs, views
-from serverless_gpu.server.allowing import Brought, Unread
+from serverless_gpu.server import audit, events, log_context, runs, views
+from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.allowing import Brought, PolicyAdmission, Unread
 from serverless_gpu.server.audit import Action
-from serverless_gpu.server.blobs import check_reference
+from serverless_gpu.server.blobs import Blobs, check_reference
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_range, check_text
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.events import StoredEvent
-from serverless_gpu.server.hub import SCHEDULER, run_key
+from serverless_gpu.server.feasibility import Feasibility
+from serverless_gpu.server.feasibility_memory import FeasibilityMemory
+from serverless_gpu.server.hub import SCHEDULER, Hub, run_key
+from serverless_gpu.server.keys import Keys
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.runs import NewRun, StoredRun
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.sealing import Sealer
+from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.waiting_room import WaitingRoom
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 
@@ -52,63 +64,160 @@ VERSION_CHARACTERS_MAX = 32
 _HEXADECIMAL = frozenset("0123456789abcdef")
 
 
-def submit(services: Services, who: Caller, request: RunRequest) -> RunView:
-    """Accept a run; it is durable when this returns.
+class SubmissionService:
+    """Accepts runs into the queue."""
 
-    Args:
-        services: the server's.
-        who: asks for it, and will own it.
-        request: what was asked.
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        hub: Hub,
+        keys: Keys,
+        sealer: Sealer,
+        blobs: Blobs,
+        environments: Environments,
+        sentences: Sentences,
+        waiting_room: WaitingRoom,
+        measures: Measures,
+        feasible: FeasibilityMemory,
+        low: Callable[[], str],
+        budget_admission: BudgetAdmission,
+        feasibility: Feasibility,
+        policy_admission: PolicyAdmission,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._hub = hub
+        self._keys = keys
+        self._sealer = sealer
+        self._blobs = blobs
+        self._environments = environments
+        self._sentences = sentences
+        self._waiting_room = waiting_room
+        self._measures = measures
+        self._feasible = feasible
+        self._low = low
+        self._budget_admission = budget_admission
+        self._feasibility = feasibility
+        self._policy_admission = policy_admission
 
-    Returns:
-        The run; `deduplicated` when the same request had come before.
+    def submit(self, who: Caller, request: RunRequest) -> RunView:
+        """Accept a run; it is durable when this returns.
 
-    Raises:
-        InvalidValue: it is not possible.
-        PolicyViolation: it is not within its usage policy.
-        NoSuitableNode: no node could ever serve it, and it does not ask to wait for one.
-        NotFound: parts of its call were not sent.
-        EnvironmentMissing: its environment was not sent.
-        SecretMissing: a secret that it names is not there.
-        TooLarge: it is over a limit.
-        IdempotencyConflict: there is another run of this identifier.
-        ServerStorageFull: the database's disk is full, or nearly so.
-    """
-    check(request, who)
-    digest = services.keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
-    has_room = services.waiting_room.enter(who.name)
-    low = services.low()
-    if low or not has_room or _names_bytes(request):  # what a repeated request needs none of: is it one?
-        before = services.database.read(lambda connection: runs.find(connection, request.id))
+        Args:
+            who: asks for it, and will own it.
+            request: what was asked.
+
+        Returns:
+            The run; `deduplicated` when the same request had come before.
+
+        Raises:
+            InvalidValue: it is not possible.
+            PolicyViolation: it is not within its usage policy.
+            NoSuitableNode: no node could ever serve it, and it does not ask to wait for one.
+            NotFound: parts of its call were not sent.
+            EnvironmentMissing: its environment was not sent.
+            SecretMissing: a secret that it names is not there.
+            TooLarge: it is over a limit.
+            IdempotencyConflict: there is another run of this identifier.
+            ServerStorageFull: the database's disk is full, or nearly so.
+        """
+        check(request, who)
+        digest = self._keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
+        has_room = self._waiting_room.enter(who.name)
+        low = self._low()
+        if low or not has_room or _names_bytes(request):  # what a repeated request needs none of: is it one?
+            before = self._database.read(lambda connection: runs.find(connection, request.id))
+            if before is not None:
+                return self._same(before, who, digest)
+            if low:
+                raise ServerStorageFull(
+                    f"no new runs are taken: {low}", hint="runs that are there go on; ask again later"
+                )
+            self._check_bytes(request)
+            if not has_room:
+                self._find_room(who)
+        new = NewRun(
+            id=request.id,
+            owner=who.name,
+            spec=request.spec,
+            target=request.target,
+            request_sha256=digest,
+            context_sealed=self._sealer.seal(bytes(request.context), about=request.id),
+            call=request.call,
+            snapshot=request.snapshot,
+            client_version=request.version,
+            member_of=who.teams,
+        )
+        at_ns = self._clock.wall_ns()
+        run, is_new = self._written(new, who, at_ns)
+        if not is_new:
+            return self._same(run, who, digest)
+        self._measures.submitted.inc()
+        log_context.note(run=run.id)
+        faults.reach("after_submit_before_answer")
+        self._hub.touch(SCHEDULER)
+        self._hub.touch(run_key(run.id))
+        return views.run_view(run, reader=who.name)
+
+    def _same(self, run: StoredRun, who: Caller, digest: str) -> RunView:
+        if run.owner != who.name or run.request_sha256 != digest:
+            raise IdempotencyConflict(
+                f"there is a run {run.id} already, and it was asked for differently",
+                hint="every run needs an identifier of its own",
+            )
+        return views.run_view(run, told=self._sentences.told(run.id), deduplicated=True, reader=who.name)
+
+    def _written(self, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
+        """Write a run down; what its policy wants to know of its environment is read between two tries."""
+        packages: dict[str, Packages | None] = {}
+        brought = Brought(snapshot=new.snapshot, packages=packages)
+        while True:  # each time, something that was not known is
+            try:
+                return self._database.write(lambda connection: self._create(connection, new, who, at_ns, brought))
+            except Unread as unread:
+                packages |= self._policy_admission.read_packages(unread.addresses)
+
+    def _create(
+        self, connection: sa.Connection, new: NewRun, who: Caller, at_ns: int, brought: Brought
+    ) -> tuple[StoredRun, bool]:
+        before = runs.find(connection, new.id) if runs.exists(connection, new.id) else None
         if before is not None:
-            return _same(services, before, who, digest)
-        if low:
-            raise ServerStorageFull(f"no new runs are taken: {low}", hint="runs that are there go on; ask again later")
-        _check_bytes(services, request)
-        if not has_room:
-            _find_room(services, who)
-    new = NewRun(
-        id=request.id,
-        owner=who.name,
-        spec=request.spec,
-        target=request.target,
-        request_sha256=digest,
-        context_sealed=services.sealer.seal(bytes(request.context), about=request.id),
-        call=request.call,
-        snapshot=request.snapshot,
-        client_version=request.version,
-        member_of=who.teams,
-    )
-    at_ns = services.clock.wall_ns()
-    run, is_new = _written(services, new, who, at_ns)
-    if not is_new:
-        return _same(services, run, who, digest)
-    services.measures.submitted.inc()
-    log_context.note(run=run.id)
-    faults.reach("after_submit_before_answer")
-    services.hub.touch(SCHEDULER)
-    services.hub.touch(run_key(run.id))
-    return views.run_view(run, reader=who.name)
+            return before, False
+        allowed = self._policy_admission.allow(connection, new.spec, who, brought)
+        new = msgspec.structs.replace(new, spec=allowed.spec, pool=allowed.pool)
+        self._budget_admission.refuse(connection, allowed, who)
+        if not self._feasibility.refuse(connection, runs.described(new, at_ns=at_ns)):
+            self._feasible.defer(new.id)
+        run = runs.insert(connection, new, at_ns=at_ns)
+        events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
+        audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)
+        return run, True
+
+    def _check_bytes(self, request: RunRequest) -> None:
+        payload = request.spec.payload
+        if isinstance(payload, Function) and payload.call is not None:
+            missing = self._blobs.missing(payload.call.parts)
+            if missing:
+                raise NotFound(
+                    f"{len(missing)} parts of the call are not on the server, {missing[0][:12]} among them",
+                    hint="send them first: PUT /blobs/{digest}",
+                )
+        if request.snapshot:
+            self._environments.need(request.snapshot)
+
+    def _find_room(self, who: Caller) -> None:
+        most = self._settings.runs_waiting_max
+        waiting = self._database.read(lambda connection: runs.waiting_of(connection, who.name, at_most=most))
+        if waiting >= most:
+            raise TooLarge(
+                f"{who.name} has {waiting} runs that wait, and more are not taken",
+                hint="wait until some have started, or cancel some",
+            )
+        self._waiting_room.counted(who.name, most - waiting - 1)
 
 
 def check(request: RunRequest, who: Caller) -> None:
@@ -125,71 +234,10 @@ def check(request: RunRequest, who: Caller) -> None:
     _check_origin(request)
 
 
-def _same(services: Services, run: StoredRun, who: Caller, digest: str) -> RunView:
-    if run.owner != who.name or run.request_sha256 != digest:
-        raise IdempotencyConflict(
-            f"there is a run {run.id} already, and it was asked for differently",
-            hint="every run needs an identifier of its own",
-        )
-    return views.run_view(run, told=services.sentences.told(run.id), deduplicated=True, reader=who.name)
-
-
-def _written(services: Services, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
-    """Write a run down; what its policy wants to know of its environment is read between two tries."""
-    packages: dict[str, Packages | None] = {}
-    brought = Brought(snapshot=new.snapshot, packages=packages)
-    while True:  # each time, something that was not known is
-        try:
-            return services.database.write(lambda connection: _create(connection, services, new, who, at_ns, brought))
-        except Unread as unread:
-            packages |= allowing.read_packages(services, unread.addresses)
-
-
-def _create(
-    connection: sa.Connection, services: Services, new: NewRun, who: Caller, at_ns: int, brought: Brought
-) -> tuple[StoredRun, bool]:
-    before = runs.find(connection, new.id) if runs.exists(connection, new.id) else None
-    if before is not None:
-        return before, False
-    allowed = allowing.allow(connection, services, new.spec, who, brought)
-    new = msgspec.structs.replace(new, spec=allowed.spec, pool=allowed.pool)
-    affording.refuse(connection, services, allowed, who)
-    if not feasibility.refuse(connection, services, runs.described(new, at_ns=at_ns)):
-        services.feasible.defer(new.id)
-    run = runs.insert(connection, new, at_ns=at_ns)
-    events.add(connection, [StoredEvent(run_id=new.id, seq=1, fence=0, at_ns=at_ns, state=State.QUEUED)])
-    audit.record(connection, who=who, action=Action.RUN_CREATE, subject=new.id, now_ns=at_ns)
-    return run, True
-
-
 def _names_bytes(request: RunRequest) -> bool:
     """Return whether a request names bytes that were sent before it."""
     payload = request.spec.payload
     return bool(request.snapshot) or (isinstance(payload, Function) and payload.call is not None)
-
-
-def _check_bytes(services: Services, request: RunRequest) -> None:
-    payload = request.spec.payload
-    if isinstance(payload, Function) and payload.call is not None:
-        missing = services.blobs.missing(payload.call.parts)
-        if missing:
-            raise NotFound(
-                f"{len(missing)} parts of the call are not on the server, {missing[0][:12]} among them",
-                hint="send them first: PUT /blobs/{digest}",
-            )
-    if request.snapshot:
-        services.environments.need(request.snapshot)
-
-
-def _find_room(services: Services, who: Caller) -> None:
-    most = services.settings.runs_waiting_max
-    waiting = services.database.read(lambda connection: runs.waiting_of(connection, who.name, at_most=most))
-    if waiting >= most:
-        raise TooLarge(
-            f"{who.name} has {waiting} runs that wait, and more are not taken",
-            hint="wait until some have started, or cancel some",
-        )
-    services.waiting_room.counted(who.name, most - waiting - 1)
 
 
 def check_spec(spec: RunSpec, who: Caller) -> None:

@@ -3,7 +3,7 @@
     what happened to a crew ─▶ gangs.follow ─┐
     what happened to a run ──────────────────┴─▶ model/run_lifecycle.advance
                      ─▶ compare and set ─▶ attempt, its crews, events, orders   (one transaction)
-                                             └─ after the commit: `Told.announce`
+                                             └─ after the commit: `Announcer.announce`
 
 The decision is the table's. Here it becomes rows: the run as it was expected to be (else somebody was faster, nothing
 is changed and `StaleAttempt` is raised), its attempt and that one's crews, one event for each change, and an order for
@@ -45,10 +45,10 @@ from serverless_gpu.server import attempts, crews, events, gangs, log_context, o
 from serverless_gpu.server.attempts import NewAttempt, StoredAttempt
 from serverless_gpu.server.crews import WITHOUT_REPORT, CrewId, NewCrew, StoredCrew
 from serverless_gpu.server.events import StoredEvent
-from serverless_gpu.server.hub import LEDGER, SCHEDULER, node_key, run_key
+from serverless_gpu.server.hub import LEDGER, SCHEDULER, Hub, node_key, run_key
+from serverless_gpu.server.liveness import Looks
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.services import Services
 
 _log = logging.getLogger(__name__)
 _Over = AttemptEnded | GivenUp | Forgotten
@@ -76,36 +76,45 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether anything was written."""
         return self.life != self.before.life
 
-    def announce(self, services: Services) -> None:
-        """Wake whoever waits for this, and count it; after the commit."""
-        hub = services.hub
-        for crew in self.looks:
-            services.looks.ask(crew.node_id, crew.id)
-            hub.touch(node_key(crew.node_id))
-        if not self.changed:
-            return
-        self.count(services.measures)
-        hub.touch(run_key(self.before.id))
-        for event in self.events:
-            with log_context.bound(run=event.run_id, attempt=event.fence, node=event.node):
-                _log.info("%s%s", event.state.value, f" ({event.reason.value})" if event.reason is not None else "")
-        attempt = self.before.attempt
-        if RunInstruction.SEND_STOP in self.instructions and attempt is not None:
-            for crew in attempt.open_crews:
-                hub.touch(node_key(crew.node_id))
-            if self.before.state is State.STARTING:
-                hub.touch(SCHEDULER)  # its order may not have left: then it is over at once
-        if RunInstruction.REQUEUE in self.instructions or RunInstruction.CONCLUDE in self.instructions:
-            hub.touch(SCHEDULER)
-            hub.touch(LEDGER)
-
     def count(self, measures: Measures) -> None:
-        """Count it, and wake nobody: there are no services yet."""
+        """Count the transition."""
         if RunInstruction.CONCLUDE in self.instructions and self.life.reason is not None:
             measures.ended.labels(self.life.reason.value).inc()
         for event in self.events:
             if event.reason in WITHOUT_REPORT:
                 measures.given_up.labels(event.reason.value).inc()
+
+
+class Announcer:
+    """Wakes those who wait for a transition, once it is committed."""
+
+    def __init__(self, *, hub: Hub, looks: Looks, measures: Measures) -> None:
+        self._hub = hub
+        self._looks = looks
+        self._measures = measures
+
+    def announce(self, told: Told) -> None:
+        """Wake the listeners of a transition and count it; after the commit."""
+        hub = self._hub
+        for crew in told.looks:
+            self._looks.ask(crew.node_id, crew.id)
+            hub.touch(node_key(crew.node_id))
+        if not told.changed:
+            return
+        told.count(self._measures)
+        hub.touch(run_key(told.before.id))
+        for event in told.events:
+            with log_context.bound(run=event.run_id, attempt=event.fence, node=event.node):
+                _log.info("%s%s", event.state.value, f" ({event.reason.value})" if event.reason is not None else "")
+        attempt = told.before.attempt
+        if RunInstruction.SEND_STOP in told.instructions and attempt is not None:
+            for crew in attempt.open_crews:
+                hub.touch(node_key(crew.node_id))
+            if told.before.state is State.STARTING:
+                hub.touch(SCHEDULER)  # its order may not have left: then it is over at once
+        if RunInstruction.REQUEUE in told.instructions or RunInstruction.CONCLUDE in told.instructions:
+            hub.touch(SCHEDULER)
+            hub.touch(LEDGER)
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +166,7 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether there is a cause, or a release, that its crews have not been told of, or the first begins."""
         fold, before = self.folded, self.attempt
         if self.crews[0].began and not before.crews[0].began:
-            return True  # the others may begin, too: `meetings.told`
+            return True  # the others may begin, too: `RendezvousService.told`
         return fold is not None and (fold.cause != before.cause or fold.releases != before.released)
 
     @property

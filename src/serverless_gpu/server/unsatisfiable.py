@@ -16,14 +16,19 @@ from collections.abc import Iterable, Mapping
 
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.run_lifecycle import Unsatisfiable
 from serverless_gpu.model.scheduling.feasibility import like
 from serverless_gpu.model.scheduling.values import QueuedRun
-from serverless_gpu.server import feasibility, runs, transitions
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.transitions import Note, Told
+from serverless_gpu.server import runs, transitions
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.feasibility import Feasibility
+from serverless_gpu.server.feasibility_memory import FeasibilityMemory
+from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.transitions import Announcer, Note, Told
 
 EVERY_S = 30.0
 AT_ONCE = 64
@@ -31,18 +36,30 @@ _log = logging.getLogger(__name__)
 
 
 class Impossible:
-    """Since when runs wait for what can never be. For one thread.
+    """Since when runs wait for what can never be. For one thread."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        clock: Clock,
+        database: Transactions,
+        sentences: Sentences,
+        feasible: FeasibilityMemory,
+        announcer: Announcer,
+        feasibility: Feasibility,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._sentences = sentences
+        self._feasible = feasible
+        self._announcer = announcer
+        self._feasibility = feasibility
         self._since: dict[str, int] = {}
         self._ends_ns: dict[str, int] = {}
         self._looked_ns: int | None = None
-        services.sentences.end_by(self.ends_ns)
+        sentences.end_by(self.ends_ns)
 
     def look(self, waiting: Mapping[str, QueuedRun], now_ns: int) -> int:
         """End some of those that have waited long enough; return how many there were.
@@ -52,7 +69,7 @@ class Impossible:
             now_ns: boottime, nanoseconds.
         """
         self._decide_deferred(waiting)
-        after_s = self._services.settings.unsatisfiable_after_s
+        after_s = self._settings.unsatisfiable_after_s
         is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9
         if not after_s or not is_due:
             return 0
@@ -67,22 +84,20 @@ class Impossible:
 
     def _decide_deferred(self, waiting: Mapping[str, QueuedRun]) -> None:
         """End runs that were queued before nodes were known, and that none of these could ever serve."""
-        for run_id in self._services.feasible.undecided():
+        for run_id in self._feasible.undecided():
             wanted = waiting.get(run_id)
             if wanted is None:
-                self._services.feasible.settle(run_id)
+                self._feasible.settle(run_id)
                 continue
-            is_decided, found = self._services.database.read(
-                functools.partial(feasibility.decide, services=self._services, asked=wanted)
-            )
+            is_decided, found = self._database.read(functools.partial(self._feasibility.decide, asked=wanted))
             if is_decided:
-                self._services.feasible.settle(run_id)
+                self._feasible.settle(run_id)
             if found is not None:
-                self._end(run_id, self._services.sentences.impossible(wanted) or found.why)
+                self._end(run_id, self._sentences.impossible(wanted) or found.why)
 
     def ends_ns(self, run_id: str) -> int | None:
         """Return when a run that can never be served ends, nanoseconds since 1970; None for never."""
-        after_s, clock = self._services.settings.unsatisfiable_after_s, self._services.clock
+        after_s, clock = self._settings.unsatisfiable_after_s, self._clock
         if not after_s:
             return None
         if run_id not in self._ends_ns:
@@ -97,13 +112,13 @@ class Impossible:
         for wanted in waiting:
             alike = like(wanted)
             if alike not in known:
-                known[alike] = self._services.sentences.impossible(alike)
+                known[alike] = self._sentences.impossible(alike)
             if known[alike]:
                 found[wanted.run_id] = known[alike]
         return found
 
     def _end(self, run_id: str, detail: str) -> None:
-        note = Note(at_ns=self._services.clock.wall_ns(), detail=detail)
+        note = Note(at_ns=self._clock.wall_ns(), detail=detail)
 
         def work(connection: sa.Connection) -> Told | None:
             run = runs.find(connection, run_id)
@@ -114,7 +129,7 @@ class Impossible:
             except StaleAttempt:
                 return None
 
-        told = self._services.database.write(work)
+        told = self._database.write(work)
         if told is not None:
-            told.announce(self._services)
+            self._announcer.announce(told)
             _log.warning("run %s ended: nothing could ever serve it: %s", run_id, detail)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access.roles import AccessReach, covers
 from serverless_gpu.model.billing import billing_rows, usage_report
@@ -20,8 +21,10 @@ from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import counting, prices, usage_going, usage_rows, usage_sums
 from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.prices import StoredPrice
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.usage_going import UnpostedDay, UnpostedDays
 from serverless_gpu.server.usage_rows import Asked
 from serverless_gpu.server.usage_sums import Found, Wanted
@@ -33,128 +36,124 @@ DAYS = 30
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 
 
-def view_usage(services: Services, who: Caller, reach: str, wanted: Wanted) -> UsageView:
-    """Return a report.
+class UsageReports:
+    """Reports usage, ledger records, list prices and demand."""
 
-    Args:
-        services: the server's.
-        who: asks.
-        reach: how far they may see.
-        wanted: what it is to be; whom it shows is said by `reach` alone.
-    """
-    seen_by, teams = _limits(who, reach)
-    wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
-    at = counting.now(services)
+    def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, leases: Leases) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._database = database
+        self._leases = leases
 
-    def work(connection: sa.Connection) -> tuple[Found, UnpostedDays]:
-        return usage_sums.find(connection, wanted), usage_going.find(
-            connection, at, currency=services.settings.currency
+    def view(self, who: Caller, reach: str, wanted: Wanted) -> UsageView:
+        """Return a report.
+
+        Args:
+            who: asks.
+            reach: how far they may see.
+            wanted: what it is to be; whom it shows is said by `reach` alone.
+        """
+        seen_by, teams = _limits(who, reach)
+        wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
+        at = counting.now(self._clock, self._leases)
+
+        def work(connection: sa.Connection) -> tuple[Found, UnpostedDays]:
+            return usage_sums.find(connection, wanted), usage_going.find(
+                connection, at, currency=self._settings.currency
+            )
+
+        found, going = self._database.read(work)
+        lines = [one for one in going.lines if _is_wanted(one, wanted, who, reach)]
+        groups = usage_going.groups(lines, wanted.by)
+        if found.is_cut:
+            shown = {(group.key, group.currency) for group in found.groups}
+            groups = [group for group in groups if (group.key, group.currency) in shown]
+        return UsageView(
+            by=wanted.by,
+            from_day=wanted.window.from_day,
+            until_day=wanted.window.until_day,
+            groups=tuple(usage_report.in_order(usage_report.together([*found.groups, *groups]), wanted.by)),
+            totals=tuple(usage_report.totals([*found.totals, *usage_going.groups(lines, ())])),
+            is_cut=found.is_cut,
+            going=len({(one.run_id, one.fence) for one in lines}),
+            is_going_cut=going.is_cut,
         )
 
-    found, going = services.database.read(work)
-    lines = [one for one in going.lines if _is_wanted(one, wanted, who, reach)]
-    groups = usage_going.groups(lines, wanted.by)
-    if found.is_cut:
-        shown = {(group.key, group.currency) for group in found.groups}
-        groups = [group for group in groups if (group.key, group.currency) in shown]
-    return UsageView(
-        by=wanted.by,
-        from_day=wanted.window.from_day,
-        until_day=wanted.window.until_day,
-        groups=tuple(usage_report.in_order(usage_report.together([*found.groups, *groups]), wanted.by)),
-        totals=tuple(usage_report.totals([*found.totals, *usage_going.groups(lines, ())])),
-        is_cut=found.is_cut,
-        going=len({(one.run_id, one.fence) for one in lines}),
-        is_going_cut=going.is_cut,
-    )
+    def view_records(self, who: Caller, reach: str, window: DayRange, *, after: int, limit: int) -> RecordPage:
+        """Return rows of the ledger as billing tables have them.
 
-
-def view_records(
-    services: Services, who: Caller, reach: str, window: DayRange, *, after: int, limit: int
-) -> RecordPage:
-    """Return rows of the ledger as billing tables have them.
-
-    Args:
-        services: the server's.
-        who: asks.
-        reach: how far they may see.
-        window: of which days.
-        after: the last one that they have.
-        limit: how many, at most; an entry has up to three rows.
-    """
-    may_see = usage_rows.visible(*_limits(who, reach))
-    entries = max(1, limit // 3)
-    rows = services.database.read(
-        lambda connection: usage_rows.page(connection, window, may_see, after=after, limit=entries + 1)
-    )
-    shown = rows[:entries]
-    found = [
-        record
-        for row in shown
-        for record in billing_rows.records(
-            row.posted.entry,
-            row.account,
-            run_id=row.posted.run_id,
-            fence=row.posted.fence,
-            posted_ns=row.posted.posted_ns,
+        Args:
+            who: asks.
+            reach: how far they may see.
+            window: of which days.
+            after: the last one that they have.
+            limit: how many, at most; an entry has up to three rows.
+        """
+        may_see = usage_rows.visible(*_limits(who, reach))
+        entries = max(1, limit // 3)
+        rows = self._database.read(
+            lambda connection: usage_rows.page(connection, window, may_see, after=after, limit=entries + 1)
         )
-    ]
-    return RecordPage(records=tuple(found), after=shown[-1].posted.seq if len(rows) > entries else None)
+        shown = rows[:entries]
+        found = [
+            record
+            for row in shown
+            for record in billing_rows.records(
+                row.posted.entry,
+                row.account,
+                run_id=row.posted.run_id,
+                fence=row.posted.fence,
+                posted_ns=row.posted.posted_ns,
+            )
+        ]
+        return RecordPage(records=tuple(found), after=shown[-1].posted.seq if len(rows) > entries else None)
 
+    def view_prices(self) -> ListPrices:
+        """Return the price book as billing tables have it, for what was used and what has a price."""
 
-def view_prices(services: Services) -> ListPrices:
-    """Return the price book as billing tables have it, for what was used and what has a price.
+        def work(connection: sa.Connection) -> tuple[list[StoredPrice], list[tuple[str, str]]]:
+            return prices.every(connection), usage_rows.skus(connection, limit=SKUS_MAX + 1)
 
-    Args:
-        services: the server's.
-    """
+        book, used = self._database.read(work)
+        rows = [stored.price for stored in book]
+        found = billing_rows.list_prices(rows, used[:SKUS_MAX], currency=self._settings.currency)
+        return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
-    def work(connection: sa.Connection) -> tuple[list[StoredPrice], list[tuple[str, str]]]:
-        return prices.every(connection), usage_rows.skus(connection, limit=SKUS_MAX + 1)
+    def view_demand(self, who: Caller, reach: str, asked: Asked, *, after: int, limit: int) -> DemandPage:
+        """Return when devices were had, as far as somebody may see; what goes on now is on the last page.
 
-    book, used = services.database.read(work)
-    rows = [stored.price for stored in book]
-    found = billing_rows.list_prices(rows, used[:SKUS_MAX], currency=services.settings.currency)
-    return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
+        Args:
+            who: asks.
+            reach: how far they may see.
+            asked: whose use, and of when.
+            after: the last one that they have.
+            limit: how many, at most.
+        """
+        may_see = usage_rows.visible(*_limits(who, reach))
+        at = counting.now(self._clock, self._leases)
 
+        def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], UnpostedDays]:
+            rows = usage_rows.demand(connection, asked, may_see, after=after, limit=limit + 1)
+            is_last = len(rows) <= limit
+            return rows, usage_going.find(
+                connection, at, currency=self._settings.currency
+            ) if is_last else UnpostedDays()
 
-def view_demand(services: Services, who: Caller, reach: str, asked: Asked, *, after: int, limit: int) -> DemandPage:
-    """Return when devices were had, as far as somebody may see; what goes on now is on the last page.
+        rows, going = self._database.read(work)
+        if len(rows) > limit:
+            return DemandPage(rows=tuple(row for _, row in rows[:limit]), cursor=str(rows[limit - 1][0]))
+        now = [_demand(one) for one in going.lines if not one.is_posted and _is_demanded(one, asked, who, reach)]
+        return DemandPage(rows=(*(row for _, row in rows), *now))
 
-    Args:
-        services: the server's.
-        who: asks.
-        reach: how far they may see.
-        asked: whose use, and of when.
-        after: the last one that they have.
-        limit: how many, at most.
-    """
-    may_see = usage_rows.visible(*_limits(who, reach))
-    at = counting.now(services)
+    def window(self, from_day: int | None, until_day: int | None) -> DayRange:
+        """Return the days that somebody asks about; the last 30 without saying.
 
-    def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], UnpostedDays]:
-        rows = usage_rows.demand(connection, asked, may_see, after=after, limit=limit + 1)
-        is_last = len(rows) <= limit
-        return rows, usage_going.find(
-            connection, at, currency=services.settings.currency
-        ) if is_last else UnpostedDays()
-
-    rows, going = services.database.read(work)
-    if len(rows) > limit:
-        return DemandPage(rows=tuple(row for _, row in rows[:limit]), cursor=str(rows[limit - 1][0]))
-    now = [_demand(one) for one in going.lines if not one.is_posted and _is_demanded(one, asked, who, reach)]
-    return DemandPage(rows=(*(row for _, row in rows), *now))
-
-
-def window_of(services: Services, from_day: int | None, until_day: int | None) -> DayRange:
-    """Return the days that somebody asks about; the last 30 without saying.
-
-    Raises:
-        InvalidValue: they are none.
-    """
-    today = services.clock.wall_ns() // DAY_NS
-    until = today + 1 if until_day is None else until_day
-    return usage_report.checked(DayRange(max(0, until - DAYS) if from_day is None else from_day, until))
+        Raises:
+            InvalidValue: they are none.
+        """
+        today = self._clock.wall_ns() // DAY_NS
+        until = today + 1 if until_day is None else until_day
+        return usage_report.checked(DayRange(max(0, until - DAYS) if from_day is None else from_day, until))
 
 
 def where_of(text: str) -> Mapping[str, str]:

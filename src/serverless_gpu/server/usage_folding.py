@@ -19,8 +19,8 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing.usage_report import Amounts, added
 from serverless_gpu.server.accounts import plain_ids
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.portions import portions
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.tables import charges, folded, used_days, used_plain_days
 from serverless_gpu.server.usage_sums import FOLDED, SUMS, folded_seq, sums_of_rows
 
@@ -29,14 +29,10 @@ AT_ONCE = 10_000
 
 
 class Folding:
-    """Adds charges up.
+    """Adds charges up."""
 
-    Args:
-        services: the server's.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, *, database: Transactions) -> None:
+        self._database = database
 
     def tick(self, now_ns: int) -> int | None:
         """Add up some charges; return when to look again.
@@ -44,9 +40,9 @@ class Folding:
         Args:
             now_ns: boottime, nanoseconds.
         """
-        if self._services.database.read(_is_done):
+        if self._database.read(_is_done):
             return now_ns + round(EVERY_S * 1e9)
-        is_more = self._services.database.write(fold)
+        is_more = self._database.write(fold)
         return now_ns if is_more else now_ns + round(EVERY_S * 1e9)
 
 

@@ -39,7 +39,7 @@ def watched(wrong: list[str]) -> AbstractContextManager[Any]:
     ) -> Any:
         came = intend(scheduler, connection, one, on, at_ns)
         if isinstance(came, int):
-            wrong.extend(_over(connection, one.run_id, scheduler._services.leases.freed()))
+            wrong.extend(_over(connection, one.run_id, scheduler._leases.freed()))
         return came
 
     return mock.patch.object(Scheduler, "_intend", intended)

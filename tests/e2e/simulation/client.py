@@ -14,9 +14,9 @@ import msgspec
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerlessGpuError, ServerStorageFull
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Function, Resources, RunSpec
-from serverless_gpu.server import files, outputs, runs, stopping, submitting, views
+from serverless_gpu.server import files, outputs, runs, views
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.watching import Look, Place, Position, Watch
 from serverless_gpu.wire.runs import (
     EndedMessage,
@@ -126,7 +126,7 @@ class Client:
                 return
             self.time.after(_AGAIN_S, lambda: self.stop(why))
 
-        self._ask(lambda services: stopping.stop(services, ALICE, "own", run_id=self.run_id, why=why), heard, failed)
+        self._ask(lambda services: services.stops.request(ALICE, "own", run_id=self.run_id, why=why), heard, failed)
 
     def _ask(
         self,
@@ -157,7 +157,7 @@ class Client:
         """Ask; what is there already is not refused, whatever was decided about money since."""
         before = services.database.read(lambda connection: runs.exists(connection, self.run_id))
         try:
-            return submitting.submit(services, ALICE, self.request)
+            return services.submissions.submit(ALICE, self.request)
         except ServerlessGpuError as error:
             if before and error.code in REFUSALS:
                 raise Wrong(f"{self.run_id} is there, and was refused when it was asked for again: {error}") from error
@@ -247,7 +247,7 @@ class Client:
                 lambda connection: files.of_attempt(connection, self.run_id, run.fence, prefix="results/")
             )
             stored.sort(key=lambda file: int(file.name.removeprefix("results/").removesuffix(".pkl")))
-            data = [b"".join(outputs.source(services, file)(0, file.size)) for file in stored]
+            data = [b"".join(outputs.source(services.blobs, file)(0, file.size)) for file in stored]
             return views.run_view(run), data
 
         def heard(found: tuple[RunView, list[bytes]]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from serverless_gpu.errors import ServerlessGpuError, ServerUnavailable
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.composition import Services
 from tests.e2e.simulation.server import Process
 from tests.e2e.simulation.storage import Killed
 from tests.e2e.simulation.timeline import Timeline

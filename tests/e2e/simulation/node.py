@@ -17,12 +17,11 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.spec import BlobReference
-from serverless_gpu.server import identity, reporting
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import identity
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.hub import node_key
 from serverless_gpu.server.nodes import CREWS
-from serverless_gpu.server.services import Services
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentHello,
@@ -208,7 +207,7 @@ class Uplink:
             assert not isinstance(error, NotAllowed | InvalidValue), error
             self.later(2.0, self._hello)
 
-        self.ask(lambda services: Agents(services).hello(WHO, said), self._welcome, refused)
+        self.ask(lambda services: services.agents.hello(WHO, said), self._welcome, refused)
 
     def _welcome(self, welcome: AgentWelcome) -> None:
         self.id, self.heartbeat_s = welcome.node, welcome.heartbeat_s
@@ -228,7 +227,7 @@ class Uplink:
         def failed(error: ServerlessGpuError) -> None:
             self.later(1.0, self._hello if isinstance(error, NotFound) else self._beat)
 
-        self.ask(lambda services: Agents(services).heartbeat(WHO, node_id, said), heard, failed)
+        self.ask(lambda services: services.agents.heartbeat(WHO, node_id, said), heard, failed)
 
     def _seen(self) -> tuple[AttemptSeen, ...]:
         return tuple(
@@ -253,7 +252,7 @@ class Uplink:
             taken = [order.seq for order in found if self._obey(order)]
             if taken:
                 node.reached(node, MOMENTS[0], found[0].run_id)
-                take: Callable[[Services], None] = lambda services: Agents(services).take(WHO, node_id, taken)  # noqa: E731
+                take: Callable[[Services], None] = lambda services: services.agents.take(WHO, node_id, taken)  # noqa: E731
                 self.ask(take, lambda _answer: None, lambda _error: None)
             self.later(0.01 if self._rung else _LOOK_S, self._look)
 
@@ -263,7 +262,7 @@ class Uplink:
 
         def stream(services: Services) -> list[Order]:
             services.hub.listen(node_key(node_id), self.ring)
-            agents = Agents(services)
+            agents = services.agents
             return [*agents.waiting(WHO, node_id), *agents.looks(WHO, node_id)]
 
         self.ask(stream, heard, failed)
@@ -477,4 +476,4 @@ def reported(services: Services, order: Start, said: Report) -> ReportAnswer:
     now_ns = services.clock.wall_ns()
     who = services.database.read(lambda connection: identity.authenticate(connection, order.token, now_ns=now_ns))
     assert who.attempt == (order.run_id, order.fence, order.crew)
-    return reporting.report(services, who, run_id=order.run_id, fence=order.fence, said=said)
+    return services.reports.receive(who, run_id=order.run_id, fence=order.fence, said=said)

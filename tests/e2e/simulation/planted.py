@@ -35,14 +35,13 @@ from serverless_gpu.server import (
     reporting,
     retention,
     runs,
-    submitting,
     views,
 )
 from serverless_gpu.server.active_runs import Active, ActiveCrew
 from serverless_gpu.server.allowing import Brought
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.runs import NewRun, StoredRun
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.submitting import SubmissionService
 from serverless_gpu.wire.runs import RunRequest, RunView
 from tests.e2e.simulation import crew, node
 from tests.e2e.simulation.timeline import S
@@ -60,27 +59,32 @@ def _late_reports_count() -> AbstractContextManager[Any]:
 
 def _repeated_submit_is_another_run() -> AbstractContextManager[Any]:
     """A request that comes again makes a run again."""
-    create = submitting._create
+    create = SubmissionService._create
 
     def again(
-        connection: sa.Connection, services: Services, new: NewRun, who: Caller, at_ns: int, brought: Brought
+        service: SubmissionService,
+        connection: sa.Connection,
+        new: NewRun,
+        who: Caller,
+        at_ns: int,
+        brought: Brought,
     ) -> tuple[StoredRun, bool]:
         if runs.exists(connection, new.id):
             copy = msgspec.structs.replace(new, id=new.id[:-4] + "zzzz")
             if not runs.exists(connection, copy.id):
-                create(connection, services, copy, who, at_ns, brought)
-        return create(connection, services, new, who, at_ns, brought)
+                create(service, connection, copy, who, at_ns, brought)
+        return create(service, connection, new, who, at_ns, brought)
 
-    return mock.patch.object(submitting, "_create", again)
+    return mock.patch.object(SubmissionService, "_create", again)
 
 
 def _acknowledged_before_it_is_durable() -> AbstractContextManager[Any]:
     """A full disk is no reason to refuse a run."""
-    submit = submitting.submit
+    submit = SubmissionService.submit
 
-    def optimistic(services: Services, who: Caller, request: RunRequest) -> RunView:
+    def optimistic(service: SubmissionService, who: Caller, request: RunRequest) -> RunView:
         try:
-            return submit(services, who, request)
+            return submit(service, who, request)
         except ServerStorageFull:
             new = NewRun(
                 id=request.id,
@@ -90,9 +94,9 @@ def _acknowledged_before_it_is_durable() -> AbstractContextManager[Any]:
                 request_sha256="",
                 context_sealed=b"",
             )
-            return services.database.read(lambda connection: views.run_view(_unwritten(connection, new)))
+            return service._database.read(lambda connection: views.run_view(_unwritten(connection, new)))
 
-    return mock.patch.object(submitting, "submit", optimistic)
+    return mock.patch.object(SubmissionService, "submit", optimistic)
 
 
 def _unwritten(connection: sa.Connection, new: NewRun) -> StoredRun:

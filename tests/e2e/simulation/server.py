@@ -8,10 +8,19 @@ from typing import Any, TypeVar
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
-from serverless_gpu.server.alarming import Alarms
-from serverless_gpu.server.chaining import Chainer
-from serverless_gpu.server.charging import Charging
-from serverless_gpu.server.collecting import Collector
+from serverless_gpu.server.composition import (
+    Services,
+    make_alarms,
+    make_chainer,
+    make_charging,
+    make_collector,
+    make_folding,
+    make_keeper,
+    make_reconciler,
+    make_retention,
+    make_scheduler,
+    make_self_check,
+)
 from serverless_gpu.server.hub import (
     ALARMS,
     AUDIT,
@@ -24,14 +33,7 @@ from serverless_gpu.server.hub import (
     SELF_CHECK,
     USAGE,
 )
-from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.loops import Loop, Tick
-from serverless_gpu.server.reconciler import Reconciler
-from serverless_gpu.server.retention import Retention
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.self_check import SelfCheck
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.usage_folding import Folding
 from tests.e2e.simulation.storage import Disk, Killed, Storage
 from tests.e2e.simulation.timeline import Timeline
 from tests.support.server.made import made_services
@@ -56,19 +58,19 @@ class Process:
         self.lives = True
         storage = Storage(disk, lambda: self.lives)
         self.services: Services = made_services(storage, home, clock=clock, **settings)
-        scheduler = Scheduler(self.services, engine=engine)
-        reconciler = Reconciler(self.services, scheduler=scheduler, engine=engine)
+        scheduler = make_scheduler(self.services, engine=engine)
+        reconciler = make_reconciler(self.services, scheduler=scheduler, engine=engine)
         ticks: dict[str, Tick] = {
             SCHEDULER: scheduler.tick,
             RECONCILER: reconciler.tick,
-            COLLECTOR: Collector(self.services).tick,
-            RETENTION: Retention(self.services).tick,
-            BUDGETS: Keeper(self.services).tick,
-            ALARMS: Alarms(self.services).tick,
-            AUDIT: Chainer(self.services).tick,
-            LEDGER: Charging(self.services).tick,
-            USAGE: Folding(self.services).tick,
-            SELF_CHECK: SelfCheck(self.services).tick,
+            COLLECTOR: make_collector(self.services).tick,
+            RETENTION: make_retention(self.services).tick,
+            BUDGETS: make_keeper(self.services).tick,
+            ALARMS: make_alarms(self.services).tick,
+            AUDIT: make_chainer(self.services).tick,
+            LEDGER: make_charging(self.services).tick,
+            USAGE: make_folding(self.services).tick,
+            SELF_CHECK: make_self_check(self.services).tick,
         }
         for key, tick in ticks.items():
             _Driven(self, key, tick, clock=clock)

@@ -15,9 +15,8 @@ from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, Se
 from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.model.spec import Priority
-from serverless_gpu.server import attaching, budgeting, pricing
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.composition import Services
 from serverless_gpu.wire.budgets import BudgetRequest
 from serverless_gpu.wire.prices import PriceRequest
 from tests.e2e.simulation.plan import Step
@@ -72,7 +71,7 @@ def _set_price(world: World, step: Step) -> None:
     def work(services: Services) -> None:
         from_ns = services.clock.wall_ns() + round(later_s * S)
         asked = PriceRequest(micros_per_hour=hourly, pool=pool, from_ns=from_ns)
-        pricing.set_price(services, OPERATOR, "H100", asked)
+        services.prices.set(OPERATOR, "H100", asked)
 
     _asks(world, work)
 
@@ -82,7 +81,7 @@ def _end_price(world: World, step: Step) -> None:
 
     def work(services: Services) -> None:
         with contextlib.suppress(NotFound):
-            pricing.end_price(services, OPERATOR, "H100", pool=pool)
+            services.prices.end(OPERATOR, "H100", pool=pool)
 
     _asks(world, work)
 
@@ -99,8 +98,8 @@ def _set_policy(world: World, step: Step) -> None:
     )
 
     def work(services: Services) -> None:
-        attaching.put_policy(services, OPERATOR, name, policy)
-        attaching.attach(services, OPERATOR, name, "user", "alice")
+        services.policies.put(OPERATOR, name, policy)
+        services.policies.attach(OPERATOR, name, "user", "alice")
 
     _asks(world, work)
 
@@ -112,10 +111,10 @@ def _detach_policy(world: World, step: Step) -> None:
 
 def _drop_policy(services: Services, name: str, *, is_deleted: bool) -> None:
     with contextlib.suppress(NotFound):
-        attaching.detach(services, OPERATOR, name, "user", "alice")
+        services.policies.detach(OPERATOR, name, "user", "alice")
     if is_deleted:
         with contextlib.suppress(NotFound):
-            attaching.delete_policy(services, OPERATOR, name)
+            services.policies.delete(OPERATOR, name)
 
 
 def _set_budget(world: World, step: Step) -> None:
@@ -131,7 +130,7 @@ def _set_budget(world: World, step: Step) -> None:
         limit_gpu_ms=None if is_money else amount * 1_000,
         hard=number // 9 % 3 < 2,
     )
-    _asks(world, lambda services: budgeting.put_budget(services, OPERATOR, f"b-{kind}", asked))
+    _asks(world, lambda services: services.budgets.put(OPERATOR, f"b-{kind}", asked))
 
 
 def _delete_budget(world: World, step: Step) -> None:
@@ -141,7 +140,7 @@ def _delete_budget(world: World, step: Step) -> None:
 
 def _drop_budget(services: Services, name: str) -> None:
     with contextlib.suppress(NotFound):
-        budgeting.delete_budget(services, OPERATOR, name)
+        services.budgets.delete(OPERATOR, name)
 
 
 def let_go(world: World) -> None:

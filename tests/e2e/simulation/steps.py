@@ -8,7 +8,6 @@ from collections.abc import Callable
 from serverless_gpu.engines.base import Impossible, Waiting
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server import operating, ruling
 from serverless_gpu.server.ruling import Asked
 from serverless_gpu.wire.nodes import NodeDrainRequest
 from tests.e2e.simulation.client import Client
@@ -128,7 +127,7 @@ def _destroy(world: World, node: Node, told_after_s: float) -> None:
         if world.process is None:
             return
         try:
-            world.process.serve(lambda services: operating.forget(services, ROOT, node.name, known_dead=True))
+            world.process.serve(lambda services: services.nodes.forget(ROOT, node.name, known_dead=True))
         except (Exception, Killed):  # noqa: BLE001 - the operator asks again, whatever it was
             world.time.after(5.0, forget)
 
@@ -297,7 +296,7 @@ def _drain_node(world: World, step: Step) -> None:
         asked = Asked(who=ROOT, reach="all", node=name)
         try:
             world.process.serve(
-                lambda services: ruling.drain(services, asked, NodeDrainRequest(on=on, stop=on and stop))
+                lambda services: services.node_rules.drain(asked, NodeDrainRequest(on=on, stop=on and stop))
             )
         except NotFound:  # it was given up, or has not joined yet
             return

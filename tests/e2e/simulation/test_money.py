@@ -15,8 +15,8 @@ import pytest
 
 from serverless_gpu.model.billing.budget import Period
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.server import budgeting, keeping_within, pricing
-from serverless_gpu.server.services import Services
+from serverless_gpu.server import keeping_within
+from serverless_gpu.server.composition import Services
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.budgets import BudgetRequest
 from serverless_gpu.wire.prices import PriceRequest
@@ -56,8 +56,8 @@ def played(
     """Return a world in which all that was done, with a price and a budget, and everything was found to be true."""
 
     def prepare(services: Services) -> None:
-        pricing.set_price(services, OPERATOR, "H100", PriceRequest(micros_per_hour=3_600_000_000))
-        budgeting.put_budget(services, OPERATOR, "all", budget)
+        services.prices.set(OPERATOR, "H100", PriceRequest(micros_per_hour=3_600_000_000))
+        services.budgets.put(OPERATOR, "all", budget)
 
     def begin(world: World, _step: Step) -> None:
         assert world.process is not None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.support.server.made import made_services
 from tests.support.server.postgres import Cluster, cluster

@@ -12,10 +12,9 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, 
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import node_tokens, runs, tables, transitions
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.runs import NewRun, StoredRun
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL
@@ -56,7 +55,7 @@ def _insert(services: Services, new: NewRun) -> str:
 
 def placed(services: Services, gpus: int = 2) -> str:
     run_id = submit(services, gpus)
-    Scheduler(services).tick(services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.STARTING
     return run_id
 
@@ -75,7 +74,7 @@ def tell(services: Services, run_id: str, event: StopAsked | AttemptEnded | Give
         assert run is not None
         return transitions.tell(connection, run, event, note=note)
 
-    services.database.write(work).announce(services)
+    services.announcer.announce(services.database.write(work))
 
 
 def token_of(services: Services, identifier: str) -> Caller:

@@ -15,12 +15,11 @@ from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import (
     attempts,
     facts,
-    reporting,
     transitions,
 )
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.wire.attempts import Report
 from tests.support.server.stored import T0, S, add_run, place, tell
 
@@ -72,4 +71,4 @@ def end(database: Database, run_id: str, reason: Reason = Reason.COMPLETED, *, a
 def late(services: Services, run_id: str, new: Sequence[Fact]) -> None:
     """Have the node say more of an attempt."""
     who = Caller(kind="attempt", attempt=(run_id, 1, 0))
-    reporting.report(services, who, run_id=run_id, fence=1, said=Report(state=State.STOPPING, facts=tuple(new)))
+    services.reports.receive(who, run_id=run_id, fence=1, said=Report(state=State.STOPPING, facts=tuple(new)))

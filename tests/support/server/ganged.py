@@ -15,14 +15,13 @@ from serverless_gpu.server import (
     books,
     events,
     orders,
-    reporting,
     runs,
     transitions,
 )
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.invariants import violations
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, Report, ReportAnswer
@@ -53,7 +52,7 @@ def place_met(database: Database, run_id: str, *gpus: int) -> None:
 
 def say(services: Services, run_id: str, crew: int, state: State = State.RUNNING, **said: Any) -> ReportAnswer:
     who = Caller(kind="attempt", attempt=(run_id, 1, crew))
-    return reporting.report(services, who, run_id=run_id, fence=1, said=Report(state=state, **said))
+    return services.reports.receive(who, run_id=run_id, fence=1, said=Report(state=state, **said))
 
 
 def began(services: Services, run_id: str) -> None:

@@ -6,7 +6,6 @@ Tokens are the names of roles, as `Authorization: Bearer operator`; `attempt` is
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from serverless_gpu.server.app import guarded
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.storage import Storage
-from tests.support.server.made import made_services
+from tests.support.server.made import made_services, recomposed
 
 T = TypeVar("T")
 RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
@@ -55,8 +54,15 @@ def reach_of(who: Caller, need: Need) -> str:
 def app_of(storage: Storage, database: Any = None) -> ASGIApp:
     """Return the application on some storage."""
     made = made_services(database or NoDatabase(), Path("/nonexistent"), clock=SystemClock())
+    services = recomposed(made, **storage._asdict())
     return guarded(
-        dataclasses.replace(made, **storage._asdict()), hosts=LOOPBACK, authenticate=authenticate, reach=reach_of
+        services.by_type,
+        hub=services.hub,
+        clock=services.clock,
+        measures=services.measures,
+        hosts=LOOPBACK,
+        authenticate=authenticate,
+        reach=reach_of,
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.server.composition import Resources, Services, compose
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.services import Services, Transactions
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.storage import open_storage
 
@@ -27,12 +29,20 @@ def made_services(database: Transactions, home: Path, *, clock: Clock, **setting
     """
     keys = Keys(KEY)
     told = Settings(home=home, database="", **settings)
-    return Services(
-        settings=told,
-        clock=clock,
-        database=database,
-        hub=Hub(),
-        keys=keys,
-        sealer=Sealer(keys.sealing),
-        **open_storage(told.directory, "", {}, clock=clock)._asdict(),
+    return compose(
+        Resources(
+            settings=told,
+            clock=clock,
+            database=database,
+            hub=Hub(),
+            keys=keys,
+            sealer=Sealer(keys.sealing),
+            **open_storage(told.directory, "", {}, clock=clock)._asdict(),
+        )
     )
+
+
+def recomposed(services: Services, **changes: Any) -> Services:
+    """Return services on the same resources, with some of them replaced."""
+    resources = {each.name: getattr(services, each.name) for each in dataclasses.fields(Resources)}
+    return compose(Resources(**{**resources, **changes}))

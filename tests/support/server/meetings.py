@@ -7,10 +7,10 @@ from typing import Any
 
 from serverless_gpu.model.gangs.rendezvous import Address, Chosen, CrewReach, Offer, Tried
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.server import active_runs, attempts, meetings
+from serverless_gpu.server import active_runs, attempts
 from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import ReportAnswer
 from tests.support.server.ganged import say
@@ -58,4 +58,4 @@ def look(services: Services, clock: FakeClock, *, after_s: float = 0.0, away: Se
         if node_id not in away:
             services.presence.heard(node_id, now_ns=clock.boottime_ns())
     active = services.database.read(active_runs.active_briefly)
-    meetings.look(services, active, clock.boottime_ns())
+    services.rendezvous.look(active, clock.boottime_ns())

@@ -9,9 +9,9 @@ from starlette.testclient import TestClient
 from serverless_gpu.server import audit
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.app import guarded
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import first_tokens
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
 
@@ -26,7 +26,15 @@ class Api:
         self.database = database
         self.alice = ""
         admission = Admission(database, clock=clock)
-        app = guarded(services, hosts=["server.test"], authenticate=admission.authenticate, reach=admission.reach)
+        app = guarded(
+            services.by_type,
+            hub=services.hub,
+            clock=services.clock,
+            measures=services.measures,
+            hosts=["server.test"],
+            authenticate=admission.authenticate,
+            reach=admission.reach,
+        )
         self.client = TestClient(app, base_url="http://server.test")
         made = first_tokens(database, services.settings.directory, login="root", now_ns=clock.wall_ns())
         self.admin, self.node = made.token, made.node_token

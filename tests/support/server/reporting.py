@@ -10,10 +10,9 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.server import reporting
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
 from tests.support.server.made import made_services
@@ -47,7 +46,7 @@ def run_id(services: Services, database: Database) -> str:
 
 def say(services: Services, run_id: str, state: State = State.RUNNING, *, fence: int = 1, **said: Any) -> ReportAnswer:
     who = Caller(kind="attempt", attempt=(run_id, fence, 0))
-    return reporting.report(services, who, run_id=run_id, fence=fence, said=Report(state=state, **said))
+    return services.reports.receive(who, run_id=run_id, fence=fence, said=Report(state=state, **said))
 
 
 def piece(data: bytes, offset: int = 0, *, rank: int = 0) -> LogPiece:

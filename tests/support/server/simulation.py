@@ -25,17 +25,14 @@ from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import events, reporting, runs, transitions
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import events, runs, transitions
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import RECONCILER, SCHEDULER, node_key
 from serverless_gpu.server.keys import parse_attempt_token, sha256
 from serverless_gpu.server.loops import Tick
-from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken, Start
@@ -60,11 +57,11 @@ class InProcess:
 
     def hello(self, hello: AgentHello) -> AgentWelcome:
         """Introduce a node."""
-        return self._world.asked(lambda services: Agents(services).hello(NODE, hello))
+        return self._world.asked(lambda services: services.agents.hello(NODE, hello))
 
     def heartbeat(self, node: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
         """Say that a node is there."""
-        return self._world.asked(lambda services: Agents(services).heartbeat(NODE, node, heartbeat))
+        return self._world.asked(lambda services: services.agents.heartbeat(NODE, node, heartbeat))
 
     def orders(self, node: str) -> Sequence[Order]:
         """Return what the node is to do; as a stream does, looks only when there is something new."""
@@ -73,7 +70,7 @@ class InProcess:
             version = (id(services), services.hub.version(node_key(node)))
             if self._empty_since == version:
                 return []
-            waiting = Agents(services).waiting(NODE, node)
+            waiting = services.agents.waiting(NODE, node)
             self._empty_since = None if waiting else version
             return waiting
 
@@ -81,7 +78,7 @@ class InProcess:
 
     def take(self, node: str, taken: OrdersTaken) -> None:
         """Say what was taken."""
-        self._world.asked(lambda services: Agents(services).take(NODE, node, taken.seqs))
+        self._world.asked(lambda services: services.agents.take(NODE, node, taken.seqs))
 
     def report(self, token: str, gang: Gang, report: Report) -> ReportAnswer:
         """Report with the attempt's own token, which is looked at as the gate does."""
@@ -92,7 +89,7 @@ class InProcess:
             if run is not None and run.attempt is not None and run.fence == gang[1]:
                 assert run.attempt.crews[0].token_sha256 == sha256(token)
             who = Caller(kind="attempt", attempt=(*gang, 0))
-            return reporting.report(services, who, run_id=gang[0], fence=gang[1], said=report)
+            return services.reports.receive(who, run_id=gang[0], fence=gang[1], said=report)
 
         return self._world.asked(apply)
 
@@ -116,8 +113,8 @@ class World:
         """Start a server on what there is, with other settings if that is said."""
         self.services = made_services(self.database, self._home, clock=self.clock, **{**self._settings, **settings})
         self.engine: Engine = SimulatedEngine(self._engine_nodes, self._reservations)
-        self.scheduler = Scheduler(self.services, engine=self.engine)
-        self.reconciler = Reconciler(self.services, scheduler=self.scheduler, engine=self.engine)
+        self.scheduler = make_scheduler(self.services, engine=self.engine)
+        self.reconciler = make_reconciler(self.services, scheduler=self.scheduler, engine=self.engine)
         self._due: dict[str, tuple[int, int]] = {}
 
     def kill_server(self) -> None:
@@ -182,7 +179,7 @@ class World:
             assert run is not None
             return transitions.tell(connection, run, StopAsked(why=why), note=note)
 
-        self.database.write(work).announce(self._there())
+        self._there().announcer.announce(self.database.write(work))
 
     def run(self, run_id: str) -> StoredRun:
         """Return a run as it is written down."""

@@ -10,26 +10,17 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server import (
-    affording,
     attempts,
-    budgeting,
     events,
     facts,
     prices,
-    reporting,
     runs,
-    submitting,
     transitions,
 )
-from serverless_gpu.server.agents import Agents
-from serverless_gpu.server.alarming import Alarms
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.charging import Charging
+from serverless_gpu.server.composition import Services, make_alarms, make_charging, make_keeper, make_scheduler
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.attempts import Ending, Report
@@ -60,28 +51,32 @@ class Spent:
         if price is not None:
             row = Price(resource="H100", micros_per_hour=price, from_ns=0)
             database.write(lambda connection: prices.insert(connection, row, at_ns=0))
-        self.agents = Agents(services)
+        self.agents = services.agents
         self.agents.hello(NODE, self._hello())
-        self.scheduler, self.keeper, self.charging = Scheduler(services), Keeper(services), Charging(services)
-        self.alarms = Alarms(services)
+        self.scheduler, self.keeper, self.charging = (
+            make_scheduler(services),
+            make_keeper(services),
+            make_charging(services),
+        )
+        self.alarms = make_alarms(services)
 
     def _hello(self) -> AgentHello:
         return hello()
 
     def set(self, name: str = "llm", *, kind: ScopeKind = "everything", scope: str = "", **said: Any) -> BudgetView:
         asked = BudgetRequest(kind=kind, scope=scope, **{"period": Period.MONTH, **said})
-        return budgeting.put_budget(self.services, ROOT, name, asked)
+        return self.services.budgets.put(ROOT, name, asked)
 
     def view(self, name: str = "llm") -> BudgetView:
         """Return how a budget stands now; a reader is told how it stood when somebody looked."""
-        as_of = affording.as_of(self.services)
+        as_of = self.services.budget_admission.as_of()
         self.database.read(lambda connection: self.services.spending.look(connection, as_of))
-        return budgeting.view_budget(self.services, ROOT, "all", name)
+        return self.services.budgets.view(ROOT, "all", name)
 
     def submit(self, who: Caller = ALICE, *, gpus: int = 1, gpu_type: str | None = "H100", **spec: Any) -> str:
         call = None if isinstance(spec.get("payload"), Command) else b"call"
         asked = request(call=call, resources=Resources(gpus=gpus, gpu_type=gpu_type), **spec)
-        return submitting.submit(self.services, who, asked).id
+        return self.services.submissions.submit(who, asked).id
 
     def tick(self) -> None:
         """Let the scheduler look, whoever keeps budgets, and whoever says that somebody spends more than usual."""
@@ -107,7 +102,7 @@ class Spent:
     def hear(self, run_id: str, state: State = State.RUNNING, **said: Any) -> None:
         fence = self.find(run_id).fence
         who = Caller(kind="attempt", attempt=(run_id, fence, 0))
-        reporting.report(self.services, who, run_id=run_id, fence=fence, said=Report(state=state, **said))
+        self.services.reports.receive(who, run_id=run_id, fence=fence, said=Report(state=state, **said))
 
     def end(self, run_id: str, reason: Reason = Reason.BUDGET, **said: Any) -> None:
         """Let a run end now, with its facts, and charge it; `said` goes into its ending."""

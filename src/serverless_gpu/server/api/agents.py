@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.errors import TooLarge
-from serverless_gpu.server import joining
-from serverless_gpu.server.agents import Agents, stream
+from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.api.routing import Call, Query, Routes, Stream, writing
+from serverless_gpu.server.joining import JoinService
 from serverless_gpu.server.orders import OPEN_MAX
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken
 from serverless_gpu.wire.pool_join import JoinAnswer, JoinRequest, RayPool
@@ -30,42 +30,41 @@ class OrdersQuery(Query, frozen=True, kw_only=True):
 
 
 @routes.post("/agents", needs=writing("agents"))
-def hello(call: Call, body: AgentHello) -> AgentWelcome:
+def hello(call: Call, agents: Agents, body: AgentHello) -> AgentWelcome:
     """Join, or come back."""
-    return Agents(call.services).hello(call.who, body)
+    return agents.hello(call.who, body)
 
 
 @routes.post("/agents/join", needs=writing("joining"))
-def join(call: Call, body: JoinRequest) -> JoinAnswer:
+def join(call: Call, joins: JoinService, body: JoinRequest) -> JoinAnswer:
     """Get what a machine needs to join the pool, with the token of the join file."""
-    return joining.join(call.services, call.who, body)
+    return joins.join(call.who, body)
 
 
 @routes.get("/agents/ray", needs=writing("agents"))
-def ray_pool(call: Call) -> RayPool:
+def ray_pool(call: Call, joins: JoinService) -> RayPool:
     """Return how a node that has joined before joins the Ray cluster again."""
-    return joining.ray_pool(call.services, call.who)
+    return joins.ray_pool(call.who)
 
 
 @routes.post("/agents/{node}/heartbeat", needs=writing("agents"))
-def heartbeat(call: Call, node: str, body: Heartbeat) -> HeartbeatAnswer:
+def heartbeat(call: Call, agents: Agents, node: str, body: Heartbeat) -> HeartbeatAnswer:
     """Say that the node is there, and what it has."""
-    return Agents(call.services).heartbeat(call.who, node, body)
+    return agents.heartbeat(call.who, node, body)
 
 
 @routes.get("/agents/{node}/orders", needs=writing("orders"))
-async def orders(call: Call, node: str, query: OrdersQuery) -> Stream[Order]:
+async def orders(call: Call, agents: Agents, node: str, query: OrdersQuery) -> Stream[Order]:
     """Stream what the node is to do; what it has not taken comes again."""
-    agents = Agents(call.services)
     await call.in_thread(
         lambda: agents.check(call.who, node, query.instance, query.process)
     )  # now, not in the middle of a stream
-    return Stream(stream(call.services, call.who, node, query.instance, query.process))
+    return Stream(agents.stream(call.who, node, query.instance, query.process))
 
 
 @routes.post("/agents/{node}/orders/ack", needs=writing("orders"))
-def take_orders(call: Call, node: str, body: OrdersTaken) -> None:
+def take_orders(call: Call, agents: Agents, node: str, body: OrdersTaken) -> None:
     """Say which orders need not come again."""
     if len(body.seqs) > OPEN_MAX:
         raise TooLarge(f"{len(body.seqs)} orders at once", hint=f"say {OPEN_MAX} at most")
-    Agents(call.services).take(call.who, node, body.seqs)
+    agents.take(call.who, node, body.seqs)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server import reporting
 from serverless_gpu.server.api.routing import ATTEMPT, Call, Routes
+from serverless_gpu.server.reporting import ReportService
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 routes = Routes("attempts")
 
 
 @routes.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
-def report(call: Call, run: str, fence: int, body: Report) -> ReportAnswer:
+def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
     """Take what is new about an attempt."""
-    return reporting.report(call.services, call.who, run_id=run, fence=fence, said=body)
+    return reports.receive(call.who, run_id=run, fence=fence, said=body)

@@ -7,8 +7,10 @@ from typing import Annotated
 import msgspec
 import sqlalchemy as sa
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.server import audit
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading
+from serverless_gpu.server.database import Transactions
 from serverless_gpu.wire.audit import AuditPage
 
 routes = Routes("audit")
@@ -28,10 +30,10 @@ class AuditQuery(Query, frozen=True, kw_only=True):
 
 
 @routes.get("/audit", needs=reading("audit"))
-def page(call: Call, query: AuditQuery) -> AuditPage:
+def page(call: Call, clock: Clock, database: Transactions, query: AuditQuery) -> AuditPage:
     """Return entries of the audit in their order."""
     wanted = audit.Wanted(**msgspec.structs.asdict(query))
-    now_ns = call.services.clock.wall_ns()
+    now_ns = clock.wall_ns()
 
     def work(connection: sa.Connection) -> AuditPage:
         count, since_ns = audit.pending(connection, after_seq=audit.chained_seq(connection))
@@ -43,4 +45,4 @@ def page(call: Call, query: AuditQuery) -> AuditPage:
             now_ns=now_ns,
         )
 
-    return call.services.database.read(work)
+    return database.read(work)

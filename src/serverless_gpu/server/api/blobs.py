@@ -6,36 +6,36 @@ from serverless_gpu.errors import NotFound, TooLarge
 from serverless_gpu.model.spec import BLOB_PART_BYTES
 from serverless_gpu.server import references
 from serverless_gpu.server.api.routing import ATTEMPT, Bytes, Call, Incoming, Routes, writing
+from serverless_gpu.server.blobs import Blobs
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.receiving import Spool
 from serverless_gpu.wire.blobs import NAMES_MAX, DigestList
 
 routes = Routes("blobs")
 
 
 @routes.post("/blobs/missing", needs=writing("blobs", attempts=True))
-async def missing_parts(call: Call, body: DigestList) -> DigestList:
+async def missing_parts(call: Call, blobs: Blobs, spool: Spool, body: DigestList) -> DigestList:
     """Say which parts have to be sent."""
     if len(body.digests) > NAMES_MAX:
         raise TooLarge(f"{len(body.digests)} digests at once", hint=f"ask for {NAMES_MAX} at most")
-    services = call.services
-    return DigestList(digests=await services.spool.in_thread(lambda: services.blobs.missing(body.digests)))
+    return DigestList(digests=await spool.in_thread(lambda: blobs.missing(body.digests)))
 
 
 @routes.put("/blobs/{digest}", needs=writing("blobs", attempts=True), limit=BLOB_PART_BYTES)
-async def put_part(call: Call, digest: str, body: Incoming) -> None:
+async def put_part(call: Call, blobs: Blobs, spool: Spool, digest: str, body: Incoming) -> None:
     """Store a part."""
-    blobs, spool = call.services.blobs, call.services.spool
     await spool.in_thread(lambda: blobs.check_room(body.size or 0))
     async with spool.whole(body, body.size) as data:
         await spool.in_thread(lambda: blobs.put(digest, data))
 
 
 @routes.get("/attempts/{run}/{fence}/blobs/{digest}", needs=ATTEMPT)
-async def payload_part(call: Call, run: str, fence: int, digest: str) -> Bytes:
+async def payload_part(
+    call: Call, database: Transactions, blobs: Blobs, spool: Spool, run: str, fence: int, digest: str
+) -> Bytes:
     """Return a part of what the attempt is to call."""
-    services = call.services
-    payload = await call.in_thread(
-        lambda: services.database.read(lambda connection: references.payload_of(connection, run))
-    )
+    payload = await call.in_thread(lambda: database.read(lambda connection: references.payload_of(connection, run)))
     if payload is None or digest not in payload.parts:
         raise NotFound(f"{digest[:80]!r} is no part of the payload of run {run} (attempt {fence})")
-    return Bytes(await services.spool.in_thread(lambda: services.blobs.get(digest)))
+    return Bytes(await spool.in_thread(lambda: blobs.get(digest)))

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server import budgeting
 from serverless_gpu.server.api.routing import Call, Routes, reading, writing
+from serverless_gpu.server.budgeting import BudgetService
 from serverless_gpu.wire.budgets import BudgetList, BudgetRequest, BudgetView
 
 routes = Routes("budgets")
 
 
 @routes.get("/budgets", needs=reading("budgets"))
-def list_budgets(call: Call) -> BudgetList:
+def list_budgets(call: Call, budgets: BudgetService) -> BudgetList:
     """List budgets and how they stand: one's own, and those of one's teams."""
-    return budgeting.view_budgets(call.services, call.who, call.reach)
+    return budgets.view_all(call.who, call.reach)
 
 
 @routes.get("/budgets/{name}", needs=reading("budgets"))
-def show_budget(call: Call, name: str) -> BudgetView:
+def show_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
     """Show a budget and how it stands."""
-    return budgeting.view_budget(call.services, call.who, call.reach, name)
+    return budgets.view(call.who, call.reach, name)
 
 
 @routes.put("/budgets/{name}", needs=writing("budgets"))
-def put_budget(call: Call, name: str, body: BudgetRequest) -> BudgetView:
+def put_budget(call: Call, budgets: BudgetService, name: str, body: BudgetRequest) -> BudgetView:
     """Make a budget, or put another one in its place; what was used in its period counts from its beginning."""
-    return budgeting.put_budget(call.services, call.who, name, body)
+    return budgets.put(call.who, name, body)
 
 
 @routes.post("/budgets/{name}/reopen", needs=writing("budgets"))
-def reopen_budget(call: Call, name: str) -> BudgetView:
+def reopen_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
     """Open a hard budget again that has stopped runs and of which something is left."""
-    return budgeting.reopen_budget(call.services, call.who, name)
+    return budgets.reopen(call.who, name)
 
 
 @routes.delete("/budgets/{name}", needs=writing("budgets"))
-def delete_budget(call: Call, name: str) -> BudgetView:
+def delete_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
     """Delete a budget; a run that was asked to stop stops all the same."""
-    return budgeting.delete_budget(call.services, call.who, name)
+    return budgets.delete(call.who, name)

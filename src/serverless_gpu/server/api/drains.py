@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server import draining
 from serverless_gpu.server.api.routing import Call, Routes, reading, writing
+from serverless_gpu.server.draining import DrainService
 from serverless_gpu.wire.state import DrainRequest, DrainView
 
 routes = Routes("drain")
 
 
 @routes.get("/drain", needs=reading("nodes"))
-def show_drain(call: Call) -> DrainView:
+def show_drain(call: Call, drain: DrainService) -> DrainView:
     """Return whether anything new is started, and what goes on."""
-    return draining.view(call.services)
+    return drain.view()
 
 
 @routes.put("/drain", needs=writing("nodes"))
-def put_drain(call: Call, body: DrainRequest) -> DrainView:
+def put_drain(call: Call, drain: DrainService, body: DrainRequest) -> DrainView:
     """Start nothing new from now on, or again."""
-    return draining.put(call.services, call.who, body)
+    return drain.put(call.who, body)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from serverless_gpu.errors import NotAllowed
 from serverless_gpu.model.access.roles import AccessReach
-from serverless_gpu.server import dividing, node_admission, operating, ruling
 from serverless_gpu.server.api.routing import Call, Routes, reading, writing
-from serverless_gpu.server.ruling import Asked
+from serverless_gpu.server.dividing import PoolService
+from serverless_gpu.server.node_admission import NodeAdmission
+from serverless_gpu.server.operating import NodeService
+from serverless_gpu.server.ruling import Asked, NodeRuleService
 from serverless_gpu.wire.agents import ForgetRequest, NodeList, NodeView, PoolList, PoolRequest, PoolView
 from serverless_gpu.wire.nodes import CalendarRequest, NodeDrainRequest, QuarantineRequest
 from serverless_gpu.wire.pool_join import ApproveRequest, InviteAnswer, InviteRequest
@@ -15,60 +17,59 @@ routes = Routes("nodes")
 
 
 @routes.get("/nodes", needs=reading("nodes"))
-def list_nodes(call: Call) -> NodeList:
+def list_nodes(call: Call, node_admission: NodeAdmission, nodes: NodeService) -> NodeList:
     """Return all nodes."""
-    services = call.services
-    return NodeList(nodes=(*operating.view_nodes(services), *node_admission.view_pending(services)))
+    return NodeList(nodes=(*nodes.view_nodes(), *node_admission.view_pending()))
 
 
 @routes.post("/nodes/invite", needs=writing("tokens"))
-def invite(call: Call, body: InviteRequest) -> InviteAnswer:
+def invite(call: Call, node_admission: NodeAdmission, body: InviteRequest) -> InviteAnswer:
     """Make a join token, good for some machines and a short time."""
     _check_administrator(call)
-    return node_admission.invite(call.services, call.who, body)
+    return node_admission.invite(call.who, body)
 
 
 @routes.post("/nodes/approve", needs=writing("tokens"))
-def approve(call: Call, body: ApproveRequest) -> NodeView:
+def approve(call: Call, node_admission: NodeAdmission, body: ApproveRequest) -> NodeView:
     """Let in a node that waits for an administrator."""
     _check_administrator(call)
-    return node_admission.approve(call.services, call.who, body)
+    return node_admission.approve(call.who, body)
 
 
 @routes.post("/nodes/{node}/forget", needs=writing("nodes"))
-def forget(call: Call, node: str, body: ForgetRequest) -> NodeView:
+def forget(call: Call, nodes: NodeService, node: str, body: ForgetRequest) -> NodeView:
     """Give up a node that is known to be dead, with its attempts."""
-    return operating.forget(call.services, call.who, node, known_dead=body.i_know_it_is_dead)
+    return nodes.forget(call.who, node, known_dead=body.i_know_it_is_dead)
 
 
 @routes.put("/nodes/{node}/drain", needs=writing("node-rules"))
-def drain(call: Call, node: str, body: NodeDrainRequest) -> NodeView:
+def drain(call: Call, node_rules: NodeRuleService, node: str, body: NodeDrainRequest) -> NodeView:
     """Give a node nothing new, and have what runs there leave where that is asked for; or end that."""
-    return ruling.drain(call.services, _asked(call, node), body)
+    return node_rules.drain(_asked(call, node), body)
 
 
 @routes.put("/nodes/{node}/calendar", needs=writing("node-rules"))
-def put_calendar(call: Call, node: str, body: CalendarRequest) -> NodeView:
+def put_calendar(call: Call, node_rules: NodeRuleService, node: str, body: CalendarRequest) -> NodeView:
     """Say whose a node is, and when others may use it."""
-    return ruling.put_calendar(call.services, _asked(call, node), body)
+    return node_rules.put_calendar(_asked(call, node), body)
 
 
 @routes.put("/nodes/{node}/quarantine", needs=writing("node-rules"))
-def quarantine(call: Call, node: str, body: QuarantineRequest) -> NodeView:
+def quarantine(call: Call, node_rules: NodeRuleService, node: str, body: QuarantineRequest) -> NodeView:
     """Leave a device of a node out of what runs get, or take that back."""
-    return ruling.quarantine(call.services, _asked(call, node), body)
+    return node_rules.quarantine(_asked(call, node), body)
 
 
 @routes.get("/pools", needs=reading("pools"))
-def list_pools(call: Call) -> PoolList:
+def list_pools(call: Call, nodes: NodeService) -> PoolList:
     """Return all pools."""
-    return PoolList(pools=tuple(operating.view_pools(call.services)))
+    return PoolList(pools=tuple(nodes.view_pools()))
 
 
 @routes.put("/pools/{name}", needs=writing("pools"))
-def put_pool(call: Call, name: str, body: PoolRequest) -> PoolView:
+def put_pool(call: Call, pools: PoolService, name: str, body: PoolRequest) -> PoolView:
     """Make or change a pool, and move nodes into it."""
-    return dividing.put_pool(call.services, call.who, name, body)
+    return pools.put(call.who, name, body)
 
 
 def _check_administrator(call: Call) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server import attaching
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading, writing
+from serverless_gpu.server.attaching import PolicyService
 from serverless_gpu.wire.policies import PolicyList, PolicyRequest, PolicyView, policy_of
 
 routes = Routes("policies")
@@ -16,36 +16,36 @@ class PolicyQuery(Query, frozen=True, kw_only=True):
 
 
 @routes.get("/policies", needs=reading("policies"))
-def list_policies(call: Call, query: PolicyQuery) -> PolicyList:
+def list_policies(call: Call, policies: PolicyService, query: PolicyQuery) -> PolicyList:
     """List usage policies."""
-    return PolicyList(policies=attaching.view_policies(call.services, call.who, mine=query.mine))
+    return PolicyList(policies=policies.view_all(call.who, mine=query.mine))
 
 
 @routes.get("/policies/{name}", needs=reading("policies"))
-def get_policy(call: Call, name: str) -> PolicyView:
+def get_policy(call: Call, policies: PolicyService, name: str) -> PolicyView:
     """Return a usage policy."""
-    return attaching.view_policy(call.services, call.who, name)
+    return policies.view(call.who, name)
 
 
 @routes.put("/policies/{name}", needs=writing("policies"))
-def put_policy(call: Call, name: str, body: PolicyRequest) -> PolicyView:
+def put_policy(call: Call, policies: PolicyService, name: str, body: PolicyRequest) -> PolicyView:
     """Make a usage policy, or put another one in its place."""
-    return attaching.put_policy(call.services, call.who, name, policy_of(body))
+    return policies.put(call.who, name, policy_of(body))
 
 
 @routes.delete("/policies/{name}", needs=writing("policies"))
-def delete_policy(call: Call, name: str) -> PolicyView:
+def delete_policy(call: Call, policies: PolicyService, name: str) -> PolicyView:
     """Delete a usage policy that is attached to nobody; runs that named it keep what they got."""
-    return attaching.delete_policy(call.services, call.who, name)
+    return policies.delete(call.who, name)
 
 
 @routes.put("/policies/{name}/holders/{kind}/{holder}", needs=writing("policies"))
-def attach(call: Call, name: str, kind: str, holder: str) -> PolicyView:
+def attach(call: Call, policies: PolicyService, name: str, kind: str, holder: str) -> PolicyView:
     """Attach a usage policy to a user, service or team."""
-    return attaching.attach(call.services, call.who, name, kind, holder)
+    return policies.attach(call.who, name, kind, holder)
 
 
 @routes.delete("/policies/{name}/holders/{kind}/{holder}", needs=writing("policies"))
-def detach(call: Call, name: str, kind: str, holder: str) -> PolicyView:
+def detach(call: Call, policies: PolicyService, name: str, kind: str, holder: str) -> PolicyView:
     """Detach a usage policy from somebody; their runs that were submitted keep what they got."""
-    return attaching.detach(call.services, call.who, name, kind, holder)
+    return policies.detach(call.who, name, kind, holder)

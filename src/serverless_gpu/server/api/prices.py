@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from serverless_gpu.server import pricing
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading, writing
+from serverless_gpu.server.pricing import PriceService
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 from serverless_gpu.wire.prices import Moment, PriceList, PriceRequest, PriceSet
 
@@ -28,18 +28,18 @@ class EndQuery(Query, frozen=True, kw_only=True):
 
 
 @routes.get("/prices", needs=reading("prices"))
-def list_prices(call: Call, query: PricesQuery) -> PriceList:
+def list_prices(call: Call, prices: PriceService, query: PricesQuery) -> PriceList:
     """List prices: those in force, and those that are planned."""
-    return pricing.view_prices(call.services, past=query.all)
+    return prices.view(past=query.all)
 
 
 @routes.put("/prices/{resource}", needs=writing("prices"))
-def set_price(call: Call, resource: str, body: PriceRequest) -> PriceSet:
+def set_price(call: Call, prices: PriceService, resource: str, body: PriceRequest) -> PriceSet:
     """Set a price from a time on; attempts that were placed before keep theirs."""
-    return pricing.set_price(call.services, call.who, resource, body)
+    return prices.set(call.who, resource, body)
 
 
 @routes.delete("/prices/{resource}", needs=writing("prices"))
-def end_price(call: Call, resource: str, query: EndQuery) -> PriceSet:
+def end_price(call: Call, prices: PriceService, resource: str, query: EndQuery) -> PriceSet:
     """End a price; what is placed from then on has none, or that of every pool."""
-    return pricing.end_price(call.services, call.who, resource, pool=query.pool, until_ns=query.at_ns)
+    return prices.end(call.who, resource, pool=query.pool, until_ns=query.at_ns)

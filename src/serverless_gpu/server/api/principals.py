@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from serverless_gpu.model.access.roles import AccessReach
-from serverless_gpu.server import granting, identity
+from serverless_gpu.server import identity
 from serverless_gpu.server.api.routing import ANYBODY, Call, Routes, reading, writing
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.granting import PrincipalService
 from serverless_gpu.wire.principals import (
     PrincipalChange,
     PrincipalList,
@@ -24,76 +26,76 @@ routes = Routes("principals")
 
 
 @routes.get("/whoami", needs=ANYBODY)
-def whoami(call: Call) -> PrincipalView:
+def whoami(call: Call, database: Transactions) -> PrincipalView:
     """Say whose token it is."""
-    return call.services.database.read(lambda connection: identity.principal(connection, call.who.name))
+    return database.read(lambda connection: identity.principal(connection, call.who.name))
 
 
 @routes.get("/users", needs=reading("users"))
-def list_users(call: Call) -> PrincipalList:
+def list_users(call: Call, database: Transactions) -> PrincipalList:
     """List users and services: all, or oneself."""
     if call.reach != AccessReach.ALL:
-        return PrincipalList(principals=(whoami(call),))
-    return PrincipalList(principals=call.services.database.read(identity.all_principals))
+        return PrincipalList(principals=(whoami(call, database),))
+    return PrincipalList(principals=database.read(identity.all_principals))
 
 
 @routes.post("/users", needs=writing("users"))
-def make_user(call: Call, body: PrincipalRequest) -> TokenMade:
+def make_user(call: Call, principals: PrincipalService, body: PrincipalRequest) -> TokenMade:
     """Make a user or service; the answer has its first token."""
-    return granting.make_principal(call.services, call.who, body)
+    return principals.make(call.who, body)
 
 
 @routes.patch("/users/{name}", needs=writing("users"))
-def change_user(call: Call, name: str, body: PrincipalChange) -> PrincipalView:
+def change_user(call: Call, principals: PrincipalService, name: str, body: PrincipalChange) -> PrincipalView:
     """Give somebody another role, disable or enable them."""
-    return granting.change_principal(call.services, call.who, name, body)
+    return principals.change(call.who, name, body)
 
 
 @routes.get("/teams", needs=reading("teams"))
-def list_teams(call: Call) -> TeamList:
+def list_teams(call: Call, database: Transactions) -> TeamList:
     """List teams: all, or those one is in."""
-    teams = call.services.database.read(identity.all_teams)
+    teams = database.read(identity.all_teams)
     return TeamList(teams=tuple(team for team in teams if call.reach == AccessReach.ALL or team.name in call.who.teams))
 
 
 @routes.post("/teams", needs=writing("teams"))
-def make_team(call: Call, body: TeamRequest) -> TeamView:
+def make_team(call: Call, principals: PrincipalService, body: TeamRequest) -> TeamView:
     """Make a team."""
-    return granting.make_team(call.services, call.who, body.name)
+    return principals.make_team(call.who, body.name)
 
 
 @routes.patch("/teams/{team}", needs=writing("teams"))
-def change_team(call: Call, team: str, body: TeamChange) -> TeamView:
+def change_team(call: Call, principals: PrincipalService, team: str, body: TeamChange) -> TeamView:
     """Change the time zone of a team's budgets."""
-    return granting.change_team(call.services, call.who, team, body)
+    return principals.change_team(call.who, team, body)
 
 
 @routes.put("/teams/{team}/members/{user}", needs=writing("teams"))
-def add_member(call: Call, team: str, user: str) -> TeamView:
+def add_member(call: Call, principals: PrincipalService, team: str, user: str) -> TeamView:
     """Put somebody into a team."""
-    return granting.set_member(call.services, call.who, team=team, principal=user, member=True)
+    return principals.set_member(call.who, team=team, principal=user, member=True)
 
 
 @routes.delete("/teams/{team}/members/{user}", needs=writing("teams"))
-def remove_member(call: Call, team: str, user: str) -> TeamView:
+def remove_member(call: Call, principals: PrincipalService, team: str, user: str) -> TeamView:
     """Take somebody out of a team."""
-    return granting.set_member(call.services, call.who, team=team, principal=user, member=False)
+    return principals.set_member(call.who, team=team, principal=user, member=False)
 
 
 @routes.get("/tokens", needs=reading("tokens"))
-def list_tokens(call: Call) -> TokenList:
+def list_tokens(call: Call, database: Transactions) -> TokenList:
     """List tokens, without their secrets: all, or one's own."""
     whose = None if call.reach == AccessReach.ALL else call.who.name
-    return TokenList(tokens=call.services.database.read(lambda connection: identity.tokens_of(connection, whose)))
+    return TokenList(tokens=database.read(lambda connection: identity.tokens_of(connection, whose)))
 
 
 @routes.post("/tokens", needs=writing("tokens"))
-def make_token(call: Call, body: TokenRequest) -> TokenMade:
+def make_token(call: Call, principals: PrincipalService, body: TokenRequest) -> TokenMade:
     """Make a token; its secret is said this once."""
-    return granting.make_token(call.services, call.who, body, reach=call.reach)
+    return principals.make_token(call.who, body, reach=call.reach)
 
 
 @routes.delete("/tokens/{token}", needs=writing("tokens"))
-def revoke_token(call: Call, token: str) -> TokenView:
+def revoke_token(call: Call, principals: PrincipalService, token: str) -> TokenView:
     """Revoke a token."""
-    return granting.revoke_token(call.services, call.who, token, reach=call.reach)
+    return principals.revoke_token(call.who, token, reach=call.reach)

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-from serverless_gpu.server import dividing, queue_views
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading, writing
+from serverless_gpu.server.dividing import PoolService
+from serverless_gpu.server.queue_views import QueueViews
 from serverless_gpu.wire.queue import (
     LIMIT_MAX,
     QueueView,
@@ -27,24 +28,24 @@ class QueueQuery(Query, frozen=True, kw_only=True):
 
 
 @routes.get("/queue", needs=reading("runs"))
-def view_queue(call: Call, query: QueueQuery) -> QueueView:
+def view_queue(call: Call, queue_views: QueueViews, query: QueueQuery) -> QueueView:
     """Return those that wait, in the order in which they are looked at."""
-    return queue_views.view_queue(call.services, call.who, call.reach, limit=query.limit, mine=query.mine)
+    return queue_views.view(call.who, call.reach, limit=query.limit, mine=query.mine)
 
 
 @routes.get("/shares", needs=reading("shares"))
-def list_shares(call: Call) -> ShareList:
+def list_shares(call: Call, queue_views: QueueViews) -> ShareList:
     """List shares of the queue, and what was used."""
-    return queue_views.view_shares(call.services, call.who, call.reach)
+    return queue_views.view_shares(call.who, call.reach)
 
 
 @routes.put("/shares/{kind}/{name}", needs=writing("shares"))
-def put_share(call: Call, kind: str, name: str, body: ShareRequest) -> ShareView:
+def put_share(call: Call, pools: PoolService, kind: str, name: str, body: ShareRequest) -> ShareView:
     """Set how much a team, or a user within their team, gets while others want devices, too."""
-    return dividing.put_share(call.services, call.who, kind, name, body.weight)
+    return pools.put_share(call.who, kind, name, body.weight)
 
 
 @routes.delete("/shares/{kind}/{name}", needs=writing("shares"))
-def remove_share(call: Call, kind: str, name: str) -> ShareView:
+def remove_share(call: Call, pools: PoolService, kind: str, name: str) -> ShareView:
     """Take a share away: it is 1 again."""
-    return dividing.remove_share(call.services, call.who, kind, name)
+    return pools.remove_share(call.who, kind, name)

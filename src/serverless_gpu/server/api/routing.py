@@ -7,22 +7,24 @@
         limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
 
     @routes.get("/runs", needs=reading("runs"))
-    def list_runs(call: Call, query: RunsQuery) -> RunPage:    # a plain function runs in a thread: it may block
-        return call.services.database.read(lambda connection: runs.page(connection, call.who, ...))
+    def list_runs(call: Call, queries: RunQueries, query: RunsQuery) -> RunPage:
+        return queries.page(call.who, ...)                     # a plain function runs in a thread: it may block
 
     @routes.post("/runs/{run}/stop", needs=writing("runs"))
-    def stop(call: Call, run: str, body: StopRequest) -> RunView: ...
+    def stop(call: Call, stops: StopService, run: str, body: StopRequest) -> RunView: ...
 
     @routes.get("/runs/{run}/events", needs=reading("runs"))   # an async function runs in the loop: it must not block,
     async def watch(call: Call, run: str) -> Stream[StreamMessage]:      # and uses `await call.in_thread(function)`
         return Stream(watching.messages(...))                  # an async iterator; None from it keeps the line alive
 
-Parameters are found by their names:
-- the first one is the `Call`: who asks (`call.who`), how far that may reach (`call.reach`), `call.services`;
+Parameters of a handler:
+- the first one is the `Call`: the caller (`call.who`), and how far the caller may reach (`call.reach`);
 - `query`: a `Query`; a parameter that it does not know is refused;
 - `body`: a `wire` struct (JSON, `application/json`, up to `limit` bytes, 8 MiB unless said), or `bytes`
   (`application/octet-stream`, read whole up to `limit`), or `Incoming` (the same as a stream; async functions only);
-- all others are parts of the path, `str` or `int`. "{name:path}" takes slashes, too.
+- a parameter whose name stands in the path is that part of it, `str` or `int`. "{name:path}" takes slashes, too;
+- every other parameter is a service, found by its annotated class among those that the application provides.
+  `app.py` refuses a route that names a class without a provider.
 
 What a route returns: a `wire` struct (200), `None` (204), `Stream` (server-sent events), `Bytes`, or another Starlette
 response (say `-> Health | Response`). What it raises: exceptions of `errors.py` become a `wire.base.Problem` with their
@@ -38,6 +40,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import typing
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
@@ -48,13 +51,13 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from serverless_gpu.ambient import created_wall_ns
+from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.json_codec import from_builtins, from_json
 from serverless_gpu.server import log_context
 from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.measures import Measures
 from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL
 
 T = TypeVar("T")
@@ -70,6 +73,7 @@ LOOP_BYTES_MAX = 64 << 10
 CHECKED_S = 10.0
 """Whoever reads a stream is let in anew this often."""
 EVENTS = "text/event-stream"
+_PART_NAME = re.compile(r"{(\w+)(?::\w+)?}")
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,16 +115,19 @@ class Call:
     Attributes:
         who: whose token it is.
         reach: how far `who` may reach on the route's resource: "none", "own", "team", "all".
+        clock: times streams.
+        measures: count streams.
         again: raises `NotAuthenticated` or `NotAllowed` once that is not so any more, else says it anew; called in a
             thread.
         look: what the route asks for as long as it streams: raises `NotFound` once the thing is out of reach.
     """
 
-    def __init__(self, services: Services, route: Route, who: Caller, reach: str) -> None:
-        self.services = services
+    def __init__(self, route: Route, who: Caller, reach: str, *, clock: Clock, measures: Measures) -> None:
         self.route = route
         self.who = who
         self.reach = reach
+        self.clock = clock
+        self.measures = measures
         self.headers: typing.Mapping[str, str] = {}
         self.again: Callable[[], object] = lambda: None
         self.look: Callable[[], object] = lambda: None
@@ -177,9 +184,9 @@ class Stream(Generic[T]):
 
     async def _lines(self, call: Call) -> AsyncIterator[bytes]:
         yield b":\n\n"  # the headers go out now, also when there is nothing to say yet
-        clock = call.services.clock
+        clock = call.clock
         checked_ns = clock.boottime_ns()
-        streams = call.services.measures.streams
+        streams = call.measures.streams
         streams.inc()
         try:
             async for message in self._source:
@@ -196,7 +203,12 @@ class Stream(Generic[T]):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One route as it was declared."""
+    """One route as it was declared.
+
+    Attributes:
+        services: classes that the handler takes, by parameter.
+        arguments: the services themselves, once the route is bound to an application.
+    """
 
     method: str
     path: str
@@ -207,6 +219,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     body: Any = None
     query: Any = None
     parts: dict[str, type] = msgspec.field(default_factory=dict)
+    services: dict[str, type] = msgspec.field(default_factory=dict)
+    arguments: dict[str, object] = msgspec.field(default_factory=dict)
     answer: Any = None
 
     @property
@@ -215,6 +229,20 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if self.body is None:
             return ""
         return BYTES if self.body in (bytes, Incoming) else JSON
+
+    def bound(self, provided: typing.Mapping[type, object]) -> Route:
+        """Return the route with the services that its handler takes.
+
+        Raises:
+            RuntimeError: the handler names a class that is not provided.
+        """
+        for kind in self.services.values():
+            if kind not in provided:
+                raise RuntimeError(
+                    f"{self.method} {self.path} takes {kind.__name__}, which the application does not provide"
+                )
+        arguments = {name: provided[kind] for name, kind in self.services.items()}
+        return msgspec.structs.replace(self, arguments=arguments)
 
     async def serve(self, request: HttpRequest) -> Response:
         """Answer a request that the gate let in for this route, and for no other; errors become problems."""
@@ -236,7 +264,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             raise RuntimeError(f"{self.method} {self.path} was reached without the gate")
         call.headers = request.headers
         log_context.note(**_identified(request.path_params))
-        arguments = {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
+        arguments = dict(self.arguments)
+        arguments |= {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
         if self.query is None and request.scope["query_string"]:
             raise InvalidValue("this route takes no parameters", hint="docs/openapi.json says what it takes")
         if self.query is not None:
@@ -313,6 +342,8 @@ class Routes:
         def declare(handler: Callable[..., T]) -> Callable[..., T]:
             hints = typing.get_type_hints(handler)
             names = list(inspect.signature(handler).parameters)[1:]
+            in_path = set(_PART_NAME.findall(path))
+            others = [name for name in names if name not in ("body", "query")]
             self.all.append(
                 Route(
                     method=method,
@@ -323,7 +354,8 @@ class Routes:
                     limit=limit,
                     body=hints.get("body") if "body" in names else None,
                     query=hints.get("query") if "query" in names else None,
-                    parts={name: hints[name] for name in names if name not in ("body", "query")},
+                    parts={name: hints[name] for name in others if name in in_path},
+                    services={name: hints[name] for name in others if name not in in_path},
                     answer=hints.get("return"),
                 )
             )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Annotated, TypeVar
 
 import msgspec
 import sqlalchemy as sa
 from starlette.responses import Response
 
+from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.cost import Cost
@@ -22,21 +21,23 @@ from serverless_gpu.server import (
     endings,
     files,
     outputs,
-    reporting,
     runs,
-    stopping,
-    submitting,
     views,
 )
 from serverless_gpu.server.api.ranges import part_of
 from serverless_gpu.server.api.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
+from serverless_gpu.server.blobs import Blobs
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.logs import Logs
+from serverless_gpu.server.run_queries import RunQueries
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.sentences import NOTHING
-from serverless_gpu.server.watching import Look, Position, Watch, parse_offsets, parse_ranks
+from serverless_gpu.server.stop_requests import StopService
+from serverless_gpu.server.submitting import SubmissionService
+from serverless_gpu.server.watching import Position, parse_offsets, parse_ranks
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, PAGE_DEFAULT, PAGE_MAX
 from serverless_gpu.wire.costs import CostView
 from serverless_gpu.wire.runs import (
-    AcceptedMessage,
     AttemptList,
     FileList,
     RunPage,
@@ -96,16 +97,20 @@ class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
 
 
 @routes.post("/runs", needs=writing("runs"))
-async def create_run(call: Call, body: RunRequest) -> RunView | Stream[StreamMessage]:
+async def create_run(
+    call: Call, submissions: SubmissionService, queries: RunQueries, body: RunRequest
+) -> RunView | Stream[StreamMessage]:
     """Ask for a run; with `Accept: text/event-stream` the answer is its stream."""
-    view = await call.in_thread(lambda: submitting.submit(call.services, call.who, body))
+    view = await call.in_thread(lambda: submissions.submit(call.who, body))
     if EVENTS not in call.headers.get("accept", ""):
         return view
-    return Stream(_messages(call, view, Position()))
+    return _stream(call, queries, view, Position())
 
 
 @routes.get("/runs", needs=reading("runs"))
-def list_runs(call: Call, query: RunsQuery) -> RunPage:
+def list_runs(
+    call: Call, clock: Clock, leases: Leases, database: Transactions, queries: RunQueries, query: RunsQuery
+) -> RunPage:
     """List runs, newest first."""
     wished = runs.Wished(
         states=_states(query.state),
@@ -116,69 +121,70 @@ def list_runs(call: Call, query: RunsQuery) -> RunPage:
         seen_by=None if call.reach == roles.AccessReach.ALL else call.who.name,
         teams=call.who.teams if call.reach == roles.AccessReach.TEAM else (),
     )
-    at = counting.now(call.services)
+    at = counting.now(clock, leases)
 
     def work(db: sa.Connection) -> tuple[list[StoredRun], str, dict[str, Cost]]:
         found, cursor = runs.page(db, wished, limit=query.limit, cursor=query.cursor)
         return found, cursor, costing.costs_of(db, found, at) if query.costs else {}
 
-    found, cursor, costs = _read(call, work)
+    found, cursor, costs = database.read(work)
     told = tuple(CostView(id=run_id, cost=cost) for run_id, cost in costs.items())
-    return RunPage(runs=tuple(_view(call, run) for run in found), cursor=cursor, costs=told)
+    return RunPage(runs=tuple(queries.view(run, call.who) for run in found), cursor=cursor, costs=told)
 
 
 @routes.get("/runs/{run}", needs=reading("runs"))
-def read_run(call: Call, run: str) -> RunView:
+def read_run(call: Call, queries: RunQueries, run: str) -> RunView:
     """Look at a run."""
-    return _view(call, _read(call, lambda db: _visible(call, db, run)))
+    return queries.read(run, call.who, call.reach)
 
 
 @routes.get("/runs/{run}/events", needs=reading("runs"))
-async def watch_run(call: Call, run: str, query: WatchQuery) -> Stream[StreamMessage]:
+async def watch_run(call: Call, queries: RunQueries, run: str, query: WatchQuery) -> Stream[StreamMessage]:
     """Watch a run from where the reader is."""
     position = Position(after=query.after, offsets=parse_offsets(query.offsets), ranks=parse_ranks(query.ranks))
-    view = await call.in_thread(lambda: read_run(call, run))
-    return Stream(_messages(call, view, position))
+    view = await call.in_thread(lambda: queries.read(run, call.who, call.reach))
+    return _stream(call, queries, view, position)
 
 
 @routes.post("/runs/{run}/stop", needs=writing("runs"))
-def stop_run(call: Call, run: str, body: StopRequest) -> RunView:
+def stop_run(call: Call, stops: StopService, run: str, body: StopRequest) -> RunView:
     """Ask a run to stop."""
-    return stopping.stop(call.services, call.who, call.reach, run_id=run, why=body.reason)
+    return stops.request(call.who, call.reach, run_id=run, why=body.reason)
 
 
 @routes.get("/runs/{run}/attempts", needs=reading("runs"))
-def list_attempts(call: Call, run: str) -> AttemptList:
+def list_attempts(call: Call, database: Transactions, run: str) -> AttemptList:
     """List all tries at a run, in order."""
 
     def work(db: sa.Connection) -> AttemptList:
         _visible(call, db, run)
         return AttemptList(attempts=tuple(views.attempt_view(attempt) for attempt in attempts.of_run(db, run)))
 
-    return _read(call, work)
+    return database.read(work)
 
 
 @routes.get("/runs/{run}/cost", needs=reading("runs"))
-def read_cost(call: Call, run: str) -> CostView:
+def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, run: str) -> CostView:
     """Say what a run used so far, over all of its attempts, and what that costs."""
-    at = counting.now(call.services)
+    at = counting.now(clock, leases)
 
     def work(db: sa.Connection) -> Cost:
         return costing.cost_of(db, _visible(call, db, run), at)
 
-    return CostView(id=run, cost=_read(call, work))
+    return CostView(id=run, cost=database.read(work))
 
 
 @routes.get("/runs/{run}/logs/{rank}/{stream}", needs=reading("runs"))
-def read_log(call: Call, run: str, rank: int, stream: str, query: LogQuery) -> Bytes:
+def read_log(
+    call: Call, logs: Logs, database: Transactions, run: str, rank: int, stream: str, query: LogQuery
+) -> Bytes:
     """Return bytes a rank wrote; `SGPU-Next-Offset` says where to go on, `SGPU-Complete` whether that is the end."""
-    stored = _read(call, lambda db: _visible(call, db, run))
+    stored = database.read(lambda db: _visible(call, db, run))
     fence = query.fence or stored.fence
     # Looked at first: what is written meanwhile is then not missed, and at most read once more.
     complete = stored.state in TERMINAL or fence < stored.fence
     data, size = b"", 0
     if fence:
-        logs = call.services.logs
         size = logs.size(run, fence, rank=rank, stream=stream)
         data = logs.read(run, fence, rank=rank, stream=stream, offset=query.offset, limit=query.limit)
     following = query.offset + len(data)
@@ -187,19 +193,21 @@ def read_log(call: Call, run: str, rank: int, stream: str, query: LogQuery) -> B
 
 
 @routes.get("/runs/{run}/results", needs=reading("runs"))
-def list_results(call: Call, run: str) -> FileList:
+def list_results(call: Call, database: Transactions, run: str) -> FileList:
     """List the results of a run, by rank."""
-    return _files(call, run, 0, prefix="results/")
+    return _files(call, database, run, 0, prefix="results/")
 
 
 @routes.get("/runs/{run}/files", needs=reading("runs"))
-def list_files(call: Call, run: str, query: FenceQuery) -> FileList:
+def list_files(call: Call, database: Transactions, run: str, query: FenceQuery) -> FileList:
     """List what an attempt left behind."""
-    return _files(call, run, query.fence)
+    return _files(call, database, run, query.fence)
 
 
 @routes.get("/runs/{run}/files/{name:path}", needs=reading("runs"))
-def read_file(call: Call, run: str, name: str, query: FenceQuery) -> Bytes | Response:
+def read_file(
+    call: Call, blobs: Blobs, database: Transactions, run: str, name: str, query: FenceQuery
+) -> Bytes | Response:
     """Return a file of an attempt, or the range of it that was asked for."""
 
     def work(db: sa.Connection) -> files.StoredFile:
@@ -210,12 +218,12 @@ def read_file(call: Call, run: str, name: str, query: FenceQuery) -> Bytes | Res
             raise NotFound(f"run {run} has no file {name!r}", hint="`sgpu run show` lists them")
         return found
 
-    found = _read(call, work)
-    return part_of(outputs.source(call.services, found), found.size, call.headers.get("range", ""))
+    found = database.read(work)
+    return part_of(outputs.source(blobs, found), found.size, call.headers.get("range", ""))
 
 
 @routes.get("/runs/{run}/receipt", needs=reading("runs"))
-def read_receipt(call: Call, run: str, query: ReceiptQuery) -> Response:
+def read_receipt(call: Call, database: Transactions, run: str, query: ReceiptQuery) -> Response:
     """Return the receipt of an attempt; of one on several nodes the sum of theirs, or that of one."""
 
     def work(db: sa.Connection) -> str | None:
@@ -225,50 +233,29 @@ def read_receipt(call: Call, run: str, query: ReceiptQuery) -> Response:
             return endings.outcome(db, attempt).receipt
         return endings.receipt_of_crew(db, attempt, query.crew)
 
-    receipt = _read(call, work)
+    receipt = database.read(work)
     if receipt is None:
         raise NotFound(f"run {run} has no receipt yet", hint="it comes once its devices were checked and given back")
     return Response(receipt, media_type="application/json")
 
 
-async def _messages(call: Call, view: RunView, position: Position) -> AsyncIterator[StreamMessage | None]:
-    services, run_id = call.services, view.id
-    call.look = lambda: read_run(call, run_id)
-    yield AcceptedMessage(run=view)
-
-    def look(after: int) -> Look:
-        told = msgspec.structs.replace(services.sentences.told(run_id), trouble=services.unwritable())
-        quiet = partial(reporting.quiet_s, services)
-        return services.database.read(lambda db: views.look(db, run_id, after, told=told, quiet=quiet))
-
-    watch = Watch(run_id, position, look=look, files=services.logs, clock=services.clock)
-    async for message in watch.messages(services.hub, call.in_thread):
-        yield message
+def _stream(call: Call, queries: RunQueries, view: RunView, position: Position) -> Stream[StreamMessage]:
+    call.look = lambda: queries.read(view.id, call.who, call.reach)
+    return Stream(queries.messages(view, position, call.in_thread))
 
 
-def _files(call: Call, run: str, fence: int, *, prefix: str = "") -> FileList:
+def _files(call: Call, database: Transactions, run: str, fence: int, *, prefix: str = "") -> FileList:
     def work(db: sa.Connection) -> FileList:
         stored = _visible(call, db, run)
         wanted = fence or stored.fence
         found = files.of_attempt(db, run, wanted, prefix=prefix)
         return FileList(fence=wanted, files=views.file_views(found))
 
-    return _read(call, work)
+    return database.read(work)
 
 
 def _visible(call: Call, db: sa.Connection, run: str) -> StoredRun:
     return views.visible(db, run, who=call.who, reach=call.reach)
-
-
-def _view(call: Call, run: StoredRun) -> RunView:
-    waits = run.state is State.QUEUED
-    told = call.services.sentences.told(run.id) if waits else NOTHING
-    told = msgspec.structs.replace(told, trouble=call.services.unwritable())
-    return views.run_view(run, told=told, reader=call.who.name)
-
-
-def _read(call: Call, work: Callable[[sa.Connection], T]) -> T:
-    return call.services.database.read(work)
 
 
 def _states(text: str) -> tuple[State, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server import secret_keeping
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading, writing
+from serverless_gpu.server.secret_keeping import SecretService
 from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
 
 REQUEST_BYTES_MAX = 128 << 10
@@ -17,18 +17,18 @@ class SecretQuery(Query, frozen=True, kw_only=True):
 
 
 @routes.get("/secrets", needs=reading("secrets"))
-def list_secrets(call: Call) -> SecretList:
+def list_secrets(call: Call, secrets: SecretService) -> SecretList:
     """List secrets without their values: one's own, and those of one's teams."""
-    return SecretList(secrets=tuple(secret_keeping.list_secrets(call.services, call.who, reach=call.reach)))
+    return SecretList(secrets=tuple(secrets.list_visible(call.who, reach=call.reach)))
 
 
 @routes.put("/secrets/{name}", needs=writing("secrets"), limit=REQUEST_BYTES_MAX)
-def set_secret(call: Call, name: str, body: SecretRequest) -> SecretView:
+def set_secret(call: Call, secrets: SecretService, name: str, body: SecretRequest) -> SecretView:
     """Set a secret; attempts that start from now on get it."""
-    return secret_keeping.set_secret(call.services, call.who, name, body, reach=call.reach)
+    return secrets.set(call.who, name, body, reach=call.reach)
 
 
 @routes.delete("/secrets/{name}", needs=writing("secrets"))
-def delete_secret(call: Call, name: str, query: SecretQuery) -> SecretView:
+def delete_secret(call: Call, secrets: SecretService, name: str, query: SecretQuery) -> SecretView:
     """Delete a secret with all of its versions."""
-    return secret_keeping.delete_secret(call.services, call.who, name, query.team, reach=call.reach)
+    return secrets.delete(call.who, name, query.team, reach=call.reach)

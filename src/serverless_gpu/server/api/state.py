@@ -10,7 +10,9 @@ from starlette.responses import Response
 from serverless_gpu import ambient
 from serverless_gpu.server.api.routing import JSON, PUBLIC, Call, Routes, reading
 from serverless_gpu.server.health import RETRY_AFTER_S
-from serverless_gpu.server.measures import CONTENT_TYPE
+from serverless_gpu.server.health import Health as HealthChecks
+from serverless_gpu.server.measures import CONTENT_TYPE, Measures
+from serverless_gpu.server.settings import Settings
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 from serverless_gpu.wire.state import Health, HealthCheck, Version
@@ -25,9 +27,9 @@ class Figures(Response):
 
 
 @routes.get("/health", needs=PUBLIC)
-async def health(call: Call) -> Health | Response:
+async def health(call: Call, server_health: HealthChecks) -> Health | Response:
     """Say whether the server can do its work."""
-    found = await call.services.health.look()
+    found = await server_health.look()
     checks = tuple(HealthCheck(name=one.name, ok=not one.problem, problem=one.problem, ms=one.ms) for one in found)
     problems = tuple(one.problem for one in found if one.problem)
     if not problems:
@@ -38,17 +40,15 @@ async def health(call: Call) -> Health | Response:
 
 
 @routes.get("/metrics", needs=reading("metrics"))
-async def metrics(call: Call) -> Figures:
+async def metrics(call: Call, measures: Measures, server_health: HealthChecks) -> Figures:
     """Return figures of the whole server, in the text format of Prometheus."""
-    services = call.services
-    await asyncio.gather(services.health.look(), services.measures.refresh())
-    return Figures(await call.in_thread(services.measures.text), headers={"Cache-Control": "no-store"})
+    await asyncio.gather(server_health.look(), measures.refresh())
+    return Figures(await call.in_thread(measures.text), headers={"Cache-Control": "no-store"})
 
 
 @routes.get("/version", needs=PUBLIC)
-def version(call: Call) -> Version:
+def version(call: Call, settings: Settings) -> Version:
     """Say what the server speaks."""
-    settings = call.services.settings
     return Version(
         version=__version__,
         protocol=PROTOCOL,

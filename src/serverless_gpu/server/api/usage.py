@@ -9,6 +9,7 @@ import msgspec
 from serverless_gpu.model.billing.usage_report import parse_by
 from serverless_gpu.server import usage
 from serverless_gpu.server.api.routing import Call, Query, Routes, reading
+from serverless_gpu.server.usage import UsageReports
 from serverless_gpu.server.usage_rows import Asked
 from serverless_gpu.server.usage_sums import Wanted
 from serverless_gpu.wire.demand import DemandPage
@@ -50,33 +51,33 @@ class DemandQuery(Query, frozen=True, kw_only=True):
 
 
 @routes.get("/usage", needs=reading("usage"))
-def view_usage(call: Call, query: UsageQuery) -> UsageView:
+def view_usage(call: Call, usage_reports: UsageReports, query: UsageQuery) -> UsageView:
     """Return what was used and what it cost, by whatever it is grouped by."""
     wanted = Wanted(
         by=parse_by(query.by),
-        window=usage.window_of(call.services, query.from_day, query.until_day),
+        window=usage_reports.window(query.from_day, query.until_day),
         where=usage.where_of(query.where),
         limit=query.limit,
     )
-    return usage.view_usage(call.services, call.who, call.reach, wanted)
+    return usage_reports.view(call.who, call.reach, wanted)
 
 
 @routes.get("/usage/records", needs=reading("usage"))
-def view_records(call: Call, query: RecordsQuery) -> RecordPage:
+def view_records(call: Call, usage_reports: UsageReports, query: RecordsQuery) -> RecordPage:
     """Return rows of the ledger as billing tables have them."""
-    window = usage.window_of(call.services, query.from_day, query.until_day)
-    return usage.view_records(call.services, call.who, call.reach, window, after=query.after, limit=query.limit)
+    window = usage_reports.window(query.from_day, query.until_day)
+    return usage_reports.view_records(call.who, call.reach, window, after=query.after, limit=query.limit)
 
 
 @routes.get("/usage/prices", needs=reading("prices"))
-def view_prices(call: Call) -> ListPrices:
+def view_prices(call: Call, usage_reports: UsageReports) -> ListPrices:
     """Return the price book as billing tables have it."""
-    return usage.view_prices(call.services)
+    return usage_reports.view_prices()
 
 
 @routes.get("/usage/demand", needs=reading("usage"))
-def view_demand(call: Call, query: DemandQuery) -> DemandPage:
+def view_demand(call: Call, usage_reports: UsageReports, query: DemandQuery) -> DemandPage:
     """Return when devices were had, and by whom."""
     asked = Asked(from_ns=query.from_ns, to_ns=query.to_ns, team=query.team, pool=query.pool, gpu_type=query.gpu_type)
     after = int(query.cursor or 0)
-    return usage.view_demand(call.services, call.who, call.reach, asked, after=after, limit=query.limit)
+    return usage_reports.view_demand(call.who, call.reach, asked, after=after, limit=query.limit)

@@ -16,8 +16,8 @@ from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, fol
 from serverless_gpu.server import audit, chaining, tables
 from serverless_gpu.server.audit import SERVER, Action, Wanted
 from serverless_gpu.server.chaining import Chainer
+from serverless_gpu.server.composition import Services, make_chainer
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 
 
@@ -30,7 +30,7 @@ def write(database: Database, *subjects: str, action: Action = Action.TEAM_CREAT
 
 
 def chain_all(services: Services, clock: FakeClock) -> Chainer:
-    chainer = Chainer(services)
+    chainer = make_chainer(services)
     while chainer.tick(clock.boottime_ns()) == clock.boottime_ns():
         pass
     return chainer
@@ -115,7 +115,7 @@ def test_many_rows_are_chained_in_several_transactions_and_by_the_next_server(
     services: Services, database: Database, clock: FakeClock
 ) -> None:
     write(database, *(f"s{number}" for number in range(chaining.AT_ONCE + 20)))
-    chainer = Chainer(services)
+    chainer = make_chainer(services)
     assert chainer.tick(7) == 7
     assert database.read(audit.head).number == chaining.AT_ONCE
     chain_all(services, clock)  # another server goes on

@@ -29,11 +29,10 @@ from serverless_gpu.server import (
     uncharged,
 )
 from serverless_gpu.server.accounts import Account
-from serverless_gpu.server.charging import Charging
+from serverless_gpu.server.composition import Services, make_charging, make_retention
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.retention import EVERY_S, Retention
+from serverless_gpu.server.retention import EVERY_S
 from serverless_gpu.server.self_check import check
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.charged import charge_all
@@ -119,7 +118,7 @@ def test_what_is_provisional_is_made_final_before_its_run_is_removed(
     write_facts(database, run_id, used(run_id, seconds=600, until=FactKind.ALIVE))
     tell(database, run_id, GivenUp(reason=Reason.NODE_GONE), at_ns=T0 + HOUR_S * S)
     charge_all(services)
-    looking = Retention(services)
+    looking = make_retention(services)
     clock.advance(services.settings.retention_s + 2 * HOUR_S)
     looking.tick(clock.boottime_ns())
     assert len(rows(database, tables.runs)) == 1
@@ -136,7 +135,7 @@ def test_days_that_are_over_are_charged_while_the_attempt_goes_on(
 ) -> None:
     clock.advance((MIDNIGHT - 600 * S - T0) / S)
     run_id = begun(database, at_ns=MIDNIGHT - 600 * S)
-    loop = Charging(services)
+    loop = make_charging(services)
     write_facts(database, run_id, used(run_id, seconds=599, at_ns=MIDNIGHT - 600 * S, until=FactKind.ALIVE))
     charge_all(services, loop)
     clock.advance(660)
@@ -221,7 +220,7 @@ def test_where_more_cannot_be_charged_than_are_left_aside_it_is_not_tried_withou
     services: Services, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(charging, "ASIDE_MAX", 1)
-    loop, now_ns = Charging(services), services.clock.boottime_ns()
+    loop, now_ns = make_charging(services), services.clock.boottime_ns()
     for run_id in (begun(database), begun(database)):
         write_facts(database, run_id, used(run_id, seconds=500 * 86_400))
         end(database, run_id, at_ns=T0 + 60 * S)

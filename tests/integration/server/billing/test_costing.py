@@ -16,11 +16,11 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, UserCodeStarted
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.server import costing, crews, estimating, facts, prices, runs, tables
+from serverless_gpu.server import costing, crews, facts, prices, runs, tables
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.costing import Wish
 from serverless_gpu.server.counting import Now
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.costs import CostView
@@ -246,11 +246,11 @@ def test_an_estimate_says_what_is_left_of_the_budgets_it_would_count_for(databas
     spent.set("bobs", kind="user", scope="bob", limit_micros=UNIT)
     spent.start(spent.submit())
     asked = EstimateRequest(spec=RunSpec(remote=True, resources=Resources(gpus=1, gpu_type="H100")), target=TARGET)
-    view = estimating.estimate(spent.services, ALICE, asked)
+    view = spent.services.estimates.make(ALICE, asked)
     # The minute ahead of the run that goes on is not left; whose budget it is not is told no amounts.
     assert view.budgets == (golden("server.costing.all-used-up"), golden("server.costing.own-40-00"))
     boss = msgspec.structs.replace(ALICE, role="operator")
-    assert golden("server.costing.all-3540-gpu") in estimating.estimate(spent.services, boss, asked).budgets
+    assert golden("server.costing.all-3540-gpu") in spent.services.estimates.make(boss, asked).budgets
     assert view.cost is not None and view.cost.micros_per_hour == 3_600 * UNIT and view.policy == ""
 
 
@@ -261,7 +261,7 @@ def test_an_estimate_says_that_a_budget_has_no_room_now_for_what_would_wait(data
     run_id = spent.submit()
     spent.start(run_id)
     asked = EstimateRequest(spec=RunSpec(remote=True, resources=Resources(gpus=1, gpu_type="H100")), target=TARGET)
-    view = estimating.estimate(spent.services, ALICE, asked)
+    view = spent.services.estimates.make(ALICE, asked)
     waits = spent.submit()  # just like it
     spent.go_on(1, run_id)
     assert (view.at_ns, view.basis) == (None, spent.services.sentences.of(waits))

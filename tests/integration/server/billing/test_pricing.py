@@ -14,8 +14,8 @@ from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.billing.pricing import MICROS_MAX, Tariff
 from serverless_gpu.server import audit, prices, pricing
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.prices import PriceRequest, PriceSet
@@ -43,7 +43,7 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
 def put(
     services: Services, resource: str = "H100", micros: int = 3_000_000, *, pool: str = "", at: int | None = None
 ) -> PriceSet:
-    return pricing.set_price(services, WHO, resource, PriceRequest(micros_per_hour=micros, pool=pool, from_ns=at))
+    return services.prices.set(WHO, resource, PriceRequest(micros_per_hour=micros, pool=pool, from_ns=at))
 
 
 def paid(database: Database, at_ns: int, *, gpu_type: str = "H100", pool: str = "default") -> int | None:
@@ -52,7 +52,7 @@ def paid(database: Database, at_ns: int, *, gpu_type: str = "H100", pool: str = 
 
 def windows(services: Services) -> list[tuple[int, int | None, int]]:
     """Return from, until and amount of each row, in hours after T0."""
-    rows = pricing.view_prices(services, past=True).prices
+    rows = services.prices.view(past=True).prices
     return [
         ((row.from_ns - T0) // HOUR, None if row.until_ns is None else (row.until_ns - T0) // HOUR, row.micros_per_hour)
         for row in rows
@@ -69,7 +69,7 @@ def test_a_price_ends_the_one_before_and_is_what_is_paid_from_then_on(
     assert [view.micros_per_hour for view in done.ended] == [1] and done.withdrawn == ()
     assert windows(services) == [(0, 2, 1), (2, None, 2)]
     assert [paid(database, T0 + hours * HOUR) for hours in (0, 1, 2, 9)] == [1, 1, 2, 2]
-    assert [view.in_force for view in pricing.view_prices(services).prices] == [True]
+    assert [view.in_force for view in services.prices.view().prices] == [True]
 
 
 def test_a_price_is_planned_replaced_and_withdrawn(services: Services, database: Database, clock: FakeClock) -> None:
@@ -81,19 +81,19 @@ def test_a_price_is_planned_replaced_and_withdrawn(services: Services, database:
     assert [view.micros_per_hour for view in done.withdrawn] == [5]
     assert windows(services) == [(0, 4, 1), (4, 10, 3), (10, None, 6)]
     clock.advance(3600)
-    done = pricing.end_price(services, WHO, "H100", until_ns=T0 + 2 * HOUR)
+    done = services.prices.end(WHO, "H100", until_ns=T0 + 2 * HOUR)
     assert [view.micros_per_hour for view in done.withdrawn] == [3, 6]
     assert windows(services) == [(0, 2, 1)]
     assert [paid(database, T0 + hours * HOUR) for hours in (1, 2)] == [1, None]
     with pytest.raises(NotFound, match="has no price"):
-        pricing.end_price(services, WHO, "H100", until_ns=T0 + 2 * HOUR)
+        services.prices.end(WHO, "H100", until_ns=T0 + 2 * HOUR)
 
 
 def test_a_book_that_is_full_can_still_be_corrected(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pricing, "PRICES_MAX", 1)
     put(services, micros=1)
     put(services, micros=2)
-    assert [row.micros_per_hour for row in pricing.view_prices(services).prices] == [2]
+    assert [row.micros_per_hour for row in services.prices.view().prices] == [2]
     with pytest.raises(InvalidValue, match="takes no more"):
         put(services, "A10")
 
@@ -108,7 +108,7 @@ def test_the_past_is_refused_once_something_was_placed_that_could_have_paid(
         with pytest.raises(InvalidValue, match=re.escape(golden("server.pricing.cannot-change-past"))):
             put(services, resource, 2, at=T0 + HOUR // 2)
     with pytest.raises(InvalidValue, match=re.escape(golden("server.pricing.cannot-change-past"))):
-        pricing.end_price(services, WHO, "H100", until_ns=T0 + HOUR // 2)
+        services.prices.end(WHO, "H100", until_ns=T0 + HOUR // 2)
     put(services, "A10", 2, at=T0 + HOUR // 2)
     put(services, micros=2, at=T0 + HOUR + 1)
     assert [paid(database, T0 + HOUR + more) for more in (0, 1)] == [1, 2]
@@ -116,7 +116,7 @@ def test_the_past_is_refused_once_something_was_placed_that_could_have_paid(
 
 def test_a_pool_has_prices_of_its_own_and_a_price_may_be_made_of_dbus(services: Services, database: Database) -> None:
     made = PriceRequest(dbu_micros_per_hour=8_884_000, micros_per_dbu=700_000)
-    view = pricing.set_price(services, WHO, "H100", made).price
+    view = services.prices.set(WHO, "H100", made).price
     assert view is not None and (view.micros_per_hour, view.dbu_micros_per_hour) == (6_218_800, 8_884_000)
     put(services, micros=1, pool="default")
     put(services, "core", 40_000)
@@ -149,13 +149,13 @@ def test_what_is_no_price_is_refused_and_nothing_is_written(
     services: Services, resource: str, asked: PriceRequest, why: str
 ) -> None:
     with pytest.raises(InvalidValue, match=why):
-        pricing.set_price(services, WHO, resource, asked)
-    assert pricing.view_prices(services, past=True).prices == ()
+        services.prices.set(WHO, resource, asked)
+    assert services.prices.view(past=True).prices == ()
 
 
 def test_every_change_has_its_row_in_the_audit(services: Services, database: Database) -> None:
     put(services)
-    pricing.end_price(services, WHO, "H100", until_ns=T0 + HOUR)
+    services.prices.end(WHO, "H100", until_ns=T0 + HOUR)
     found = database.read(audit.entries)
     assert [(row.principal, row.action, row.subject) for row in found] == [
         ("alice", "price.set", "H100"),

@@ -19,9 +19,9 @@ from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportR
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import prices, tables, usage, usage_rows, usage_sums
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_folding
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
-from serverless_gpu.server.usage_folding import Folding, fold
+from serverless_gpu.server.usage_folding import fold
 from serverless_gpu.server.usage_sums import Wanted
 from serverless_gpu.wire.usage import UsageView
 from tests.support.server import ledgered
@@ -57,7 +57,7 @@ def wanted(*by: str, **fields: Any) -> Wanted:
 
 
 def report(services: Services, *by: str, who: Caller = ROOT, reach: str = AccessReach.ALL, **fields: Any) -> UsageView:
-    return usage.view_usage(services, who, reach, wanted(*by, **fields))
+    return services.usage_reports.view(who, reach, wanted(*by, **fields))
 
 
 def keys(view: UsageView) -> list[tuple[str, ...]]:
@@ -164,7 +164,7 @@ def test_charges_are_added_up_once_however_often_the_loop_is_killed(services: Se
         is_more = services.database.write(partial(fold, limit=limit))
         assert {total.currency: total.amounts for total in report(services).totals} == before
         limit += 9
-    loop = Folding(services)
+    loop = make_folding(services)
     assert loop.tick(0) == 60 * 10**9
     services.database.write(lambda connection: ledgered.charge(connection, "new", 1, day=DAY))
     assert loop.tick(0) == 60 * 10**9 and loop.tick(0) == 60 * 10**9
@@ -281,11 +281,11 @@ def test_members_see_what_they_and_their_teams_used_and_nothing_of_others(servic
     assert view.totals[0].amounts.micros == 9_000_000
     # Asking for more, or as somebody else, changes nothing.
     asked = wanted("user", seen_by=None, teams=("ads",), where={"user": "bob"})
-    assert usage.view_usage(services, ALICE, AccessReach.TEAM, asked).totals[0].amounts.micros == 3_000_000
+    assert services.usage_reports.view(ALICE, AccessReach.TEAM, asked).totals[0].amounts.micros == 3_000_000
     own = report(services, "user", who=ALICE, reach=AccessReach.OWN)
     assert own.totals[0].amounts.micros == 6_000_000
     window = DayRange(DAY, DAY + 1)
-    page = usage.view_records(services, ALICE, AccessReach.TEAM, window, after=0, limit=100)
+    page = services.usage_reports.view_records(ALICE, AccessReach.TEAM, window, after=0, limit=100)
     assert {record.identity_metadata.run_as for record in page.records} == {"alice", "bob"} and len(page.records) == 3
 
 
@@ -299,12 +299,12 @@ def test_rows_come_in_pages_each_once(services: Services) -> None:
     found: list[str] = []
     after: int | None = 0
     while after is not None:
-        page = usage.view_records(services, ROOT, AccessReach.ALL, DayRange(DAY, DAY + 1), after=after, limit=9)
+        page = services.usage_reports.view_records(ROOT, AccessReach.ALL, DayRange(DAY, DAY + 1), after=after, limit=9)
         assert 0 < len(page.records) <= 9
         found += [record.record_id for record in page.records]
         after = page.after
     assert len(found) == len(set(found)) == 25 + 12 + 16
-    none = usage.view_records(services, ROOT, AccessReach.ALL, DayRange(0, 1), after=0, limit=9)
+    none = services.usage_reports.view_records(ROOT, AccessReach.ALL, DayRange(0, 1), after=0, limit=9)
     assert (none.records, none.after) == ((), None)
 
 
@@ -321,9 +321,9 @@ def test_what_is_not_understood_is_refused(services: Services) -> None:
             usage.where_of(text)
     assert usage.where_of("") == {}
     with pytest.raises(InvalidValue, match="end before"):
-        usage.window_of(services, 10, 10)
+        services.usage_reports.window(10, 10)
     today = services.clock.wall_ns() // DAY_NS
-    assert usage.window_of(services, None, None) == (today - 29, today + 1)
+    assert services.usage_reports.window(None, None) == (today - 29, today + 1)
 
 
 def test_a_tag_that_postgresql_cannot_hold_breaks_nobodys_report(services: Services) -> None:
@@ -354,7 +354,7 @@ def test_the_price_book_has_a_row_for_each_pool_in_which_something_was_used(serv
         prices.insert(connection, Price(resource="A100", micros_per_hour=2_500_000, from_ns=DAY * DAY_NS), at_ns=1)
 
     services.database.write(work)
-    found = usage.view_prices(services)
+    found = services.usage_reports.view_prices()
     assert [(row.sku_name, row.pricing.default, row.price_start_time[:10]) for row in found.prices] == [
         ("SERVERLESS_GPU_A100", "2.5", "2026-11-20"),
         ("SERVERLESS_GPU_A100-80@lab", "2.5", "2026-11-20"),

@@ -12,12 +12,11 @@ from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import charges, usage, usage_going
+from serverless_gpu.server import charges, usage_going
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.charging import Charging
+from serverless_gpu.server.composition import Services, make_charging
 from serverless_gpu.server.counting import Now
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.usage_rows import Asked
 from serverless_gpu.server.usage_sums import Wanted
 from serverless_gpu.testing import FakeClock
@@ -47,7 +46,7 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
 
 def report(services: Services, *by: str, who: Caller = ROOT, reach: str = AccessReach.ALL, **fields: Any) -> UsageView:
     asked: dict[str, Any] = {"by": by, "window": DayRange(DAY - 1, DAY + 3), "limit": 100} | fields
-    return usage.view_usage(services, who, reach, Wanted(**asked))
+    return services.usage_reports.view(who, reach, Wanted(**asked))
 
 
 def whole(services: Services) -> Amounts:
@@ -99,7 +98,7 @@ def test_days_that_are_charged_count_once_while_their_attempt_goes_on(
     run_id = begun(database, at_ns=start_ns)
     write_facts(database, run_id, used(run_id, seconds=2 * HOUR_S, at_ns=start_ns, until=FactKind.ALIVE))
     before = whole(services)
-    charging = Charging(services)
+    charging = make_charging(services)
     charge_all(services, charging)
     clock.advance(MIDNIGHT / 1e9 - T0 / 1e9 + 2 * HOUR_S)
     charge_all(services, charging)
@@ -108,7 +107,7 @@ def test_days_that_are_charged_count_once_while_their_attempt_goes_on(
     assert [group.amounts.micros for group in view.groups] == [7_200_000, 7_200_000]
     assert [group.amounts.going_ms for group in view.groups] == [0, 2 * HOUR_MS]
     assert without_marks(whole(services)) == without_marks(before)
-    page = usage.view_demand(services, ROOT, AccessReach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=0, limit=10)
+    page = services.usage_reports.view_demand(ROOT, AccessReach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=0, limit=10)
     assert [(row.day, row.gpu_ms) for row in page.rows] == [
         (start_ns // DAY_NS, 2 * HOUR_MS),
         (MIDNIGHT // DAY_NS, 2 * HOUR_MS),
@@ -143,10 +142,10 @@ def test_what_goes_on_is_shown_to_those_who_may_see_it(services: Services, datab
     assert report(services, window=DayRange(DAY + 1, DAY + 2)).groups == ()
     for who, count in ((ROOT, 2), (alice, 1), (mate, 1)):
         reach = AccessReach.ALL if who is ROOT else AccessReach.TEAM
-        page = usage.view_demand(services, who, reach, Asked(from_ns=0, to_ns=1 << 62), after=0, limit=10)
+        page = services.usage_reports.view_demand(who, reach, Asked(from_ns=0, to_ns=1 << 62), after=0, limit=10)
         assert len(page.rows) == count
     nobody = Asked(from_ns=0, to_ns=1 << 62, pool="none")
-    assert usage.view_demand(services, ROOT, AccessReach.ALL, nobody, after=0, limit=10).rows == ()
+    assert services.usage_reports.view_demand(ROOT, AccessReach.ALL, nobody, after=0, limit=10).rows == ()
 
 
 def test_more_attempts_than_are_looked_at_are_said(services: Services, database: Database) -> None:
@@ -170,7 +169,9 @@ def test_demand_is_what_holds_now_in_pages(services: Services, database: Databas
     found: list[DemandRow] = []
     after = 0
     while True:
-        page = usage.view_demand(services, ROOT, AccessReach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=after, limit=2)
+        page = services.usage_reports.view_demand(
+            ROOT, AccessReach.ALL, Asked(from_ns=0, to_ns=1 << 62), after=after, limit=2
+        )
         found += page.rows
         if not page.cursor:
             break
@@ -180,6 +181,6 @@ def test_demand_is_what_holds_now_in_pages(services: Services, database: Databas
     assert (first.gpu_ms, first.gpus, first.queued_ms, first.lent_ms) == (180_000, 2, 2_000, first.lent_ms)
     assert first.lent_ms >= first.gpu_ms and first.pool == "default"
     then = Asked(from_ns=T0 + 70 * S, to_ns=1 << 62)
-    assert [row.run_id for row in usage.view_demand(services, ROOT, AccessReach.ALL, then, after=0, limit=9).rows] == [
-        ids[0]
-    ]
+    assert [
+        row.run_id for row in services.usage_reports.view_demand(ROOT, AccessReach.ALL, then, after=0, limit=9).rows
+    ] == [ids[0]]

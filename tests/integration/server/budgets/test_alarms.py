@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import http.server
 import json
 import threading
@@ -18,8 +17,9 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.spec import Command, Resources
-from serverless_gpu.server import audit, budgeting, budgets, granting, notices, prices, submitting
+from serverless_gpu.server import audit, budgets, notices, prices
 from serverless_gpu.server.checking import check_name
+from serverless_gpu.server.composition import make_alarms, make_notifier
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.notices import Kind
 from serverless_gpu.server.notifying import FIRST_PAUSE_S, OLD_S, TRIES_MAX, Notifier
@@ -27,7 +27,7 @@ from serverless_gpu.server.settings import read_settings
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.ledgered import account, charge
-from tests.support.server.made import made_services
+from tests.support.server.made import made_services, recomposed
 from tests.support.server.spent import ROOT, UNIT, Spent
 from tests.support.server.submitting import ALICE, BOB, request
 
@@ -44,12 +44,12 @@ def clock() -> FakeClock:
 @pytest.fixture
 def spent(database: Database, tmp_path: Path, clock: FakeClock) -> Spent:
     made = made_services(database, tmp_path, clock=clock)
-    granting.make_team(made, ROOT, "search")
+    made.principals.make_team(ROOT, "search")
     return Spent(database, made, clock)
 
 
 def alarms(spent: Spent, who: Any = ROOT, reach: str = "all") -> list[str]:
-    return [each.sentence for each in budgeting.view_budgets(spent.services, who, reach).alarms]
+    return [each.sentence for each in spent.services.budgets.view_all(who, reach).alarms]
 
 
 def ran(spent: Spent, gpus: int, reason: Reason | None = None, **spec: Any) -> str:
@@ -71,7 +71,7 @@ def test_a_run_that_costs_far_more_than_others_of_its_name_is_told_of_once(spent
     said = f"run {run_id} uses 14,400.00 USD (usual: 3,600.00 USD) in an hour: the median of 5 earlier runs named 'fit'"
     assert alarms(spent) == [said]
     spent.go_on(61, run_id)
-    type(spent.alarms)(spent.services).tick(spent.clock.boottime_ns())  # after a start
+    make_alarms(spent.services).tick(spent.clock.boottime_ns())  # after a start
     assert alarms(spent) == [said] == alarms(spent, ALICE, "team")
     assert alarms(spent, BOB, "team") == []
     assert [sentence for _, sentence in spent.told(run_id)].count(said) == 1
@@ -91,7 +91,7 @@ def test_cores_that_all_runs_of_a_name_have_are_no_alarm(spent: Spent) -> None:
     resources = Resources(gpus=1, gpu_type="H100", cpus=8)
     for _ in range(6):
         asked = request(call=None, resources=resources, name="fit", payload=COMMAND)
-        run_id = submitting.submit(spent.services, ALICE, asked).id
+        run_id = spent.services.submissions.submit(ALICE, asked).id
         spent.start(run_id)
         spent.go_on(61, run_id)
         spent.end(run_id, Reason.COMPLETED)
@@ -165,11 +165,11 @@ def hook() -> Iterator[Any]:
 def told(spent: Spent, url: str) -> Notifier:
     """Return who tells an address of a warning that was written down."""
     settings = msgspec.structs.replace(spent.services.settings, webhook=url)
-    services = dataclasses.replace(spent.services, settings=settings)
+    services = recomposed(spent.services, settings=settings)
     document = {"budget": "llm", "percent": 80, "sentence": "budget 'llm' is at 80 %"}
     at_ns = spent.clock.wall_ns()
     spent.database.write(lambda connection: notices.add(connection, Kind.WARNING, document, at_ns=at_ns))
-    return Notifier(services)
+    return make_notifier(services)
 
 
 def test_F48_the_webhook_is_told_once_it_takes_it(spent: Spent, hook: Any) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.server import affording
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.steady import BELIEVED_S, SETTLING_S, SteadyClock
@@ -82,6 +81,6 @@ def test_F39_what_had_ended_when_a_server_starts_used_what_its_rows_say(database
     over = Ending(state=MEANINGS[Reason.BUDGET].state, reason=Reason.BUDGET, began=True)
     spent.hear(run_id, State.STOPPING, ending=over)
     clock.step_wall(-7_200)
-    as_of = affording.as_of(spent.services)
+    as_of = spent.services.budget_admission.as_of()
     found = database.read(lambda connection: Spending().look(connection, as_of))
     assert found["llm"].used.micros == 100 * UNIT

@@ -15,19 +15,16 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
 from serverless_gpu.server import (
-    affording,
     audit,
     books,
-    budgeting,
-    granting,
     identity,
     invariants,
     notices,
     past,
-    stopping,
     tables,
 )
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import make_keeper
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.wanting import wanted
@@ -75,7 +72,7 @@ def test_what_goes_on_counts_until_it_is_charged_and_then_as_it_is_charged(spent
     view = spent.view()
     assert (view.used, view.held, view.going_on) == (60 * UNIT, 120 * UNIT, 1)
     afresh = Spending()  # memory is what the database says, after a start, too
-    found = spent.database.read(lambda connection: afresh.look(connection, affording.as_of(spent.services)))
+    found = spent.database.read(lambda connection: afresh.look(connection, spent.services.budget_admission.as_of()))
     assert found["llm"].used.micros == 60 * UNIT
 
 
@@ -182,7 +179,7 @@ def test_the_marks_are_said_once_whoever_looks_and_anew_when_the_budget_is_anoth
     run_id = spent.submit()
     spent.start(run_id)
     spent.go_on(85, run_id)
-    fresh = type(spent.keeper)(spent.services)  # after a start
+    fresh = make_keeper(spent.services)  # after a start
     fresh.tick(spent.clock.boottime_ns())
     spent.set(limit_micros=100 * UNIT)  # the same again
     fresh.tick(spent.clock.boottime_ns())
@@ -315,7 +312,7 @@ def test_a_remark_goes_to_runs_that_go_on_and_is_no_move(spent: Spent) -> None:
 
 
 def test_budgets_are_checked(spent: Spent) -> None:
-    granting.make_team(spent.services, ROOT, "search")
+    spent.services.principals.make_team(ROOT, "search")
     bad: list[tuple[dict[str, object], str]] = [
         ({"kind": "user", "scope": "carol", "limit_micros": 1}, "carol"),
         ({"kind": "team", "scope": "serach", "limit_micros": 1}, "serach"),
@@ -340,28 +337,28 @@ def test_budgets_are_checked(spent: Spent) -> None:
 
 
 def test_who_sees_which_budgets(spent: Spent) -> None:
-    granting.make_team(spent.services, ROOT, "search")
+    spent.services.principals.make_team(ROOT, "search")
     spent.set("all", limit_micros=1)
     spent.set("alice's", kind="user", scope="alice", limit_micros=1)
     spent.set("bob's", kind="user", scope="bob", limit_micros=1)
     spent.set("search", kind="team", scope="search", limit_gpu_ms=5)
 
     def seen(who: Caller, reach: str) -> list[str]:
-        return [each.name for each in budgeting.view_budgets(spent.services, who, reach).budgets]
+        return [each.name for each in spent.services.budgets.view_all(who, reach).budgets]
 
     assert seen(ROOT, "all") == ["alice's", "all", "bob's", "search"]
     assert seen(ALICE, "team") == ["alice's", "search"]
     assert seen(BOB, "team") == ["bob's"]
     with pytest.raises(NotFound):
-        budgeting.view_budget(spent.services, BOB, "team", "search")
+        spent.services.budgets.view(BOB, "team", "search")
 
 
 def test_a_change_is_written_down_with_what_was_before(spent: Spent) -> None:
     spent.set("a", limit_micros=5)
     spent.set("a", limit_gpu_ms=7, hard=True, period=Period.WEEK)
-    budgeting.delete_budget(spent.services, ROOT, "a")
+    spent.services.budgets.delete(ROOT, "a")
     with pytest.raises(NotFound):
-        budgeting.delete_budget(spent.services, ROOT, "a")
+        spent.services.budgets.delete(ROOT, "a")
     said = [entry for entry in spent.database.read(audit.entries) if entry.action.startswith("budget")]
     before = {"scope": "everything", "period": "month", "hard": False, "limit_micros": 5}
     after = {"scope": "everything", "period": "week", "hard": True, "limit_gpu_ms": 7}
@@ -379,13 +376,13 @@ def test_a_budget_that_is_deleted_is_gone_and_the_others_stay(spent: Spent) -> N
     spent.tick()
     with pytest.raises(BudgetExhausted):
         spent.submit()
-    budgeting.delete_budget(spent.services, ROOT, "a")
-    assert [each.name for each in budgeting.view_budgets(spent.services, ROOT, "all").budgets] == ["b"]
+    spent.services.budgets.delete(ROOT, "a")
+    assert [each.name for each in spent.services.budgets.view_all(ROOT, "all").budgets] == ["b"]
     run_id = spent.submit()
     spent.start(run_id)
-    budgeting.delete_budget(spent.services, ROOT, "b")
+    spent.services.budgets.delete(ROOT, "b")
     spent.go_on(1, run_id)
-    assert budgeting.view_budgets(spent.services, ROOT, "all").budgets == ()
+    assert spent.services.budgets.view_all(ROOT, "all").budgets == ()
 
 
 def test_requests_are_what_people_wrote() -> None:
@@ -532,7 +529,7 @@ def test_22D6_runs_whose_like_are_short_use_most_of_a_small_hard_budget(spent: S
             assert spent.find(run_id).stop is None
             spent.end(run_id, Reason.COMPLETED)
         for run_id in set(wave) - set(began):
-            stopping.stop(spent.services, ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
+            spent.services.stops.request(ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
         used = spent.view().used
     assert 540_000 < used <= 600_000 and not spent.view().sentence.count("closed")
 
@@ -540,7 +537,7 @@ def test_22D6_runs_whose_like_are_short_use_most_of_a_small_hard_budget(spent: S
 def test_22D6_a_closed_budget_is_opened_again_by_an_operator(spent: Spent) -> None:
     spent.set(limit_micros=130 * UNIT, hard=True)
     with pytest.raises(InvalidValue, match="is open"):
-        budgeting.reopen_budget(spent.services, ROOT, "llm")
+        spent.services.budgets.reopen(ROOT, "llm")
     first, second = spent.submit(), spent.submit()
     spent.start(first)
     spent.start(second)
@@ -552,7 +549,7 @@ def test_22D6_a_closed_budget_is_opened_again_by_an_operator(spent: Spent) -> No
     with pytest.raises(BudgetExhausted, match="has stopped runs"):
         spent.submit()
     assert "closed" in spent.view().sentence
-    view = budgeting.reopen_budget(spent.services, ROOT, "llm")
+    view = spent.services.budgets.reopen(ROOT, "llm")
     assert "closed" not in view.sentence and actions(spent.database)[-1] == "budget.reopen"
     again = spent.submit()
     spent.start(again)
@@ -561,9 +558,9 @@ def test_22D6_a_closed_budget_is_opened_again_by_an_operator(spent: Spent) -> No
     spent.go_on(200, again)
     spent.end(again)
     with pytest.raises(InvalidValue, match="is used up"):
-        budgeting.reopen_budget(spent.services, ROOT, "llm")
+        spent.services.budgets.reopen(ROOT, "llm")
     with pytest.raises(NotFound):
-        budgeting.reopen_budget(spent.services, ROOT, "none")
+        spent.services.budgets.reopen(ROOT, "none")
 
 
 def test_22D6_a_day_of_berlin_begins_an_hour_before_that_of_utc(
@@ -595,17 +592,17 @@ def test_22D6_a_budget_of_a_team_follows_the_time_zone_of_the_team(spent: Spent,
     database.write(partial(identity.create_team, name="search", now_ns=0))
     spent.set("search", kind="team", scope="search", limit_micros=100 * UNIT, period=Period.DAY)
     assert (spent.view("search").time_zone, spent.view("search").start_ns) == ("UTC", NOVEMBER)
-    changed = granting.change_team(spent.services, ROOT, "search", TeamChange(time_zone="Europe/Berlin"))
+    changed = spent.services.principals.change_team(ROOT, "search", TeamChange(time_zone="Europe/Berlin"))
     assert changed.time_zone == "Europe/Berlin"
     assert spent.view("search").start_ns == NOVEMBER - 3_600 * 10**9
     spent.set(
         "search", kind="team", scope="search", limit_micros=9 * UNIT, period=Period.DAY, time_zone="Europe/Berlin"
     )
-    granting.change_team(spent.services, ROOT, "search", TeamChange(time_zone="Asia/Tokyo"))
+    spent.services.principals.change_team(ROOT, "search", TeamChange(time_zone="Asia/Tokyo"))
     assert spent.view("search").time_zone == "Asia/Tokyo", "what is the team's stays the team's"
     spent.set("search", kind="team", scope="search", limit_micros=9 * UNIT, period=Period.DAY, time_zone="UTC")
     assert (spent.view("search").time_zone, spent.view("search").start_ns) == ("UTC", NOVEMBER)
     with pytest.raises(InvalidValue, match="no time zone"):
-        granting.change_team(spent.services, ROOT, "search", TeamChange(time_zone="Mars/Olympus"))
+        spent.services.principals.change_team(ROOT, "search", TeamChange(time_zone="Mars/Olympus"))
     with pytest.raises(NotFound):
-        granting.change_team(spent.services, ROOT, "none", TeamChange(time_zone="UTC"))
+        spent.services.principals.change_team(ROOT, "none", TeamChange(time_zone="UTC"))

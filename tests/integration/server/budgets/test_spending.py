@@ -15,7 +15,7 @@ from serverless_gpu.model.billing.budget import Standing
 from serverless_gpu.model.billing.pricing import Price, Tariff
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import accounts, affording, budgeting, dividing, prices, runs, submitting
+from serverless_gpu.server import accounts, prices, runs
 from serverless_gpu.server.database import Database
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
@@ -41,7 +41,9 @@ def meanwhile(work: Callable[[], object]) -> None:
 
 def look(spent: Spent) -> dict[str, Standing]:
     services = spent.services
-    return services.database.read(lambda connection: services.spending.look(connection, affording.as_of(services)))
+    return services.database.read(
+        lambda connection: services.spending.look(connection, services.budget_admission.as_of())
+    )
 
 
 def test_a_queue_that_was_read_before_a_charge_was_written_makes_nothing_count_twice(
@@ -77,7 +79,7 @@ def test_a_budget_that_is_set_while_somebody_looks_is_known_to_the_next_who_look
     spent.set(limit_micros=10_000 * UNIT)
 
     def work(connection: sa.Connection) -> dict[str, Standing]:
-        as_of = affording.as_of(spent.services)
+        as_of = spent.services.budget_admission.as_of()
         connection.scalar(sa.text("SELECT count(*) FROM budgets"))
         meanwhile(lambda: spent.database.write(lambda other: other.execute(sa.text("DELETE FROM budgets"))))
         spent.services.spending.change()
@@ -141,8 +143,8 @@ def test_who_asks_how_budgets_stand_has_nothing_read_that_goes_on(spent: Spent) 
     spent.clock.advance(3)
     spent.hear(run_id)
     moment = spent.services.spending.moment()
-    (listed,) = budgeting.view_budgets(spent.services, ROOT, "all").budgets
-    assert listed.used == budgeting.view_budget(spent.services, ROOT, "all", "llm").used == 30 * UNIT
+    (listed,) = spent.services.budgets.view_all(ROOT, "all").budgets
+    assert listed.used == spent.services.budgets.view(ROOT, "all", "llm").used == 30 * UNIT
     assert spent.services.spending.moment() == moment
     assert spent.view().used == 33 * UNIT
 
@@ -154,7 +156,7 @@ def price(spent: Spent, resource: str, pool: str = "", *, times: int = 1) -> Non
 
 def with_cores(spent: Spent) -> str:
     asked = request(call=b"call", resources=Resources(gpus=1, gpu_type="H100", cpus=8))
-    return submitting.submit(spent.services, ALICE, asked).id
+    return spent.services.submissions.submit(ALICE, asked).id
 
 
 def test_a_run_whose_cores_a_budget_has_no_room_for_waits_beside_the_line_and_is_told_so(spent: Spent) -> None:
@@ -179,7 +181,7 @@ def test_a_run_that_cannot_pay_the_first_minute_of_its_cores_is_refused_at_once(
 
 
 def test_a_run_that_may_come_to_a_pool_is_let_in_for_what_that_pool_costs(spent: Spent) -> None:
-    dividing.put_pool(spent.services, ROOT, "fast", PoolRequest(nodes=("n1",)))
+    spent.services.pools.put(ROOT, "fast", PoolRequest(nodes=("n1",)))
     price(spent, "H100", "fast", times=5)
     spent.set(limit_micros=100 * UNIT, hard=True)
     run_id = spent.submit()

@@ -22,14 +22,14 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeS
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import blobs, collecting, files, references, runs
 from serverless_gpu.server.blobs import Blobs
-from serverless_gpu.server.collecting import Collector
+from serverless_gpu.server.composition import Services, make_collector
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.files import StoredFile
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.environments_in_stores import capture
 from tests.support.golden import golden
+from tests.support.server.made import recomposed
 from tests.support.server.stored import T0, add_node, add_people, add_run, new_run, place, tell
 
 pytestmark = pytest.mark.any_database
@@ -46,7 +46,7 @@ def store(tmp_path: Path, clock: FakeClock) -> DirectoryStore:
 def kept(services: Services, store: DirectoryStore, clock: FakeClock, tmp_path: Path) -> Services:
     """Return services whose stores go by the test's clock."""
     parts = Blobs(DirectoryStore(tmp_path / "parts", clock=clock), clock=clock, kept_free_bytes=0)
-    return dataclasses.replace(services, blobs=parts, environments=Environments(store, clock=clock, kept_free_bytes=0))
+    return recomposed(services, blobs=parts, environments=Environments(store, clock=clock, kept_free_bytes=0))
 
 
 def put(services: Services, data: bytes) -> str:
@@ -101,7 +101,7 @@ def test_parts_and_environments_that_nothing_refers_to_go(
     documents = Documents(store, clock=clock)
     used, idle = capture(documents, b"used"), capture(documents, b"idle")
     part, output = put(kept, b"idle"), put(kept, b"output")
-    collector = Collector(kept)
+    collector = make_collector(kept)
     days = (KEEP_S + 3 * GRACE_S) // DAY_S + 2
     add_finished(database, clock.wall_ns() + days * DAY_S * 10**9, snapshot=used.address, parts=(part, output))
     for _ in range(days):
@@ -115,7 +115,7 @@ def test_parts_and_environments_that_nothing_refers_to_go(
 
 
 def test_nothing_is_looked_at_before_it_is_time(kept: Services, clock: FakeClock) -> None:
-    collector = Collector(dataclasses.replace(kept, database=None))  # type: ignore[arg-type]  # it is not asked
+    collector = make_collector(dataclasses.replace(kept, database=None))  # type: ignore[arg-type]  # it is not asked
     due_ns = collector.tick(clock.boottime_ns())
     assert due_ns == clock.boottime_ns() + round(collecting.FIRST_S * 1e9)
     clock.advance(collecting.FIRST_S - 1)
@@ -130,7 +130,7 @@ def test_F43_a_store_that_does_not_answer_costs_one_collection_and_a_line(
             raise StoreUnavailable("no answer for 5 minutes")
 
     away = blobs.Blobs(Away(), clock=clock)
-    collector = Collector(dataclasses.replace(kept, blobs=away))
+    collector = make_collector(dataclasses.replace(kept, blobs=away))
     clock.advance(collecting.FIRST_S)
     with caplog.at_level(logging.INFO, logger="serverless_gpu.server.collecting"):
         assert collector.tick(clock.boottime_ns()) is not None

@@ -14,10 +14,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from serverless_gpu.server.access import Accessed
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.logfile import ACCESS
-from serverless_gpu.server.services import Services
 from serverless_gpu.wire.base import Problem
 from tests.support.server.measures import value
 
@@ -127,7 +127,9 @@ def test_what_the_door_refuses_is_counted_and_logged_and_has_an_identifier_too(
     caplog.set_level(logging.INFO, ACCESS)
     door = Door(tell_client, hub=services.hub, proxies=PROXIES)
     door.close()
-    answer = ask(Accessed(door, services), peer, {"X-Forwarded-For": "192.0.2.77"})
+    answer = ask(
+        Accessed(door, measures=services.measures, clock=services.clock), peer, {"X-Forwarded-For": "192.0.2.77"}
+    )
     assert answer.status_code == (503 if peer == "127.0.0.1" else 403)
     status = f"{answer.status_code // 100}xx"
     assert value(services.measures, "sgpu_request_seconds_count", method="GET", route="other", status=status) == 1
@@ -140,6 +142,10 @@ def test_the_line_of_a_request_names_who_asked_and_not_the_proxy(
 ) -> None:
     caplog.set_level(logging.INFO, ACCESS)
     door = Door(tell_client, hub=services.hub, proxies=PROXIES)
-    ask(Accessed(door, services), "192.0.2.1", {"X-Forwarded-For": "203.0.113.5", "X-Forwarded-Proto": "https"})
+    ask(
+        Accessed(door, measures=services.measures, clock=services.clock),
+        "192.0.2.1",
+        {"X-Forwarded-For": "203.0.113.5", "X-Forwarded-Proto": "https"},
+    )
     (line,) = (record.__dict__["sgpu"] for record in caplog.records if record.name == ACCESS)
     assert line["peer"] == "203.0.113.5"

@@ -9,16 +9,13 @@ from starlette.testclient import TestClient
 from serverless_gpu.errors import InvalidValue, NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.server import reporting
 from serverless_gpu.server.admission import Admission
-from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.attempt_tokens import RENEWED_MAX
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.keys import Keys, parse_attempt_token, token_until_s
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, Start
 from serverless_gpu.wire.attempts import LogPiece, Report
@@ -38,11 +35,11 @@ class Node:
     def __init__(self, services: Services, clock: FakeClock, takes: tuple[str, ...]) -> None:
         assert isinstance(services.database, Database)
         add_people(services.database, "node", "other", "alice")
-        self.services, self.clock, self.agents = services, clock, Agents(services)
+        self.services, self.clock, self.agents = services, clock, services.agents
         self.admission = Admission(services.database, clock=clock, keys=services.keys)
         self.id = self.agents.hello(NODE, hello(takes=takes)).node
         self.run_id = submit(services)
-        Scheduler(services).tick(clock.boottime_ns())
+        make_scheduler(services).tick(clock.boottime_ns())
         order = self.agents.waiting(NODE, self.id)[0]
         assert isinstance(order, Start)
         self.token = order.token
@@ -54,7 +51,7 @@ class Node:
         have = len(self.services.logs.read(self.run_id, 1, rank=0, stream="stdout", limit=1000))
         pieces = (LogPiece(rank=0, stream="stdout", offset=have, data=text.encode()),) if text else ()
         said = Report(state=State.RUNNING, logs=pieces)
-        answer = reporting.report(self.services, who, run_id=self.run_id, fence=1, said=said)
+        answer = self.services.reports.receive(who, run_id=self.run_id, fence=1, said=said)
         self.token = answer.token or self.token
         return bool(answer.token)
 
@@ -109,13 +106,21 @@ def test_F69_of_an_attempt_that_was_given_up_only_what_it_has_to_tell_is_taken(n
     node.token = node.renew()[f"{node.run_id}:1"]
     who = node.admission.authenticate(node.token)
     admission = node.admission
-    app = guarded(node.services, hosts=["server.test"], authenticate=admission.authenticate, reach=admission.reach)
+    app = guarded(
+        node.services.by_type,
+        hub=node.services.hub,
+        clock=node.services.clock,
+        measures=node.services.measures,
+        hosts=["server.test"],
+        authenticate=admission.authenticate,
+        reach=admission.reach,
+    )
     with TestClient(app, base_url="http://server.test") as client:
         headers = {"Authorization": f"Bearer {node.token}"}
         asked = client.post(API + "/blobs/missing", headers=headers, json={"digests": []})
     assert (asked.status_code, asked.json()["code"]) == (403, "not_allowed")
     said = Report(state=State.RUNNING, logs=(LogPiece(rank=0, stream="stdout", offset=0, data=b"late\n"),))
-    answer = reporting.report(node.services, who, run_id=node.run_id, fence=1, said=said)
+    answer = node.services.reports.receive(who, run_id=node.run_id, fence=1, said=said)
     assert answer.stale and answer.token == ""
     assert node.services.logs.read(node.run_id, 1, rank=0, stream="stdout", limit=1000) == b"late\n"
 

@@ -26,25 +26,19 @@ from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.server import (
     audit,
-    dividing,
-    estimating,
     identity,
     isolation,
     migrations,
     nodes,
-    operating,
-    queue_views,
     tables,
 )
-from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_planning, make_scheduler
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import first_tokens
 from serverless_gpu.server.isolation import Exposure
 from serverless_gpu.server.keys import sha256
-from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.estimates import EstimateRequest
 from serverless_gpu.wire.principals import PrincipalChange, PrincipalRequest, PrincipalView, TokenMade
@@ -76,7 +70,7 @@ def people(services: Services) -> None:
         {"name": "bob", "kind": "user", "role": "member", "created_ns": T0 + 1},
     ]
     services.database.write(lambda connection: connection.execute(tables.principals.insert(), rows))
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
 
 
 def submit(services: Services, owner: str, **fields: object) -> str:
@@ -94,22 +88,22 @@ def state(services: Services, run_id: str) -> State:
 @pytest.mark.usefixtures("people")
 def test_22A1_runs_of_a_second_principal_wait_until_an_administrator_accepts_it(services: Services) -> None:
     theirs, own = submit(services, "bob"), submit(services, "root")
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     assert (state(services, theirs), state(services, own)) == (State.QUEUED, State.STARTING)
     told = services.sentences.told(theirs)
     assert told.wait is not None and told.wait.reason is WaitReason.ISOLATION
     assert told.sentence == told.wait.words and golden("server.isolation.sgpu-pool-set") in told.sentence
-    (entry,) = queue_views.view_queue(services, ROOT, "all", limit=10, mine=False).entries
+    (entry,) = services.queue_views.view(ROOT, "all", limit=10, mine=False).entries
     assert entry.waiting is not None and entry.waiting.reason == "isolation"
     asked = EstimateRequest(
         spec=RunSpec(remote=True, resources=RESOURCES), target=Target(python="3.11", platform="linux-x86_64")
     )
-    estimated = estimating.estimate(services, BOB, asked)
+    estimated = services.estimates.make(BOB, asked)
     assert estimated.at_ns is None and estimated.basis == told.sentence
-    assert estimating.estimate(services, ROOT, asked).at_ns is not None
+    assert services.estimates.make(ROOT, asked).at_ns is not None
 
-    view = dividing.put_pool(services, ROOT, "default", ALLOW)
+    view = services.pools.put(ROOT, "default", ALLOW)
     assert view.isolation == "none"
     tick(services, scheduler)
     assert state(services, theirs) is State.STARTING
@@ -124,14 +118,14 @@ def test_22A1_an_engine_reserves_nothing_for_a_second_principal(services: Servic
     """A pool whose nodes are an engine's, as those of Ray are."""
     (node,) = services.database.read(nodes.every)
     engine = SimulatedEngine([EngineNode(name=node.name, devices=node.hello.devices)], Reservations())
-    scheduler = Scheduler(services, engine=engine)
+    scheduler = make_scheduler(services, engine=engine)
     theirs, own = submit(services, "bob"), submit(services, "root")
     tick(services, scheduler)
     assert (state(services, theirs), state(services, own)) == (State.QUEUED, State.STARTING)
     told = services.sentences.told(theirs)
     assert told.wait is not None and told.wait.reason is WaitReason.ISOLATION
     assert engine.recover() == [f"{own}:1"]
-    dividing.put_pool(services, ROOT, "default", ALLOW)
+    services.pools.put(ROOT, "default", ALLOW)
     tick(services, scheduler)
     assert state(services, theirs) is State.STARTING
     assert sorted(engine.recover()) == sorted([f"{own}:1", f"{theirs}:1"])
@@ -139,28 +133,28 @@ def test_22A1_an_engine_reserves_nothing_for_a_second_principal(services: Servic
 
 @pytest.mark.usefixtures("people")
 def test_22A1_taking_it_back_keeps_new_runs_waiting_and_leaves_those_that_run(services: Services) -> None:
-    dividing.put_pool(services, ROOT, "default", ALLOW)
-    first, scheduler = submit(services, "bob"), Scheduler(services)
+    services.pools.put(ROOT, "default", ALLOW)
+    first, scheduler = submit(services, "bob"), make_scheduler(services)
     tick(services, scheduler)
-    assert dividing.put_pool(services, ROOT, "default", REVOKE).isolation == "unset"
+    assert services.pools.put(ROOT, "default", REVOKE).isolation == "unset"
     later = submit(services, "bob")
     tick(services, scheduler)
     assert (state(services, first), state(services, later)) == (State.STARTING, State.QUEUED)
-    tick(services, Scheduler(services))  # also after a restart
+    tick(services, make_scheduler(services))  # also after a restart
     assert state(services, later) is State.QUEUED
-    dividing.put_pool(services, ROOT, "default", PoolRequest(kind="on-demand"))  # what is not said stays as it is
-    assert operating.view_pools(services)[0].isolation == "unset"
+    services.pools.put(ROOT, "default", PoolRequest(kind="on-demand"))  # what is not said stays as it is
+    assert services.nodes.view_pools()[0].isolation == "unset"
     with pytest.raises(InvalidValue, match=re.escape(golden("server.isolation.cannot-isolation-user"))):
-        dividing.put_pool(services, ROOT, "default", PoolRequest(isolation="user"))
+        services.pools.put(ROOT, "default", PoolRequest(isolation="user"))
 
 
 @pytest.mark.usefixtures("people")
 def test_22A1_a_decision_that_was_taken_back_meanwhile_holds_in_the_transaction_that_places(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dividing.put_pool(services, ROOT, "default", ALLOW)
-    run_id, scheduler = submit(services, "bob"), Scheduler(services)
-    before_next_write(monkeypatch, services.database, lambda: dividing.put_pool(services, ROOT, "default", REVOKE))
+    services.pools.put(ROOT, "default", ALLOW)
+    run_id, scheduler = submit(services, "bob"), make_scheduler(services)
+    before_next_write(monkeypatch, services.database, lambda: services.pools.put(ROOT, "default", REVOKE))
     tick(services, scheduler)
     assert state(services, run_id) is State.QUEUED
 
@@ -179,7 +173,7 @@ def test_22A1_only_the_first_administrator_is_the_first_principal(services: Serv
     assert first() == "root"  # a second administrator is a second principal
     change("root", role="member")
     assert first() == ""  # and does not take the place of the first one
-    own, scheduler = submit(services, "root"), Scheduler(services)
+    own, scheduler = submit(services, "root"), make_scheduler(services)
     tick(services, scheduler)
     assert state(services, own) is State.QUEUED
     change("root", role="admin")
@@ -189,7 +183,7 @@ def test_22A1_only_the_first_administrator_is_the_first_principal(services: Serv
 
 @pytest.mark.usefixtures("people")
 def test_22A1_a_run_that_waits_for_isolation_takes_no_room_of_a_cap(services: Services) -> None:
-    planning = Planning(services)
+    planning = make_planning(services)
     waiting = [submit(services, "bob") for _ in range(3)]
     reading = planning.read()
     assert {reading.waiting[run_id].held for run_id in waiting} == {""}

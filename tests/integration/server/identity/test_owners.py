@@ -10,13 +10,10 @@ import pytest
 
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.server import audit, owners, self_check
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import audit, self_check
 from serverless_gpu.server.api import routing
+from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.reconciler import Reconciler
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.principals import PrincipalChange, PrincipalRequest, PrincipalView, TokenMade
 from serverless_gpu.wire.runs import RunView, StreamMessage
@@ -36,7 +33,7 @@ def api(services: Services, database: Database, clock: FakeClock) -> Iterator[Ap
     made = Api(services, database, clock)
     made.user("alice")
     add_people(database, "other")
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
     with made.client:
         yield made
     # Runs are written here as rows: nobody asked for them, so the audit (I8) does not say so.
@@ -45,8 +42,8 @@ def api(services: Services, database: Database, clock: FakeClock) -> Iterator[Ap
 
 def look(services: Services) -> None:
     """Let scheduler and reconciler have a look."""
-    scheduler = Scheduler(services)
-    Reconciler(services, scheduler=scheduler).tick(services.clock.boottime_ns())
+    scheduler = make_scheduler(services)
+    make_reconciler(services, scheduler=scheduler).tick(services.clock.boottime_ns())
     scheduler.tick(services.clock.boottime_ns())
 
 
@@ -89,7 +86,7 @@ def test_F68_what_runs_and_what_waits_is_stopped_where_that_was_decided(services
         *(("server", run_id) for run_id in stopped),
     ]
     assert entries[0].detail["runs"] == "stop" and entries[1].detail["because"] == ended.detail
-    assert owners.stop_some(services) == 0  # asked once
+    assert services.owner_suspension.stop_some() == 0  # asked once
     assert value(services.measures, "sgpu_runs_ended_total", reason="cancelled") == 1
 
 
@@ -118,7 +115,7 @@ def test_F68_a_placement_and_a_ban_at_the_same_moment_see_each_other(
     services: Services, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     before_next_write(monkeypatch, services.database, lambda: shut_out(api))
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.QUEUED

@@ -8,12 +8,12 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.server import granting, identity, tables
+from serverless_gpu.server import identity, tables
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Database
-from serverless_gpu.server.first_start import NODE, FileTokens, first_tokens, join_token
+from serverless_gpu.server.composition import Services, make_file_tokens
+from serverless_gpu.server.database import Database, Transactions
+from serverless_gpu.server.first_start import NODE, first_tokens, join_token
 from serverless_gpu.server.identity import RENEWED_BELOW_S, TOKEN_EXPIRY_S, NewToken
-from serverless_gpu.server.services import Services, Transactions
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.pool_join import INVITED_S
 from serverless_gpu.wire.principals import PrincipalRequest, TokenRequest
@@ -70,9 +70,9 @@ def test_22A12_a_token_whose_end_was_said_is_not_renewed(services: Services) -> 
     database, now_ns = services.database, services.clock.wall_ns()
     database.write(lambda c: identity.create_principal(c, PrincipalRequest(name="root", role="admin"), now_ns=now_ns))
     service = PrincipalRequest(name=NODE, kind="service", role="agent")
-    renewed = granting.make_principal(services, ADMIN, service)
+    renewed = services.principals.make(ADMIN, service)
     said = TokenRequest(principal=NODE, expires_s=3600.0)
-    short = granting.make_token(services, ADMIN, said, reach="all")
+    short = services.principals.make_token(ADMIN, said, reach="all")
     assert short.token.expires_ns == now_ns + 3600 * 10**9
     later_ns = now_ns + LIFE_NS - int(RENEWED_BELOW_S * 1e9)
     for made, at_ns in ((short, now_ns + 1), (renewed, later_ns)):
@@ -111,7 +111,7 @@ def test_22A12_the_administrators_file_has_another_token_before_the_one_in_it_en
     services = made_services(database, tmp_path, clock=clock)
     said: list[str] = []
     path = services.settings.directory / "token"
-    tokens = FileTokens(services, login="root", renewed=lambda: said.append(path.read_text().strip()))
+    tokens = make_file_tokens(services, login="root", renewed=lambda: said.append(path.read_text().strip()))
     before = path.read_text().strip()
     assert tokens.tick(0) > 0 and said == []
     clock.advance(61 * 86_400)

@@ -8,10 +8,7 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import nodes, runs
-from serverless_gpu.server.agents import Agents
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.self_check import SelfCheck
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.composition import Services, make_scheduler, make_self_check
 from serverless_gpu.testing import FakeClock
 from tests.support.server.agents import NODE, find, hello, submit
 from tests.support.server.stored import add_people, new_run
@@ -35,9 +32,9 @@ def test_F81_a_run_that_fits_and_of_which_the_scheduler_says_that_there_is_no_ro
     services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_id = submit(services, 2)
-    Scheduler(services).tick(clock.boottime_ns())
-    Agents(services).hello(NODE, hello())  # and nobody rings the scheduler
-    check = SelfCheck(services)
+    make_scheduler(services).tick(clock.boottime_ns())
+    services.agents.hello(NODE, hello())  # and nobody rings the scheduler
+    check = make_self_check(services)
     for _ in range(13):
         assert errors(caplog) == []
         services.presence.heard(stored_node_id(services), now_ns=clock.boottime_ns())
@@ -46,15 +43,15 @@ def test_F81_a_run_that_fits_and_of_which_the_scheduler_says_that_there_is_no_ro
     check.tick(clock.boottime_ns())
     (said,) = errors(caplog)
     assert said.startswith(f"what is never true is true: I11 run {run_id}: waits, though it could have been placed")
-    Scheduler(services).tick(clock.boottime_ns())
+    make_scheduler(services).tick(clock.boottime_ns())
     assert find(services, run_id).state is State.STARTING
 
 
 def test_F81_who_waits_for_others_that_devices_are_kept_for_is_not_forgotten(
     services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Agents(services).hello(NODE, hello())
-    scheduler = Scheduler(services)
+    services.agents.hello(NODE, hello())
+    scheduler = make_scheduler(services)
     busy = submit_with(services, gpus=1)
     scheduler.tick(clock.boottime_ns())
     assert find(services, busy).state is State.STARTING
@@ -62,7 +59,7 @@ def test_F81_who_waits_for_others_that_devices_are_kept_for_is_not_forgotten(
     large = submit_with(services, gpus=8)
     clock.advance(1)  # of two that came at once the one whose identifier is the lower is the first
     small = submit_with(services, gpus=1)
-    check = SelfCheck(services)
+    check = make_self_check(services)
     for _ in range(15):
         services.presence.heard(stored_node_id(services), now_ns=clock.boottime_ns())
         services.leases.renew((busy, 1, 0), now_ns=clock.boottime_ns())

@@ -16,11 +16,9 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.server import audit, books, runs, self_check, tables
 from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.chain_check import ChainCheck
+from serverless_gpu.server.composition import Services, make_scheduler, make_self_check
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.self_check import check as checked
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL
@@ -61,7 +59,7 @@ def test_what_is_wrong_is_said_once_and_counted(
     people: Database, services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_id = finished(people)
-    check = SelfCheck(services)
+    check = make_self_check(services)
     assert check.tick(clock.boottime_ns()) == clock.boottime_ns() + 60 * 10**9
     assert (check.seen, check.found, errors(caplog)) == (1, 0, [])
     break_end(people, run_id)
@@ -79,14 +77,14 @@ def test_all_runs_are_looked_at_page_by_page(
 ) -> None:
     for _ in range(5):
         submitted(people)
-    Scheduler(services).tick(clock.boottime_ns())
+    make_scheduler(services).tick(clock.boottime_ns())
     load = books.load
 
     def pages_of_two(connection: sa.Connection, *, after: str) -> books.Books:
         return load(connection, after=after, limit=2)
 
     monkeypatch.setattr(books, "load", pages_of_two)
-    check = SelfCheck(services)
+    check = make_self_check(services)
     pauses = [((check.tick(clock.boottime_ns()) or 0) - clock.boottime_ns()) // 10**9 for _ in range(4)]
     assert (pauses, check.seen) == ([5, 5, 60, 5], 7)
 
@@ -115,7 +113,7 @@ def test_I8_a_changed_entry_of_the_audit_is_found_and_those_behind_it_too(
     people: Database, services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     chained(people, 9)
-    check = SelfCheck(services)
+    check = make_self_check(services)
     check.tick(clock.boottime_ns())
     assert errors(caplog) == []
     changed_row(people, 3)
@@ -167,7 +165,7 @@ def test_a_run_that_waits_untold_is_found_after_a_minute(
     people: Database, services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_id = submitted(people)
-    check = SelfCheck(services)
+    check = make_self_check(services)
     check.tick(clock.boottime_ns())
     clock.advance(61)
     assert errors(caplog) == []
@@ -177,7 +175,7 @@ def test_a_run_that_waits_untold_is_found_after_a_minute(
         clock.advance(5)
         check.tick(clock.boottime_ns())
     assert (len(errors(caplog)), check.found) == (1, 1)
-    Scheduler(services).tick(clock.boottime_ns())
+    make_scheduler(services).tick(clock.boottime_ns())
     check.tick(clock.boottime_ns())
     services.sentences.close()
     check.tick(clock.boottime_ns())
@@ -196,7 +194,7 @@ def test_when_more_is_wrong_than_anybody_reads_the_log_says_so(
     monkeypatch.setattr(self_check, "TOLD_MAX", 2)
     for _ in range(4):
         submitted(people)
-    check = SelfCheck(services)
+    check = make_self_check(services)
     for seconds in (0, 61, 5):
         clock.advance(seconds)
         check.tick(clock.boottime_ns())
@@ -224,7 +222,7 @@ def test_a_store_that_is_away_is_no_violation(
     in_store = in_store.values(inline=None, parts_json=f'["{"0" * 64}"]')
     people.write(lambda connection: connection.execute(in_store))
     monkeypatch.setattr(services.blobs, "missing", away)
-    check = SelfCheck(services)
+    check = make_self_check(services)
     check.tick(clock.boottime_ns())
     assert check.found == 0
     monkeypatch.undo()
@@ -255,12 +253,12 @@ def test_who_is_in_doubt_is_looked_at_more_often_than_at_the_ends_of_a_minute(
     people: Database, services: Services, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     submitted(people)
-    check = SelfCheck(services)
+    check = make_self_check(services)
     for _ in range(10):  # an unlucky look now and then
         again_ns = check.tick(clock.boottime_ns())
         assert again_ns == clock.boottime_ns() + 5 * 10**9
         clock.advance(5)
-        Scheduler(services).tick(clock.boottime_ns())
+        make_scheduler(services).tick(clock.boottime_ns())
         assert check.tick(clock.boottime_ns()) == clock.boottime_ns() + 60 * 10**9
         services.sentences.close()
         clock.advance(60)

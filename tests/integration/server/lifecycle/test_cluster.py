@@ -18,7 +18,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, SimulatedWork
 from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State, StopReason
-from serverless_gpu.server import events, operating
+from serverless_gpu.server import events
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from tests.support.golden import golden
@@ -178,7 +178,7 @@ def test_F22_an_operator_who_knows_shortens_it(world: World) -> None:
     world.agents["n1"].reboot()
     world.agents["n1"].kill()
     assert world.services is not None
-    operating.forget(world.services, ROOT, "n1", known_dead=True)
+    world.services.nodes.forget(ROOT, "n1", known_dead=True)
     assert world.run(run_id).state is State.QUEUED
     world.run_for(5)
     assert world.run(run_id).state is State.QUEUED  # n2 has four

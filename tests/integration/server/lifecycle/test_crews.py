@@ -20,7 +20,6 @@ from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, Silent, StopAsked
 from serverless_gpu.server import (
     active_runs,
-    attempt_tokens,
     attempts,
     books,
     charges,
@@ -35,9 +34,9 @@ from serverless_gpu.server import (
     views,
 )
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.keys import parse_attempt_token
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece
@@ -328,11 +327,11 @@ def test_freed_is_of_one_crew(services: Services, database: Database, run_id: st
 def test_a_renewed_token_is_of_the_same_crew(services: Services, database: Database, run_id: str) -> None:
     gang = (f"{run_id}:1",)
     for number, node_id in enumerate(("node-1", "node-2")):
-        wanted = partial(attempt_tokens.wanted_tokens, services, node_id=node_id, gangs=gang)
+        wanted = partial(services.attempt_tokens.wanted, node_id=node_id, gangs=gang)
         found = database.read(wanted)
         assert [parse_attempt_token(token) for token in found.values()] == [(run_id, 1, number)]
         who = Caller(kind="attempt", attempt=(run_id, 1, number), until_ns=T0 + 2 * S)
-        assert parse_attempt_token(attempt_tokens.next_token(services, who)) == (run_id, 1, number)
+        assert parse_attempt_token(services.attempt_tokens.next(who)) == (run_id, 1, number)
 
 
 def test_one_node_is_forgotten_and_then_the_other(services: Services, database: Database, run_id: str) -> None:
@@ -383,7 +382,9 @@ def test_each_crew_is_charged_for_what_it_had(services: Services, database: Data
     files = (result(0), result(1))
     say(services, run_id, 0, State.STOPPING, facts=tuple(facts_of[0]), files=files, ending=FINISHED)
     run = stored(database, run_id)
-    before = database.read(lambda connection: costing.cost_of(connection, run, counting.now(services)))
+    before = database.read(
+        lambda connection: costing.cost_of(connection, run, counting.now(services.clock, services.leases))
+    )
     assert (before.gpu_ms, before.is_final) == (150_000, False)
     say(services, run_id, 0, State.STOPPING, receipt=msgspec.Raw(b'{"gpu_ms": 120000, "facts": 3}'))
     charge_all(services)
@@ -394,7 +395,9 @@ def test_each_crew_is_charged_for_what_it_had(services: Services, database: Data
     }
     assert [one.queued_ms for own in posted.values() for one in own] == [1_000, 0]
     run = stored(database, run_id)
-    cost = database.read(lambda connection: costing.cost_of(connection, run, counting.now(services)))
+    cost = database.read(
+        lambda connection: costing.cost_of(connection, run, counting.now(services.clock, services.leases))
+    )
     assert (cost.gpu_ms, cost.micros, cost.is_final, cost.attempts) == (150_000, 150_000, True, 1)
     assert wrong(database) == []
     assert list(lendings.Lendings().look(database.read(books.load))) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 from pathlib import Path
 
@@ -18,13 +17,12 @@ from serverless_gpu.server import (
     orders,
     tables,
 )
-from serverless_gpu.server.agents import Agents, stream
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import node_key
 from serverless_gpu.server.liveness import Looks
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import ReportNow
 from serverless_gpu.wire.attempts import Ending, File
@@ -43,6 +41,7 @@ from tests.support.server.ganged import (
     waiting,
     wrong,
 )
+from tests.support.server.made import recomposed
 from tests.support.server.stored import T0, S, add_run, place_gang, stored, tell
 
 
@@ -184,7 +183,7 @@ def test_what_a_crew_is_asked_to_report_for_is_in_its_answer_though_it_was_read_
                 say(services, run_id, 1, State.STOPPING, halt=Halt(reason=Reason.RANK_RAISED, rank=2, detail="no"))
             return super().done(node_id, crew)
 
-    services = dataclasses.replace(services, looks=Slow())
+    services = recomposed(services, looks=Slow())
     assert say(services, run_id, 0).peer_failed == golden("server.crews_tell.rank-n2")
     assert services.looks.of("node-1") == ()
 
@@ -237,7 +236,7 @@ def test_a_node_is_told_to_look_until_its_crew_has_reported(
     look = ReportNow(run_id=run_id, fence=1)
 
     async def listen() -> None:
-        told = stream(services, Caller(name="alice"), "node-2")
+        told = services.agents.stream(Caller(name="alice"), "node-2")
         assert [await anext(told), await anext(told)] == [look, look]  # it comes again, soon
         await asyncio.to_thread(say, services, run_id, 1)
         services.hub.touch(node_key("node-2"))
@@ -259,13 +258,13 @@ def test_22C8_an_order_to_look_brings_what_the_crew_would_be_answered(
     say(services, run_id, 0, returned=True)
     assert say(services, run_id, 1, returned=True).release
     asked = ReportNow(run_id=run_id, fence=1, release=True)
-    assert Agents(services).looks(Caller(name="alice"), "node-1") == [asked]
+    assert services.agents.looks(Caller(name="alice"), "node-1") == [asked]
     say(services, run_id, 0, returned=True)
-    assert Agents(services).looks(Caller(name="alice"), "node-1") == []
+    assert services.agents.looks(Caller(name="alice"), "node-1") == []
 
 
 def test_a_node_that_knows_of_no_crews_is_not_told_to_look(services: Services, database: Database, run_id: str) -> None:
     text = msgspec.json.encode(hello("n2")).decode()
     database.write(lambda connection: connection.execute(tables.nodes.update().values(hello_json=text)))
     services.looks.ask("node-2", (run_id, 1, 1))
-    assert Agents(services).looks(Caller(name="alice"), "node-2") == []
+    assert services.agents.looks(Caller(name="alice"), "node-2") == []

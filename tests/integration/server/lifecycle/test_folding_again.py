@@ -12,11 +12,10 @@ import pytest
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import Silent, StopAsked
-from serverless_gpu.server import folding_again, tables
+from serverless_gpu.server import tables
+from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.reconciler import Reconciler
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.folding_again import GangReconciler
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.ganged import began, happened, place_met, say
@@ -51,7 +50,7 @@ def tick(services: Services, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what a tick of the reconciler says of mended runs."""
     caplog.clear()
     with caplog.at_level(logging.ERROR, "serverless_gpu.server.folding_again"):
-        Reconciler(services, scheduler=Scheduler(services)).tick(services.clock.boottime_ns())
+        make_reconciler(services, scheduler=make_scheduler(services)).tick(services.clock.boottime_ns())
     return [record.getMessage() for record in caplog.records]
 
 
@@ -125,8 +124,8 @@ def test_what_is_on_its_way_is_left_alone(
 def test_it_is_found_whichever_crews_go_on(services: Services, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tick looks at gangs of which a crew goes on; at all of them every minute."""
     looked: list[object] = []
-    monkeypatch.setattr(folding_again, "look", lambda _services, ids=None: looked.append(ids))
-    again = Reconciler(services, scheduler=Scheduler(services))
+    monkeypatch.setattr(GangReconciler, "reconcile", lambda _reconciler, ids=None: looked.append(ids))
+    again = make_reconciler(services, scheduler=make_scheduler(services))
     now_ns = services.clock.boottime_ns()
     for after_s in (0, 2, 62):
         again.tick(now_ns + after_s * S)

@@ -12,11 +12,11 @@ from serverless_gpu.model.gangs.gang_lifecycle import Cause, Crew, Halt, Over, e
 from serverless_gpu.model.lifecycle.attempt import Failure, Hang, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import Run, surely_ends
 from serverless_gpu.node.base.protocol import Stopped
-from serverless_gpu.server import reporting, views
+from serverless_gpu.server import views
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.gang_endings import Word, together
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.watching import Look, Position, Watch
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File
@@ -185,7 +185,7 @@ def run_id(services: Services, database: Database) -> str:
 
 def look(services: Services, database: Database, run_id: str) -> Look:
     def quiet(crew: StoredCrew) -> float | None:
-        return reporting.quiet_s(services, crew)
+        return services.reports.quiet_s(crew)
 
     return database.read(lambda connection: views.look(connection, run_id, 0, quiet=quiet))
 

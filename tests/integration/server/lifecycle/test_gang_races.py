@@ -13,10 +13,9 @@ from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, StopAsked
 from serverless_gpu.server import attempts, gathering, meetings, orders, runs, tables
-from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Stop
 from serverless_gpu.wire.attempts import Ending
@@ -230,7 +229,7 @@ def test_the_order_to_stop_says_whether_all_had_returned(
             orders.take_starts(connection, node_id, [(run_id, 1)], at_ns=T0 + 9 * S)
 
     database.write(take)
-    who, agents = Caller(name="alice"), Agents(services)
+    who, agents = Caller(name="alice"), services.agents
     stops = [order for number in (1, 2) for order in agents.waiting(who, f"node-{number}") if isinstance(order, Stop)]
     assert [(order.reason, order.released) for order in stops] == [(CANCEL, released)] * 2
 

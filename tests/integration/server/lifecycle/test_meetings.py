@@ -19,10 +19,9 @@ from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.server import attempts, gathering, meetings, runs, tables
 from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.composition import Services, make_roster
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.gathering import Meetings
-from serverless_gpu.server.roster import Roster
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending
 from tests.support.golden import golden
@@ -153,7 +152,7 @@ def test_nodes_that_do_not_reach_each_other_are_apart(
     assert database.read(lambda connection: attempts.failed_nodes(connection, [run_id])) == {}
     text = msgspec.json.encode(hello("n1")).decode()
     database.write(lambda connection: connection.execute(tables.nodes.update().values(hello_json=text)))
-    reading = database.read(lambda connection: Roster(services).read(connection, now_ns=T0 + 20 * S, afresh=False))
+    reading = database.read(lambda connection: make_roster(services).read(connection, now_ns=T0 + 20 * S, afresh=False))
     (one,) = reading.waiting.values()
     assert (one.apart, one.avoid) == (frozenset({("node-2", "node-1")}), frozenset())
 
@@ -388,11 +387,11 @@ def test_chosen_or_called_off_never_both(database: Database, services: Services,
 
         def choose(attempt: StoredAttempt = attempt, both: threading.Barrier = both) -> None:
             both.wait()
-            meetings.choose(services, attempt, CHOSEN, but=None)
+            services.rendezvous.choose(attempt, CHOSEN, but=None)
 
         def call_off(attempt: StoredAttempt = attempt, both: threading.Barrier = both) -> None:
             both.wait()
-            meetings.call_off(services, attempt, known, why="it took too long")
+            services.rendezvous.call_off(attempt, known, why="it took too long")
 
         threads = [threading.Thread(target=work) for work in (choose, call_off)]
         for thread in threads:

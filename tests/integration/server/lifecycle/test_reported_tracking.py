@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import reporting, views
+from serverless_gpu.server import views
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import run_key
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from tests.support.server.made import made_services
@@ -34,7 +34,7 @@ def services(database: Database, tmp_path: Path) -> Services:
 
 def say(services: Services, run_id: str, state: State = State.RUNNING, *, fence: int = 1, **said: Any) -> ReportAnswer:
     who = Caller(kind="attempt", attempt=(run_id, fence, 0))
-    return reporting.report(services, who, run_id=run_id, fence=fence, said=Report(state=state, **said))
+    return services.reports.receive(who, run_id=run_id, fence=fence, said=Report(state=state, **said))
 
 
 LINK = "http://127.0.0.1:5000/#/experiments/1/runs/m1"

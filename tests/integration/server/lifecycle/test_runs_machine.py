@@ -22,7 +22,7 @@ from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, IllegalRunTransition, Silent
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import reporting, stopping, submitting, tables
+from serverless_gpu.server import tables
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.testing import FakeClock
@@ -88,7 +88,7 @@ class ServerMachine(RuleBasedStateMachine):
 
     def send(self, run_id: str, fence: int, said: Report) -> None:
         who = Caller(kind="attempt", attempt=(run_id, fence, 0))
-        answer = reporting.report(self.services, who, run_id=run_id, fence=fence, said=said)
+        answer = self.services.reports.receive(who, run_id=run_id, fence=fence, said=said)
         assert answer.stale == self.attempts[run_id, fence].given_up
         self.sent.append((run_id, fence, said))
 
@@ -105,10 +105,10 @@ class ServerMachine(RuleBasedStateMachine):
         )
         before = self.asked.setdefault(run_id, request)
         if before == request:
-            submitting.submit(self.services, ALICE, request)
+            self.services.submissions.submit(ALICE, request)
             return
         with pytest.raises(IdempotencyConflict):
-            submitting.submit(self.services, ALICE, request)
+            self.services.submissions.submit(ALICE, request)
 
     @rule(data=st.data())
     def schedule(self, data: st.DataObject) -> None:
@@ -164,7 +164,7 @@ class ServerMachine(RuleBasedStateMachine):
             return
         before = stored(self.database, run_id)
         try:
-            view = stopping.stop(self.services, ALICE, "own", run_id=run_id, why=why)
+            view = self.services.stops.request(ALICE, "own", run_id=run_id, why=why)
         except AlreadyFinished:
             assert before.state in TERMINAL
             return

@@ -15,9 +15,8 @@ from serverless_gpu.model.hangs.hang_detection import PLACES_MAX, RankSeen, Sign
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.telemetry.idleness import IdleVerdict
-from serverless_gpu.server import stillness
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 from tests.support.golden import golden
@@ -163,7 +162,7 @@ def test_an_attempt_that_idled_stops_no_later_one(services: Services, database: 
     for crew in (0, 1):
         happened(database, run_id, crew, AttemptEnded(Reason.DRAINED, began=False))
     said = Report(state=State.RUNNING, idle=IdleVerdict.STOP)
-    stillness.hear(services, before, before.attempt, before.attempt.crews[1], said)
+    services.gang_hangs.hear(before, before.attempt, before.attempt.crews[1], said)
     after = stored(database, run_id)
     assert (after.state, after.stop) == (State.QUEUED, None)
 

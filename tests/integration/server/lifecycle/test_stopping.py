@@ -22,10 +22,10 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     UserCodeStarted,
     advance,
 )
-from serverless_gpu.server import audit, events, stopping
+from serverless_gpu.server import audit, events
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.made import made_services
@@ -47,7 +47,7 @@ def services(database: Database, tmp_path: Path) -> Services:
 def test_a_running_run_is_asked_and_it_is_written_who_asked(services: Services, database: Database) -> None:
     run_id = add_run(database)
     place(database, run_id)
-    view = stopping.stop(services, ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
+    view = services.stops.request(ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
     assert (view.state, view.stop, view.sentence) == (
         State.STOPPING,
         StopReason.CANCEL,
@@ -61,7 +61,7 @@ def test_a_running_run_is_asked_and_it_is_written_who_asked(services: Services, 
 def test_asking_again_for_the_same_changes_nothing(services: Services, database: Database) -> None:
     run_id = add_run(database)
     for _ in range(2):
-        view = stopping.stop(services, ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
+        view = services.stops.request(ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
         assert (view.state, view.finished) == (State.CANCELLED, True)
     assert len(database.read(audit.entries)) == 1
 
@@ -71,7 +71,7 @@ def test_who_asks_after_the_end_is_told_so(services: Services, database: Databas
     place(database, run_id)
     tell(database, run_id, UserCodeStarted(), AttemptEnded(Reason.COMPLETED, began=True))
     with pytest.raises(AlreadyFinished, match="SUCCEEDED"):
-        stopping.stop(services, ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
+        services.stops.request(ALICE, "own", run_id=run_id, why=StopReason.CANCEL)
     assert stored(database, run_id).state is State.SUCCEEDED
     assert database.read(audit.entries) == []
 
@@ -80,24 +80,24 @@ def test_runs_of_others_are_stopped_by_operators_only(services: Services, databa
     mine, ours = add_run(database), add_run(database, team="search")
     for run_id, who in [(mine, BOB), (mine, VIEWER), (ours, VIEWER)]:
         with pytest.raises(NotFound):
-            stopping.stop(services, who, "own", run_id=run_id, why=StopReason.CANCEL)
+            services.stops.request(who, "own", run_id=run_id, why=StopReason.CANCEL)
     with pytest.raises(NotAllowed, match=re.escape(golden("server.stopping.bob-may-see"))):
-        stopping.stop(services, BOB, "own", run_id=ours, why=StopReason.CANCEL)
+        services.stops.request(BOB, "own", run_id=ours, why=StopReason.CANCEL)
     with pytest.raises(NotFound):
-        stopping.stop(services, ALICE, "own", run_id="nobody", why=StopReason.CANCEL)
+        services.stops.request(ALICE, "own", run_id="nobody", why=StopReason.CANCEL)
     assert stored(database, mine).state is stored(database, ours).state is State.QUEUED
-    assert stopping.stop(services, OPERATOR, "all", run_id=mine, why=StopReason.CANCEL).state is State.CANCELLED
+    assert services.stops.request(OPERATOR, "all", run_id=mine, why=StopReason.CANCEL).state is State.CANCELLED
 
 
 @pytest.mark.parametrize("why", [StopReason.TIMEOUT, StopReason.BUDGET])
 def test_nobody_claims_a_limit(services: Services, database: Database, why: StopReason) -> None:
     with pytest.raises(InvalidValue, match="nobody can ask"):
-        stopping.stop(services, ALICE, "own", run_id=add_run(database), why=why)
+        services.stops.request(ALICE, "own", run_id=add_run(database), why=why)
 
 
 def test_a_run_that_waits_has_no_room_to_make(services: Services, database: Database) -> None:
     run_id = add_run(database)
-    assert stopping.stop(services, ALICE, "own", run_id=run_id, why=StopReason.PREEMPT).state is State.QUEUED
+    assert services.stops.request(ALICE, "own", run_id=run_id, why=StopReason.PREEMPT).state is State.QUEUED
     assert database.read(audit.entries) == []
 
 
@@ -142,7 +142,7 @@ def test_F63_cancel_and_completion_at_once_have_one_winner(services: Services, d
     def cancel(_: int) -> str:
         together.wait(30)
         try:
-            return stopping.stop(services, ALICE, "own", run_id=run_id, why=StopReason.CANCEL).state
+            return services.stops.request(ALICE, "own", run_id=run_id, why=StopReason.CANCEL).state
         except AlreadyFinished as error:
             return error.code
 

@@ -24,9 +24,9 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     UserCodeStarted,
 )
 from serverless_gpu.server import attempts, crews, events, orders, runs, tables, transitions
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import SCHEDULER, node_key, run_key
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.transitions import Note
 from tests.support.golden import golden
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, outcome, place, rows, stored, tell
@@ -302,7 +302,7 @@ def test_those_who_wait_for_a_change_are_woken(services: Services, database: Dat
 
     def touched(*happened: Event) -> list[bool]:
         before = [hub.version(key) for key in keys]
-        tell(database, run_id, *happened).announce(services)
+        services.announcer.announce(tell(database, run_id, *happened))
         return [hub.version(key) != version for key, version in zip(keys, before, strict=True)]
 
     place(database, run_id)

@@ -13,13 +13,13 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
-from serverless_gpu.server import dividing, events, nodes, operating, runs, tables
-from serverless_gpu.server.agents import Agents, stream
+from serverless_gpu.server import events, nodes, runs, tables
+from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.hub import node_key
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.nodes import StoredNode
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Order, PoolRequest, Start, Stop
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.any_database
 def agents(services: Services) -> Agents:
     """Return the verbs, and let two nodes' principals and a user exist."""
     add_people(services.database, "node", "other", "alice")  # type: ignore[arg-type] # a Database
-    return Agents(services)
+    return services.agents
 
 
 def stored_node(services: Services, node_id: str) -> StoredNode:
@@ -54,22 +54,22 @@ def test_a_node_joins_once_however_often_it_says_hello(services: Services, agent
 
 
 def test_a_node_joins_the_pool_it_names_and_stays_where_an_operator_put_it(services: Services, agents: Agents) -> None:
-    dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
+    services.pools.put(ADMIN, "research", PoolRequest(kind="on-demand"))
     welcome = agents.hello(NODE, hello(pool="research"))
     assert stored_node(services, welcome.node).pool == "research"
-    dividing.put_pool(services, ADMIN, "fast", PoolRequest(kind="reserved", nodes=("n1",)))
+    services.pools.put(ADMIN, "fast", PoolRequest(kind="reserved", nodes=("n1",)))
     for asked in ("", "research"):
         agents.hello(NODE, hello(pool=asked))
         assert stored_node(services, welcome.node).pool == "fast"
 
 
 def test_a_node_makes_no_pool_and_enters_no_reserved_one(services: Services, agents: Agents) -> None:
-    dividing.put_pool(services, ADMIN, "fast", PoolRequest(kind="reserved"))
+    services.pools.put(ADMIN, "fast", PoolRequest(kind="reserved"))
     with pytest.raises(NotAllowed, match=re.escape(golden("server.agents.pool-mine"))):
         agents.hello(NODE, hello(pool="mine"))
     with pytest.raises(NotAllowed, match="reserved pool 'fast'"):
         agents.hello(NODE, hello(pool="fast"))
-    assert [pool.name for pool in operating.view_pools(services)] == ["fast"]
+    assert [pool.name for pool in services.nodes.view_pools()] == ["fast"]
     assert services.database.read(nodes.every) == []
 
 
@@ -138,7 +138,7 @@ def test_nobody_takes_the_name_of_a_node_whose_runs_may_be_going_on(
         agents.hello(NODE, other)
     assert golden("server.agents.sgpu-node-forget") in caught.value.hint
     assert find(services, run_id).state is State.STARTING
-    operating.forget(services, NODE, "n1", known_dead=True)
+    services.nodes.forget(NODE, "n1", known_dead=True)
     assert agents.hello(NODE, other).node == node_id
     assert find(services, run_id).reason is Reason.NODE_GONE
 
@@ -190,12 +190,12 @@ def test_F53_the_side_that_is_too_old_is_named(agents: Agents) -> None:
 
 def test_F30_how_far_a_node_says_its_clock_is_off_is_seen_of_it(agents: Agents, services: Services) -> None:
     welcome = agents.hello(NODE, hello())
-    assert welcome.at_ns == services.clock.wall_ns() and operating.view_nodes(services)[0].clock is None
+    assert welcome.at_ns == services.clock.wall_ns() and services.nodes.view_nodes()[0].clock is None
     off = ClockReading(ahead_ns=-3_600 * 10**9, error_ns=10**6)
     answer = agents.heartbeat(NODE, welcome.node, Heartbeat(devices=(), clock=off))
-    assert answer.at_ns == services.clock.wall_ns() and operating.view_nodes(services)[0].clock == off
+    assert answer.at_ns == services.clock.wall_ns() and services.nodes.view_nodes()[0].clock == off
     agents.heartbeat(NODE, welcome.node, Heartbeat(devices=()))
-    assert operating.view_nodes(services)[0].clock is None
+    assert services.nodes.view_nodes()[0].clock is None
 
 
 def test_a_heartbeat_of_a_node_that_is_not_known_asks_for_a_hello(agents: Agents) -> None:
@@ -366,12 +366,12 @@ def test_what_was_decided_about_a_node_while_its_heartbeat_was_read_stays_decide
         agents.heartbeat(NODE, node_id, Heartbeat(devices=H100))
 
     root = Caller(name="root", role="admin")
-    meanwhile(lambda: dividing.put_pool(services, root, "gold", PoolRequest(kind="reserved", nodes=("n1",))))
+    meanwhile(lambda: services.pools.put(root, "gold", PoolRequest(kind="reserved", nodes=("n1",))))
     assert stored_node(services, node_id).pool == "gold"
     meanwhile(lambda: agents.hello(NODE, hello(boot="b2")))
     assert stored_node(services, node_id).boot_id == "b2"
     with pytest.raises(NotFound):
-        meanwhile(lambda: operating.forget(services, root, "n1", known_dead=True))
+        meanwhile(lambda: services.nodes.forget(root, "n1", known_dead=True))
     assert stored_node(services, node_id).forgotten_ns is not None
 
 
@@ -416,7 +416,7 @@ def test_a_stream_says_what_comes_says_it_again_and_ends_with_the_server(
 
     async def watch() -> list[Order | None]:
         heard: list[Order | None] = []
-        async for order in stream(services, NODE, node_id):
+        async for order in services.agents.stream(NODE, node_id):
             heard.append(order)
             if len(heard) == 1:
                 await asyncio.to_thread(tell, services, run_id, StopAsked(why=StopReason.CANCEL))

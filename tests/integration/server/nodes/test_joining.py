@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import PROTOCOL
 from serverless_gpu.wire.pool_join import INVITED_S, RayPool
 from tests.support.golden import golden
-from tests.support.server.made import made_services
+from tests.support.server.made import made_services, recomposed
 from tests.support.server.principals import Api
 
 POOL = RayPool(address="10.0.0.5:7900", port=7900, token="f" * 64, version="2.60.0", python="3.11.7")
@@ -36,7 +35,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 def api(database: Database, tmp_path: Path) -> Api:
     clock = FakeClock(wall_ns=1_750_000_000_000_000_000)
     services = made_services(database, tmp_path, clock=clock)
-    return Api(dataclasses.replace(services, ray_pool=lambda: POOL), database, clock)
+    return Api(recomposed(services, ray_pool=lambda: POOL), database, clock)
 
 
 @pytest.fixture

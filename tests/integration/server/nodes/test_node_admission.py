@@ -23,13 +23,13 @@ from serverless_gpu.model.access.node_identity import (
     second_process,
 )
 from serverless_gpu.server import node_tokens, nodes, tables
-from serverless_gpu.server.agents import Agents, stream
+from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import first_tokens
 from serverless_gpu.server.identity import token_id
 from serverless_gpu.server.liveness import PRESENT_S
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat
 from tests.support.golden import golden
@@ -51,7 +51,7 @@ def api(services: Services, database: Database, clock: FakeClock) -> Iterator[Ap
 def agents(services: Services) -> Agents:
     """Return the verbs, and let a node's principal and a user exist."""
     add_people(services.database, "node", "alice")  # type: ignore[arg-type] # a Database
-    return Agents(services)
+    return services.agents
 
 
 def said(name: str = "n1", machine: str = "m1", instance: str = "i1") -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_22A3_refusals_and_what_becomes_of_tokens_are_in_the_audit(api: Api) -> 
 def connected(services: Services, node: Caller, node_id: str, process: str) -> Iterator[None]:
     """Have the stream of orders of a process open."""
     loop = asyncio.new_event_loop()
-    orders = stream(services, node, node_id, "i1", process)
+    orders = services.agents.stream(node, node_id, "i1", process)
     try:
         assert loop.run_until_complete(asyncio.wait_for(anext(orders), 30)) is not None
         yield
@@ -261,7 +261,7 @@ def test_22A3_the_servers_own_token_is_its_machines_and_follows_its_home(
 
     secret = start(HOME)
     who = Caller(name="node", kind="service", role="agent", token_id=token_id(secret))
-    agents = Agents(services)
+    agents = services.agents
     with pytest.raises(NotAllowed, match=re.escape(golden("server.node_admission.node-n1"))):
         agents.hello(who, hello("thief", instance="i2"))
     agents.hello(who, hello(instance="i1"))

@@ -14,14 +14,11 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import active_runs, audit, events, leaving, operating, ruling, runs, views
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import active_runs, audit, events, leaving, ruling, runs, views
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.reconciler import Reconciler
+from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.ruling import Asked
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, NodeView, Start
 from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, QuarantineRequest
@@ -45,7 +42,7 @@ def node_id(services: Services) -> str:
 
 def join(services: Services, name: str = "n1") -> str:
     said = hello(name, machine=f"machine of {name}", takes=(ruling.WITHOUT,))
-    return Agents(services).hello(NODE, said).node
+    return services.agents.hello(NODE, said).node
 
 
 def by(who: Caller, reach: str = "", node: str = "n1") -> Asked:
@@ -74,12 +71,12 @@ def placed(services: Services, **wanted: object) -> str:
 
 def tick(services: Services) -> None:
     """Do what both loops would, with all nodes heard of."""
-    for node in operating.view_nodes(services):
+    for node in services.nodes.view_nodes():
         services.presence.heard(node.id, now_ns=services.clock.boottime_ns())
     for run in services.database.read(active_runs.active_briefly):
         services.leases.renew((run.id, run.fence, 0), now_ns=services.clock.boottime_ns())
-    scheduler = Scheduler(services)
-    Reconciler(services, scheduler=scheduler).tick(services.clock.boottime_ns())
+    scheduler = make_scheduler(services)
+    make_reconciler(services, scheduler=scheduler).tick(services.clock.boottime_ns())
     scheduler.tick(services.clock.boottime_ns())
 
 
@@ -117,17 +114,17 @@ def actions(services: Services) -> list[tuple[str, str]]:
 
 def test_a_drained_node_gets_nothing_new_and_keeps_what_runs_there(services: Services, node_id: str) -> None:
     going = placed(services)
-    view = ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, note="new fan"))
+    view = services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, note="new fan"))
     assert (view.state, len(view.runs)) == ("DRAINING", 1)
     assert view.sentence.startswith("takes nothing new: root drains it since ") and view.sentence.endswith("(new fan)")
     waiting = submit(services)
     tick(services)
     assert (find(services, going).state, find(services, waiting).state) == (State.STARTING, State.QUEUED)
     assert "root drains it" in services.sentences.of(waiting)
-    Agents(services).hello(NODE, hello("n1", machine="machine of n1", boot="b1", takes=(ruling.WITHOUT,)))
+    services.agents.hello(NODE, hello("n1", machine="machine of n1", boot="b1", takes=(ruling.WITHOUT,)))
     tick(services)  # the node has said hello again, which changes nothing about it
     assert find(services, waiting).state is State.QUEUED
-    assert ruling.drain(services, by(ROOT), NodeDrainRequest(on=False)).state == "UP"
+    assert services.node_rules.drain(by(ROOT), NodeDrainRequest(on=False)).state == "UP"
     tick(services)
     assert find(services, waiting).state is State.STARTING
     assert actions(services) == [("node.drain", "root"), ("node.resume", "root")]
@@ -135,7 +132,7 @@ def test_a_drained_node_gets_nothing_new_and_keeps_what_runs_there(services: Ser
 
 def test_drain_with_stop_has_runs_leave_and_go_on_elsewhere_with_resume(services: Services, node_id: str) -> None:
     stays, goes_on = placed(services, gpus=4), placed(services, gpus=4, resume=True)
-    ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, stop=True, note="new fan"))
+    services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, stop=True, note="new fan"))
     tick(services)
     for run_id in (stays, goes_on):
         assert (find(services, run_id).state, find(services, run_id).stop) == (State.STOPPING, StopReason.DRAIN)
@@ -153,13 +150,15 @@ def test_drain_with_stop_has_runs_leave_and_go_on_elsewhere_with_resume(services
 
 def test_stop_can_be_said_after_the_drain_and_what_is_said_stays(services: Services, node_id: str) -> None:
     run_id = placed(services)
-    first = ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, note="new fan"))
+    first = services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, note="new fan"))
     tick(services)
     assert find(services, run_id).stop is None
-    again = ruling.drain(services, by(Caller(name="bob", role="operator"), "all"), NodeDrainRequest(on=True, stop=True))
+    again = services.node_rules.drain(
+        by(Caller(name="bob", role="operator"), "all"), NodeDrainRequest(on=True, stop=True)
+    )
     assert again.rules.drain is not None and first.rules.drain is not None
     assert again.rules.drain == msgspec.structs.replace(first.rules.drain, stop=True)
-    ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, stop=True))
+    services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, stop=True))
     tick(services)
     assert find(services, run_id).stop is StopReason.DRAIN
     assert [name for name, _ in actions(services)] == [
@@ -172,24 +171,24 @@ def test_stop_can_be_said_after_the_drain_and_what_is_said_stays(services: Servi
 def test_a_placement_that_was_decided_before_the_drain_is_not_written_after(
     services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id, scheduler = submit(services), Scheduler(services)
+    run_id, scheduler = submit(services), make_scheduler(services)
     before_next_write(
-        monkeypatch, services.database, lambda: ruling.drain(services, by(ROOT), NodeDrainRequest(on=True))
+        monkeypatch, services.database, lambda: services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True))
     )
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.QUEUED
 
 
 def _resume(services: Services, run_id: str) -> None:
-    ruling.drain(services, by(ROOT), NodeDrainRequest(on=False))
+    services.node_rules.drain(by(ROOT), NodeDrainRequest(on=False))
 
 
 def _go_elsewhere(services: Services, run_id: str) -> None:
     end(services, run_id, Reason.REFUSED, began=False)
     join(services, "n2")
     services.clock.advance(5)  # type: ignore[attr-defined] # the test's
-    services.presence.heard(operating.view_nodes(services)[1].id, now_ns=services.clock.boottime_ns())
-    Scheduler(services).tick(services.clock.boottime_ns())
+    services.presence.heard(services.nodes.view_nodes()[1].id, now_ns=services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
     attempt = find(services, run_id).attempt
     assert attempt is not None and (attempt.node, attempt.fence) == ("n2", 2)
 
@@ -199,7 +198,7 @@ def test_what_happens_between_the_look_and_the_stop_counts(
     services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Services, str], None]
 ) -> None:
     run_id = placed(services)
-    ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, stop=True))
+    services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, stop=True))
     read = services.database.read
 
     def read_then(work: Callable[[sa.Connection], object]) -> object:
@@ -209,14 +208,14 @@ def test_what_happens_between_the_look_and_the_stop_counts(
         return found
 
     monkeypatch.setattr(services.database, "read", read_then)
-    leaving.look(services)
+    services.evacuation.look()
     assert find(services, run_id).stop is None
 
 
 def test_who_has_given_its_devices_back_or_was_asked_already_is_left_alone(services: Services, node_id: str) -> None:
     sends_results, asked = placed(services), placed(services)
     services.leases.free((sends_results, 1, 0))
-    ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, stop=True))
+    services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, stop=True))
     tick(services)
     before = find(services, asked)
     tell(services, asked, StopAsked(StopReason.CANCEL))
@@ -230,7 +229,7 @@ def test_those_who_leave_are_asked_a_few_at_a_time(
     services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave = [placed(services) for _ in range(3)]
-    ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, stop=True))
+    services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, stop=True))
     monkeypatch.setattr(leaving, "TOGETHER", 2)
     write, writes = services.database.write, list[int]()
 
@@ -239,7 +238,7 @@ def test_those_who_leave_are_asked_a_few_at_a_time(
         return write(work)
 
     monkeypatch.setattr(services.database, "write", counted)
-    leaving.look(services)
+    services.evacuation.look()
     assert [find(services, run_id).stop for run_id in leave] == [StopReason.DRAIN] * 3
     assert len(writes) == 2
 
@@ -250,7 +249,7 @@ def test_those_who_leave_are_asked_a_few_at_a_time(
 def test_when_a_node_ceases_to_be_shared_others_are_told_and_then_stopped_and_its_owner_is_not(
     services: Services, node_id: str, clock: FakeClock
 ) -> None:
-    view = ruling.put_calendar(services, by(ROOT), NIGHTS)
+    view = services.node_rules.put_calendar(by(ROOT), NIGHTS)
     assert (view.shared, view.turns_ns) == (True, clock.wall_ns() + HOUR_S * 10**9)
     others, own = placed(services, owner="bob", resume=True), placed(services, owner="alice")
     later(services, clock, WARNED_S - 1)
@@ -270,7 +269,7 @@ def test_nobody_leaves_without_a_warning_also_when_the_calendar_is_new_or_the_se
     services: Services, node_id: str, clock: FakeClock
 ) -> None:
     run_id = placed(services)
-    ruling.put_calendar(services, by(ROOT), CalendarRequest(shared=("22:00-06:00",), zone="Europe/Berlin"))
+    services.node_rules.put_calendar(by(ROOT), CalendarRequest(shared=("22:00-06:00",), zone="Europe/Berlin"))
     tick(services)
     assert sentence(services, run_id).startswith("has to leave n1 at ")
     told_ns = leave_ns(services, run_id)
@@ -287,7 +286,7 @@ def test_who_lived_through_a_turn_is_told_anew_before_the_next(
 ) -> None:
     run_id = placed(services)
     gap = ("08:02-12:00", "13:00-24:00")  # it is not shared for two minutes, which is less than the warning
-    ruling.put_calendar(services, by(ROOT), CalendarRequest(shared=gap))
+    services.node_rules.put_calendar(by(ROOT), CalendarRequest(shared=gap))
     tick(services)
     later(services, clock, 360)
     assert find(services, run_id).stop is None
@@ -302,11 +301,11 @@ def test_who_lived_through_a_turn_is_told_anew_before_the_next(
 def test_a_warning_is_taken_back_when_the_calendar_says_otherwise(
     services: Services, node_id: str, clock: FakeClock
 ) -> None:
-    ruling.put_calendar(services, by(ROOT), NIGHTS)
+    services.node_rules.put_calendar(by(ROOT), NIGHTS)
     run_id = placed(services, resume=True)
     later(services, clock, WARNED_S)
     assert sentence(services, run_id)
-    ruling.put_calendar(services, by(ALICE), msgspec.structs.replace(NIGHTS, shared=("18:00-10:00",)))
+    services.node_rules.put_calendar(by(ALICE), msgspec.structs.replace(NIGHTS, shared=("18:00-10:00",)))
     assert sentence(services, run_id) == ""
     later(services, clock, HOUR_S)
     assert (find(services, run_id).stop, sentence(services, run_id)[:12]) == (None, "has to leave")
@@ -315,7 +314,7 @@ def test_a_warning_is_taken_back_when_the_calendar_says_otherwise(
 def test_nothing_of_others_is_placed_on_a_node_that_is_not_shared_and_they_are_told(
     services: Services, node_id: str, clock: FakeClock
 ) -> None:
-    ruling.put_calendar(services, by(ROOT), msgspec.structs.replace(NIGHTS, shared=("sat-sun",)))
+    services.node_rules.put_calendar(by(ROOT), msgspec.structs.replace(NIGHTS, shared=("sat-sun",)))
     run_id = submit(services, resume=True)
     tick(services)
     assert find(services, run_id).state is State.QUEUED
@@ -327,7 +326,7 @@ def test_nothing_of_others_is_placed_on_a_node_that_is_not_shared_and_they_are_t
 def test_others_start_only_what_can_be_gone_by_the_turn_and_the_owner_whatever_they_like(
     services: Services, node_id: str, clock: FakeClock
 ) -> None:
-    ruling.put_calendar(services, by(ROOT), NIGHTS)  # shared for an hour still
+    services.node_rules.put_calendar(by(ROOT), NIGHTS)  # shared for an hour still
     unknown, short, own = submit(services), submit(services, timeout_s=1800.0), submit(services, owner="alice")
     tick(services)
     assert [find(services, run_id).state for run_id in (unknown, short, own)] == [
@@ -346,7 +345,7 @@ def test_others_start_only_what_can_be_gone_by_the_turn_and_the_owner_whatever_t
 def test_on_a_node_whose_owner_is_first_others_leave_for_them_and_come_back(
     services: Services, node_id: str, clock: FakeClock
 ) -> None:
-    ruling.put_calendar(services, by(ROOT), CalendarRequest(owner="alice", owner_first=True))
+    services.node_rules.put_calendar(by(ROOT), CalendarRequest(owner="alice", owner_first=True))
     guest, stays = submit(services, gpus=8, resume=True), submit(services, gpus=1)
     tick(services)
     assert (find(services, guest).state, find(services, stays).state) == (State.STARTING, State.QUEUED)
@@ -368,7 +367,7 @@ def test_a_calendar_that_cannot_be_read_any_more_lets_nobody_in_and_says_so(
     services: Services, node_id: str, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going = placed(services)
-    ruling.put_calendar(services, by(ROOT), msgspec.structs.replace(NIGHTS, zone="Europe/Berlin"))
+    services.node_rules.put_calendar(by(ROOT), msgspec.structs.replace(NIGHTS, zone="Europe/Berlin"))
 
     def gone(key: str) -> object:
         raise KeyError(key)
@@ -397,15 +396,15 @@ def test_a_calendar_that_cannot_be_is_refused(
     services: Services, node_id: str, said: CalendarRequest, words: str
 ) -> None:
     with pytest.raises(InvalidValue, match=words):
-        ruling.put_calendar(services, by(ROOT), said)
-    assert operating.view_nodes(services)[0].rules == NodeRules()
+        services.node_rules.put_calendar(by(ROOT), said)
+    assert services.nodes.view_nodes()[0].rules == NodeRules()
 
 
 def test_an_owner_is_somebody_who_is_there(services: Services, node_id: str) -> None:
     with pytest.raises(NotFound):
-        ruling.put_calendar(services, by(ROOT), CalendarRequest(owner="carol"))
+        services.node_rules.put_calendar(by(ROOT), CalendarRequest(owner="carol"))
     with pytest.raises(NotFound, match=re.escape(golden("server.node_rules.node-n9"))):
-        ruling.put_calendar(services, by(ROOT, node="n9"), CalendarRequest())
+        services.node_rules.put_calendar(by(ROOT, node="n9"), CalendarRequest())
 
 
 # --- whose it is ------------------------------------------------------------------------------------------------------
@@ -415,56 +414,56 @@ def test_an_owner_decides_about_their_node_and_takes_nothing_back_that_others_de
     services: Services, node_id: str
 ) -> None:
     with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.n1-alice"))):
-        ruling.drain(services, by(ALICE), NodeDrainRequest(on=True))
+        services.node_rules.drain(by(ALICE), NodeDrainRequest(on=True))
     with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.n1-alice"))):
-        ruling.put_calendar(services, by(ALICE), CalendarRequest(owner="alice"))
+        services.node_rules.put_calendar(by(ALICE), CalendarRequest(owner="alice"))
     with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.n1-alice"))):
-        ruling.quarantine(services, by(ALICE), QuarantineRequest(uuid=H100[0].uuid, on=True))
-    ruling.put_calendar(services, by(ROOT), CalendarRequest(owner="alice"))
-    assert ruling.put_calendar(services, by(ALICE), NIGHTS).rules.calendar.shared == NIGHTS.shared
+        services.node_rules.quarantine(by(ALICE), QuarantineRequest(uuid=H100[0].uuid, on=True))
+    services.node_rules.put_calendar(by(ROOT), CalendarRequest(owner="alice"))
+    assert services.node_rules.put_calendar(by(ALICE), NIGHTS).rules.calendar.shared == NIGHTS.shared
     with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.operator-says-whose"))):
-        ruling.put_calendar(services, by(ALICE), CalendarRequest(owner="bob"))
+        services.node_rules.put_calendar(by(ALICE), CalendarRequest(owner="bob"))
     with pytest.raises(NotAllowed, match=re.escape(golden("server.node_rules.n1-bob"))):
-        ruling.drain(services, by(BOB), NodeDrainRequest(on=True))
-    ruling.drain(services, by(ALICE), NodeDrainRequest(on=True))
-    assert ruling.drain(services, by(ALICE), NodeDrainRequest(on=False)).rules.drain is None
-    ruling.drain(services, by(ROOT), NodeDrainRequest(on=True))
+        services.node_rules.drain(by(BOB), NodeDrainRequest(on=True))
+    services.node_rules.drain(by(ALICE), NodeDrainRequest(on=True))
+    assert services.node_rules.drain(by(ALICE), NodeDrainRequest(on=False)).rules.drain is None
+    services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True))
     with pytest.raises(NotAllowed, match="root drains n1"):
-        ruling.drain(services, by(ALICE), NodeDrainRequest(on=False))
+        services.node_rules.drain(by(ALICE), NodeDrainRequest(on=False))
     with pytest.raises(NotAllowed, match="root drains n1"):
-        ruling.drain(services, by(ALICE), NodeDrainRequest(on=True, stop=True, note="root said so"))
-    ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=H100[0].uuid, on=True))
+        services.node_rules.drain(by(ALICE), NodeDrainRequest(on=True, stop=True, note="root said so"))
+    services.node_rules.quarantine(by(ROOT), QuarantineRequest(uuid=H100[0].uuid, on=True))
     with pytest.raises(NotAllowed, match="root has put"):
-        ruling.quarantine(services, by(ALICE), QuarantineRequest(uuid=H100[0].uuid, on=False))
+        services.node_rules.quarantine(by(ALICE), QuarantineRequest(uuid=H100[0].uuid, on=False))
 
 
 # --- devices that are left out ----------------------------------------------------------------------------------------
 
 
 def view_of(services: Services) -> NodeView:
-    return operating.view_nodes(services)[0]
+    return services.nodes.view_nodes()[0]
 
 
 def test_a_gpu_that_is_left_out_is_not_counted_and_the_node_is_told_so(services: Services, node_id: str) -> None:
     uuid, at_ns = H100[3].uuid, services.clock.wall_ns()
-    view = ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=uuid, on=True, note="ECC"))
+    view = services.node_rules.quarantine(by(ROOT), QuarantineRequest(uuid=uuid, on=True, note="ECC"))
     assert view.rules.quarantined == (LeftOut(uuid=uuid, by="root", since_ns=at_ns, note="ECC"),)
     most_of_it = placed(services, gpus=7)
     all_of_it = submit(services, gpus=8)
-    [order] = Agents(services).waiting(NODE, node_id)
+    [order] = services.agents.waiting(NODE, node_id)
     assert isinstance(order, Start) and order.without == (uuid,)
-    Agents(services).heartbeat(NODE, node_id, Heartbeat(devices=H100, unavailable=(uuid,)))
+    services.agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, unavailable=(uuid,)))
     assert view_of(services).rules == view.rules  # what a node says changes nothing about it
     end(services, most_of_it, Reason.COMPLETED)
-    Agents(services).heartbeat(NODE, node_id, Heartbeat(devices=H100))  # for the node there is nothing wrong with it
+    services.agents.heartbeat(NODE, node_id, Heartbeat(devices=H100))  # for the node there is nothing wrong with it
     tick(services)
     assert find(services, all_of_it).state is State.QUEUED
     told = services.sentences.of(all_of_it)
     assert golden("server.node_rules.used-others-server") in told
     assert golden("server.node_rules.root-left-out", uuid=uuid) in told
-    again = ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=uuid, on=True))
+    again = services.node_rules.quarantine(by(ROOT), QuarantineRequest(uuid=uuid, on=True))
     assert again.rules == view.rules  # the note stays where no other one comes
-    assert ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=uuid, on=False)).rules == NodeRules()
+    assert services.node_rules.quarantine(by(ROOT), QuarantineRequest(uuid=uuid, on=False)).rules == NodeRules()
     tick(services)
     assert find(services, all_of_it).state is State.STARTING
     decided = [(action, who) for action, who in actions(services) if action.startswith("node.")]
@@ -473,15 +472,15 @@ def test_a_gpu_that_is_left_out_is_not_counted_and_the_node_is_told_so(services:
 
 def test_only_a_device_of_a_node_that_can_do_without_is_left_out(services: Services, node_id: str) -> None:
     with pytest.raises(NotFound, match=re.escape(golden("server.node_rules.n1-device-gpu"))):
-        ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid="GPU-x", on=True))
-    Agents(services).hello(NODE, hello("n1", machine="machine of n1", takes=("secrets",)))
+        services.node_rules.quarantine(by(ROOT), QuarantineRequest(uuid="GPU-x", on=True))
+    services.agents.hello(NODE, hello("n1", machine="machine of n1", takes=("secrets",)))
     with pytest.raises(InvalidValue, match=re.escape(golden("server.node_rules.n1-version-leaves"))):
-        ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=H100[0].uuid, on=True))
+        services.node_rules.quarantine(by(ROOT), QuarantineRequest(uuid=H100[0].uuid, on=True))
 
 
 @pytest.mark.parametrize("note", ["x" * 257, "a\nb", "a\x1b[2J"])
 def test_a_note_is_one_line(services: Services, node_id: str, note: str) -> None:
     with pytest.raises(InvalidValue, match="printable"):
-        ruling.drain(services, by(ROOT), NodeDrainRequest(on=True, note=note))
+        services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, note=note))
     with pytest.raises(InvalidValue, match="printable"):
-        ruling.quarantine(services, by(ROOT), QuarantineRequest(uuid=H100[0].uuid, on=True, note=note))
+        services.node_rules.quarantine(by(ROOT), QuarantineRequest(uuid=H100[0].uuid, on=True, note=note))

@@ -7,11 +7,10 @@ import pytest
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import audit, dividing, operating
+from serverless_gpu.server import audit
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest, PoolView
 from tests.support.golden import golden
@@ -27,34 +26,34 @@ ADMIN = Caller(name="root", role="admin", token_id="t")
 def agents(services: Services) -> Agents:
     """Return the verbs, and let people exist."""
     add_people(services.database, "node", "alice", "root")  # type: ignore[arg-type] # the fixture's is a Database
-    return Agents(services)
+    return services.agents
 
 
 def placed(services: Services) -> str:
     run_id = submit(services, 3)
-    Scheduler(services).tick(services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
     return run_id
 
 
 def test_a_node_is_up_then_silent_then_gone(services: Services, agents: Agents, clock: FakeClock) -> None:
     node_id = agents.hello(NODE, hello()).node
     run_id = placed(services)
-    (node,) = operating.view_nodes(services)
+    (node,) = services.nodes.view_nodes()
     assert (node.id, node.state, node.sentence, node.busy, node.runs) == (node_id, "UP", "", 3, (run_id,))
     since = format_clock(clock.wall_ns())
     clock.advance(30)
-    (node,) = operating.view_nodes(services)
+    (node,) = services.nodes.view_nodes()
     assert (node.state, node.sentence) == ("SILENT", golden("server.operating.been-heard-since", since=since))
     clock.advance(960)
-    assert operating.view_nodes(services)[0].state == "GONE"
+    assert services.nodes.view_nodes()[0].state == "GONE"
 
 
 def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents: Agents) -> None:
-    dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
+    services.pools.put(ADMIN, "research", PoolRequest(kind="on-demand"))
     node_id = agents.hello(NODE, hello(pool="research")).node
     placed(services)
     agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, unavailable=("FAKE-H100-7",)))
-    (pool,) = operating.view_pools(services)
+    (pool,) = services.nodes.view_pools()
     assert pool == PoolView(
         name="research",
         kind="on-demand",
@@ -68,24 +67,24 @@ def test_a_pool_counts_what_there_is_and_what_is_free(services: Services, agents
 
 def test_a_run_that_names_no_pool_waits_for_every_on_demand_pool(services: Services, agents: Agents) -> None:
     agents.hello(NODE, hello())
-    dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="reserved"))
+    services.pools.put(ADMIN, "research", PoolRequest(kind="reserved"))
     submit(services, 64)
-    assert [(pool.name, pool.queued) for pool in operating.view_pools(services)] == [("default", 1), ("research", 0)]
+    assert [(pool.name, pool.queued) for pool in services.nodes.view_pools()] == [("default", 1), ("research", 0)]
 
 
 def test_a_pool_is_made_changed_and_given_nodes_and_that_is_written_down(services: Services, agents: Agents) -> None:
     agents.hello(NODE, hello())
-    view = dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="reserved", nodes=("n1",)))
+    view = services.pools.put(ADMIN, "research", PoolRequest(kind="reserved", nodes=("n1",)))
     assert (view.kind, view.nodes) == ("reserved", ("n1",))
     run_id = submit(services)
-    Scheduler(services).tick(services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
     sentence = "every node is in a reserved pool, which has to be named: research"
     assert services.sentences.of(run_id).startswith(f"{sentence}; it waits for a node that could, until ")
-    view = dividing.put_pool(services, ADMIN, "research", PoolRequest())
+    view = services.pools.put(ADMIN, "research", PoolRequest())
     assert (view.kind, view.nodes) == ("reserved", ("n1",))  # what is not said stays as it is
-    view = dividing.put_pool(services, ADMIN, "research", PoolRequest(kind="on-demand"))
+    view = services.pools.put(ADMIN, "research", PoolRequest(kind="on-demand"))
     assert view.kind == "on-demand"
-    Scheduler(services).tick(services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.STARTING
     _, *written = services.database.read(audit.entries)
     said = [(entry.action, entry.subject, entry.principal) for entry in written]
@@ -105,8 +104,8 @@ def test_a_pool_that_cannot_be_is_refused_and_nothing_of_it_is_there(
     services: Services, agents: Agents, name: str, asked: PoolRequest, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        dividing.put_pool(services, ADMIN, name, asked)
-    assert operating.view_pools(services) == []
+        services.pools.put(ADMIN, name, asked)
+    assert services.nodes.view_pools() == []
 
 
 def test_F22_a_node_that_an_operator_knows_to_be_dead_is_given_up_at_once_and_that_is_written_down(
@@ -115,23 +114,23 @@ def test_F22_a_node_that_an_operator_knows_to_be_dead_is_given_up_at_once_and_th
     agents.hello(NODE, hello())
     run_id = placed(services)
     with pytest.raises(InvalidValue, match="would run twice"):
-        operating.forget(services, ADMIN, "n1", known_dead=False)
-    view = operating.forget(services, ADMIN, "n1", known_dead=True)
+        services.nodes.forget(ADMIN, "n1", known_dead=False)
+    view = services.nodes.forget(ADMIN, "n1", known_dead=True)
     assert (view.state, view.sentence) == ("GONE", golden("server.operating.given-up-root"))
     run = find(services, run_id)
     assert (run.state, run.reason) == (State.LOST, Reason.NODE_GONE)
-    assert operating.view_nodes(services) == []
+    assert services.nodes.view_nodes() == []
     joined, entry = services.database.read(audit.entries)
     assert (joined.action, joined.principal) == ("node.join", "node")
     assert (entry.action, entry.detail) == ("node.forget", {"name": "n1", "runs": [run_id]})
     with pytest.raises(NotFound):
-        operating.forget(services, ADMIN, "n1", known_dead=True)
+        services.nodes.forget(ADMIN, "n1", known_dead=True)
 
 
 def test_a_forgotten_node_that_comes_back_is_a_node_again(services: Services, agents: Agents) -> None:
     node_id = agents.hello(NODE, hello()).node
-    operating.forget(services, ADMIN, node_id, known_dead=True)
+    services.nodes.forget(ADMIN, node_id, known_dead=True)
     with pytest.raises(NotFound):
         agents.heartbeat(NODE, node_id, Heartbeat(devices=H100))
     assert agents.hello(NODE, hello()).node == node_id
-    assert operating.view_nodes(services)[0].state == "UP"
+    assert services.nodes.view_nodes()[0].state == "UP"

@@ -11,13 +11,13 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated.simulated_agents import SimulatedWork
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import attempts, endings, identity, reporting
+from serverless_gpu.server import attempts, endings, identity
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.identity import NewToken
-from serverless_gpu.server.retention import FIRST_S, Retention
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.retention import FIRST_S
 from serverless_gpu.server.steady import SETTLING_S, SteadyClock
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report
@@ -40,7 +40,7 @@ def test_F30_a_node_whose_clock_is_an_hour_off_cannot_say_that_user_code_began_b
     fence = place(database, run_id)
     who = Caller(kind="attempt", attempt=(run_id, fence, 0))
     said = Report(state=State.RUNNING, exec_ns=said_ns)
-    reporting.report(services, who, run_id=run_id, fence=fence, said=said)
+    services.reports.receive(who, run_id=run_id, fence=fence, said=said)
     assert stored(database, run_id).started_ns == taken_ns
 
 
@@ -110,7 +110,7 @@ def test_F39_tokens_are_judged_and_runs_kept_as_if_the_clock_had_not_jumped(worl
     assert admission.authenticate(good).name == "alice"
     with pytest.raises(NotAuthenticated):
         admission.authenticate(ended)
-    retention = Retention(services)
+    retention = make_retention(services)
     world.clock.advance(FIRST_S)
     retention.tick(services.clock.boottime_ns())
     assert world.run(run_id).finished

@@ -9,11 +9,10 @@ import pytest
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.server import audit, draining
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import audit
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.state import DrainRequest, DrainView
@@ -31,7 +30,7 @@ ROOT = Caller(name="root", role="admin", token_id="t")
 @pytest.fixture
 def node_id(services: Services) -> str:
     add_people(services.database, "node", "alice", "root")  # type: ignore[arg-type] # the fixture's is a Database
-    return Agents(services).hello(NODE, hello()).node
+    return services.agents.hello(NODE, hello()).node
 
 
 def tick(services: Services, scheduler: Scheduler) -> None:
@@ -41,24 +40,24 @@ def tick(services: Services, scheduler: Scheduler) -> None:
 def test_what_runs_goes_on_what_waits_is_told_and_started_afterwards(
     services: Services, node_id: str, clock: FakeClock
 ) -> None:
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     going = submit(services, 1)
     tick(services, scheduler)
     since_ns = clock.wall_ns()
-    view = draining.put(services, ROOT, DrainRequest(on=True, note="new driver"))
+    view = services.drain.put(ROOT, DrainRequest(on=True, note="new driver"))
     assert view == DrainView(on=True, by="root", since_ns=since_ns, note="new driver", going=1, waiting=0)
     waiting = submit(services, 1)
     for _ in range(2):  # the second one knows what it wants already
         tick(services, scheduler)
         assert (find(services, going).state, find(services, waiting).state) == (State.STARTING, State.QUEUED)
-    tick(services, Scheduler(services))  # of the next server
+    tick(services, make_scheduler(services))  # of the next server
     assert find(services, waiting).state is State.QUEUED
     assert services.sentences.of(waiting) == golden(
         "server.draining.server-starts-nothing", format_clock=format_clock(since_ns)
     )
-    again = draining.put(services, Caller(name="alice", role="operator"), DrainRequest(on=True, note="me too"))
+    again = services.drain.put(Caller(name="alice", role="operator"), DrainRequest(on=True, note="me too"))
     assert (again.by, again.note) == ("root", "new driver")
-    assert draining.put(services, ROOT, DrainRequest(on=False)) == DrainView(on=False, going=1, waiting=1)
+    assert services.drain.put(ROOT, DrainRequest(on=False)) == DrainView(on=False, going=1, waiting=1)
     tick(services, scheduler)
     assert find(services, waiting).state is State.STARTING
     found = [entry.action for entry in services.database.read(audit.entries) if entry.action.startswith("server.")]
@@ -68,9 +67,9 @@ def test_what_runs_goes_on_what_waits_is_told_and_started_afterwards(
 def test_a_placement_that_was_decided_before_is_not_written_after(
     services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     run_id = submit(services, 1)
-    before_next_write(monkeypatch, services.database, lambda: draining.put(services, ROOT, DrainRequest(on=True)))
+    before_next_write(monkeypatch, services.database, lambda: services.drain.put(ROOT, DrainRequest(on=True)))
     tick(services, scheduler)
     assert find(services, run_id).state is State.QUEUED
 
@@ -78,7 +77,7 @@ def test_a_placement_that_was_decided_before_is_not_written_after(
 @pytest.mark.parametrize("note", ["x" * 257, "a\nb", "a\x1b[2J"])
 def test_a_note_is_one_line(services: Services, note: str) -> None:
     with pytest.raises(InvalidValue, match="printable"):
-        draining.put(services, ROOT, DrainRequest(on=True, note=note))
+        services.drain.put(ROOT, DrainRequest(on=True, note=note))
 
 
 def test_operators_drain_and_members_see_that_they_do(tmp_path: Path) -> None:

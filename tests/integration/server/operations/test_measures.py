@@ -13,11 +13,11 @@ from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import EnvironmentRejected, NotFound, ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, GivenUp, UserCodeStarted
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.loops import Loop
 from serverless_gpu.server.measured_store import MeasuredStore
 from serverless_gpu.server.measures import Measures
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.measures import value
@@ -81,9 +81,9 @@ def test_what_becomes_of_runs_is_counted(services: Services) -> None:
         gone: GivenUp(reason=Reason.NODE_GONE),
     }
     for run_id, ending in endings.items():
-        tell(database, run_id, UserCodeStarted()).announce(services)
+        services.announcer.announce(tell(database, run_id, UserCodeStarted()))
         told = tell(database, run_id, ending)
-        told.announce(services)
+        services.announcer.announce(told)
     assert value(services.measures, "sgpu_runs_ended_total", reason="completed") == 1
     assert value(services.measures, "sgpu_runs_ended_total", reason="node_gone") == 1
     assert value(services.measures, "sgpu_attempts_given_up_total", reason="node_gone") == 1

@@ -13,11 +13,10 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import sampling
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.composition import Services, make_sampling
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Measures
 from serverless_gpu.server.sampling import Sampling
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
@@ -84,7 +83,7 @@ def test_what_happens_is_in_the_figures_and_who_did_it_is_not(server: Served) ->
 
 @pytest.fixture
 def watched(services: Services) -> Iterator[Services]:
-    services.measures.watch(Sampling(services))
+    services.measures.watch(make_sampling(services))
     yield services
 
 
@@ -96,7 +95,7 @@ def test_a_sample_counts_what_is_alive(watched: Services, clock: FakeClock) -> N
     services = watched
     assert isinstance(services.database, Database)
     add_people(services.database, "node", "alice")
-    there = Agents(services).hello(NODE, hello(unavailable=(H100[7].uuid,)))
+    there = services.agents.hello(NODE, hello(unavailable=(H100[7].uuid,)))
     queued = clock.wall_ns() - 60_000_000_000
     placed, *_ = (add_run(services.database, at_ns=queued) for _ in range(3))
     services.leases.renew((placed, 1, 0), now_ns=clock.boottime_ns())
@@ -113,12 +112,12 @@ def test_a_sample_counts_what_is_alive(watched: Services, clock: FakeClock) -> N
     assert value(services.measures, "sgpu_orders_unacknowledged") == 1
     for state, number in {"leased": 2, "unavailable": 1, "free": len(H100) - 3, "away": 0}.items():
         assert value(services.measures, "sgpu_devices", type="H100", state=state) == number, state
-    Agents(services).hello(NODE, hello(unavailable=(H100[7].uuid,), draining="a process does not end"))
+    services.agents.hello(NODE, hello(unavailable=(H100[7].uuid,), draining="a process does not end"))
     clock.advance(10)
     asyncio.run(services.measures.refresh())
     assert value(services.measures, "sgpu_nodes", state="DRAINING") == 1
     assert value(services.measures, "sgpu_nodes", state="UP") == 0
-    Agents(services).hello(NODE, hello(unavailable=(H100[7].uuid,), degraded="NVML did not answer in 5 s"))
+    services.agents.hello(NODE, hello(unavailable=(H100[7].uuid,), degraded="NVML did not answer in 5 s"))
     clock.advance(10)
     asyncio.run(services.measures.refresh())
     assert value(services.measures, "sgpu_nodes", state="DEGRADED") == 1
@@ -142,8 +141,8 @@ def test_a_database_that_hangs_costs_a_scrape_its_bound_and_no_more(
     go = threading.Event()
     measures = Measures()
     monkeypatch.setattr(sampling, "BOUND_S", 0.05)
-    monkeypatch.setattr(sampling, "look", lambda _services: go.wait(60))
-    measures.watch(Sampling(watched))
+    monkeypatch.setattr(Sampling, "look", lambda _sampling: go.wait(60))
+    measures.watch(make_sampling(watched))
     asyncio.run(measures.refresh())
     assert b"sgpu_build_info" in measures.text() and b"sgpu_runs{" not in measures.text()
     go.set()

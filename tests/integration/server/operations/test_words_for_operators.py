@@ -26,10 +26,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import logfile, space
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.settings import unknown
 from serverless_gpu.server.tls import Certificate
 from serverless_gpu.wire.connection import Connection
@@ -211,9 +209,9 @@ def test_the_log_has_what_became_of_a_run(services: Services, caplog: pytest.Log
     caplog.set_level(logging.INFO, "serverless_gpu.server")
     handler = logfile.to_file(tmp_path / "server.log")
     add_people(services.database, "node", "alice")  # type: ignore[arg-type] # the fixture's is a Database
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
     run_id = submit(services)
-    Scheduler(services).tick(services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
     tell(services, run_id, StopAsked(StopReason.CANCEL))
     logfile.detach(handler)
     lines = [msgspec.json.decode(line) for line in (tmp_path / "server.log").read_bytes().splitlines()]

@@ -25,21 +25,14 @@ from serverless_gpu.model.spec import Priority, Resources
 from serverless_gpu.server import (
     attaching,
     audit,
-    dividing,
-    estimating,
-    granting,
     references,
     runs,
-    submitting,
 )
-from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_planning, make_scheduler
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import SCHEDULER
-from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest, Start
 from serverless_gpu.wire.estimates import EstimateRequest
@@ -63,20 +56,20 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
     add_people(database, "alice", "bob", "root", "node")
     made = made_services(database, tmp_path, clock=clock)
     for team in ("search", "ads"):
-        granting.make_team(made, ROOT, team)
+        made.principals.make_team(ROOT, team)
     return made
 
 
 def put(services: Services, name: str, **said: Any) -> None:
-    attaching.put_policy(services, ROOT, name, UsagePolicy(**said))
+    services.policies.put(ROOT, name, UsagePolicy(**said))
 
 
 def attach(services: Services, name: str, kind: str, holder: str) -> None:
-    attaching.attach(services, ROOT, name, kind, holder)
+    services.policies.attach(ROOT, name, kind, holder)
 
 
 def stored(services: Services, who: Caller, **said: Any) -> StoredRun:
-    view = submitting.submit(services, who, request(**said))
+    view = services.submissions.submit(who, request(**said))
     run = services.database.read(lambda connection: runs.find(connection, view.id))
     assert run is not None
     return run
@@ -96,16 +89,16 @@ def test_every_change_is_written_down_and_what_changes_nothing_is_not(services: 
     assert services.hub.version(SCHEDULER) != bell
     for _ in range(2):
         attach(services, "llm", "user", "alice")
-    view = attaching.attach(services, ROOT, "llm", "team", "search")
+    view = services.policies.attach(ROOT, "llm", "team", "search")
     assert view.holders == (PolicySubject(kind="team", name="search"), PolicySubject(kind="user", name="alice"))
-    assert attaching.view_policy(services, ROOT, "llm") == view and view.gpu_types == ("H100",)
-    attaching.detach(services, ROOT, "llm", "team", "search")
+    assert services.policies.view(ROOT, "llm") == view and view.gpu_types == ("H100",)
+    services.policies.detach(ROOT, "llm", "team", "search")
     with pytest.raises(InvalidValue, match=re.escape(golden("server.attaching.llm-attached-user"))) as caught:
-        attaching.delete_policy(services, ROOT, "llm")
+        services.policies.delete(ROOT, "llm")
     assert caught.value.hint == golden("server.attaching.detach-first-sgpu")
-    attaching.detach(services, ROOT, "llm", "user", "alice")
-    assert attaching.delete_policy(services, ROOT, "llm").name == "llm"
-    assert attaching.view_policies(services, ROOT) == ()
+    services.policies.detach(ROOT, "llm", "user", "alice")
+    assert services.policies.delete(ROOT, "llm").name == "llm"
+    assert services.policies.view_all(ROOT) == ()
     assert written(services) == [
         ("policy.set", "llm", {"gpu_types": ["H100"], "max_run_s": 3.0, "priorities": ["NORMAL"]}),
         ("policy.attach", "llm", {"kind": "user", "name": "alice"}),
@@ -175,12 +168,12 @@ def test_a_policy_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=says):
         put(services, name, **said)
-    assert attaching.view_policies(services, ROOT) == () and written(services) == []
+    assert services.policies.view_all(ROOT) == () and written(services) == []
 
 
 def test_a_type_that_a_node_has_may_be_named_though_no_catalogue_has_it(services: Services) -> None:
     device = msgspec.structs.replace(hello().devices[0], type="ACME X1")
-    Agents(services).hello(NODE, hello(devices=(device,)))
+    services.agents.hello(NODE, hello(devices=(device,)))
     put(services, "acme", gpu_types=("ACME X1",))
 
 
@@ -190,13 +183,13 @@ def test_members_see_policies_and_of_those_they_are_attached_to_themselves_and_t
     for kind, holder in (("user", "alice"), ("user", "bob"), ("team", "search"), ("team", "ads")):
         attach(services, "llm", kind, holder)
     for who, seen in ((ROOT, 4), (ALICE, 3), (BOB, 1)):
-        assert [len(each.holders) for each in attaching.view_policies(services, who)] == [0, seen]
-        assert len(attaching.view_policy(services, who, "llm").holders) == seen
+        assert [len(each.holders) for each in services.policies.view_all(who)] == [0, seen]
+        assert len(services.policies.view(who, "llm").holders) == seen
     # What one's own runs can be under: what is attached, else what is attached to nobody.
     for who, mine in ((ROOT, ["free"]), (BOB, ["llm"])):
-        assert [each.name for each in attaching.view_policies(services, who, mine=True)] == mine
+        assert [each.name for each in services.policies.view_all(who, mine=True)] == mine
     with pytest.raises(NotFound, match="no policy 'none'"):
-        attaching.view_policy(services, ROOT, "none")
+        services.policies.view(ROOT, "none")
 
 
 # --- runs under them --------------------------------------------------------------------------------------------------
@@ -204,31 +197,31 @@ def test_members_see_policies_and_of_those_they_are_attached_to_themselves_and_t
 
 def test_a_run_goes_where_its_policy_says_unless_it_names_a_pool(services: Services) -> None:
     for name in ("slow", "fast"):
-        dividing.put_pool(services, ROOT, name, PoolRequest())
+        services.pools.put(ROOT, name, PoolRequest())
     put(services, "nightly", pool="slow")
     put(services, "plain")
     asked = request(policy="nightly")
-    view = submitting.submit(services, ALICE, asked)
+    view = services.submissions.submit(ALICE, asked)
     assert (view.pool, view.spec.pool, view.spec.policy) == ("slow", None, "nightly")
-    assert submitting.submit(services, ALICE, request(policy="nightly", pool="fast")).pool == "fast"
-    assert submitting.submit(services, ALICE, request(policy="plain")).pool == ""
+    assert services.submissions.submit(ALICE, request(policy="nightly", pool="fast")).pool == "fast"
+    assert services.submissions.submit(ALICE, request(policy="plain")).pool == ""
     put(services, "nightly", pool="fast")
-    again = submitting.submit(services, ALICE, asked)
+    again = services.submissions.submit(ALICE, asked)
     assert again.deduplicated and again.pool == "slow"
-    assert submitting.submit(services, ALICE, request(policy="nightly")).pool == "fast"
+    assert services.submissions.submit(ALICE, request(policy="nightly")).pool == "fast"
 
 
 def test_a_policy_that_is_not_there_is_refused_with_those_there_are(services: Services) -> None:
     with pytest.raises(InvalidValue, match=re.escape(golden("server.attaching.policy-nigthly"))) as caught:
-        submitting.submit(services, ALICE, request(policy="nigthly"))
+        services.submissions.submit(ALICE, request(policy="nigthly"))
     assert caught.value.hint == "policies: none"
     put(services, "nightly")
     with pytest.raises(InvalidValue) as caught:
-        submitting.submit(services, ALICE, request(policy="nigthly"))
+        services.submissions.submit(ALICE, request(policy="nigthly"))
     assert caught.value.hint == "policies: nightly"
-    attaching.delete_policy(services, ROOT, "nightly")
+    services.policies.delete(ROOT, "nightly")
     with pytest.raises(NotFound, match=re.escape(golden("server.attaching.policy"))):
-        attaching.delete_policy(services, ROOT, "nightly")
+        services.policies.delete(ROOT, "nightly")
 
 
 def test_what_is_written_down_is_the_run_as_it_is_under_its_policy(services: Services) -> None:
@@ -252,22 +245,22 @@ def test_what_is_written_down_is_the_run_as_it_is_under_its_policy(services: Ser
     assert stored(services, ALICE, team="ads").spec.policy is None
     assert stored(services, BOB).spec.policy is None
     with pytest.raises(PolicyViolation, match=re.escape(golden("server.attaching.llm-does-accept"))) as caught:
-        submitting.submit(services, ALICE, request(resources=Resources(gpus=8)))
+        services.submissions.submit(ALICE, request(resources=Resources(gpus=8)))
     assert caught.value.hint == golden("server.attaching.accepts-gpus-most")
 
 
 def test_the_same_request_is_the_same_run_whatever_its_policy_says_by_now(services: Services) -> None:
     asked = request(resources=Resources(gpus=8))
-    submitting.submit(services, BOB, asked)
+    services.submissions.submit(BOB, asked)
     put(services, "llm", gpus_per_run=4)
     attach(services, "llm", "user", "bob")
-    assert submitting.submit(services, BOB, asked).deduplicated
+    assert services.submissions.submit(BOB, asked).deduplicated
     with pytest.raises(PolicyViolation):
-        submitting.submit(services, BOB, request(resources=Resources(gpus=8)))
+        services.submissions.submit(BOB, request(resources=Resources(gpus=8)))
 
 
 def test_a_service_has_policies_as_users_have(services: Services) -> None:
-    granting.make_principal(services, ROOT, PrincipalRequest(name="ci", kind="service"))
+    services.principals.make(ROOT, PrincipalRequest(name="ci", kind="service"))
     put(services, "batch", default_tags={"by": "ci"})
     attach(services, "batch", "service", "ci")
     run = stored(services, Caller(name="ci", kind="service", role="member"))
@@ -279,12 +272,12 @@ def test_an_estimate_is_refused_as_the_run_would_be(services: Services) -> None:
     attach(services, "llm", "user", "bob")
     asked = EstimateRequest(spec=request(resources=Resources(gpus=8)).spec, target=LIVE)
     with pytest.raises(PolicyViolation, match="gpus=8"):
-        estimating.estimate(services, BOB, asked)
+        services.estimates.make(BOB, asked)
 
 
 def test_of_several_types_a_run_gets_one_that_its_pool_has(services: Services) -> None:
-    dividing.put_pool(services, ROOT, "gold", PoolRequest(kind="reserved"))
-    Agents(services).hello(NODE, hello())  # eight H100, in the on-demand pool
+    services.pools.put(ROOT, "gold", PoolRequest(kind="reserved"))
+    services.agents.hello(NODE, hello())  # eight H100, in the on-demand pool
     put(services, "p", gpu_types=("L4", "A100", "H100"))
     attach(services, "p", "user", "bob")
     assert stored(services, BOB).spec.resources.gpu_type == "H100"
@@ -313,10 +306,10 @@ def test_what_is_installed_is_as_in_a_named_environment_and_the_code_may_differ(
     assert stored(services, BOB, snapshot=own_code.address).snapshot == own_code.address
     monkeypatch.undo()
     with pytest.raises(PolicyViolation, match=golden("server.attaching.base-does-accept")) as caught:
-        submitting.submit(services, BOB, request(snapshot=more.address))
+        services.submissions.submit(BOB, request(snapshot=more.address))
     assert caught.value.hint == golden("server.attaching.accepts-installed-your", address=base.address[:12])
     with pytest.raises(PolicyViolation, match=re.escape(golden("server.attaching.import-lie"))):
-        submitting.submit(services, BOB, request())
+        services.submissions.submit(BOB, request())
     # It stays in the store for as long as a policy names it.
     late_ns = services.clock.wall_ns() * 2
     in_use = services.database.read(lambda connection: references.snapshots_in_use(connection, since_ns=late_ns))
@@ -324,7 +317,7 @@ def test_what_is_installed_is_as_in_a_named_environment_and_the_code_may_differ(
     services.environments.delete([f"snapshots/{base.address}"])
     services.environments._packages.clear()
     with pytest.raises(PolicyViolation, match=re.escape(golden("server.attaching.none-them-store"))):
-        submitting.submit(services, BOB, request(snapshot=own_code.address))
+        services.submissions.submit(BOB, request(snapshot=own_code.address))
 
 
 # --- at once ----------------------------------------------------------------------------------------------------------
@@ -337,10 +330,10 @@ def states(services: Services, ids: list[str]) -> list[State]:
 
 
 def test_what_is_over_a_cap_waits_beside_the_line_and_is_told_why(services: Services, clock: FakeClock) -> None:
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
     put(services, "p", gpus_at_once=4)
     attach(services, "p", "user", "bob")
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     ids = []
     for gpus in (2, 2, 2):
         ids.append(stored(services, BOB, resources=Resources(gpus=gpus, gpu_type="H100")).id)
@@ -353,7 +346,7 @@ def test_what_is_over_a_cap_waits_beside_the_line_and_is_told_why(services: Serv
     assert wait is not None and wait.reason is WaitReason.HELD
     assert services.sentences.told(ids[2]).sentence == golden("server.attaching.usage-policy-allows")
     asked = EstimateRequest(spec=request(resources=Resources(gpus=2, gpu_type="H100")).spec, target=LIVE)
-    assert estimating.estimate(services, BOB, asked).basis == services.sentences.told(ids[2]).sentence
+    assert services.estimates.make(BOB, asked).basis == services.sentences.told(ids[2]).sentence
     # More is allowed: the bell rings, and it starts.
     put(services, "p", gpus_at_once=6)
     scheduler.tick(clock.boottime_ns())
@@ -365,11 +358,11 @@ def test_two_that_want_different_devices_are_not_both_placed_where_there_is_room
 ) -> None:
     devices = hello().devices
     other = tuple(msgspec.structs.replace(one, type="A10", uuid=f"A{one.index}") for one in devices)
-    Agents(services).hello(NODE, hello(devices=(*devices, *other)))
+    services.agents.hello(NODE, hello(devices=(*devices, *other)))
     put(services, "p", gpus_at_once=4)
     attach(services, "p", "user", "bob")
     ids = [stored(services, BOB, resources=Resources(gpus=4, gpu_type=kind)).id for kind in ("H100", "A10")]
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     scheduler.tick(clock.boottime_ns())
     assert sorted(states(services, ids)) == [State.QUEUED, State.STARTING]
     scheduler.tick(clock.boottime_ns())
@@ -377,11 +370,11 @@ def test_two_that_want_different_devices_are_not_both_placed_where_there_is_room
 
 
 def test_what_was_decided_and_is_not_written_yet_counts(services: Services, clock: FakeClock) -> None:
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
     put(services, "p", gpus_at_once=4, priorities=tuple(Priority))
     attach(services, "p", "user", "bob")
     first = stored(services, BOB, priority=Priority.NORMAL, resources=Resources(gpus=4, gpu_type="H100"))
-    planning = Planning(services)
+    planning = make_planning(services)
     planning.tell(planning.read())
     assert [one.run_id for one in planning.decide().placements] == [first.id]
     urgent = stored(services, BOB, priority=Priority.CRITICAL, resources=Resources(gpus=4, gpu_type="H100"))
@@ -390,13 +383,13 @@ def test_what_was_decided_and_is_not_written_yet_counts(services: Services, cloc
 
 
 def test_a_node_that_knows_no_longest_run_is_told_a_timeout(services: Services, clock: FakeClock) -> None:
-    agents = Agents(services)
+    agents = services.agents
     put(services, "p", max_run_s=3.0)
     attach(services, "p", "user", "bob")
     for takes, timeout_s in (((), 3.0), (("max_run",), None)):
         node = agents.hello(NODE, hello(takes=takes)).node
         run = stored(services, BOB, resources=Resources(gpus=1, gpu_type="H100"))
-        Scheduler(services).tick(clock.boottime_ns())
+        make_scheduler(services).tick(clock.boottime_ns())
         (order,) = [one for one in agents.waiting(NODE, node) if isinstance(one, Start) and one.run_id == run.id]
         assert (order.spec.timeout_s, order.spec.max_run_s) == (timeout_s, 3.0)
 
@@ -434,7 +427,7 @@ def test_22D7_a_policy_names_no_team_that_is_not_there(services: Services) -> No
 
 
 def test_22D3_a_mandatory_policy_applies_beside_the_one_that_a_run_names(services: Services, clock: FakeClock) -> None:
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
     put(services, "loose", gpus_per_run=8)
     put(services, "free", default_tags={"a": "b"})
     put(services, "house", mandatory=True, gpus_per_run=4, max_run_s=60.0, required_tags={"cost": ()})
@@ -443,13 +436,13 @@ def test_22D3_a_mandatory_policy_applies_beside_the_one_that_a_run_names(service
     eight = Resources(gpus=8, gpu_type="H100")
     for named in (None, "loose", "house"):  # also a run for no team: it is in that team
         with pytest.raises(PolicyViolation, match=golden("server.attaching.usage-policy-house")):
-            submitting.submit(services, ALICE, request(policy=named, resources=eight))
+            services.submissions.submit(ALICE, request(policy=named, resources=eight))
     one: dict[str, Any] = {"tags": {"cost": "1"}, "resources": Resources(gpus=1, gpu_type="H100")}
     run = stored(services, ALICE, **one)
     assert (run.spec.policy, run.spec.policies, run.spec.max_run_s) == ("loose", ("house",), 60.0)
     other = stored(services, ALICE, team="search", resources=eight)
     assert (other.spec.policy, other.spec.policies) == ("loose", ())
-    attaching.detach(services, ROOT, "loose", "user", "alice")
+    services.policies.detach(ROOT, "loose", "user", "alice")
     only = stored(services, ALICE, team="ads", **one)
     assert (only.spec.policy, only.spec.policies) == ("house", ())
     chosen = stored(services, ALICE, policy="free", team="ads", **one)
@@ -457,7 +450,7 @@ def test_22D3_a_mandatory_policy_applies_beside_the_one_that_a_run_names(service
 
 
 def test_22D3_the_cap_of_a_mandatory_policy_holds_whatever_else_runs_name(services: Services, clock: FakeClock) -> None:
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
     put(services, "house", mandatory=True, gpus_at_once=4)
     attach(services, "house", "user", "bob")
     for name in ("x", "y"):
@@ -465,7 +458,7 @@ def test_22D3_the_cap_of_a_mandatory_policy_holds_whatever_else_runs_name(servic
         attach(services, name, "user", "bob")
     four = Resources(gpus=4, gpu_type="H100")
     ids = [stored(services, BOB, policy=name, resources=four).id for name in ("x", "y")]
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     for _ in range(2):
         scheduler.tick(clock.boottime_ns())
         assert sorted(states(services, ids)) == [State.QUEUED, State.STARTING]
@@ -495,7 +488,7 @@ def test_22D4_critical_is_granted_by_role_or_by_an_attached_policy(services: Ser
     put(services, "urgent", priorities=tuple(Priority))
     for who, named in ((BOB, None), (ALICE, "urgent")):  # attached to nobody, a policy grants nothing
         with pytest.raises(PolicyViolation, match=golden("server.attaching.priority-critical-granted")):
-            submitting.submit(services, who, request(policy=named, priority=Priority.CRITICAL))
+            services.submissions.submit(who, request(policy=named, priority=Priority.CRITICAL))
         assert stored(services, who, policy=named, priority=Priority.BEST_EFFORT).priority == 2
     assert stored(services, operator, priority=Priority.CRITICAL).priority == 0
     attach(services, "urgent", "user", "bob")

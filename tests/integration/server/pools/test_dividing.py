@@ -13,15 +13,13 @@ from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.scheduling.values import Reservation, TeamUse, Wait, WaitReason
 from serverless_gpu.model.spec import Priority, Resources
-from serverless_gpu.server import attaching, audit, dividing, granting, queue_views, submitting
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import audit, queue_views
 from serverless_gpu.server.api.queue import QueueQuery
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import SCHEDULER
-from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.sentences import Told
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import StoredShare
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
@@ -39,7 +37,7 @@ ROOT = Caller(name="root", role="admin", token_id="t")
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
     add_people(database, "alice", "bob", "root")
     made = made_services(database, tmp_path, clock=clock)
-    granting.make_team(made, ROOT, "search")
+    made.principals.make_team(ROOT, "search")
     return made
 
 
@@ -49,16 +47,16 @@ def written(services: Services) -> list[tuple[str, str, dict[str, object]]]:
 
 
 def test_a_reserved_pool_lends_and_what_is_not_said_stays(services: Services) -> None:
-    view = dividing.put_pool(services, ROOT, "research", PoolRequest(kind="reserved", lends=True, return_s=60.0))
+    view = services.pools.put(ROOT, "research", PoolRequest(kind="reserved", lends=True, return_s=60.0))
     assert (view.kind, view.lends, view.return_s) == ("reserved", True, 60.0)
-    view = dividing.put_pool(services, ROOT, "research", PoolRequest(return_s=90.0))
+    view = services.pools.put(ROOT, "research", PoolRequest(return_s=90.0))
     assert (view.kind, view.lends, view.return_s) == ("reserved", True, 90.0)
     with pytest.raises(InvalidValue, match=re.escape(golden("server.dividing.demand-cannot-lend"))) as caught:
-        dividing.put_pool(services, ROOT, "research", PoolRequest(kind="on-demand", lends=True))
+        services.pools.put(ROOT, "research", PoolRequest(kind="on-demand", lends=True))
     assert "--reserved --lend" in caught.value.hint
-    view = dividing.put_pool(services, ROOT, "research", PoolRequest(kind="on-demand"))
+    view = services.pools.put(ROOT, "research", PoolRequest(kind="on-demand"))
     assert (view.kind, view.lends) == ("on-demand", False)
-    view = dividing.put_pool(services, ROOT, "research", PoolRequest(kind="reserved"))
+    view = services.pools.put(ROOT, "research", PoolRequest(kind="reserved"))
     assert not view.lends  # it lent once, long ago
     lent = {"kind": "reserved", "nodes": [], "lends": True}
     assert [detail for *_, detail in written(services)] == [
@@ -72,24 +70,22 @@ def test_a_reserved_pool_lends_and_what_is_not_said_stays(services: Services) ->
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 8 * 86_400.0])
 def test_a_time_in_which_nothing_is_back_is_refused(services: Services, seconds: float) -> None:
     with pytest.raises(InvalidValue, match="cannot be back"):
-        dividing.put_pool(services, ROOT, "research", PoolRequest(kind="reserved", return_s=seconds))
+        services.pools.put(ROOT, "research", PoolRequest(kind="reserved", return_s=seconds))
 
 
 def test_a_share_is_set_for_who_is_there_and_the_scheduler_is_woken(services: Services) -> None:
     bell = services.hub.version(SCHEDULER)
-    assert dividing.put_share(services, ROOT, "team", "search", 70.0) == ShareView(
-        kind="team", name="search", weight=70.0
-    )
+    assert services.pools.put_share(ROOT, "team", "search", 70.0) == ShareView(kind="team", name="search", weight=70.0)
     assert services.hub.version(SCHEDULER) != bell
-    dividing.put_share(services, ROOT, "user", "alice", 0.5)
-    assert dividing.remove_share(services, ROOT, "user", "alice").weight == 1.0
+    services.pools.put_share(ROOT, "user", "alice", 0.5)
+    assert services.pools.remove_share(ROOT, "user", "alice").weight == 1.0
     assert written(services) == [
         ("share.set", "team search", {"weight": 70.0}),
         ("share.set", "user alice", {"weight": 0.5}),
         ("share.remove", "user alice", {}),
     ]
     with pytest.raises(NotFound, match=re.escape(golden("server.dividing.share-set-user"))):
-        dividing.remove_share(services, ROOT, "user", "alice")
+        services.pools.remove_share(ROOT, "user", "alice")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +103,7 @@ def test_a_share_that_cannot_be_is_refused(
     services: Services, kind: str, name: str, weight: float, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        dividing.put_share(services, ROOT, kind, name, weight)
+        services.pools.put_share(ROOT, kind, name, weight)
     assert written(services) == []
 
 
@@ -131,24 +127,24 @@ def test_22D1_shares_say_what_is_due_what_was_used_and_what_counts() -> None:
 
 
 def test_members_see_their_own_shares_and_those_of_their_teams(services: Services) -> None:
-    granting.make_team(services, ROOT, "ads")
+    services.principals.make_team(ROOT, "ads")
     for kind, name in (("team", "search"), ("team", "ads"), ("user", "alice"), ("user", "bob")):
-        dividing.put_share(services, ROOT, kind, name, 2.0)
+        services.pools.put_share(ROOT, kind, name, 2.0)
 
     def seen(who: Caller, reach: str) -> list[str]:
-        return [each.name for each in queue_views.view_shares(services, who, reach).shares]
+        return [each.name for each in services.queue_views.view_shares(who, reach).shares]
 
     assert seen(ROOT, "all") == ["ads", "search", "alice", "bob"]
     assert seen(ALICE, "team") == ["search", "alice"]
     assert seen(BOB, "team") == ["bob"]
-    assert queue_views.view_shares(services, BOB, "team").half_life_s == services.settings.queue.half_life_s
+    assert services.queue_views.view_shares(BOB, "team").half_life_s == services.settings.queue.half_life_s
 
 
 def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attaching.put_policy(services, ROOT, "urgent", UsagePolicy(priorities=(Priority.NORMAL, Priority.CRITICAL)))
-    attaching.attach(services, ROOT, "urgent", "user", "alice")
+    services.policies.put(ROOT, "urgent", UsagePolicy(priorities=(Priority.NORMAL, Priority.CRITICAL)))
+    services.policies.attach(ROOT, "urgent", "user", "alice")
     asked = (
         (ALICE, request(name="fit", team="search", resources=Resources(gpus=8, gpu_type="H100"))),
         (ALICE, request(name="now", priority=Priority.CRITICAL)),
@@ -156,12 +152,12 @@ def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
     )
     made: list[str] = []
     for who, one in asked:
-        made.append(submitting.submit(services, who, one).id)
+        made.append(services.submissions.submit(who, one).id)
         services.clock.advance(1)  # type: ignore[attr-defined] # a FakeClock
     first, urgent, theirs = made
 
     def look(who: Caller, reach: str, *, limit: int = 50, mine: bool = False) -> list[tuple[object, ...]]:
-        view = queue_views.view_queue(services, who, reach, limit=limit, mine=mine)
+        view = services.queue_views.view(who, reach, limit=limit, mine=mine)
         assert view.waiting == 3
         return [(each.run, each.name, each.owner, each.gpus, each.sentence) for each in view.entries]
 
@@ -179,7 +175,7 @@ def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
     monkeypatch.setattr(services.sentences, "order", lambda limit: (theirs,))
     monkeypatch.setattr(services.sentences, "glance", lambda run_id: Told(sentence=f"told {run_id}", wait=wait))
     monkeypatch.setattr(services.sentences, "reservations", lambda: (kept, late))
-    seen = queue_views.view_queue(services, BOB, "team", limit=50, mine=False).entries
+    seen = services.queue_views.view(BOB, "team", limit=50, mine=False).entries
     assert [(each.owner, each.place, each.reserved_ns, each.is_bound) for each in seen] == [
         ("bob", 1, soon_ns, True),
         ("alice", 0, None, False),
@@ -193,36 +189,36 @@ def test_the_queue_names_what_somebody_may_see_and_whose_the_rest_is(
 def test_F82_what_is_found_to_be_never_possible_is_listed_last(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    never, next_one = (submitting.submit(services, ALICE, request(name=name)).id for name in ("never", "next"))
+    never, next_one = (services.submissions.submit(ALICE, request(name=name)).id for name in ("never", "next"))
     waits = {
         never: Wait(run_id=never, reason=WaitReason.UNSATISFIABLE, words="no node has A10"),
         next_one: Wait(run_id=next_one, reason=WaitReason.CAPACITY, place=1),
     }
     monkeypatch.setattr(services.sentences, "order", lambda limit: (never, next_one))
     monkeypatch.setattr(services.sentences, "glance", lambda run_id: Told(sentence="told", wait=waits[run_id]))
-    seen = queue_views.view_queue(services, ROOT, "all", limit=50, mine=False).entries
+    seen = services.queue_views.view(ROOT, "all", limit=50, mine=False).entries
     assert [(each.run, each.place) for each in seen] == [(next_one, 1), (never, 0)]
 
 
 def test_the_queue_is_in_the_order_of_the_shares_and_use_is_what_was_used(services: Services, clock: FakeClock) -> None:
-    agents, scheduler = Agents(services), Scheduler(services)
+    agents, scheduler = services.agents, make_scheduler(services)
     add_people(services.database, "node")  # type: ignore[arg-type] # the fixture's is a Database
     agents.hello(NODE, hello())
-    dividing.put_share(services, ROOT, "team", "search", 70.0)
+    services.pools.put_share(ROOT, "team", "search", 70.0)
     whole = Resources(gpus=8, gpu_type="H100")
     asked = request(name="going", team="search", resources=whole)
-    submitting.submit(services, ALICE, asked)
+    services.submissions.submit(ALICE, asked)
     scheduler.tick(services.clock.boottime_ns())
     clock.advance(600)
     agents.hello(NODE, hello())
     more = [request(team="search", resources=whole), request(resources=whole)]
     for who, one in zip((ALICE, BOB), more, strict=True):
-        submitting.submit(services, who, one)
+        services.submissions.submit(who, one)
     scheduler.tick(services.clock.boottime_ns())
-    view = queue_views.view_queue(services, ROOT, "all", limit=50, mine=False)
+    view = services.queue_views.view(ROOT, "all", limit=50, mine=False)
     assert [(each.owner, each.place) for each in view.entries] == [("bob", 1), ("alice", 2)]
     assert "alice/going holds 8" in view.entries[0].sentence
-    (share,) = queue_views.view_shares(services, ROOT, "all").shares
+    (share,) = services.queue_views.view_shares(ROOT, "all").shares
     assert (share.name, share.weight, share.part) == ("search", 70.0, 1.0)
     assert share.used_gpu_s == pytest.approx(8 * 600, rel=0.2)
 

@@ -12,10 +12,9 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.server import reporting
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
 from tests.support.golden import golden
@@ -46,7 +45,7 @@ def run_id(services: Services, database: Database) -> str:
 
 def say(services: Services, run_id: str, state: State, **said: Any) -> None:
     who = Caller(kind="attempt", attempt=(run_id, 1, 0))
-    reporting.report(services, who, run_id=run_id, fence=1, said=Report(state=state, **said))
+    services.reports.receive(who, run_id=run_id, fence=1, said=Report(state=state, **said))
 
 
 def test_it_has_completed_with_the_result_of_its_driver(services: Services, database: Database, run_id: str) -> None:

@@ -10,10 +10,10 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server import audit, facts, files, past_runs, retention, tables, transitions
+from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.retention import EVERY_S, FIRST_S, Retention
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from tests.support.server.charged import charge_all
 from tests.support.server.made import made_services
@@ -38,7 +38,7 @@ def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
 @pytest.fixture
 def looking(services: Services, clock: FakeClock) -> Retention:
     """Return a retention whose first look is due."""
-    made = Retention(services)
+    made = make_retention(services)
     clock.advance(FIRST_S)
     return made
 
@@ -140,7 +140,7 @@ def test_a_tick_does_so_much_and_the_next_one_goes_on(
 
 
 def test_nothing_is_removed_before_it_is_time(services: Services, database: Database, clock: FakeClock) -> None:
-    made = Retention(services)
+    made = make_retention(services)
     run_id = add_ended(services, database, days_ago=31)
     due_ns = made.tick(clock.boottime_ns())
     assert due_ns == clock.boottime_ns() + round(FIRST_S * 1e9)

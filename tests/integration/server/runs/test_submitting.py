@@ -27,9 +27,9 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import BlobReference, Command, Function, Kernel, Resources, RunSpec
 from serverless_gpu.server import audit, pools, runs, submitting, tables
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import SCHEDULER
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from serverless_gpu.wire.runs import RunRequest
@@ -49,7 +49,7 @@ def services(database: Database, tmp_path: Path) -> Services:
 def test_an_accepted_run_is_written_once_with_its_event_and_who_asked(services: Services, database: Database) -> None:
     bell = services.hub.version(SCHEDULER)
     asked = request(name="fit", team="search", tags={"a": "b"})
-    view = submitting.submit(services, ALICE, asked)
+    view = services.submissions.submit(ALICE, asked)
     assert (view.id, view.state, view.owner, view.team, view.name) == (asked.id, State.QUEUED, "alice", "search", "fit")
     assert not view.deduplicated and not view.finished
     assert view.spec == msgspec.structs.replace(asked.spec, max_run_s=MAX_RUN_S)
@@ -61,7 +61,7 @@ def test_an_accepted_run_is_written_once_with_its_event_and_who_asked(services: 
 
 def test_what_the_caller_s_variables_are_cannot_be_read_in_the_database(services: Services, database: Database) -> None:
     asked = request()
-    submitting.submit(services, ALICE, asked)
+    services.submissions.submit(ALICE, asked)
     assert "s3cret-value" not in repr(rows(database, tables.runs))
     payload = database.read(lambda connection: runs.payload(connection, asked.id))
     assert payload is not None and payload.call == b"call"
@@ -70,8 +70,8 @@ def test_what_the_caller_s_variables_are_cannot_be_read_in_the_database(services
 
 def test_the_same_request_again_is_the_same_run(services: Services, database: Database) -> None:
     asked = request()
-    submitting.submit(services, ALICE, asked)
-    again = submitting.submit(services, ALICE, msgspec.json.decode(msgspec.json.encode(asked), type=RunRequest))
+    services.submissions.submit(ALICE, asked)
+    again = services.submissions.submit(ALICE, msgspec.json.decode(msgspec.json.encode(asked), type=RunRequest))
     assert again.deduplicated and again.id == asked.id
     assert len(rows(database, tables.runs)) == len(rows(database, tables.events)) == 1
 
@@ -90,9 +90,9 @@ def test_another_request_of_the_same_identifier_is_a_conflict(
     services: Services, database: Database, who: Caller, change: dict[str, Any]
 ) -> None:
     asked = request()
-    submitting.submit(services, ALICE, asked)
+    services.submissions.submit(ALICE, asked)
     with pytest.raises(IdempotencyConflict, match=asked.id):
-        submitting.submit(services, who, msgspec.structs.replace(asked, **change))
+        services.submissions.submit(who, msgspec.structs.replace(asked, **change))
     assert stored(database, asked.id).owner == "alice"
     assert len(rows(database, tables.audit)) == 1
 
@@ -103,7 +103,7 @@ def test_F60_fifty_at_once_are_one_run(services: Services, database: Database) -
 
     def ask(_: int) -> bool:
         together.wait(30)
-        return submitting.submit(services, ALICE, asked).deduplicated
+        return services.submissions.submit(ALICE, asked).deduplicated
 
     with ThreadPoolExecutor(50) as pool:
         assert sorted(pool.map(ask, range(50))) == [False] + [True] * 49
@@ -119,7 +119,7 @@ def test_F60_two_different_ones_at_once_are_one_run_and_one_conflict(services: S
     def ask(one: RunRequest) -> str:
         together.wait(30)
         try:
-            return submitting.submit(services, ALICE, one).state
+            return services.submissions.submit(ALICE, one).state
         except IdempotencyConflict as error:
             return error.code
 
@@ -130,18 +130,18 @@ def test_F60_two_different_ones_at_once_are_one_run_and_one_conflict(services: S
 
 def test_no_more_runs_of_one_owner_wait_than_may(services: Services) -> None:
     for _ in range(3):
-        submitting.submit(services, ALICE, request())
+        services.submissions.submit(ALICE, request())
     with pytest.raises(TooLarge, match=re.escape(golden("server.submitting.alice-runs-wait"))) as caught:
-        submitting.submit(services, ALICE, request())
+        services.submissions.submit(ALICE, request())
     assert "cancel some" in caught.value.hint
-    submitting.submit(services, BOB, request())
+    services.submissions.submit(BOB, request())
 
 
 def test_a_pool_has_to_be_there(services: Services, database: Database) -> None:
     with pytest.raises(InvalidValue, match=re.escape(golden("server.submitting.pool-big"))):
-        submitting.submit(services, ALICE, request(pool="big"))
+        services.submissions.submit(ALICE, request(pool="big"))
     database.write(lambda connection: pools.ensure(connection, "big", at_ns=1))
-    assert submitting.submit(services, ALICE, request(pool="big")).pool == "big"
+    assert services.submissions.submit(ALICE, request(pool="big")).pool == "big"
 
 
 def test_a_call_that_is_a_blob_has_to_be_there(services: Services) -> None:
@@ -149,13 +149,13 @@ def test_a_call_that_is_a_blob_has_to_be_there(services: Services) -> None:
     digest = blake3(data).hexdigest()
     asked = request(call=None, payload=Function(call=BlobReference(size=100, parts=(digest,))))
     with pytest.raises(NotFound, match=f"{digest[:12]}"):
-        submitting.submit(services, ALICE, asked)
+        services.submissions.submit(ALICE, asked)
     services.blobs.put(digest, data)
-    assert submitting.submit(services, ALICE, asked).state is State.QUEUED
+    assert services.submissions.submit(ALICE, asked).state is State.QUEUED
 
 
 def test_a_command_needs_no_call(services: Services) -> None:
-    view = submitting.submit(services, ALICE, request(call=None, payload=Command(argv=("python", "train.py"))))
+    view = services.submissions.submit(ALICE, request(call=None, payload=Command(argv=("python", "train.py"))))
     assert view.spec.payload == Command(argv=("python", "train.py"))
 
 
@@ -164,9 +164,9 @@ def test_a_captured_environment_runs_anywhere(services: Services) -> None:
     asked = request(snapshot=snapshot.address)
     asked = msgspec.structs.replace(asked, target=msgspec.structs.replace(LIVE, machine=""))
     with pytest.raises(EnvironmentMissing, match=snapshot.address[:12]):
-        submitting.submit(services, ALICE, asked)
+        services.submissions.submit(ALICE, asked)
     services.environments.put(f"snapshots/{snapshot.address}", encode(snapshot))
-    assert submitting.submit(services, ALICE, asked).snapshot == snapshot.address
+    assert services.submissions.submit(ALICE, asked).snapshot == snapshot.address
 
 
 REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str]] = {
@@ -240,5 +240,5 @@ def test_what_cannot_be_is_refused_by_name_and_nothing_is_written(name: str) -> 
 
 def test_submitting_checks_before_it_writes(services: Services, database: Database) -> None:
     with pytest.raises(InvalidValue):
-        submitting.submit(services, ALICE, request(team="others"))
+        services.submissions.submit(ALICE, request(team="others"))
     assert rows(database, tables.runs) == []

@@ -6,13 +6,11 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import DeviceShare, Placement
-from serverless_gpu.server import dividing, nodes
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import nodes
 from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.keys import parse_attempt_token, sha256
 from serverless_gpu.server.nodes import by_id
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.wire.agents import PoolRequest, Start
 from tests.support.server.agents import ADMIN, NODE, find, hello, submit
 from tests.support.server.stored import add_people
@@ -22,7 +20,7 @@ from tests.support.server.stored import add_people
 def there(services: Services) -> tuple[str, str]:
     """Return two nodes that have joined."""
     add_people(services.database, "node", "alice")  # type: ignore[arg-type] # a Database
-    agents = Agents(services)
+    agents = services.agents
     first, second = (hello(name, machine=name, takes=("crews",)) for name in ("n1", "n2"))
     return agents.hello(NODE, first).node, agents.hello(NODE, second).node
 
@@ -35,7 +33,7 @@ def placed(services: Services, *shares: DeviceShare) -> StoredAttempt | None:
     """Place a run as a planner would that places gangs on several nodes; return its attempt."""
     run_id = submit(services, sum(share.count for share in shares))
     stored = by_id(services.database.read(nodes.every))
-    Scheduler(services)._place([Placement(run_id=run_id, shares=shares)], stored)
+    make_scheduler(services)._place([Placement(run_id=run_id, shares=shares)], stored)
     return find(services, run_id).attempt
 
 
@@ -46,7 +44,7 @@ def test_each_node_is_ordered_to_start_its_crew(services: Services, there: tuple
     assert [(crew.node, crew.first_rank, crew.gpus) for crew in attempt.crews] == [("n2", 0, 2), ("n1", 2, 1)]
     assert services.leases.count() == 2
     for number, node_id in enumerate((second, first)):
-        (order,) = Agents(services).waiting(NODE, node_id)
+        (order,) = services.agents.waiting(NODE, node_id)
         assert isinstance(order, Start)
         assert (order.crew, order.gpus, order.world_size) == (number, attempt.crews[number].gpus, 3)
         assert order.crews == tuple(crew.place for crew in attempt.crews)
@@ -57,10 +55,10 @@ def test_each_node_is_ordered_to_start_its_crew(services: Services, there: tuple
 def test_one_of_two_nodes_restarted_between_plan_and_intent(services: Services, there: tuple[str, str]) -> None:
     first, second = there
     before = by_id(services.database.read(nodes.every))
-    Agents(services).hello(NODE, hello("n2", machine="n2", boot="b2", takes=("crews",)))
+    services.agents.hello(NODE, hello("n2", machine="n2", boot="b2", takes=("crews",)))
     run_id = submit(services, 2)
     shares = (share(first, 1), share(second, 1))
-    Scheduler(services)._place([Placement(run_id=run_id, shares=shares)], before)
+    make_scheduler(services)._place([Placement(run_id=run_id, shares=shares)], before)
     run = find(services, run_id)
     assert run.state is State.QUEUED and run.attempt is None
 
@@ -70,9 +68,9 @@ def test_one_of_two_nodes_is_no_part_of_a_gang_any_more(
     services: Services, there: tuple[str, str], change: str
 ) -> None:
     if change == "another pool":
-        dividing.put_pool(services, ADMIN, "other", PoolRequest(kind="on-demand", nodes=("n2",)))
+        services.pools.put(ADMIN, "other", PoolRequest(kind="on-demand", nodes=("n2",)))
     else:
-        Agents(services).hello(NODE, hello("n2", machine="n2"))
+        services.agents.hello(NODE, hello("n2", machine="n2"))
     assert placed(services, share(there[0], 1), share(there[1], 1)) is None
 
 
@@ -80,8 +78,8 @@ def test_a_restart_of_one_node_is_the_end_of_its_crew(services: Services, there:
     first, second = there
     attempt = placed(services, share(first, 1), share(second, 2))
     assert attempt is not None
-    Agents(services).hello(NODE, hello("n2", machine="n2", boot="b2", takes=("crews",)))
+    services.agents.hello(NODE, hello("n2", machine="n2", boot="b2", takes=("crews",)))
     now = find(services, attempt.run_id).attempt
     assert now is not None and [crew.node for crew in now.open_crews] == ["n1"]
     assert services.looks.of(first) == ((attempt.run_id, 1, 1),)
-    assert Agents(services).waiting(NODE, second) == []
+    assert services.agents.waiting(NODE, second) == []

@@ -15,12 +15,9 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import events, views
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AttemptSeen, Order, Start, Stop
 from tests.support.golden import golden
@@ -57,8 +54,8 @@ class Pool:
     def _serve(self, services: Services) -> None:
         self.services = services
         self.engine = SimulatedEngine(self._nodes, self.reservations)
-        self.scheduler = Scheduler(services, engine=self.engine)
-        self.reconciler = Reconciler(services, scheduler=self.scheduler, engine=self.engine)
+        self.scheduler = make_scheduler(services, engine=self.engine)
+        self.reconciler = make_reconciler(services, scheduler=self.scheduler, engine=self.engine)
 
     def restart(self, *answers: Waiting | Impossible) -> None:
         """Have another server on the same database, which has not ticked yet."""
@@ -68,7 +65,7 @@ class Pool:
     def say_hello(self, *names: str, **said: Any) -> None:
         for name in names or ("n1", "n2"):
             greeting = hello(name, machine=name, devices=DEVICES, takes=("crews",), **said)
-            self.ids[name] = Agents(self.services).hello(NODE, greeting).node
+            self.ids[name] = self.services.agents.hello(NODE, greeting).node
 
     def tick(self) -> None:
         now_ns = self.services.clock.boottime_ns()
@@ -77,7 +74,7 @@ class Pool:
 
     def orders(self) -> dict[str, list[type[Order]]]:
         """Return what has left for each node."""
-        told = {name: Agents(self.services).waiting(NODE, node_id) for name, node_id in self.ids.items()}
+        told = {name: self.services.agents.waiting(NODE, node_id) for name, node_id in self.ids.items()}
         return {name: [type(order) for order in orders] for name, orders in told.items() if orders}
 
     def find(self, run_id: str) -> StoredRun:
@@ -262,9 +259,9 @@ def test_F31_what_was_held_back_by_a_server_that_was_killed_can_be_taken_back_by
 def test_what_a_node_has_is_not_taken_back_though_the_engine_has_forgotten_it(pool: Pool, known_by: str) -> None:
     run_id = gated(pool)
     pool.tick()
-    orders = Agents(pool.services).waiting(NODE, pool.ids["n1"])
+    orders = pool.services.agents.waiting(NODE, pool.ids["n1"])
     if known_by == golden("server.engine_gate.word-about-order"):
-        Agents(pool.services).take(NODE, pool.ids["n1"], [order.seq for order in orders])
+        pool.services.agents.take(NODE, pool.ids["n1"], [order.seq for order in orders])
     pool.engine.release(f"{run_id}:1")
     pool.restart(LOST, Impossible(sentence="no such node"))
     pool.tick()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,17 @@ import pytest
 from serverless_gpu.errors import InvalidValue, SecretMissing, TooLarge
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, QueuedRun, StartEstimate
 from serverless_gpu.model.spec import Kernel, Priority, Resources, RunSpec
-from serverless_gpu.server import draining, estimating, tables
+from serverless_gpu.server import tables
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.runs import Target
 from serverless_gpu.wire.state import DrainRequest
 from tests.support.golden import golden
-from tests.support.server.made import made_services
+from tests.support.server.made import made_services, recomposed
 from tests.support.server.served import Served
 from tests.support.server.stored import add_people, rows
 
@@ -52,7 +51,7 @@ def asked() -> Asked:
 @pytest.fixture
 def services(database: Database, tmp_path: Path, asked: Asked) -> Services:
     add_people(database, "alice", "bob")
-    return dataclasses.replace(made_services(database, tmp_path, clock=FakeClock()), sentences=asked)
+    return recomposed(made_services(database, tmp_path, clock=FakeClock()), sentences=asked)
 
 
 def question(target: Target = LIVE, *, snapshot: bool = False, **spec: Any) -> EstimateRequest:
@@ -64,7 +63,7 @@ def test_a_question_becomes_what_the_run_would_want_and_nothing_is_kept(
     services: Services, database: Database, asked: Asked
 ) -> None:
     said = question(name="bert-ft", team="search", priority=Priority.BEST_EFFORT, resume=True)
-    view = estimating.estimate(services, ALICE, said)
+    view = services.estimates.make(ALICE, said)
     assert view.cost is not None and "8 H100, unpriced" in view.cost.basis
     assert msgspec.structs.replace(view, cost=None) == EstimateView(
         at_ns=42, is_bound=True, node="n3", basis="bob/sweep holds 3", place=2, now_ns=services.clock.wall_ns()
@@ -82,7 +81,7 @@ def test_a_question_becomes_what_the_run_would_want_and_nothing_is_kept(
 
 
 def test_what_travels_needs_its_version_of_python(services: Services, asked: Asked) -> None:
-    estimating.estimate(services, ALICE, question(ANYWHERE, snapshot=True, environment="snapshot"))
+    services.estimates.make(ALICE, question(ANYWHERE, snapshot=True, environment="snapshot"))
     assert (asked.wanted[0].python, asked.wanted[0].machine) == ("3.11", "")
 
 
@@ -102,25 +101,25 @@ def test_what_would_refuse_the_run_refuses_the_question(
     services: Services, asked: Asked, spec: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        estimating.estimate(services, ALICE, question(**spec))
+        services.estimates.make(ALICE, question(**spec))
     assert asked.wanted == []
 
 
 def test_a_machine_with_a_name_that_moves_the_screen_is_refused(services: Services) -> None:
     with pytest.raises(InvalidValue, match="control characters"):
-        estimating.estimate(services, ALICE, question(Target(machine="\x1b[2J", python="3.11", platform="x")))
+        services.estimates.make(ALICE, question(Target(machine="\x1b[2J", python="3.11", platform="x")))
 
 
 def test_while_the_server_starts_nothing_nobody_can_say_when(services: Services, database: Database) -> None:
     admin = Caller(name="bob", role="admin", token_id="t")
-    draining.put(services, admin, DrainRequest(on=True, note="new disks"))
-    view = estimating.estimate(services, ALICE, question())
+    services.drain.put(admin, DrainRequest(on=True, note="new disks"))
+    view = services.estimates.make(ALICE, question())
     assert view.at_ns is None and "bob drains it" in view.basis and "new disks" in view.basis
 
 
 def test_who_may_start_nothing_is_told_that(services: Services, database: Database) -> None:
     database.write(lambda connection: connection.execute(tables.principals.update().values(role="viewer")))
-    view = estimating.estimate(services, ALICE, question())
+    view = services.estimates.make(ALICE, question())
     assert (view.at_ns, view.basis) == (None, golden("server.estimating.alice-may-start"))
 
 

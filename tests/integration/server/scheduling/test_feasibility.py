@@ -11,11 +11,9 @@ from serverless_gpu.errors import NoSuitableNode
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import Command, Resources, RunSpec
-from serverless_gpu.server import draining, operating, runs, submitting
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import runs
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from serverless_gpu.wire.state import DrainRequest
@@ -36,7 +34,7 @@ def people(services: Services) -> None:
 
 
 def join(services: Services, devices: str = "H100:2") -> str:
-    return Agents(services).hello(NODE, hello(devices=parse_fake(devices))).node
+    return services.agents.hello(NODE, hello(devices=parse_fake(devices))).node
 
 
 def request(gpus: int = 1, gpu_type: str | None = "H100", *, wait: bool = False) -> RunRequest:
@@ -52,7 +50,7 @@ def request(gpus: int = 1, gpu_type: str | None = "H100", *, wait: bool = False)
 
 
 def submit(services: Services, asked: RunRequest) -> RunView:
-    return submitting.submit(services, ALICE, asked)
+    return services.submissions.submit(ALICE, asked)
 
 
 def test_23B1_a_run_that_no_node_could_serve_is_refused_and_not_written_down(services: Services) -> None:
@@ -68,18 +66,18 @@ def test_23B1_a_run_that_no_node_could_serve_is_refused_and_not_written_down(ser
 def test_23B1_with_wait_it_is_queued_and_reads_until_when(services: Services) -> None:
     join(services)
     run_id = submit(services, request(4, wait=True)).id
-    Scheduler(services).tick(services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.QUEUED
     assert golden("server.feasibility.waits-node-could") in services.sentences.of(run_id)
 
 
 def test_23B1_drained_and_silent_nodes_count_for_a_day(services: Services, clock: FakeClock) -> None:
     join(services)
-    draining.put(services, ROOT, DrainRequest(on=True))
+    services.drain.put(ROOT, DrainRequest(on=True))
     clock.advance(23 * 3_600)
     assert submit(services, request(2)).state is State.QUEUED
     clock.advance(2 * 3_600)
-    Agents(services).hello(Caller(name="root", role="admin"), hello("n2", machine="m2", devices=parse_fake("CPU:4")))
+    services.agents.hello(Caller(name="root", role="admin"), hello("n2", machine="m2", devices=parse_fake("CPU:4")))
     with pytest.raises(NoSuitableNode, match=re.escape(golden("server.feasibility.files-lie-machine"))):
         submit(services, request(2))
 
@@ -88,13 +86,13 @@ def test_23B1_the_same_request_again_finds_its_run_though_the_node_is_gone(servi
     join(services)
     asked = request(2)
     submit(services, asked)
-    Agents(services).hello(Caller(name="root", role="admin"), hello("n2", machine="m2", devices=parse_fake("CPU:4")))
-    operating.forget(services, ROOT, "n1", known_dead=True)
+    services.agents.hello(Caller(name="root", role="admin"), hello("n2", machine="m2", devices=parse_fake("CPU:4")))
+    services.nodes.forget(ROOT, "n1", known_dead=True)
     assert submit(services, asked).deduplicated
 
 
 def test_23B1_a_server_that_knows_no_node_yet_queues_and_decides_once_one_has_joined(services: Services) -> None:
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     could, never = submit(services, request(2)).id, submit(services, request(4)).id
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, never).state is State.QUEUED
@@ -108,7 +106,7 @@ def test_23B1_a_server_that_knows_no_node_yet_queues_and_decides_once_one_has_jo
 def test_23B1_while_a_node_of_the_engine_has_not_said_hello_nothing_is_refused(services: Services) -> None:
     object.__setattr__(services, "engine_nodes", lambda: {"n1", "own"})
     join(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     run_id = submit(services, request(4)).id
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.QUEUED

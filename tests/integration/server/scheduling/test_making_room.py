@@ -11,7 +11,7 @@ from serverless_gpu.engines.simulated.simulated_agents import SimulatedWork
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling.values import QueuePolicy, WaitReason
 from serverless_gpu.model.spec import Priority
-from serverless_gpu.server import attempts, audit, dividing, events, runs, views
+from serverless_gpu.server import attempts, audit, events, runs, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.invariants import History
@@ -41,7 +41,7 @@ def reserve(world: World, *, lends: bool, return_s: float = 60.0) -> None:
     """Have n2 in a reserved pool of its own."""
     assert world.services is not None
     asked = PoolRequest(kind="reserved", nodes=("n2",), lends=lends, return_s=return_s)
-    dividing.put_pool(world.services, ROOT, "gold", asked)
+    world.services.pools.put(ROOT, "gold", asked)
 
 
 def sentence(world: World, run_id: str) -> str:

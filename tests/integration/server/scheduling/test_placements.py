@@ -11,12 +11,9 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.scheduling.values import Decision
-from serverless_gpu.server import reporting
-from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.planning import Planning
-from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.wire.attempts import Report
 from tests.support.server.agents import NODE, find, hello, submit, tell
 from tests.support.server.stored import add_people
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.any_database
 def node_id(services: Services) -> str:
     """Let a node with eight H100 join, and return its identifier."""
     add_people(services.database, "node", "alice", "bob")  # type: ignore[arg-type] # the fixture's is a Database
-    return Agents(services).hello(NODE, hello()).node
+    return services.agents.hello(NODE, hello()).node
 
 
 def test_placements_share_transactions_and_one_that_is_cancelled_meanwhile_hinders_no_other(
@@ -36,7 +33,7 @@ def test_placements_share_transactions_and_one_that_is_cancelled_meanwhile_hinde
 ) -> None:
     waiting = [submit(services, 1) for _ in range(5)]
     writes: list[object] = []
-    scheduler, decide, write = Scheduler(services), Planning.decide, services.database.write
+    scheduler, decide, write = make_scheduler(services), Planning.decide, services.database.write
 
     def cancelled_first(planning: Planning) -> Decision:
         decision = decide(planning)
@@ -59,14 +56,14 @@ def test_attempts_with_nothing_to_say_are_heard_of_less_often_where_there_are_th
     services: Services, node_id: str
 ) -> None:
     run_id = submit(services, 1)
-    Scheduler(services).tick(services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
 
     def heartbeat_s(count: int) -> float:
         for number in range(count):
             services.leases.renew((f"run-{number}", 1, 0), now_ns=services.clock.boottime_ns())
         who = Caller(kind="attempt", attempt=(run_id, 1, 0))
         said = Report(state=State.RUNNING)
-        return reporting.report(services, who, run_id=run_id, fence=1, said=said).heartbeat_s
+        return services.reports.receive(who, run_id=run_id, fence=1, said=said).heartbeat_s
 
     settings = services.settings
     assert heartbeat_s(400) == settings.heartbeat_s

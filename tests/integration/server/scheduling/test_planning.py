@@ -27,14 +27,13 @@ from serverless_gpu.model.scheduling.values import (
     Used,
 )
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import audit, draining, events, operating, runs, sentences, shares
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import audit, events, runs, sentences, shares
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.hub import run_key
 from serverless_gpu.server.roster import FOREVER_NS
 from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.server.sentences import ASKED_S
-from serverless_gpu.server.services import Services
 from serverless_gpu.server.shares import StoredShare
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
@@ -51,7 +50,7 @@ ROOT = Caller(name="root", role="admin")
 def node_id(services: Services) -> str:
     """Let a node with eight H100 join, and return its identifier."""
     add_people(services.database, "node", "alice", "bob")  # type: ignore[arg-type] # the fixture's is a Database
-    return Agents(services).hello(NODE, hello()).node
+    return services.agents.hello(NODE, hello()).node
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def test_everything_is_told_once_and_then_what_is_different(
     services: Services, node_id: str, planners: Planners
 ) -> None:
     first = submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     assert kinds(planners.last.told[0]) == ["Used", "PoolSeen", "NodeSeen", "Arrived"]
     second = submit(services)
@@ -106,7 +105,7 @@ def test_what_was_decided_is_not_told_again_and_a_run_that_began_is_told_by_when
     services: Services, node_id: str, planners: Planners, clock: FakeClock
 ) -> None:
     run_id = submit_with(services, timeout_s=3_600.0, grace_s=20.0)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     (wanted,) = wanted_of(planners.last.told[0])
     assert (wanted.limit_s, wanted.grace_s) == (START_S + 3_600 + 20 + LEAVING_S, 20)
@@ -137,9 +136,9 @@ def test_a_placement_that_does_not_come_about_is_told_back(
     services: Services, node_id: str, planners: Planners
 ) -> None:
     one, other = submit(services), submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
-    Agents(services).hello(NODE, hello(boot="b2"))
+    services.agents.hello(NODE, hello(boot="b2"))
     planners.last.decisions.append(decision([placement(one, node_id), placement(other, "n-gone")]))
     tick(services, scheduler)
     assert find(services, one).state is State.STARTING and find(services, other).state is State.QUEUED
@@ -152,7 +151,7 @@ def test_many_placements_are_written_in_portions_and_decided_once(
     services: Services, node_id: str, planners: Planners
 ) -> None:
     waiting_ids = [submit(services, 1) for _ in range(AT_ONCE + 2)]
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     planners.last.decisions.append(decision(placement(run_id, node_id, 1) for run_id in waiting_ids))
     assert tick(services, scheduler) == 0
@@ -168,7 +167,7 @@ def test_a_clock_that_is_set_while_placements_are_under_way_has_them_decided_ane
     services: Services, node_id: str, planners: Planners, clock: FakeClock
 ) -> None:
     waiting_ids = [submit(services, 1) for _ in range(AT_ONCE + 2)]
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     planners.last.decisions.append(decision(placement(run_id, node_id, 1) for run_id in waiting_ids))
     assert tick(services, scheduler) == 0
@@ -184,7 +183,7 @@ def test_a_tick_that_fails_begins_from_nothing(
     services: Services, node_id: str, planners: Planners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     planners.last.waits[run_id] = waiting(run_id, "its devices are in use")
     assert services.sentences.of(run_id) == golden("server.planning.devices-use")
@@ -209,7 +208,7 @@ def test_who_has_to_leave_is_stopped_in_order_told_for_whom_and_waits_again_as_o
 ) -> None:
     victim = submit_with(services, resume=True)
     queued_ns = find(services, victim).queued_ns
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     planners.last.decisions.append(decision([placement(victim, node_id)]))
     tick(services, scheduler)
@@ -240,7 +239,7 @@ def test_nobody_leaves_for_one_that_waits_no_more_and_who_leaves_already_is_not_
     services: Services, node_id: str, planners: Planners
 ) -> None:
     one, leaving = submit_with(services, resume=True), submit_with(services, resume=True)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     planners.last.decisions.append(decision([placement(one, node_id), placement(leaving, node_id)]))
     tick(services, scheduler)
@@ -264,9 +263,9 @@ def test_nobody_leaves_for_one_that_waits_no_more_and_who_leaves_already_is_not_
 
 def test_nodes_pools_and_shares_that_change_are_told(services: Services, node_id: str, planners: Planners) -> None:
     submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
-    Agents(services).hello(NODE, hello(problem="its disk is full"))
+    services.agents.hello(NODE, hello(problem="its disk is full"))
     services.database.write(
         lambda connection: shares.put(connection, StoredShare(kind="team", name="search", weight=70, set_ns=1))
     )
@@ -274,7 +273,7 @@ def test_nodes_pools_and_shares_that_change_are_told(services: Services, node_id
     policy, node = planners.last.told[-1]
     assert isinstance(policy, QueuePolicySet) and policy.policy.team_weights == {"search": 70}
     assert isinstance(node, NodeSeen) and golden("server.planning.disk-full") in node.node.away
-    operating.forget(services, ROOT, "n1", known_dead=True)
+    services.nodes.forget(ROOT, "n1", known_dead=True)
     tick(services, scheduler)
     assert planners.last.told[-1] == [NodeGone(node_id)]
     assert not any(isinstance(change, PoolSeen) for change in planners.last.told[-1])
@@ -284,7 +283,7 @@ def test_a_drained_server_tells_everybody_once_that_they_are_left_alone_and_once
     services: Services, node_id: str, planners: Planners
 ) -> None:
     run_id = submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     before = wanted_of(planners.last.told[0])
     from_now = drained(services, on=True)
@@ -301,7 +300,7 @@ def test_a_drained_server_tells_everybody_once_that_they_are_left_alone_and_once
 def drained(services: Services, *, on: bool) -> str:
     """Begin or end to drain the server; return what those who wait are told."""
     from_now = services.clock.wall_ns()
-    draining.put(services, ROOT, DrainRequest(on=on, note="new disks"))
+    services.drain.put(ROOT, DrainRequest(on=on, note="new disks"))
     return f"the server starts nothing new: root drains it since {format_clock(from_now)} (new disks)"
 
 
@@ -309,7 +308,7 @@ def test_a_clock_that_is_set_makes_a_new_planner_and_what_is_left_alone_is_so_fo
     services: Services, node_id: str, planners: Planners, clock: FakeClock
 ) -> None:
     run_id = submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     planners.last.decisions.append(decision([placement(run_id, node_id)]))
     tick(services, scheduler)
@@ -332,13 +331,13 @@ def test_the_use_of_those_who_came_before_is_told_at_the_start(
     services: Services, node_id: str, planners: Planners, clock: FakeClock
 ) -> None:
     run_id = submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     planners.last.decisions.append(decision([placement(run_id, node_id, 4)]))
     tick(services, scheduler)
     clock.advance(1_000)
     tell(services, run_id, AttemptEnded(reason=Reason.COMPLETED, began=True))
-    tick(services, Scheduler(services))
+    tick(services, make_scheduler(services))
     (used,) = [change for change in planners.last.told[0] if isinstance(change, Used)]
     assert used.teams == {"~alice": pytest.approx(4_000, rel=0.03)}
     assert used.users == {("~alice", "alice"): pytest.approx(4_000, rel=0.03)}
@@ -348,7 +347,7 @@ def test_who_is_asked_about_is_woken_when_they_are_told_something_else_and_nobod
     services: Services, node_id: str, planners: Planners, clock: FakeClock
 ) -> None:
     watched, unwatched = submit(services), submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
 
     def woken_by_a_tick() -> list[bool]:
         before = [services.hub.version(run_key(run_id)) for run_id in (watched, unwatched)]
@@ -376,7 +375,7 @@ def test_who_asks_while_the_planner_is_told_something_is_answered_by_what_holds_
 ) -> None:
     monkeypatch.setattr(sentences, "A_SECOND", 0.001)  # as if so many asked that answers are kept for long
     run_id, other = submit(services), submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     for one in (run_id, other):
         planners.last.waits[one] = waiting(one, "before")
@@ -398,7 +397,7 @@ def test_who_asks_while_the_planner_is_told_something_is_answered_by_what_holds_
 
 def test_who_used_how_much_is_the_same_after_a_start(services: Services, node_id: str, clock: FakeClock) -> None:
     ended, running = submit(services, 4), submit(services, 2)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     tick(services, scheduler)
     clock.advance(100_000)
     tell(services, ended, AttemptEnded(reason=Reason.COMPLETED, began=True))
@@ -408,7 +407,7 @@ def test_who_used_how_much_is_the_same_after_a_start(services: Services, node_id
     before = services.sentences.usage()
     assert before["~alice"].used_gpu_s == pytest.approx(800_000, rel=0.2)  # some of it counts less by now
     assert find(services, running).state is State.STARTING
-    tick(services, Scheduler(services))
+    tick(services, make_scheduler(services))
     after = services.sentences.usage()
     assert after.keys() == {"~alice"}
     assert after["~alice"].used_gpu_s == pytest.approx(before["~alice"].used_gpu_s, rel=0.02)

@@ -18,17 +18,15 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import INFRA_PAUSES_S, AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
-from serverless_gpu.server import active_runs, dividing, operating, orders, reporting, runs, tables, transitions
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import active_runs, orders, runs, tables, transitions
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.hub import node_key, run_key
 from serverless_gpu.server.planning import Planning
-from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.reserving import Reserving
 from serverless_gpu.server.roster import Reading
 from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest
 from serverless_gpu.wire.attempts import Report
@@ -46,11 +44,11 @@ ROOT = Caller(name="root", role="admin")
 def node_id(services: Services) -> str:
     """Let a node with eight H100 join, and return its identifier."""
     add_people(services.database, "node", "alice", "bob")  # type: ignore[arg-type] # the fixture's is a Database
-    return Agents(services).hello(NODE, hello()).node
+    return services.agents.hello(NODE, hello()).node
 
 
 def tick(services: Services, scheduler: Scheduler | None = None) -> Scheduler:
-    scheduler = scheduler or Scheduler(services)
+    scheduler = scheduler or make_scheduler(services)
     scheduler.tick(services.clock.boottime_ns())
     return scheduler
 
@@ -98,13 +96,13 @@ def test_nothing_is_placed_on_a_node_that_is_not_heard_of(services: Services, no
     run_id = submit(services)
     scheduler = tick(services)
     assert find(services, run_id).state is State.QUEUED
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
     tick(services, scheduler)
     assert find(services, run_id).state is State.STARTING
 
 
 def test_a_node_with_a_problem_gets_nothing_and_its_problem_is_said(services: Services, node_id: str) -> None:
-    Agents(services).hello(NODE, hello(problem="its disk is full"))
+    services.agents.hello(NODE, hello(problem="its disk is full"))
     run_id = submit(services)
     tick(services)
     assert services.sentences.of(run_id) == golden("server.scheduler.needs-h100-one-node-2")
@@ -124,7 +122,7 @@ def test_a_node_with_a_problem_gets_nothing_and_its_problem_is_said(services: Se
 def test_F58_what_needs_a_version_of_python_waits_for_a_node_that_has_it(
     services: Services, node_id: str, payload: Function | Command, snapshot: str, machine: str, needs: bool
 ) -> None:
-    Agents(services).hello(NODE, hello(pythons=("3.10",)))
+    services.agents.hello(NODE, hello(pythons=("3.10",)))
     new = new_run(resources=Resources(gpus=1, gpu_type="H100"), payload=payload)
     target = Target(python="3.11", platform="linux-x86_64", machine=machine, caller="m9")
     new = msgspec.structs.replace(new, target=target, snapshot=snapshot)
@@ -134,7 +132,7 @@ def test_F58_what_needs_a_version_of_python_waits_for_a_node_that_has_it(
     if needs:
         sentence = "needs Python 3.11, and the nodes have 3.10; `uv python install` adds one"
         assert services.sentences.of(new.id).startswith(f"{sentence}; it waits for a node that could, until ")
-        Agents(services).heartbeat(NODE, node_id, Heartbeat(devices=H100, pythons=("3.10", "3.11")))
+        services.agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, pythons=("3.10", "3.11")))
         tick(services, scheduler)
         assert find(services, new.id).state is State.STARTING
 
@@ -160,15 +158,15 @@ def test_nothing_is_placed_on_a_node_that_is_not_any_more_what_was_looked_at(
     services: Services, node_id: str, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     run_id = submit(services)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
 
     def happen() -> None:
         if what == "restarted":
-            Agents(services).hello(NODE, hello(boot="b2"))
+            services.agents.hello(NODE, hello(boot="b2"))
         elif what == "forgotten":
-            operating.forget(services, ROOT, "n1", known_dead=True)
+            services.nodes.forget(ROOT, "n1", known_dead=True)
         else:
-            dividing.put_pool(services, ROOT, "gold", PoolRequest(kind="reserved", nodes=("n1",)))
+            services.pools.put(ROOT, "gold", PoolRequest(kind="reserved", nodes=("n1",)))
 
     before_next_write(monkeypatch, services.database, happen)
     tick(services, scheduler)
@@ -178,7 +176,7 @@ def test_nothing_is_placed_on_a_node_that_is_not_any_more_what_was_looked_at(
     assert (run.state is State.STARTING) == (what == "restarted")
     if run.attempt is not None:
         assert run.attempt.crews[0].boot_id == "b2"
-        Agents(services).hello(NODE, hello(boot="b2"))
+        services.agents.hello(NODE, hello(boot="b2"))
         assert find(services, run_id).state is State.STARTING
 
 
@@ -187,7 +185,7 @@ def test_a_restart_and_a_placement_at_the_same_moment_see_each_other(
 ) -> None:
     """Had neither seen the other, an attempt of the boot before would run in this one, until the next hello ends it."""
     run_id = submit(services)
-    restart = threading.Thread(target=Agents(services).hello, args=(NODE, hello(boot="b2")))
+    restart = threading.Thread(target=services.agents.hello, args=(NODE, hello(boot="b2")))
     place = transitions.place
 
     def place_while_it_restarts(*args: Any, **named: Any) -> int:
@@ -209,9 +207,9 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
     cluster = engine()
     cluster.answers = [Impossible(sentence="no licence for n1")]
     run_id = submit(services)
-    scheduler = Scheduler(services, engine=cluster)
+    scheduler = make_scheduler(services, engine=cluster)
     active, hold = active_runs.active_briefly, services.deliveries.hold
-    reconciler = Reconciler(services, scheduler=scheduler)
+    reconciler = make_reconciler(services, scheduler=scheduler)
     sent: list[bool] = []
 
     def held_and_reconciled(*gang: Any) -> bool:
@@ -249,7 +247,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
 def test_the_engine_is_asked_after_the_intent_is_durable(services: Services, node_id: str) -> None:
     cluster = engine()
     run_id = submit(services)
-    tick(services, Scheduler(services, engine=cluster))
+    tick(services, make_scheduler(services, engine=cluster))
     assert cluster.recover() == [f"{run_id}:1"]
 
 
@@ -258,12 +256,12 @@ def test_F31_what_a_server_that_was_killed_did_not_ask_the_engine_for_the_next_o
 ) -> None:
     cluster = engine()
     run_id = submit(services)
-    killed = Scheduler(services, engine=cluster)
+    killed = make_scheduler(services, engine=cluster)
     with monkeypatch.context() as patched:
         patched.setattr(Reserving, "ask", lambda *_: None)
         tick(services, killed)
     assert (find(services, run_id).state, cluster.recover()) == (State.STARTING, [])
-    tick(services, Scheduler(services, engine=cluster))
+    tick(services, make_scheduler(services, engine=cluster))
     assert cluster.recover() == [f"{run_id}:1"]
 
 
@@ -273,7 +271,7 @@ def test_what_an_engine_can_never_do_is_given_back_also_when_the_database_is_awa
     cluster = engine()
     cluster.answers = [Impossible(sentence="no licence for n1")] * 2
     run_id = submit(services)
-    scheduler = Scheduler(services, engine=cluster)
+    scheduler = make_scheduler(services, engine=cluster)
     write = services.database.write
     writes: list[object] = []
 
@@ -294,7 +292,7 @@ def test_what_an_engine_can_never_do_is_given_back_also_when_the_database_is_awa
 def test_a_node_that_the_engine_does_not_know_has_joined_by_itself(services: Services, node_id: str) -> None:
     cluster = SimulatedEngine([EngineNode(name="other", devices=H100)])
     run_id = submit(services)
-    tick(services, Scheduler(services, engine=cluster))
+    tick(services, make_scheduler(services, engine=cluster))
     assert find(services, run_id).state is State.STARTING
     assert cluster.recover() == []
 
@@ -305,13 +303,13 @@ def test_what_an_engine_can_never_do_goes_back_to_the_queue_and_ends_after_three
     cluster = engine()
     cluster.answers = [Impossible(sentence="no licence for n1")] * 4
     run_id = submit(services)
-    scheduler = Scheduler(services, engine=cluster)
+    scheduler = make_scheduler(services, engine=cluster)
     for fence, pause_s in enumerate(INFRA_PAUSES_S, start=1):
         tick(services, scheduler)
         run = find(services, run_id)
         assert (run.state, run.fence, run.infra_retries_used) == (State.QUEUED, fence, fence)
         clock.advance(pause_s)
-        Agents(services).hello(NODE, hello())
+        services.agents.hello(NODE, hello())
     tick(services, scheduler)
     run = find(services, run_id)
     assert (run.state, run.reason, run.detail) == (State.FAILED, Reason.REFUSED, golden("server.scheduler.licence-n1"))
@@ -334,7 +332,7 @@ def test_what_did_not_start_is_left_alone_for_a_while_and_others_go_first(
     clock.step_wall(-3600)  # nobody waits for a clock that was set back
     tick(services, scheduler)
     assert (find(services, run_id).state, find(services, other).state) == (State.QUEUED, State.STARTING)
-    following = Scheduler(services)  # a server that was started again knows it, too
+    following = make_scheduler(services)  # a server that was started again knows it, too
     following.tick(clock.boottime_ns())
     assert golden("server.scheduler.tried-again") in services.sentences.of(run_id)
     tell(services, other, StopAsked(why=StopReason.CANCEL))
@@ -369,7 +367,7 @@ def test_what_an_engine_cannot_do_now_is_asked_for_again_and_said(services: Serv
     cluster = engine()
     cluster.answers = [Waiting(sentence="n1 is being started")]
     run_id = submit(services)
-    scheduler = tick(services, Scheduler(services, engine=cluster))
+    scheduler = tick(services, make_scheduler(services, engine=cluster))
     run = find(services, run_id)
     assert run.attempt is not None
     assert (run.state, run.attempt.sentence) == (State.STARTING, golden("server.scheduler.n1-being-started"))
@@ -384,7 +382,7 @@ def test_what_was_cancelled_while_the_engine_was_not_ready_is_not_asked_for_any_
     cluster = engine()
     cluster.answers = [Waiting(sentence="n1 is being started")]
     run_id = submit(services)
-    scheduler = tick(services, Scheduler(services, engine=cluster))
+    scheduler = tick(services, make_scheduler(services, engine=cluster))
     tell(services, run_id, AttemptEnded(reason=Reason.CANCELLED, began=False))
     tick(services, scheduler)
     assert cluster.recover() == []
@@ -407,18 +405,18 @@ def test_F31_killed_after_the_intent_the_next_server_delivers_the_order(
     monkeypatch.undo()
     home = services.settings.home
     following = made_services(database, home, clock=services.clock)
-    assert Agents(following).hello(NODE, hello()).node == node_id
+    assert following.agents.hello(NODE, hello()).node == node_id
     tick(following)
-    (order,) = Agents(following).waiting(NODE, node_id)
+    (order,) = following.agents.waiting(NODE, node_id)
     assert (order.run_id, order.fence) == (run_id, 1)
     assert find(following, run_id).fence == 1
 
 
 def test_many_placements_are_made_in_portions(services: Services, node_id: str) -> None:
-    Agents(services).hello(NODE, hello(devices=hello_many(AT_ONCE + 3)))
+    services.agents.hello(NODE, hello(devices=hello_many(AT_ONCE + 3)))
     for _ in range(AT_ONCE + 3):
         submit(services, 1)
-    scheduler = Scheduler(services)
+    scheduler = make_scheduler(services)
     now_ns = services.clock.boottime_ns()
     assert scheduler.tick(now_ns) == now_ns
     assert scheduler.tick(now_ns) > now_ns  # type: ignore[operator] # a number, as it always has a next time
@@ -443,8 +441,8 @@ def test_ten_thousand_runs_wait_and_a_new_server_schedules(
     many = [row | {"id": new_run_id(), "queued_ns": T0 + number} for number in range(1, 10_000)]
     database.write(lambda connection: connection.execute(tables.runs.insert(), many))
     following = made_services(database, services.settings.home, clock=services.clock)
-    Agents(following).hello(NODE, hello())
-    scheduler = Scheduler(following)
+    following.agents.hello(NODE, hello())
+    scheduler = make_scheduler(following)
     scheduler.tick(following.clock.boottime_ns())
     assert find(following, one.id).state is State.STARTING
     waiting = database.read(
@@ -461,7 +459,7 @@ def test_F43_devices_of_a_run_that_only_sends_results_are_free(services: Service
     assert find(services, second).state is State.QUEUED
     who = Caller(kind="attempt", attempt=(first, 1, 0))
     said = Report(state=State.STOPPING, exec_ns=1, sentence="results do not get to the server", freed=True)
-    reporting.report(services, who, run_id=first, fence=1, said=said)
-    assert [(node.busy, node.runs) for node in operating.view_nodes(services)] == [(0, ())]
+    services.reports.receive(who, run_id=first, fence=1, said=said)
+    assert [(node.busy, node.runs) for node in services.nodes.view_nodes()] == [(0, ())]
     tick(services, scheduler)
     assert find(services, first).state is State.STOPPING and find(services, second).state is State.STARTING

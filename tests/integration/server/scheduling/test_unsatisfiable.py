@@ -7,12 +7,10 @@ import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling.values import WaitReason
-from serverless_gpu.server import draining, operating
-from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.hub import run_key
 from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
 from tests.support.server.agents import NODE, OTHER, find, hello, submit
@@ -29,14 +27,14 @@ def scheduler(services: Services) -> Scheduler:
     """Let two nodes join, one with eight H100 and one with two, and return their scheduler."""
     add_people(services.database, "node", "other", "alice", "bob")  # type: ignore[arg-type] # a Database
     join(services)
-    return Scheduler(services)
+    return make_scheduler(services)
 
 
 def join(services: Services) -> None:
     """Let both nodes say that they are there."""
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
     small = hello("n2", machine="m2")
-    Agents(services).hello(OTHER, msgspec.structs.replace(small, devices=small.devices[:2]))
+    services.agents.hello(OTHER, msgspec.structs.replace(small, devices=small.devices[:2]))
 
 
 def hours(services: Services, scheduler: Scheduler, count: float) -> None:
@@ -53,7 +51,7 @@ def test_F82_a_run_whose_node_leaves_the_pool_is_told_at_once_and_ends_after_a_d
     busy, run_id = submit(services, 8), submit(services, 8)
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, busy).state is State.STARTING
-    operating.forget(services, ROOT, "n1", known_dead=True)
+    services.nodes.forget(ROOT, "n1", known_dead=True)
     scheduler.tick(services.clock.boottime_ns())
     wait = services.sentences.wait(run_id)
     assert wait is not None and wait.reason is WaitReason.UNSATISFIABLE
@@ -75,12 +73,12 @@ def test_F82_a_run_that_can_be_served_again_counts_from_the_beginning(services: 
     busy, run_id = submit(services, 8), submit(services, 8)
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, busy).state is State.STARTING
-    operating.forget(services, ROOT, "n1", known_dead=True)
+    services.nodes.forget(ROOT, "n1", known_dead=True)
     hours(services, scheduler, 20)
     join(services)
-    draining.put(services, ROOT, DrainRequest(on=True))  # it is not placed; it could be
+    services.drain.put(ROOT, DrainRequest(on=True))  # it is not placed; it could be
     hours(services, scheduler, 1)
-    operating.forget(services, ROOT, "n1", known_dead=True)
+    services.nodes.forget(ROOT, "n1", known_dead=True)
     hours(services, scheduler, 20)
     assert find(services, run_id).state is State.QUEUED
     hours(services, scheduler, 6)

@@ -13,14 +13,12 @@ import pytest
 from serverless_gpu.errors import SecretMissing
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
-from serverless_gpu.server import audit, secret_keeping, self_check, submitting, tables
-from serverless_gpu.server.agents import Agents
+from serverless_gpu.server import audit, self_check, tables
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.keys import Keys
-from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.services import Services
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.secrets import SecretValue
@@ -41,7 +39,7 @@ def api(services: Services, database: Database, clock: FakeClock) -> Iterator[Ap
     with made.client:
         made.do(made.admin, "POST", "/teams", {"name": "search"})
         made.alice = made.user("alice", teams=["search"])
-        Agents(services).hello(NODE, hello(takes=("renewal", "secrets")))
+        services.agents.hello(NODE, hello(takes=("renewal", "secrets")))
         yield made
     assert self_check.check(database.read).violations == ()
 
@@ -53,20 +51,20 @@ def put(api: Api, token: str, name: str, value: bytes, team: str = "") -> Any:
 
 def submit(services: Services, *names: str, **spec: Any) -> str:
     asked = request(secrets=names, **spec)
-    submitting.submit(services, ALICE, asked)
+    services.submissions.submit(ALICE, asked)
     return asked.id
 
 
 def tick(services: Services) -> None:
     services.clock.advance(31)  # type: ignore[attr-defined] # a FakeClock; what waits after a refusal waits no more
-    node = Agents(services).hello(NODE, hello(takes=("renewal", "secrets"))).node
+    node = services.agents.hello(NODE, hello(takes=("renewal", "secrets"))).node
     assert node
-    Scheduler(services).tick(services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
 
 
 def given(services: Services, run_id: str) -> tuple[SecretValue, ...]:
     """Return what the node gets with the order for a run."""
-    agents = Agents(services)
+    agents = services.agents
     orders = agents.waiting(NODE, agents.hello(NODE, hello(takes=("renewal", "secrets"))).node)
     return next(order.secrets for order in orders if isinstance(order, Start) and order.run_id == run_id)
 
@@ -160,7 +158,7 @@ def test_F70_a_rotated_secret_stays_for_the_attempt_that_has_it_and_the_next_get
     assert [one.value for one in given(services, run_id)] == [b"one"]  # also when its order comes again
     assert [row["version"] for row in rows(api.database, tables.secrets)] == [1, 3]
     tell(services, run_id, AttemptEnded(reason=Reason.RANK_RAISED, began=True))
-    secret_keeping.remove_replaced(services)
+    services.secrets.remove_replaced()
     assert [row["version"] for row in rows(api.database, tables.secrets)] == [3]
     tick(services)
     assert pinned(services, run_id) == ["TOKEN@3"]
@@ -177,7 +175,7 @@ def test_F70_a_run_whose_secret_was_deleted_fails_before_user_code(services: Ser
     assert value(services.measures, "sgpu_runs_ended_total", reason="secret_missing") == 1
     assert run.detail.startswith("there is no secret 'TOKEN'") and run.attempt is not None and not run.attempt.began
     assert rows(api.database, tables.orders)[0]["taken_ns"] is None
-    agents = Agents(services)
+    agents = services.agents
     assert agents.waiting(NODE, agents.hello(NODE, hello(takes=("secrets",))).node) == []
 
 
@@ -222,9 +220,9 @@ def test_F70_who_left_a_team_has_its_secrets_no_more(services: Services, api: Ap
 
 def test_a_node_that_knows_no_secrets_gets_no_run_with_some(services: Services, api: Api) -> None:
     put(api, api.alice, "TOKEN", b"one")
-    Agents(services).hello(NODE, hello())
+    services.agents.hello(NODE, hello())
     run_id = submit(services, "TOKEN")
-    Scheduler(services).tick(services.clock.boottime_ns())
+    make_scheduler(services).tick(services.clock.boottime_ns())
     run = find(services, run_id)
     assert run.state is State.QUEUED and run.attempt is not None and run.attempt.reason is Reason.REFUSED
     tick(services)  # it was upgraded

@@ -10,7 +10,7 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import logs
-from serverless_gpu.server.services import Services
+from serverless_gpu.server.composition import Services
 from tests.support.golden import golden
 from tests.support.server.reporting import CALM, COMPLETED, RESULTS, clock, piece, run_id, say, services
 

@@ -91,8 +91,17 @@ def everything() -> list[Route]:
 
 def closed(routes: list[Route], *, ask: Callable[[str], Caller] = authenticate) -> Gate:
     services = made_services(NoDatabase(), Path("/nonexistent"), clock=SystemClock())
+    routes = [route.bound(services.by_type) for route in routes]
     inner = application_room.application(routes)
-    return Gate(inner, services, routes=routes, hosts=gate.LOOPBACK, authenticate=ask, reach=reach)
+    return Gate(
+        inner,
+        clock=services.clock,
+        measures=services.measures,
+        routes=routes,
+        hosts=gate.LOOPBACK,
+        authenticate=ask,
+        reach=reach,
+    )
 
 
 def test_tokens_that_are_looked_at_leave_threads_for_those_who_were_let_in() -> None:

@@ -1,0 +1,570 @@
+"""The composition root: builds every service of the server from its resources, lowest first.
+
+    Resources (settings, clock, database, hub, stores, state in memory) ─▶ compose ─▶ Services ─▶ make_scheduler, …
+
+A service takes what it needs as keyword arguments. Only the start of the process and tests import this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Collection
+
+from serverless_gpu.ambient import Clock
+from serverless_gpu.engines.base import Engine
+from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.agents import Agents
+from serverless_gpu.server.alarming import Alarms
+from serverless_gpu.server.allowing import PolicyAdmission
+from serverless_gpu.server.attaching import PolicyService
+from serverless_gpu.server.attempt_tokens import AttemptTokens
+from serverless_gpu.server.blobs import Blobs
+from serverless_gpu.server.budgeting import BudgetService
+from serverless_gpu.server.chaining import Chainer
+from serverless_gpu.server.charging import Charging
+from serverless_gpu.server.collecting import Collector
+from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.dividing import PoolService
+from serverless_gpu.server.draining import DrainService
+from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.estimating import EstimateService
+from serverless_gpu.server.feasibility import Feasibility
+from serverless_gpu.server.feasibility_memory import FeasibilityMemory
+from serverless_gpu.server.first_start import FileTokens
+from serverless_gpu.server.folding_again import GangReconciler
+from serverless_gpu.server.gang_progress import GangProgress
+from serverless_gpu.server.gathering import Meetings
+from serverless_gpu.server.giving_back import Requeue
+from serverless_gpu.server.granting import PrincipalService
+from serverless_gpu.server.health import Health
+from serverless_gpu.server.hub import Hub
+from serverless_gpu.server.joining import JoinService
+from serverless_gpu.server.keeping_within import Keeper
+from serverless_gpu.server.keys import Keys
+from serverless_gpu.server.leaving import Evacuation
+from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence
+from serverless_gpu.server.logs import Logs
+from serverless_gpu.server.making_room import Preemptor
+from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.meetings import RendezvousService
+from serverless_gpu.server.node_admission import NodeAdmission
+from serverless_gpu.server.notifying import Notifier
+from serverless_gpu.server.operating import NodeService
+from serverless_gpu.server.owners import OwnerSuspension
+from serverless_gpu.server.planning import Planning
+from serverless_gpu.server.pricing import PriceService
+from serverless_gpu.server.queue_views import QueueViews
+from serverless_gpu.server.receiving import Spool
+from serverless_gpu.server.reconciler import Reconciler
+from serverless_gpu.server.reporting import ReportService
+from serverless_gpu.server.reserving import Reserving
+from serverless_gpu.server.retention import Retention
+from serverless_gpu.server.roster import Roster
+from serverless_gpu.server.ruling import NodeRuleService
+from serverless_gpu.server.run_queries import RunQueries
+from serverless_gpu.server.sampling import Sampling
+from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.sealing import Sealer
+from serverless_gpu.server.second_look import SecondLook
+from serverless_gpu.server.secret_keeping import SecretService
+from serverless_gpu.server.self_check import SelfCheck
+from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.spending import Spending
+from serverless_gpu.server.stillness import GangHangs
+from serverless_gpu.server.stop_requests import StopService
+from serverless_gpu.server.submitting import SubmissionService
+from serverless_gpu.server.transitions import Announcer
+from serverless_gpu.server.unsatisfiable import Impossible
+from serverless_gpu.server.usage import UsageReports
+from serverless_gpu.server.usage_folding import Folding
+from serverless_gpu.server.waiting_room import WaitingRoom
+from serverless_gpu.wire.pool_join import RayPool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Resources that the services share: opened parts, and state in memory.
+
+    Attributes:
+        settings: of the server.
+        keys: sign tokens of attempts.
+        sealer: encrypts callers' variables.
+        leases: last sign of life of each attempt.
+        looks: crews that are to report now.
+        meetings: rendezvous data of gangs on several nodes.
+        gang_progress: progress of gangs on several nodes.
+        presence: last sign of life of each node.
+        deliveries: orders that left the server.
+        sentences: reasons for which runs wait.
+        waiting_room: free places in the queue by principal.
+        spending: standing of every budget.
+        feasible: runs that some node could serve.
+        engine_nodes: returns the names of nodes that the engine has, before their agents say hello.
+        ray_pool: returns the address of the Ray cluster for nodes that join; None where nodes cannot join.
+        unwritable: returns why the database takes no writes, without names; "" if it does.
+        low: returns why the database takes no new runs, without names; "" if it does.
+    """
+
+    settings: Settings
+    clock: Clock
+    database: Transactions
+    hub: Hub
+    keys: Keys
+    sealer: Sealer
+    logs: Logs
+    blobs: Blobs
+    environments: Environments
+    spool: Spool
+    leases: Leases = dataclasses.field(default_factory=Leases)
+    looks: Looks = dataclasses.field(default_factory=Looks)
+    presence: Presence = dataclasses.field(default_factory=Presence)
+    deliveries: Deliveries = dataclasses.field(default_factory=Deliveries)
+    meetings: Meetings = dataclasses.field(default_factory=Meetings)
+    gang_progress: GangProgress = dataclasses.field(default_factory=GangProgress)
+    sentences: Sentences = dataclasses.field(default_factory=Sentences)
+    waiting_room: WaitingRoom = dataclasses.field(default_factory=WaitingRoom)
+    measures: Measures = dataclasses.field(default_factory=Measures)
+    health: Health = dataclasses.field(default_factory=Health)
+    spending: Spending = dataclasses.field(default_factory=Spending)
+    feasible: FeasibilityMemory = dataclasses.field(default_factory=FeasibilityMemory)
+    engine_nodes: Callable[[], Collection[str]] = tuple
+    ray_pool: Callable[[], RayPool | None] = lambda: None
+    low: Callable[[], str] = lambda: ""
+    unwritable: Callable[[], str] = lambda: ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Services(Resources):
+    """Every service of the server, and the resources they share."""
+
+    announcer: Announcer
+    requeue: Requeue
+    gang_hangs: GangHangs
+    gang_reconciler: GangReconciler
+    rendezvous: RendezvousService
+    attempt_tokens: AttemptTokens
+    reports: ReportService
+    principals: PrincipalService
+    owner_suspension: OwnerSuspension
+    secrets: SecretService
+    node_admission: NodeAdmission
+    nodes: NodeService
+    node_rules: NodeRuleService
+    joins: JoinService
+    drain: DrainService
+    evacuation: Evacuation
+    agents: Agents
+    pools: PoolService
+    policy_admission: PolicyAdmission
+    policies: PolicyService
+    prices: PriceService
+    usage_reports: UsageReports
+    budget_admission: BudgetAdmission
+    budgets: BudgetService
+    preemptor: Preemptor
+    feasibility: Feasibility
+    submissions: SubmissionService
+    stops: StopService
+    estimates: EstimateService
+    queue_views: QueueViews
+    run_queries: RunQueries
+
+    @property
+    def by_type(self) -> dict[type, object]:
+        """Return services and resources by their class, as handlers of routes name them."""
+        hints = typing.get_type_hints(type(self))
+        return {
+            hints[each.name]: getattr(self, each.name)
+            for each in dataclasses.fields(self)
+            if isinstance(hints[each.name], type)
+        }
+
+
+def compose(resources: Resources) -> Services:
+    """Build the graph of services, lowest first."""
+    settings = resources.settings
+    clock = resources.clock
+    database = resources.database
+    hub = resources.hub
+    keys = resources.keys
+    sealer = resources.sealer
+    logs = resources.logs
+    blobs = resources.blobs
+    environments = resources.environments
+    leases = resources.leases
+    looks = resources.looks
+    presence = resources.presence
+    deliveries = resources.deliveries
+    meetings = resources.meetings
+    gang_progress = resources.gang_progress
+    sentences = resources.sentences
+    waiting_room = resources.waiting_room
+    measures = resources.measures
+    spending = resources.spending
+    feasible = resources.feasible
+    engine_nodes = resources.engine_nodes
+    ray_pool = resources.ray_pool
+    low = resources.low
+    unwritable = resources.unwritable
+    announcer = Announcer(hub=hub, looks=looks, measures=measures)
+    requeue = Requeue(clock=clock, database=database, deliveries=deliveries, announcer=announcer)
+    gang_hangs = GangHangs(
+        settings=settings,
+        clock=clock,
+        database=database,
+        hub=hub,
+        looks=looks,
+        gang_progress=gang_progress,
+        announcer=announcer,
+    )
+    gang_reconciler = GangReconciler(clock=clock, database=database, announcer=announcer)
+    rendezvous = RendezvousService(
+        settings=settings,
+        clock=clock,
+        database=database,
+        hub=hub,
+        leases=leases,
+        looks=looks,
+        presence=presence,
+        meetings=meetings,
+        announcer=announcer,
+    )
+    attempt_tokens = AttemptTokens(settings=settings, clock=clock, keys=keys)
+    reports = ReportService(
+        settings=settings,
+        clock=clock,
+        database=database,
+        hub=hub,
+        logs=logs,
+        blobs=blobs,
+        leases=leases,
+        looks=looks,
+        presence=presence,
+        measures=measures,
+        announcer=announcer,
+        attempt_tokens=attempt_tokens,
+        gang_hangs=gang_hangs,
+        rendezvous=rendezvous,
+    )
+    principals = PrincipalService(
+        settings=settings, clock=clock, database=database, hub=hub, budgets_changed=spending.change
+    )
+    owner_suspension = OwnerSuspension(clock=clock, database=database, announcer=announcer)
+    secrets = SecretService(clock=clock, database=database, sealer=sealer)
+    node_admission = NodeAdmission(clock=clock, database=database, presence=presence)
+    nodes = NodeService(
+        settings=settings,
+        clock=clock,
+        database=database,
+        hub=hub,
+        leases=leases,
+        presence=presence,
+        announcer=announcer,
+    )
+    node_rules = NodeRuleService(clock=clock, database=database, hub=hub, nodes=nodes)
+    joins = JoinService(clock=clock, database=database, presence=presence, ray_pool=ray_pool)
+    drain = DrainService(clock=clock, database=database, hub=hub)
+    evacuation = Evacuation(clock=clock, database=database, hub=hub, leases=leases, announcer=announcer)
+    agents = Agents(
+        settings=settings,
+        clock=clock,
+        database=database,
+        hub=hub,
+        sealer=sealer,
+        looks=looks,
+        presence=presence,
+        deliveries=deliveries,
+        announcer=announcer,
+        attempt_tokens=attempt_tokens,
+        node_admission=node_admission,
+        reports=reports,
+        requeue=requeue,
+    )
+    pools = PoolService(clock=clock, database=database, hub=hub, nodes=nodes)
+    policy_admission = PolicyAdmission(settings=settings, sealer=sealer, environments=environments)
+    policies = PolicyService(clock=clock, database=database, hub=hub, environments=environments)
+    prices = PriceService(settings=settings, clock=clock, database=database)
+    usage_reports = UsageReports(settings=settings, clock=clock, database=database, leases=leases)
+    budget_admission = BudgetAdmission(settings=settings, clock=clock, leases=leases, spending=spending)
+    budgets = BudgetService(
+        settings=settings, clock=clock, database=database, hub=hub, spending=spending, budget_admission=budget_admission
+    )
+    preemptor = Preemptor(clock=clock, database=database, measures=measures, announcer=announcer)
+    feasibility = Feasibility(
+        settings=settings, clock=clock, presence=presence, feasible=feasible, engine_nodes=engine_nodes
+    )
+    submissions = SubmissionService(
+        settings=settings,
+        clock=clock,
+        database=database,
+        hub=hub,
+        keys=keys,
+        sealer=sealer,
+        blobs=blobs,
+        environments=environments,
+        sentences=sentences,
+        waiting_room=waiting_room,
+        measures=measures,
+        feasible=feasible,
+        low=low,
+        budget_admission=budget_admission,
+        feasibility=feasibility,
+        policy_admission=policy_admission,
+    )
+    stops = StopService(clock=clock, database=database, sentences=sentences, announcer=announcer)
+    estimates = EstimateService(
+        settings=settings,
+        clock=clock,
+        database=database,
+        leases=leases,
+        sentences=sentences,
+        budget_admission=budget_admission,
+        policy_admission=policy_admission,
+    )
+    queue_views = QueueViews(settings=settings, clock=clock, database=database, sentences=sentences)
+    run_queries = RunQueries(
+        clock=clock, database=database, hub=hub, logs=logs, sentences=sentences, unwritable=unwritable, reports=reports
+    )
+    return Services(
+        **vars(resources),
+        announcer=announcer,
+        requeue=requeue,
+        gang_hangs=gang_hangs,
+        gang_reconciler=gang_reconciler,
+        rendezvous=rendezvous,
+        attempt_tokens=attempt_tokens,
+        reports=reports,
+        principals=principals,
+        owner_suspension=owner_suspension,
+        secrets=secrets,
+        node_admission=node_admission,
+        nodes=nodes,
+        node_rules=node_rules,
+        joins=joins,
+        drain=drain,
+        evacuation=evacuation,
+        agents=agents,
+        pools=pools,
+        policy_admission=policy_admission,
+        policies=policies,
+        prices=prices,
+        usage_reports=usage_reports,
+        budget_admission=budget_admission,
+        budgets=budgets,
+        preemptor=preemptor,
+        feasibility=feasibility,
+        submissions=submissions,
+        stops=stops,
+        estimates=estimates,
+        queue_views=queue_views,
+        run_queries=run_queries,
+    )
+
+
+def make_alarms(services: Services) -> Alarms:
+    """Build the loop that reports unusual spending."""
+    return Alarms(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        hub=services.hub,
+        measures=services.measures,
+        spending=services.spending,
+    )
+
+
+def make_chainer(services: Services) -> Chainer:
+    """Build the loop that chains entries of the audit."""
+    return Chainer(database=services.database)
+
+
+def make_charging(services: Services) -> Charging:
+    """Build the loop that charges attempts."""
+    return Charging(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        hub=services.hub,
+        measures=services.measures,
+    )
+
+
+def make_collector(services: Services) -> Collector:
+    """Build the loop that collects garbage in stores."""
+    return Collector(
+        clock=services.clock, database=services.database, blobs=services.blobs, environments=services.environments
+    )
+
+
+def make_file_tokens(services: Services, *, login: str, renewed: Callable[[], None]) -> FileTokens:
+    """Build the loop that renews tokens in files."""
+    return FileTokens(
+        settings=services.settings, clock=services.clock, database=services.database, login=login, renewed=renewed
+    )
+
+
+def make_keeper(services: Services) -> Keeper:
+    """Build the loop that enforces budgets."""
+    return Keeper(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        hub=services.hub,
+        measures=services.measures,
+        spending=services.spending,
+        announcer=services.announcer,
+        budget_admission=services.budget_admission,
+    )
+
+
+def make_notifier(services: Services) -> Notifier:
+    """Build the loop that posts notices to the webhook."""
+    return Notifier(
+        settings=services.settings, clock=services.clock, database=services.database, measures=services.measures
+    )
+
+
+def make_planning(services: Services) -> Planning:
+    """Build the planner state of a scheduler."""
+    return Planning(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        hub=services.hub,
+        presence=services.presence,
+        sentences=services.sentences,
+        roster=make_roster(services),
+    )
+
+
+def make_reconciler(services: Services, *, scheduler: Scheduler, engine: Engine | None = None) -> Reconciler:
+    """Build the reconciler; it returns orders through the scheduler."""
+    return Reconciler(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        hub=services.hub,
+        leases=services.leases,
+        looks=services.looks,
+        presence=services.presence,
+        deliveries=services.deliveries,
+        gang_progress=services.gang_progress,
+        announcer=services.announcer,
+        evacuation=services.evacuation,
+        gang_reconciler=services.gang_reconciler,
+        owner_suspension=services.owner_suspension,
+        rendezvous=services.rendezvous,
+        scheduler=scheduler,
+        engine=engine,
+    )
+
+
+def make_reserving(services: Services, engine: Engine | None) -> Reserving:
+    """Build the reservations of a scheduler with its engine."""
+    return Reserving(
+        database=services.database,
+        hub=services.hub,
+        deliveries=services.deliveries,
+        requeue=services.requeue,
+        engine=engine,
+    )
+
+
+def make_retention(services: Services) -> Retention:
+    """Build the loop that removes old runs and logs."""
+    return Retention(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        logs=services.logs,
+        secrets=services.secrets,
+    )
+
+
+def make_roster(services: Services) -> Roster:
+    """Build a queue snapshot."""
+    return Roster(
+        settings=services.settings,
+        leases=services.leases,
+        spending=services.spending,
+        budget_admission=services.budget_admission,
+    )
+
+
+def make_sampling(services: Services) -> Sampling:
+    """Build the source of state metrics."""
+    return Sampling(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        leases=services.leases,
+        presence=services.presence,
+        health=services.health,
+    )
+
+
+def make_scheduler(services: Services, *, engine: Engine | None = None) -> Scheduler:
+    """Build the scheduler; without an engine, nodes join by themselves."""
+    return Scheduler(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        hub=services.hub,
+        keys=services.keys,
+        sealer=services.sealer,
+        leases=services.leases,
+        deliveries=services.deliveries,
+        sentences=services.sentences,
+        measures=services.measures,
+        spending=services.spending,
+        announcer=services.announcer,
+        impossible=make_impossible(services),
+        planning=make_planning(services),
+        preemptor=services.preemptor,
+        reserving=make_reserving(services, engine),
+    )
+
+
+def make_second_look(services: Services) -> SecondLook:
+    """Build the check for runs that the scheduler missed."""
+    return SecondLook(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        presence=services.presence,
+        sentences=services.sentences,
+        roster=make_roster(services),
+    )
+
+
+def make_self_check(services: Services) -> SelfCheck:
+    """Build the loop that checks invariants."""
+    return SelfCheck(
+        database=services.database,
+        hub=services.hub,
+        blobs=services.blobs,
+        sentences=services.sentences,
+        measures=services.measures,
+        spending=services.spending,
+        second_look=make_second_look(services),
+    )
+
+
+def make_impossible(services: Services) -> Impossible:
+    """Build the check for runs that no node can serve."""
+    return Impossible(
+        settings=services.settings,
+        clock=services.clock,
+        database=services.database,
+        sentences=services.sentences,
+        feasible=services.feasible,
+        announcer=services.announcer,
+        feasibility=services.feasibility,
+    )
+
+
+def make_folding(services: Services) -> Folding:
+    """Build the loop that rolls usage up."""
+    return Folding(database=services.database)

@@ -1,0 +1,36 @@
+"""How a route gets its parameters: parts of the path by name, services by their class."""
+
+from __future__ import annotations
+
+import pytest
+
+from serverless_gpu.server.api.routing import ANYBODY, Call, Route, Routes
+from serverless_gpu.wire.principals import TeamView
+
+
+class Greeter:
+    """A service."""
+
+
+extra = Routes("extra")
+
+
+@extra.get("/greetings/{name}", needs=ANYBODY)
+def greet(call: Call, greeter: Greeter, name: str) -> TeamView:
+    return TeamView(name=name, members=())
+
+
+def route() -> Route:
+    (found,) = extra.all
+    return found
+
+
+def test_a_parameter_is_a_part_of_the_path_by_its_name_and_else_a_service_by_its_class() -> None:
+    assert (route().parts, route().services) == ({"name": str}, {"greeter": Greeter})
+    greeter = Greeter()
+    assert route().bound({Greeter: greeter}).arguments == {"greeter": greeter}
+
+
+def test_a_route_that_names_a_class_without_a_provider_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"GET /greetings/\{name\} takes Greeter"):
+        route().bound({str: "hello"})
