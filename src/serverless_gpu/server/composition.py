@@ -2,6 +2,8 @@
 
     Resources (settings, clock, database, hub, stores, state in memory) ─▶ compose ─▶ Services ─▶ make_scheduler, …
 
+        LifecycleServices ─▶ AccessServices ─▶ NodeServices ─▶ BillingServices ─▶ RunServices
+
 A service takes what it needs as keyword arguments. Only the start of the process and tests import this module.
 """
 
@@ -136,8 +138,8 @@ class Resources:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Services(Resources):
-    """Every service of the server, and the resources they share."""
+class LifecycleServices:
+    """Services of the lifecycle of runs: transitions, gangs, reports."""
 
     announcer: Announcer
     requeue: Requeue
@@ -146,9 +148,21 @@ class Services(Resources):
     rendezvous: RendezvousService
     attempt_tokens: AttemptTokens
     reports: ReportService
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AccessServices:
+    """Services of principals and their secrets."""
+
     principals: PrincipalService
     owner_suspension: OwnerSuspension
     secrets: SecretService
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeServices:
+    """Services of nodes and pools."""
+
     node_admission: NodeAdmission
     nodes: NodeService
     node_rules: NodeRuleService
@@ -157,12 +171,24 @@ class Services(Resources):
     evacuation: Evacuation
     agents: Agents
     pools: PoolService
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BillingServices:
+    """Services of usage policies, prices, usage and budgets."""
+
     policy_admission: PolicyAdmission
     policies: PolicyService
     prices: PriceService
     usage_reports: UsageReports
     budget_admission: BudgetAdmission
     budgets: BudgetService
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunServices:
+    """Services of runs: submission, scheduling, views."""
+
     preemptor: Preemptor
     feasibility: Feasibility
     submissions: SubmissionService
@@ -170,6 +196,11 @@ class Services(Resources):
     estimates: EstimateService
     queue_views: QueueViews
     run_queries: RunQueries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Services(RunServices, BillingServices, NodeServices, AccessServices, LifecycleServices, Resources):
+    """Every service of the server, and the resources they share."""
 
     @property
     def by_type(self) -> dict[type, object]:
@@ -183,183 +214,177 @@ class Services(Resources):
 
 
 def compose(resources: Resources) -> Services:
-    """Build the graph of services, lowest first."""
-    settings = resources.settings
-    clock = resources.clock
-    database = resources.database
-    hub = resources.hub
-    keys = resources.keys
-    sealer = resources.sealer
-    logs = resources.logs
-    blobs = resources.blobs
-    environments = resources.environments
-    leases = resources.leases
-    looks = resources.looks
-    presence = resources.presence
-    deliveries = resources.deliveries
-    meetings = resources.meetings
-    gang_progress = resources.gang_progress
-    sentences = resources.sentences
-    waiting_room = resources.waiting_room
-    measures = resources.measures
-    spending = resources.spending
-    feasible = resources.feasible
-    engine_nodes = resources.engine_nodes
-    ray_pool = resources.ray_pool
-    low = resources.low
-    unwritable = resources.unwritable
-    announcer = Announcer(hub=hub, looks=looks, measures=measures)
-    requeue = Requeue(clock=clock, database=database, deliveries=deliveries, announcer=announcer)
+    """Build the graph of services: each stage takes resources and the stages below it."""
+    lifecycle = _lifecycle(resources)
+    access = _access(resources, lifecycle)
+    nodes = _nodes(resources, lifecycle)
+    billing = _billing(resources)
+    runs = _runs(resources, lifecycle, billing)
+    return Services(**vars(resources), **vars(lifecycle), **vars(access), **vars(nodes), **vars(billing), **vars(runs))
+
+
+def _lifecycle(r: Resources) -> LifecycleServices:
+    announcer = Announcer(hub=r.hub, looks=r.looks, measures=r.measures)
     gang_hangs = GangHangs(
-        settings=settings,
-        clock=clock,
-        database=database,
-        hub=hub,
-        looks=looks,
-        gang_progress=gang_progress,
+        settings=r.settings,
+        clock=r.clock,
+        database=r.database,
+        hub=r.hub,
+        looks=r.looks,
+        gang_progress=r.gang_progress,
         announcer=announcer,
     )
-    gang_reconciler = GangReconciler(clock=clock, database=database, announcer=announcer)
     rendezvous = RendezvousService(
-        settings=settings,
-        clock=clock,
-        database=database,
-        hub=hub,
-        leases=leases,
-        looks=looks,
-        presence=presence,
-        meetings=meetings,
+        settings=r.settings,
+        clock=r.clock,
+        database=r.database,
+        hub=r.hub,
+        leases=r.leases,
+        looks=r.looks,
+        presence=r.presence,
+        meetings=r.meetings,
         announcer=announcer,
     )
-    attempt_tokens = AttemptTokens(settings=settings, clock=clock, keys=keys)
-    reports = ReportService(
-        settings=settings,
-        clock=clock,
-        database=database,
-        hub=hub,
-        logs=logs,
-        blobs=blobs,
-        leases=leases,
-        looks=looks,
-        presence=presence,
-        measures=measures,
+    attempt_tokens = AttemptTokens(settings=r.settings, clock=r.clock, keys=r.keys)
+    return LifecycleServices(
         announcer=announcer,
-        attempt_tokens=attempt_tokens,
+        requeue=Requeue(clock=r.clock, database=r.database, deliveries=r.deliveries, announcer=announcer),
         gang_hangs=gang_hangs,
+        gang_reconciler=GangReconciler(clock=r.clock, database=r.database, announcer=announcer),
         rendezvous=rendezvous,
+        attempt_tokens=attempt_tokens,
+        reports=ReportService(
+            settings=r.settings,
+            clock=r.clock,
+            database=r.database,
+            hub=r.hub,
+            logs=r.logs,
+            blobs=r.blobs,
+            leases=r.leases,
+            looks=r.looks,
+            presence=r.presence,
+            measures=r.measures,
+            announcer=announcer,
+            attempt_tokens=attempt_tokens,
+            gang_hangs=gang_hangs,
+            rendezvous=rendezvous,
+        ),
     )
-    principals = PrincipalService(
-        settings=settings, clock=clock, database=database, hub=hub, budgets_changed=spending.change
+
+
+def _access(r: Resources, lifecycle: LifecycleServices) -> AccessServices:
+    return AccessServices(
+        principals=PrincipalService(
+            settings=r.settings, clock=r.clock, database=r.database, hub=r.hub, budgets_changed=r.spending.change
+        ),
+        owner_suspension=OwnerSuspension(clock=r.clock, database=r.database, announcer=lifecycle.announcer),
+        secrets=SecretService(clock=r.clock, database=r.database, sealer=r.sealer),
     )
-    owner_suspension = OwnerSuspension(clock=clock, database=database, announcer=announcer)
-    secrets = SecretService(clock=clock, database=database, sealer=sealer)
-    node_admission = NodeAdmission(clock=clock, database=database, presence=presence)
+
+
+def _nodes(r: Resources, lifecycle: LifecycleServices) -> NodeServices:
+    node_admission = NodeAdmission(clock=r.clock, database=r.database, presence=r.presence)
     nodes = NodeService(
-        settings=settings,
-        clock=clock,
-        database=database,
-        hub=hub,
-        leases=leases,
-        presence=presence,
-        announcer=announcer,
+        settings=r.settings,
+        clock=r.clock,
+        database=r.database,
+        hub=r.hub,
+        leases=r.leases,
+        presence=r.presence,
+        announcer=lifecycle.announcer,
     )
-    node_rules = NodeRuleService(clock=clock, database=database, hub=hub, nodes=nodes)
-    joins = JoinService(clock=clock, database=database, presence=presence, ray_pool=ray_pool)
-    drain = DrainService(clock=clock, database=database, hub=hub)
-    evacuation = Evacuation(clock=clock, database=database, hub=hub, leases=leases, announcer=announcer)
-    agents = Agents(
-        settings=settings,
-        clock=clock,
-        database=database,
-        hub=hub,
-        sealer=sealer,
-        looks=looks,
-        presence=presence,
-        deliveries=deliveries,
-        announcer=announcer,
-        attempt_tokens=attempt_tokens,
-        node_admission=node_admission,
-        reports=reports,
-        requeue=requeue,
-    )
-    pools = PoolService(clock=clock, database=database, hub=hub, nodes=nodes)
-    policy_admission = PolicyAdmission(settings=settings, sealer=sealer, environments=environments)
-    policies = PolicyService(clock=clock, database=database, hub=hub, environments=environments)
-    prices = PriceService(settings=settings, clock=clock, database=database)
-    usage_reports = UsageReports(settings=settings, clock=clock, database=database, leases=leases)
-    budget_admission = BudgetAdmission(settings=settings, clock=clock, leases=leases, spending=spending)
-    budgets = BudgetService(
-        settings=settings, clock=clock, database=database, hub=hub, spending=spending, budget_admission=budget_admission
-    )
-    preemptor = Preemptor(clock=clock, database=database, measures=measures, announcer=announcer)
-    feasibility = Feasibility(
-        settings=settings, clock=clock, presence=presence, feasible=feasible, engine_nodes=engine_nodes
-    )
-    submissions = SubmissionService(
-        settings=settings,
-        clock=clock,
-        database=database,
-        hub=hub,
-        keys=keys,
-        sealer=sealer,
-        blobs=blobs,
-        environments=environments,
-        sentences=sentences,
-        waiting_room=waiting_room,
-        measures=measures,
-        feasible=feasible,
-        low=low,
-        budget_admission=budget_admission,
-        feasibility=feasibility,
-        policy_admission=policy_admission,
-    )
-    stops = StopService(clock=clock, database=database, sentences=sentences, announcer=announcer)
-    estimates = EstimateService(
-        settings=settings,
-        clock=clock,
-        database=database,
-        leases=leases,
-        sentences=sentences,
-        budget_admission=budget_admission,
-        policy_admission=policy_admission,
-    )
-    queue_views = QueueViews(settings=settings, clock=clock, database=database, sentences=sentences)
-    run_queries = RunQueries(
-        clock=clock, database=database, hub=hub, logs=logs, sentences=sentences, unwritable=unwritable, reports=reports
-    )
-    return Services(
-        **vars(resources),
-        announcer=announcer,
-        requeue=requeue,
-        gang_hangs=gang_hangs,
-        gang_reconciler=gang_reconciler,
-        rendezvous=rendezvous,
-        attempt_tokens=attempt_tokens,
-        reports=reports,
-        principals=principals,
-        owner_suspension=owner_suspension,
-        secrets=secrets,
+    return NodeServices(
         node_admission=node_admission,
         nodes=nodes,
-        node_rules=node_rules,
-        joins=joins,
-        drain=drain,
-        evacuation=evacuation,
-        agents=agents,
-        pools=pools,
-        policy_admission=policy_admission,
-        policies=policies,
-        prices=prices,
-        usage_reports=usage_reports,
+        node_rules=NodeRuleService(clock=r.clock, database=r.database, hub=r.hub, nodes=nodes),
+        joins=JoinService(clock=r.clock, database=r.database, presence=r.presence, ray_pool=r.ray_pool),
+        drain=DrainService(clock=r.clock, database=r.database, hub=r.hub),
+        evacuation=Evacuation(
+            clock=r.clock, database=r.database, hub=r.hub, leases=r.leases, announcer=lifecycle.announcer
+        ),
+        agents=Agents(
+            settings=r.settings,
+            clock=r.clock,
+            database=r.database,
+            hub=r.hub,
+            sealer=r.sealer,
+            looks=r.looks,
+            presence=r.presence,
+            deliveries=r.deliveries,
+            announcer=lifecycle.announcer,
+            attempt_tokens=lifecycle.attempt_tokens,
+            node_admission=node_admission,
+            reports=lifecycle.reports,
+            requeue=lifecycle.requeue,
+        ),
+        pools=PoolService(clock=r.clock, database=r.database, hub=r.hub, nodes=nodes),
+    )
+
+
+def _billing(r: Resources) -> BillingServices:
+    budget_admission = BudgetAdmission(settings=r.settings, clock=r.clock, leases=r.leases, spending=r.spending)
+    return BillingServices(
+        policy_admission=PolicyAdmission(settings=r.settings, sealer=r.sealer, environments=r.environments),
+        policies=PolicyService(clock=r.clock, database=r.database, hub=r.hub, environments=r.environments),
+        prices=PriceService(settings=r.settings, clock=r.clock, database=r.database),
+        usage_reports=UsageReports(settings=r.settings, clock=r.clock, database=r.database, leases=r.leases),
         budget_admission=budget_admission,
-        budgets=budgets,
-        preemptor=preemptor,
+        budgets=BudgetService(
+            settings=r.settings,
+            clock=r.clock,
+            database=r.database,
+            hub=r.hub,
+            spending=r.spending,
+            budget_admission=budget_admission,
+        ),
+    )
+
+
+def _runs(r: Resources, lifecycle: LifecycleServices, billing: BillingServices) -> RunServices:
+    feasibility = Feasibility(
+        settings=r.settings, clock=r.clock, presence=r.presence, feasible=r.feasible, engine_nodes=r.engine_nodes
+    )
+    return RunServices(
+        preemptor=Preemptor(clock=r.clock, database=r.database, measures=r.measures, announcer=lifecycle.announcer),
         feasibility=feasibility,
-        submissions=submissions,
-        stops=stops,
-        estimates=estimates,
-        queue_views=queue_views,
-        run_queries=run_queries,
+        submissions=SubmissionService(
+            settings=r.settings,
+            clock=r.clock,
+            database=r.database,
+            hub=r.hub,
+            keys=r.keys,
+            sealer=r.sealer,
+            blobs=r.blobs,
+            environments=r.environments,
+            sentences=r.sentences,
+            waiting_room=r.waiting_room,
+            measures=r.measures,
+            feasible=r.feasible,
+            low=r.low,
+            budget_admission=billing.budget_admission,
+            feasibility=feasibility,
+            policy_admission=billing.policy_admission,
+        ),
+        stops=StopService(clock=r.clock, database=r.database, sentences=r.sentences, announcer=lifecycle.announcer),
+        estimates=EstimateService(
+            settings=r.settings,
+            clock=r.clock,
+            database=r.database,
+            leases=r.leases,
+            sentences=r.sentences,
+            budget_admission=billing.budget_admission,
+            policy_admission=billing.policy_admission,
+        ),
+        queue_views=QueueViews(settings=r.settings, clock=r.clock, database=r.database, sentences=r.sentences),
+        run_queries=RunQueries(
+            clock=r.clock,
+            database=r.database,
+            hub=r.hub,
+            logs=r.logs,
+            sentences=r.sentences,
+            unwritable=r.unwritable,
+            reports=lifecycle.reports,
+        ),
     )
 
 
