@@ -23,7 +23,6 @@ from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX, State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Priority, Resources
 from serverless_gpu.server import (
-    attaching,
     audit,
     references,
     runs,
@@ -126,7 +125,7 @@ def test_what_cannot_be_attached_is_refused(
 ) -> None:
     put(services, "llm")
     with pytest.raises(error, match=says):
-        getattr(attaching, verb)(services, ROOT, name, *whom.split())
+        getattr(services.policies, verb)(ROOT, name, *whom.split())
     assert [action for action, *_ in written(services)] == ["policy.set"]
 
 

@@ -19,6 +19,7 @@ from serverless_gpu.wire.runs import RunRequest, RunView, Target
 from serverless_gpu.wire.state import DrainRequest
 from tests.support.golden import golden
 from tests.support.server.agents import NODE, find, hello
+from tests.support.server.made import recomposed
 from tests.support.server.stored import add_people, new_run
 
 pytestmark = pytest.mark.any_database
@@ -104,12 +105,13 @@ def test_23B1_a_server_that_knows_no_node_yet_queues_and_decides_once_one_has_jo
 
 
 def test_23B1_while_a_node_of_the_engine_has_not_said_hello_nothing_is_refused(services: Services) -> None:
-    object.__setattr__(services, "engine_nodes", lambda: {"n1", "own"})
+    known = {"n1", "own"}
+    services = recomposed(services, engine_nodes=lambda: known)
     join(services)
     scheduler = make_scheduler(services)
     run_id = submit(services, request(4)).id
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).state is State.QUEUED
-    object.__setattr__(services, "engine_nodes", lambda: {"n1"})
+    known.remove("own")
     scheduler.tick(services.clock.boottime_ns())
     assert find(services, run_id).reason is Reason.UNSATISFIABLE

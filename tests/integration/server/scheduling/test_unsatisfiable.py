@@ -14,6 +14,7 @@ from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
 from tests.support.server.agents import NODE, OTHER, find, hello, submit
+from tests.support.server.made import recomposed
 from tests.support.server.stored import add_people
 
 pytestmark = pytest.mark.any_database
@@ -87,7 +88,8 @@ def test_F82_a_run_that_can_be_served_again_counts_from_the_beginning(services: 
 
 def test_F82_it_waits_for_ever_where_that_is_the_policy(services: Services, scheduler: Scheduler) -> None:
     settings = msgspec.structs.replace(services.settings, unsatisfiable_after_s=0.0)
-    object.__setattr__(services, "settings", settings)
+    services = recomposed(services, settings=settings)
+    scheduler = make_scheduler(services)
     run_id = submit(services, 64)
     hours(services, scheduler, 72)
     assert find(services, run_id).state is State.QUEUED
