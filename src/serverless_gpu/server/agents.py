@@ -1,4 +1,4 @@
-"""What agents of nodes say, and what they are told: the verbs behind `wire/agents.py`.
+"""Answers agents of nodes, for the routes of `wire/agents.py`.
 
     hello ─▶ the node is written down; another boot of its machine: its attempts are over (proof, so nobody waits);
              another machine under its name: refused while it is there, or attempts of it may still run

@@ -1,4 +1,4 @@
-"""The verbs on usage policies: made, attached to somebody, detached, deleted. Checked, written, audited; then rung."""
+"""Makes, attaches, detaches and deletes usage policies; each change is audited and wakes the scheduler."""
 
 from __future__ import annotations
 

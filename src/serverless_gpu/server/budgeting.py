@@ -1,4 +1,4 @@
-"""The verbs on budgets: list, show, set, reopen, delete. Checked, written, audited; then scheduler and loop run."""
+"""Lists, sets, reopens and deletes budgets; each change is audited and wakes the scheduler and the budget loop."""
 
 from __future__ import annotations
 

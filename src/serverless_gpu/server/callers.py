@@ -1,4 +1,4 @@
-"""Whose token a request carries, as far as routes and verbs need to know it."""
+"""The caller of a request, as far as routes and services need to know it."""
 
 from __future__ import annotations
 

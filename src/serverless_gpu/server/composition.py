@@ -2,7 +2,7 @@
 
     Resources (settings, clock, database, hub, stores, state in memory) ─▶ compose ─▶ Services ─▶ make_scheduler, …
 
-        LifecycleServices ─▶ AccessServices ─▶ NodeServices ─▶ BillingServices ─▶ RunServices
+        LifecycleLayer ─▶ AccessLayer ─▶ NodeLayer ─▶ BillingLayer ─▶ RunLayer
 
 A service takes what it needs as keyword arguments. Only the start of the process and tests import this module.
 """
@@ -138,7 +138,7 @@ class Resources:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LifecycleServices:
+class LifecycleLayer:
     """Services of the lifecycle of runs: transitions, gangs, reports."""
 
     announcer: Announcer
@@ -151,7 +151,7 @@ class LifecycleServices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AccessServices:
+class AccessLayer:
     """Services of principals and their secrets."""
 
     principals: PrincipalService
@@ -160,7 +160,7 @@ class AccessServices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NodeServices:
+class NodeLayer:
     """Services of nodes and pools."""
 
     node_admission: NodeAdmission
@@ -174,7 +174,7 @@ class NodeServices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BillingServices:
+class BillingLayer:
     """Services of usage policies, prices, usage and budgets."""
 
     policy_admission: PolicyAdmission
@@ -186,7 +186,7 @@ class BillingServices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunServices:
+class RunLayer:
     """Services of runs: submission, scheduling, views."""
 
     preemptor: Preemptor
@@ -199,7 +199,7 @@ class RunServices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Services(RunServices, BillingServices, NodeServices, AccessServices, LifecycleServices, Resources):
+class Services(RunLayer, BillingLayer, NodeLayer, AccessLayer, LifecycleLayer, Resources):
     """Every service of the server, and the resources they share."""
 
     @property
@@ -214,7 +214,7 @@ class Services(RunServices, BillingServices, NodeServices, AccessServices, Lifec
 
 
 def compose(resources: Resources) -> Services:
-    """Build the graph of services: each stage takes resources and the stages below it."""
+    """Build the graph of services: each layer takes the resources and the layers below it."""
     lifecycle = _lifecycle(resources)
     access = _access(resources, lifecycle)
     nodes = _nodes(resources, lifecycle)
@@ -223,7 +223,7 @@ def compose(resources: Resources) -> Services:
     return Services(**vars(resources), **vars(lifecycle), **vars(access), **vars(nodes), **vars(billing), **vars(runs))
 
 
-def _lifecycle(r: Resources) -> LifecycleServices:
+def _lifecycle(r: Resources) -> LifecycleLayer:
     announcer = Announcer(hub=r.hub, looks=r.looks, measures=r.measures)
     gang_hangs = GangHangs(
         settings=r.settings,
@@ -246,7 +246,7 @@ def _lifecycle(r: Resources) -> LifecycleServices:
         announcer=announcer,
     )
     attempt_tokens = AttemptTokens(settings=r.settings, clock=r.clock, keys=r.keys)
-    return LifecycleServices(
+    return LifecycleLayer(
         announcer=announcer,
         requeue=Requeue(clock=r.clock, database=r.database, deliveries=r.deliveries, announcer=announcer),
         gang_hangs=gang_hangs,
@@ -272,8 +272,8 @@ def _lifecycle(r: Resources) -> LifecycleServices:
     )
 
 
-def _access(r: Resources, lifecycle: LifecycleServices) -> AccessServices:
-    return AccessServices(
+def _access(r: Resources, lifecycle: LifecycleLayer) -> AccessLayer:
+    return AccessLayer(
         principals=PrincipalService(
             settings=r.settings, clock=r.clock, database=r.database, hub=r.hub, budgets_changed=r.spending.change
         ),
@@ -282,7 +282,7 @@ def _access(r: Resources, lifecycle: LifecycleServices) -> AccessServices:
     )
 
 
-def _nodes(r: Resources, lifecycle: LifecycleServices) -> NodeServices:
+def _nodes(r: Resources, lifecycle: LifecycleLayer) -> NodeLayer:
     node_admission = NodeAdmission(clock=r.clock, database=r.database, presence=r.presence)
     nodes = NodeService(
         settings=r.settings,
@@ -293,7 +293,7 @@ def _nodes(r: Resources, lifecycle: LifecycleServices) -> NodeServices:
         presence=r.presence,
         announcer=lifecycle.announcer,
     )
-    return NodeServices(
+    return NodeLayer(
         node_admission=node_admission,
         nodes=nodes,
         node_rules=NodeRuleService(clock=r.clock, database=r.database, hub=r.hub, nodes=nodes),
@@ -321,9 +321,9 @@ def _nodes(r: Resources, lifecycle: LifecycleServices) -> NodeServices:
     )
 
 
-def _billing(r: Resources) -> BillingServices:
+def _billing(r: Resources) -> BillingLayer:
     budget_admission = BudgetAdmission(settings=r.settings, clock=r.clock, leases=r.leases, spending=r.spending)
-    return BillingServices(
+    return BillingLayer(
         policy_admission=PolicyAdmission(settings=r.settings, sealer=r.sealer, environments=r.environments),
         policies=PolicyService(clock=r.clock, database=r.database, hub=r.hub, environments=r.environments),
         prices=PriceService(settings=r.settings, clock=r.clock, database=r.database),
@@ -340,11 +340,11 @@ def _billing(r: Resources) -> BillingServices:
     )
 
 
-def _runs(r: Resources, lifecycle: LifecycleServices, billing: BillingServices) -> RunServices:
+def _runs(r: Resources, lifecycle: LifecycleLayer, billing: BillingLayer) -> RunLayer:
     feasibility = Feasibility(
         settings=r.settings, clock=r.clock, presence=r.presence, feasible=r.feasible, engine_nodes=r.engine_nodes
     )
-    return RunServices(
+    return RunLayer(
         preemptor=Preemptor(clock=r.clock, database=r.database, measures=r.measures, announcer=lifecycle.announcer),
         feasibility=feasibility,
         submissions=SubmissionService(

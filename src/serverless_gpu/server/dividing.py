@@ -1,4 +1,4 @@
-"""The verbs on what is divided: pools, and shares of the queue. Checked, written, audited; then rung."""
+"""Changes pools and shares of the queue; each change is audited and wakes the scheduler."""
 
 from __future__ import annotations
 

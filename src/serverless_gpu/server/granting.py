@@ -1,4 +1,4 @@
-"""The verbs on principals, teams and tokens: check, change, write it into the audit, in one transaction.
+"""Creates and changes principals, teams and tokens, each with its entry in the audit in one transaction.
 
 A token with scopes is good for less than its owner, and must not be a way to more: it cannot make principals or change
 them, and the tokens it makes have no scope that it lacks.

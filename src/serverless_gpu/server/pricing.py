@@ -1,4 +1,4 @@
-"""The verbs on the price book: a price is set from a time on, which ends the one before; or it ends.
+"""Sets and ends prices of the price book; a price from a time on ends the one before.
 
     set H100 2.99 from F      … ─ 3.49 ─┤F├─ 2.99 ─ …      the one that holds at F ends there
                                                             one that is planned for later than F is where this one ends

@@ -1,4 +1,4 @@
-"""The verbs on secrets: set, list, delete; each change with its entry in the audit, and none with a value."""
+"""Sets, lists and deletes secrets; each change has an entry in the audit, without the value."""
 
 from __future__ import annotations
 

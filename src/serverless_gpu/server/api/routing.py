@@ -1,4 +1,4 @@
-"""How routes are written. A route parses, calls one verb or query room, and returns: at most fifteen lines.
+"""How routes are written. A route parses, calls one service or query, and returns: at most fifteen lines.
 
     routes = Routes("runs")                                    # one per module; `api/__init__.py` lists the modules
 

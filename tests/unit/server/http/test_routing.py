@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from serverless_gpu.ambient import SystemClock
 from serverless_gpu.server.api.routing import ANYBODY, Call, Route, Routes
+from serverless_gpu.server.app import guarded
+from serverless_gpu.server.callers import NOBODY
+from serverless_gpu.server.pricing import PriceService
 from serverless_gpu.wire.principals import TeamView
+from tests.support.server.listening import NoDatabase
+from tests.support.server.made import made_services
 
 
 class Greeter:
@@ -34,3 +42,19 @@ def test_a_parameter_is_a_part_of_the_path_by_its_name_and_else_a_service_by_its
 def test_a_route_that_names_a_class_without_a_provider_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"GET /greetings/\{name\} takes Greeter"):
         route().bound({str: "hello"})
+
+
+def test_the_application_is_not_made_without_a_service_that_a_route_names() -> None:
+    clock = SystemClock()
+    services = made_services(NoDatabase(), Path("/nonexistent"), clock=clock)
+    provided = {kind: service for kind, service in services.by_type.items() if kind is not PriceService}
+    with pytest.raises(RuntimeError, match=r"/prices takes PriceService"):
+        guarded(
+            provided,
+            hub=services.hub,
+            clock=clock,
+            measures=services.measures,
+            hosts=(),
+            authenticate=lambda _token: NOBODY,
+            reach=lambda _who, _need: "none",
+        )
