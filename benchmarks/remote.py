@@ -40,7 +40,9 @@ from serverless_gpu.wire.runs import Target
 
 QUEUED = 10_000
 _CONTEXT = msgspec.json.encode({"environ": {"VARIABLE": "x" * 4000}})
-_IMPORTS = "import fastapi, uvicorn, sqlalchemy, alembic, cryptography; print('ready', flush=True); input()"
+_IMPORTS = (
+    "import starlette.applications, uvicorn, sqlalchemy, alembic, cryptography; print('ready', flush=True); input()"
+)
 _STOP_S = 30.0
 _local = distributed(gpus=1, gpu_type="CPU", quiet=True)
 _remote = distributed(gpus=1, gpu_type="CPU", quiet=True, remote=True)

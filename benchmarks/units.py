@@ -42,7 +42,7 @@ from serverless_gpu.environment.restore.restore import Way, restore
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
-from serverless_gpu.testing.bandwidth import Bandwidth, FakeBucket, SharedLine
+from tests.support.network.shared_bandwidth import Bandwidth, FakeBucket, SharedLine
 
 BUCKET_BYTES_S = 200e6
 LINE_BYTES_S = 125e6

@@ -6,14 +6,15 @@ import json
 import sys
 from pathlib import Path
 
-from serverless_gpu.server.app import all_routes, description
+from serverless_gpu.server.api.description import document
+from serverless_gpu.server.app import all_routes
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "openapi.json"
 
 
 def text() -> str:
     """Return the page as it should be."""
-    return json.dumps(description(all_routes()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(document(all_routes()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def main() -> int:

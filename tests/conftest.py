@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support import progress
@@ -30,6 +31,12 @@ _GUARDED = ("bind", "connect", "connect_ex", "sendto")
 
 # Also for fixtures of a module or a session, which start servers and nodes before a test has its home.
 os.environ["SERVERLESS_GPU_PRELOAD"] = PRELOAD
+
+# How long an example takes says how busy the machine is, and nothing about the code.
+hypothesis.settings.register_profile(
+    "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any speed")
 
 # `nohup make test &` ignores SIGINT, and children would inherit that: tests press Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

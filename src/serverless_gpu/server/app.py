@@ -1,16 +1,15 @@
 """The application: all routes behind the gate, and their description.
 
-FastAPI keeps the table of routes and writes the OpenAPI document; bodies and answers are `wire` structs, which msgspec
-reads, checks, writes and describes. So client, node and server have one definition of what they say to each other.
+Starlette dispatches requests to routes. Bodies and answers are `wire` structs, which msgspec reads, checks, writes and
+describes: client, node and server share one definition of each message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from fastapi import FastAPI
-from starlette.routing import compile_path
+import starlette.routing
+from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.access import Accessed
@@ -33,13 +32,11 @@ from serverless_gpu.server.api import (
     state,
     usage,
 )
-from serverless_gpu.server.api.description import SECURITY, describe
 from serverless_gpu.server.api.routing import Route
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import Authenticate, Gate, Reach
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.measures import Measures
-from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API
 
 MODULES = (
@@ -69,40 +66,16 @@ def all_routes() -> list[Route]:
     return [route for module in MODULES for route in module.routes.all]
 
 
-def application(routes: Sequence[Route]) -> FastAPI:
-    """Return the application without its gate, of use to the gate and for its description only."""
-    app = FastAPI(
-        title="serverless-gpu",
-        version=__version__,
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-    )
+def application(routes: Sequence[Route]) -> Starlette:
+    """Return the application without its gate: the gate admits a request before a route sees it."""
+    declared = []
     for route in routes:
-        app.add_api_route(
-            API + route.path,
-            route.serve,
-            methods=[route.method],
-            response_model=None,
-            tags=[route.tag],
-            operation_id=f"{route.tag}_{route.handler.__name__}",
-        )
+        served = starlette.routing.Route(API + route.path, route.serve, methods=[route.method])
+        served.methods = {route.method}  # Starlette adds HEAD to GET; the gate knows the declared methods only
+        declared.append(served)
+    app = Starlette(routes=declared)
+    app.router.redirect_slashes = False
     return app
-
-
-def description(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI document of the routes."""
-    document = application(routes).openapi()
-    described = describe(routes)
-    for route, operation in zip(routes, described.operations, strict=True):
-        said = document["paths"][compile_path(API + route.path)[1]][route.method.lower()]
-        for own in ("parameters", "description"):
-            said.pop(own, None)
-        said.update(operation)
-    document["components"] = {"schemas": described.components, "securitySchemes": SECURITY}
-    return document
 
 
 def guarded(

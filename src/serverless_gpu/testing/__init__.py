@@ -4,6 +4,7 @@ FakeGpus()             declared GPUs whose processes, memory and figures a test 
 FakeClock()            a clock that a test moves
 agent_status(home)     what the agent of a home looks after
 stop_agent(home)       end that agent, and everything it keeps warm
+SimulatedEngine(…)     an engine whose nodes exist only in a test
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import msgspec
 
 from serverless_gpu.client.agent_control import stop_agent
 from serverless_gpu.client.agent_status import agent_status
+from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
 from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.telemetry.samples import GpuSample
 from serverless_gpu.node.base.home import find_home
 from serverless_gpu.node.devices.kernel_log import FAKE_FILE
 
-__all__ = ["FakeClock", "FakeGpus", "agent_status", "stop_agent"]
+__all__ = ["FakeClock", "FakeGpus", "SimulatedEngine", "agent_status", "stop_agent"]
 
 
 class FakeGpus:

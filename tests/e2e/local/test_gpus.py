@@ -158,6 +158,7 @@ def test_runs_that_fit_beside_each_other_do_not_wait(warm: Path, tmp_path: Path)
     runs = [distributed(gpus=4, quiet=True)(stay).submit(str(place)) for place in places]
     for place in places:
         announced(place, "rank3")
+    for place in places:
         (place / "go").touch()
     assert [run.results(timeout=50) for run in runs] == [[0, 1, 2, 3]] * 2
     assert not set(runs[0].receipt(timeout=50).gpus) & set(runs[1].receipt(timeout=50).gpus)

@@ -211,7 +211,10 @@ def test_23C7_a_server_starts_in_a_home_without_hard_links(own: Path) -> None:
 
 
 def test_23C7_secrets_of_a_run_need_symbolic_links_and_say_so(own: Path) -> None:
-    code = "import sys, pathlib; from serverless_gpu.node.attempt import secret_files as s; s.write(pathlib.Path(sys.argv[1]), {})"
+    code = (
+        "import sys, pathlib; from serverless_gpu.node.attempt import secret_files\n"
+        "secret_files.write(pathlib.Path(sys.argv[1]), {})"
+    )
     command = [*refusing("no-symlinks"), sys.executable, "-c", code, str(own)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.stderr.splitlines()[-2:] == [

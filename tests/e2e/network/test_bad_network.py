@@ -25,9 +25,9 @@ from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
 from serverless_gpu.node.uplink import profile as uplink_profile
-from serverless_gpu.testing.network import BadNetwork
 from tests.e2e.remote.conftest import end_node
 from tests.support.local.observe import wait_for
+from tests.support.network.bad_network import BadNetwork
 from tests.support.remote.server_process import ServerProcess
 
 CALL = """

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.torch, pytest.mar
 
 _PAGE = (REPOSITORY / "docs" / "how-to" / "one-machine-to-many.md").read_text(encoding="utf-8")
 _ADDRESSES = {"gpu-1": "10.0.0.5", "gpu-2": "10.0.0.6"}
-_SERVER = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "sqlalchemy", "alembic", "psycopg", "obstore")
+_SERVER = ("starlette", "uvicorn", "uvloop", "httptools", "sqlalchemy", "alembic", "psycopg", "obstore")
 _NAMES = ("ray", *_SERVER, "cryptography", "prometheus-client", "nvidia-ml-py", "psutil", "torch", "scikit-learn")
 _AS_MACHINE = 'hostname "$1"; mount --bind "$2" /etc/machine-id; shift 2; exec "$@"'
 _RUN_S = 600.0

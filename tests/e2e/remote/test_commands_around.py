@@ -46,7 +46,7 @@ def test_prometheus_gets_a_token_that_is_good_for_figures_only(joined: Path) -> 
     assert sgpu("user", "add", "prometheus", "--service", "--role", "viewer").exit_code == 0
     made = sgpu("token", "create", "--for", "prometheus", "--scope", "metrics:read", "--expires", "365d")
     headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
-    with httpx2.Client(base_url=find_profile(joined, os.environ).url + API, headers=headers) as client:
+    with httpx2.Client(base_url=find_profile(joined, os.environ).url + API, headers=headers, timeout=60) as client:
         text = client.get("/metrics").text
         assert 'sgpu_nodes{state="UP"} 1.0' in text and 'sgpu_healthy{check="store"} 1.0' in text
         assert client.get("/runs").status_code == client.get("/nodes").status_code == 403

@@ -13,10 +13,10 @@ import pytest
 
 from serverless_gpu.environment.stores.blobs import StoreBlobs
 from serverless_gpu.environment.stores.store_urls import open_store
-from serverless_gpu.testing.bandwidth import FakeBucket
 from tests.e2e.remote import restoring_node
 from tests.support.environment.made_environments import Made
 from tests.support.golden import golden
+from tests.support.network.shared_bandwidth import FakeBucket
 from tests.support.ports import own_port
 from tests.support.remote.server_process import ServerProcess
 

@@ -31,7 +31,6 @@ MODULES = (
     "serverless_gpu.runtime",
     "serverless_gpu.testing",
     "serverless_gpu.testing.mlflow",
-    "serverless_gpu.testing.network",
     "serverless_gpu.testing.stores",
 )
 """Import paths that the documentation names."""

@@ -150,7 +150,7 @@ def test_another_size_is_another_picture(home: Path) -> None:
 
 def test_what_does_not_fit_is_scrolled_to(home: Path) -> None:
     with FramingMonitor(home, frames), window(home, rows=8) as shown:
-        shown.until(lambda: below(shown) > 1 and any("H100" in row for row in shown.rows()))
+        shown.until(lambda: below(shown) > 1 and "network" in shown.rows()[0] and "train rank 0" in shown.rows()[4])
         first, all_below = shown.rows()[0], below(shown)
         assert first.startswith(os.uname().nodename)
         shown.press("\x1b[B")

@@ -39,7 +39,7 @@ def run_rank(code: str, *arguments: object, path: Path | None = None, options: t
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     command = [sys.executable, *options, "-c", PREAMBLE + code + _CLOSING, str(INSIDE), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=180)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,6 +48,6 @@ def run_script(code: str, *arguments: object) -> str:
     """Run `code` as the `__main__` of a fresh caller, with our package importable, and return what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(INSIDE.parent.parent.parent)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=180)
     assert done.returncode == 0, done.stderr
     return done.stdout

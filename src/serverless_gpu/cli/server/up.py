@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from serverless_gpu.server.serving import Running
     from serverless_gpu.server.settings import Settings
 
-_NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
+_NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
 
 
 @click.command()

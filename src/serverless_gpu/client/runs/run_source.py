@@ -1,6 +1,6 @@
 """Where a handle has its run from: what is said about it, and its files.
 
-    Run ──▶ Source ──┬─ Supervised   the run's supervisor on this machine: a socket and the run directory
+    Run ──▶ RunSource ─┬─ LocalRun   the run's supervisor on this machine: a socket and the run directory
                      └─ Watched      a server: its event stream, and copies of the run's files (`remote/watching.py`)
 
 A source speaks the words of `node.protocol`, whoever it hears them from: there is one handle, with one behaviour.

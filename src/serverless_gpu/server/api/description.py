@@ -13,42 +13,43 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.routing import compile_path
 
 from serverless_gpu.server.api.routing import EVENTS, JSON, PUBLIC, Bytes, Incoming, Route, Stream
-from serverless_gpu.wire.base import Problem
+from serverless_gpu.version import __version__
+from serverless_gpu.wire.base import API, Problem
 
 _REFERENCE = "#/components/schemas/{name}"
 _BINARY = {"type": "string", "format": "binary"}
 _UNIONS = (typing.Union, types.UnionType)
-SECURITY = {"bearer": {"type": "http", "scheme": "bearer", "description": "`sgpu_…`, or `sgpa_…` of an attempt"}}
+_SECURITY = {"bearer": {"type": "http", "scheme": "bearer", "description": "`sgpu_…`, or `sgpa_…` of an attempt"}}
 
 
-class Described(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of all routes.
-
-    Attributes:
-        operations: for each route, in order, what FastAPI does not know of it.
-        components: schemas by name.
-    """
-
-    operations: tuple[dict[str, Any], ...]
-    components: dict[str, Any]
-
-
-def describe(routes: Sequence[Route]) -> Described:
-    """Return what the routes take and answer."""
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """Return the OpenAPI document of the routes."""
     used: list[Any] = [Problem]
     for route in routes:
         used += [*_body_types(route), *_answer_types(route)]
     unique = list(dict.fromkeys(used))
     schemas, components = msgspec.json.schema_components(unique, ref_template=_REFERENCE)
     by_type = dict(zip(unique, schemas, strict=True))
-    return Described(operations=tuple(_operation(route, by_type) for route in routes), components=components)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = compile_path(API + route.path)[1]
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_type)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "serverless-gpu", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": _SECURITY},
+    }
 
 
 def _operation(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
     problem = {"description": "A problem.", "content": {JSON: {"schema": by_type[Problem]}}}
     operation: dict[str, Any] = {
+        "operationId": f"{route.tag}_{route.handler.__name__}",
+        "tags": [route.tag],
         "summary": (inspect.getdoc(route.handler) or "").partition("\n")[0],
         "parameters": [*_parts(route), *_query(route)],
         "responses": {**_answers(route, by_type), "default": problem},

@@ -10,7 +10,7 @@ from serverless_gpu import distributed
 @distributed(gpus=2, gpu_type="CPU", quiet=True)
 def work(rank=0):
     code = "import os, sys; print(os.environ['RANK'], sys.prefix)"
-    said = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    said = subprocess.check_output([sys.executable, "-c", code], text=True).strip().split(maxsplit=1)
     shell = subprocess.run("echo $WORLD_SIZE; exit 3", shell=True, capture_output=True, text=True, check=False)
     subprocess.run(["echo", "a line of a program"], check=True)
     subprocess.Popen(["sleep", "600"])

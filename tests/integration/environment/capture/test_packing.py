@@ -59,5 +59,6 @@ _KILLED = """
             if len(self.stored) == 2:
                 print("second", flush=True)
 
-    capture(scan_of({"thing": source_of(Path(sys.argv[1]))}), StoreBlobs(Stuck(Path(sys.argv[2]))), settings=WHOLE_PACKS)
+    blobs = StoreBlobs(Stuck(Path(sys.argv[2])))
+    capture(scan_of({"thing": source_of(Path(sys.argv[1]))}), blobs, settings=WHOLE_PACKS)
 """

@@ -18,11 +18,11 @@ from serverless_gpu.server import nearby
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.storage import Room, open_storage
 from serverless_gpu.testing import FakeClock
-from serverless_gpu.testing.bandwidth import FakeBucket
 from serverless_gpu.testing.stores import pack_key
 from tests.support.environment.environments_in_stores import make_pack, make_unit
 from tests.support.environment.far_away import KEY, OTHER, PACK, FarAway, files, read, server_on, until
 from tests.support.golden import golden
+from tests.support.network.shared_bandwidth import FakeBucket
 from tests.support.server.listening import app_of, listening
 
 

@@ -30,7 +30,7 @@ def ask(client: httpx2.Client, route: Route, token: str) -> int:
 
 @pytest.fixture
 def client(server: Served) -> Any:
-    with httpx2.Client(base_url=server.url) as client:
+    with httpx2.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 

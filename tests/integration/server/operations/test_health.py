@@ -200,7 +200,7 @@ def test_a_store_that_fails_is_told_without_its_name(
 
 
 def test_a_server_whose_store_is_gone_is_unwell_says_so_and_goes_on(tmp_path: Path) -> None:
-    with served(tmp_path) as server, httpx2.Client(base_url=server.url + API) as client:
+    with served(tmp_path) as server, httpx2.Client(base_url=server.url + API, timeout=60) as client:
         blobs = tmp_path / "server" / "blobs"
         if blobs.exists():
             blobs.rename(tmp_path / "away")

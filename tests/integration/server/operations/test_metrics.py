@@ -31,7 +31,7 @@ LABELS_MAX = 5_000
 
 def scrape(server: Served, token: str = "") -> httpx2.Response:
     headers = {"Authorization": f"Bearer {token or server.token}"}
-    with httpx2.Client(base_url=server.url + API) as client:
+    with httpx2.Client(base_url=server.url + API, timeout=60) as client:
         return client.get("/metrics", headers=headers)
 
 
@@ -42,7 +42,7 @@ def figures(text: str) -> dict[str, float]:
 
 def test_figures_are_for_a_token_that_may_see_them(server: Served) -> None:
     admin = server.connection()
-    with httpx2.Client(base_url=server.url + API) as client:
+    with httpx2.Client(base_url=server.url + API, timeout=60) as client:
         assert client.get("/metrics").status_code == 401
     viewer = admin.ask(
         "POST", "/users", PrincipalRequest(name="prometheus", kind="service", role="viewer"), answer=TokenMade
@@ -59,7 +59,7 @@ def test_figures_are_for_a_token_that_may_see_them(server: Served) -> None:
 def test_what_happens_is_in_the_figures_and_who_did_it_is_not(server: Served) -> None:
     connection = server.connection()
     run = submit(connection)
-    with httpx2.Client(base_url=server.url + API) as client:
+    with httpx2.Client(base_url=server.url + API, timeout=60) as client:
         for path in ("/no-such-thing", f"/runs/{run.id}", "/runs/..%2f..", "/metrics/x"):
             client.get(path, headers={"Authorization": f"Bearer {server.token}"})
         client.request("TRACE", "/health")

@@ -68,7 +68,9 @@ def test_no_token_and_no_variable_of_a_caller_is_in_any_file(home: Path, monkeyp
         secrets += [server.token, server.node_token, *tokens(server)]
         statuses: set[int] = set()
         for secret in secrets[3:]:
-            with httpx2.Client(base_url=server.url + API, headers={"Authorization": f"Bearer {secret}"}) as client:
+            with httpx2.Client(
+                base_url=server.url + API, headers={"Authorization": f"Bearer {secret}"}, timeout=60
+            ) as client:
                 statuses |= force_errors(client, monkeypatch)
     assert statuses >= {200, 400, 401, 403, 404, 405, 500}
     files = everything(home)

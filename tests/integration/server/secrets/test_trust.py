@@ -173,11 +173,11 @@ def sent(client: httpx2.Client, route: Route, path: str, bomb: bytes, run_id: st
     "module",
     [
         "cli",
-        "client.environment_process",
-        "node.agent",
-        "node.restoring_process",
-        "node.session",
-        "node.supervisor",
+        "client.launch.environment_process",
+        "node.agent.agent",
+        "node.agent.restore_process",
+        "node.supervisor.session",
+        "node.supervisor.supervisor",
         "node.uplink.process",
     ],
 )

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from scripts import openapi
-from serverless_gpu.server.app import all_routes, description
+from serverless_gpu.server.api import description
+from serverless_gpu.server.app import all_routes
 from serverless_gpu.server.gate import PUBLIC_ROUTES
 from serverless_gpu.wire.base import API
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    return description(all_routes())
+    return description.document(all_routes())
 
 
 def test_the_page_is_what_the_routes_say() -> None:

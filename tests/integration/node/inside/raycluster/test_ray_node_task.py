@@ -208,11 +208,11 @@ def test_descriptors_above_those_that_select_knows_are_waited_for() -> None:
         """
 import fcntl, os, resource
 from _sgpu_inside import linux
-from _sgpu_inside.raycluster import driver, starting
+from _sgpu_inside.raycluster import driver, ray_start
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 2048))
 reading, writing = os.pipe()
 high = fcntl.fcntl(reading, fcntl.F_DUPFD_CLOEXEC, 1500)
-engine = starting.Engine(1, {high: "raylet"}, None, "")
+engine = ray_start.RayProcesses(1, {high: "raylet"}, None, "")
 one = driver.Driver.__new__(driver.Driver)
 one.pidfd = high
 print(repr(engine.gone(0.01)), one.has_ended(), linux.readable([high], 0))
