@@ -24,10 +24,11 @@ from benchmarks.databases import held, new_postgresql
 from benchmarks.report import Row, Timing
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.billing.usage_report import DayRange
-from serverless_gpu.server import tables, usage_sums
+from serverless_gpu.server import tables
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.records import usage_sums
+from serverless_gpu.server.records.usage_sums import Wanted
 from serverless_gpu.server.usage_folding import fold
-from serverless_gpu.server.usage_sums import Wanted
 
 CHARGES, ACCOUNTS, QUICK = 1_000_000, 2_000, 50_000
 _DAY, _DAYS = 20_770, 30

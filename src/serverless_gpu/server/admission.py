@@ -8,11 +8,11 @@ import threading
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.access import roles
-from serverless_gpu.server import identity
 from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.keys import Keys
+from serverless_gpu.server.records import principals
 
 _log = logging.getLogger(__name__)
 _NOTED_MAX = 10_000
@@ -42,7 +42,7 @@ class Admission:
         """
         now_ns = self._clock.wall_ns()
         who = self._database.read(
-            lambda connection: identity.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)
+            lambda connection: principals.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)
         )
         if who.token_id and self._is_due(who.token_id):
             self._note(who.token_id, now_ns)
@@ -56,7 +56,7 @@ class Admission:
         now_ns = self._clock.boottime_ns()
         with self._lock:
             noted_ns = self._noted.get(token_id)
-            if noted_ns is not None and now_ns - noted_ns < identity.USED_EVERY_NS:
+            if noted_ns is not None and now_ns - noted_ns < principals.USED_EVERY_NS:
                 return False
             if len(self._noted) >= _NOTED_MAX:
                 self._noted.clear()
@@ -65,7 +65,7 @@ class Admission:
 
     def _note(self, token_id: str, now_ns: int) -> None:
         try:
-            self._database.write(lambda connection: identity.note_use(connection, [token_id], now_ns=now_ns))
+            self._database.write(lambda connection: principals.note_use(connection, [token_id], now_ns=now_ns))
         except ServerProblem as error:
             # Somebody who only looks must be able to also when the disk is full.
             _log.warning("the use of token %s was not written down: %s", token_id, error.message)

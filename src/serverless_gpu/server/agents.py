@@ -33,29 +33,20 @@ from serverless_gpu.model.access.node_identity import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import (
-    attempts,
-    audit,
-    crews,
-    node_admission,
-    nodes,
-    orders,
-    pools,
-    runs,
-    secret_store,
-    transitions,
-)
+from serverless_gpu.server import node_admission, transitions
 from serverless_gpu.server.attempt_tokens import AttemptTokens
-from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.giving_back import Requeue
 from serverless_gpu.server.hub import SCHEDULER, Hub, node_key
 from serverless_gpu.server.liveness import Deliveries, Looks, Presence
 from serverless_gpu.server.node_admission import NodeAdmission
-from serverless_gpu.server.nodes import StoredNode
-from serverless_gpu.server.orders import StoredOrder
+from serverless_gpu.server.records import audit, nodes, pools, stored_secrets
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.nodes import StoredNode
+from serverless_gpu.server.records.runs import attempts, crews, orders, runs
+from serverless_gpu.server.records.runs.crews import CrewId, Gang
+from serverless_gpu.server.records.runs.orders import StoredOrder
 from serverless_gpu.server.reporting import ReportService
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.settings import Settings
@@ -353,7 +344,9 @@ class Agents:
             owner=run.owner,
             submitted_ns=run.created_ns,
             partition_grace_s=crew.grace_s,
-            secrets=secret_store.values(connection, self._sealer, run, run.attempt.secrets, run.spec.secret_variables),
+            secrets=stored_secrets.values(
+                connection, self._sealer, run, run.attempt.secrets, run.spec.secret_variables
+            ),
             without=tuple(one.uuid for one in node.rules.quarantined),
             tariff=run.attempt.tariff,
             crews=tuple(one.place for one in run.attempt.crews) if run.attempt.num_nodes > 1 else (),

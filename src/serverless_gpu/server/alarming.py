@@ -28,14 +28,16 @@ from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_M
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
-from serverless_gpu.server import accounts, audit, budgets, charges, notices, runs, transitions
-from serverless_gpu.server.attempts import StoredAttempt
-from serverless_gpu.server.audit import Action
+from serverless_gpu.server import transitions
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.measures import Measures
-from serverless_gpu.server.notices import Kind
-from serverless_gpu.server.past import latest_of_name
+from serverless_gpu.server.records import accounts, audit, budgets, charges, notices
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.duration_history import latest_of_name
+from serverless_gpu.server.records.notices import Kind
+from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import GoingOn, Spending, rate_of
 

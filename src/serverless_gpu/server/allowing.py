@@ -21,9 +21,10 @@ from serverless_gpu.model.access.roles import AccessReach, Resource, reach
 from serverless_gpu.model.access.usage_policy import NamedPolicy, UsagePolicy, apply, choose, where
 from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import dividing, nodes, policies, pools, secret_store
+from serverless_gpu.server import dividing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.records import nodes, policies, pools, stored_secrets
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.settings import Settings
 
@@ -91,7 +92,7 @@ class PolicyAdmission:
         """
         under = _choose(connection, spec, who)
         spec = with_defaults([(each.name, each.policy) for each in under], spec, who.teams)
-        secret_store.pins(connection, self._sealer, who.name, spec.team or "", spec.secrets)
+        stored_secrets.pins(connection, self._sealer, who.name, spec.team or "", spec.secrets)
         pool = where(under, spec)
         pool = dividing.find_pool(connection, pool).name if pool else ""
         effective = apply(

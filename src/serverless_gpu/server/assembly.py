@@ -32,20 +32,8 @@ from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import UplinkProfile
-from serverless_gpu.server import (
-    audit,
-    generations,
-    isolation,
-    reserve,
-    restoring,
-    rollback,
-    rotation,
-    runs,
-    secret_store,
-    unknown_files,
-)
+from serverless_gpu.server import generations, isolation, reserve, restoring, rollback, rotation, unknown_files
 from serverless_gpu.server.admission import Admission
-from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.composition import (
     Resources,
@@ -89,6 +77,9 @@ from serverless_gpu.server.mark_file import SYNC_S, Checkpoints, MarkFile
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.ray_beside import RayBeside
+from serverless_gpu.server.records import audit, stored_secrets
+from serverless_gpu.server.records.audit import SERVER, Action
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.space import space_problem
@@ -386,7 +377,7 @@ def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
     """Take away the secrets that nobody can open any more; runs that need the key end when they are placed."""
 
     def work(connection: sa.Connection) -> list[str]:
-        names = secret_store.take_away_sealed_by_another(connection, sealer)
+        names = stored_secrets.take_away_sealed_by_another(connection, sealer)
         if names:
             detail: dict[str, object] = {"key_lost": True}
             for name in names:
@@ -399,8 +390,8 @@ def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
         _log.warning("the key is lost, and with it the secrets %s: they are to be set again", _some(names))
 
 
-def _sealed_by_another(database: Database, sealer: Sealer) -> list[tuple[secret_store.Whose, str, int]]:
-    return database.read(lambda connection: secret_store.sealed_by_another(connection, sealer))
+def _sealed_by_another(database: Database, sealer: Sealer) -> list[tuple[stored_secrets.Whose, str, int]]:
+    return database.read(lambda connection: stored_secrets.sealed_by_another(connection, sealer))
 
 
 def _some(names: list[str]) -> str:

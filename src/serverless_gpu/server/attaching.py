@@ -14,14 +14,15 @@ from serverless_gpu.model import hardware
 from serverless_gpu.model.access.roles import AccessReach, Resource, reach
 from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, PolicySubject, UsagePolicy, format_span
 from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX
-from serverless_gpu.server import audit, dividing, identity, nodes, policies
-from serverless_gpu.server.audit import Action
+from serverless_gpu.server import dividing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_name, check_range, check_text
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.hub import SCHEDULER, Hub
-from serverless_gpu.server.policies import POLICIES_MAX, StoredPolicy
+from serverless_gpu.server.records import audit, nodes, policies, principals
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.policies import POLICIES_MAX, StoredPolicy
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.policies import PolicyView, view_of
 
@@ -94,7 +95,7 @@ class PolicyService:
                 dividing.find_pool(connection, pool)
             _check_types(connection, types)
             if asked.team:
-                identity.team(connection, asked.team)
+                principals.team(connection, asked.team)
             there = {other.name for other in policies.every(connection)}
             if len(there | {name}) > POLICIES_MAX:
                 raise InvalidValue(f"there are {POLICIES_MAX} policies, and more are not taken", hint="delete some")
@@ -204,9 +205,9 @@ def _holder(kind: str, name: str) -> PolicySubject:
 
 def _find_somebody(connection: sa.Connection, holder: PolicySubject) -> None:
     if holder.kind == "team":
-        identity.team(connection, holder.name)
+        principals.team(connection, holder.name)
         return
-    kind = identity.principal(connection, holder.name).kind
+    kind = principals.principal(connection, holder.name).kind
     if kind != holder.kind:
         raise InvalidValue(f"{holder.name} is a {kind}", hint=f"--{kind} {holder.name}")
 

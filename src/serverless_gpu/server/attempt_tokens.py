@@ -17,10 +17,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.server import crews
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.keys import Keys
+from serverless_gpu.server.records.runs import crews
+from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.server.settings import Settings
 
 RENEWAL = "renewal"

@@ -11,10 +11,10 @@ from serverless_gpu.model.billing.budget import BudgetUse, Standing, Subject, ke
 from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import pools
-from serverless_gpu.server.budgets import StoredBudget
-from serverless_gpu.server.pools import StoredPool
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records import pools
+from serverless_gpu.server.records.budgets import StoredBudget
+from serverless_gpu.server.records.pools import StoredPool
+from serverless_gpu.server.records.runs.runs import StoredRun
 
 
 class BudgetIndex:

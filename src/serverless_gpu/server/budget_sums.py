@@ -11,10 +11,10 @@ from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, Subject
 from serverless_gpu.model.billing.budget_periods import part_until
 from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import accounts, charges
 from serverless_gpu.server.budget_index import BudgetIndex
-from serverless_gpu.server.crews import Gang
-from serverless_gpu.server.uncharged import Unposted
+from serverless_gpu.server.records import accounts, charges
+from serverless_gpu.server.records.runs.crews import Gang
+from serverless_gpu.server.records.runs.uncharged_crews import Unposted
 
 _KNOWN_MAX = 100_000
 """Accounts that are remembered; beyond, all of them are read again."""

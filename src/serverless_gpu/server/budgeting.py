@@ -16,14 +16,14 @@ from serverless_gpu.model.billing.budget import Budget, Scope, Standing
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import audit, budgets, identity, notices, policies, pools
 from serverless_gpu.server.affording import BudgetAdmission
-from serverless_gpu.server.audit import Action
-from serverless_gpu.server.budgets import StoredBudget
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_name, check_time_zone
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import BUDGETS, SCHEDULER, Hub
+from serverless_gpu.server.records import audit, budgets, notices, policies, pools, principals
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.budgets import StoredBudget
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.units import format_gpu_ms, format_micros
@@ -258,9 +258,9 @@ def _check_scope(connection: sa.Connection, scope: Scope) -> None:
         if name:
             raise InvalidValue(f"a budget for everything names nobody, and not {name[:64]!r}")
     elif kind == "user":
-        identity.principal(connection, name)
+        principals.principal(connection, name)
     elif kind == "team":
-        identity.team(connection, name)
+        principals.team(connection, name)
     elif kind == "pool":
         if pools.find(connection, name) is None:
             raise InvalidValue(f"there is no pool {name[:64]!r}", hint="sgpu pools lists them")

@@ -21,8 +21,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
-from serverless_gpu.server import audit
-from serverless_gpu.server.audit import Wanted
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.audit import Wanted
 
 PAGE_LINKS = 1_000
 Broken = tuple[int, str]

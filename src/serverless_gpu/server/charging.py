@@ -36,13 +36,15 @@ from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import accounts, attempts, charges, counting, crews, facts, nodes, runs, uncharged
-from serverless_gpu.server.attempts import StoredAttempt
-from serverless_gpu.server.charges import New, Posted, Utilisation
-from serverless_gpu.server.crews import CrewId, StoredCrew
+from serverless_gpu.server import counting
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import CHARGED, Hub
 from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.records import accounts, charges, nodes
+from serverless_gpu.server.records.charges import New, Posted, Utilisation
+from serverless_gpu.server.records.runs import attempts, crews, facts, runs, uncharged_crews
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.server.settings import Settings
 
 EVERY_S = 5.0
@@ -126,7 +128,7 @@ class Charging:
         limit = AT_ONCE + len(self._aside)
 
         def work(connection: sa.Connection) -> tuple[list[CrewId], Mapping[CrewId, int]]:
-            due = [one for one in uncharged.due(connection, limit=limit) if one not in self._aside][:AT_ONCE]
+            due = [one for one in uncharged_crews.due(connection, limit=limit) if one not in self._aside][:AT_ONCE]
             return due, facts.counts(connection, due) if due else {}
 
         due, counts = self._database.read(work)
@@ -136,7 +138,9 @@ class Charging:
         """Charge days that are over of crews that go on; return whether there are more."""
         day = self._clock.wall_ns() // DAY_NS
         if day != self._day:
-            going_on = self._database.read(lambda connection: uncharged.going_on(connection, before_ns=day * DAY_NS))
+            going_on = self._database.read(
+                lambda connection: uncharged_crews.going_on(connection, before_ns=day * DAY_NS)
+            )
             self._day, self._turning, self._turn_ns = day, dict.fromkeys(going_on, -1), 0
         if not self._turning or now_ns < self._turn_ns:
             return False
@@ -251,7 +255,7 @@ def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, 
             _doubt(one, lines, at_ns)
     written = charges.insert(connection, new, at_ns=at_ns)
     charges.put_utilisations(connection, seen)
-    uncharged.note_charged(connection, done)
+    uncharged_crews.note_charged(connection, done)
     faults.reach("in_charging")
     return ChargeOutcome(entries=written, failed=failed)
 

@@ -25,13 +25,15 @@ from serverless_gpu.model.hardware import CPU, census, matches
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import attempts, charges, counting, facts, nodes, pools, prices
-from serverless_gpu.server.attempts import StoredAttempt
-from serverless_gpu.server.charges import Posted
+from serverless_gpu.server import counting
 from serverless_gpu.server.counting import Now
-from serverless_gpu.server.crews import CrewId, StoredCrew
-from serverless_gpu.server.pools import RESERVED
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records import charges, nodes, pools, prices
+from serverless_gpu.server.records.charges import Posted
+from serverless_gpu.server.records.pools import RESERVED
+from serverless_gpu.server.records.runs import attempts, facts
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
+from serverless_gpu.server.records.runs.runs import StoredRun
 
 ADVICE = "`sgpu price set {name} …` sets one"
 

@@ -16,9 +16,9 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.billing.ledger import LedgerLine, lines
 from serverless_gpu.model.lifecycle.attempt import MEANINGS
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind, alive_after
-from serverless_gpu.server.attempts import StoredAttempt
-from serverless_gpu.server.crews import StoredCrew
 from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records.runs.crews import StoredCrew
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000

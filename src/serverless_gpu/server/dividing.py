@@ -9,15 +9,16 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.access.usage_policy import UsagePolicy
-from serverless_gpu.server import audit, identity, operating, policies, pools, shares
-from serverless_gpu.server.audit import Action
+from serverless_gpu.server import operating
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_name
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import SCHEDULER, Hub
 from serverless_gpu.server.operating import NodeService
-from serverless_gpu.server.pools import NO_ISOLATION, ON_DEMAND, RESERVED, UNSET, StoredPool
-from serverless_gpu.server.shares import KINDS, Kind, StoredShare
+from serverless_gpu.server.records import audit, policies, pools, principals, shares
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.pools import NO_ISOLATION, ON_DEMAND, RESERVED, UNSET, StoredPool
+from serverless_gpu.server.records.shares import KINDS, Kind, StoredShare
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.queue import ShareView
 
@@ -169,7 +170,7 @@ def _kind(kind: str) -> Kind:
 
 
 def _find_somebody(connection: sa.Connection, kind: Kind, name: str) -> None:
-    find: Callable[[sa.Connection, str], object] = identity.team if kind == "team" else identity.principal
+    find: Callable[[sa.Connection, str], object] = principals.team if kind == "team" else principals.principal
     find(connection, name)
 
 

@@ -28,11 +28,12 @@ from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.lifecycle.run_lifecycle import surely_ends
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.base.protocol import Stopped
-from serverless_gpu.server import counting, crews, facts, gang_endings, gangs
-from serverless_gpu.server.attempts import StoredAttempt
-from serverless_gpu.server.crews import Outcome, StoredCrew
+from serverless_gpu.server import counting, gang_endings, gangs
 from serverless_gpu.server.gang_endings import Word
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records.runs import crews, facts
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records.runs.crews import Outcome, StoredCrew
+from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.units import format_duration_ms
 
 T = TypeVar("T")

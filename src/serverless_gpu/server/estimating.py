@@ -16,25 +16,16 @@ from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import (
-    costing,
-    draining,
-    floor,
-    holding_back,
-    isolation,
-    owners,
-    past,
-    pools,
-    runs,
-    submitting,
-)
+from serverless_gpu.server import costing, draining, floor, holding_back, isolation, owners, submitting
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.allowing import Allowed, PolicyAdmission
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.costing import Wish
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.liveness import Leases
-from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.records import duration_history, pools
+from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.wanting import Past, wanted
@@ -96,7 +87,7 @@ class EstimateService:
             run = _imagined(who, request, allowed, now_ns)
             held_back = self._held_back(connection, run)
             serves = isolation.Isolation.of(pools.every(connection), isolation.first_administrator(connection))
-            expected_s = past.expected_s(connection, who.name, request.spec.name)
+            expected_s = duration_history.expected_s(connection, who.name, request.spec.name)
             return allowed, run, held_back, Past(expected_s=expected_s, second_principal=serves.is_second(who.name))
 
         allowed, run, held_back, before = self._database.read(work)

@@ -34,12 +34,12 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.server import audit, identity, node_tokens
-from serverless_gpu.server.audit import SERVER, Action
 from serverless_gpu.server.database import Transactions
-from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.keys import sha256
-from serverless_gpu.server.node_tokens import Invitation
+from serverless_gpu.server.records import audit, node_tokens, principals
+from serverless_gpu.server.records.audit import SERVER, Action
+from serverless_gpu.server.records.node_tokens import Invitation
+from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.pool_join import INVITED_S
 from serverless_gpu.wire.principals import PrincipalRequest
@@ -78,12 +78,12 @@ def first_tokens(
         now_ns: nanoseconds since 1970.
         node: this machine's, which the node's token is bound to; None where the server has none.
     """
-    database.write(lambda connection: identity.bound_lifetimes(connection, now_ns=now_ns))
+    database.write(lambda connection: principals.bound_lifetimes(connection, now_ns=now_ns))
     token = _admin_token(database, directory, login=login, now_ns=now_ns)
     node_token = _held(database, directory / "node.token", _SERVICE, now_ns=now_ns)
-    token_id = identity.token_id(node_token)
+    token_id = principals.token_id(node_token)
     database.write(lambda connection: _bind(connection, token_id, node, now_ns=now_ns))
-    owner = database.read(lambda connection: identity.token(connection, identity.token_id(token))).principal
+    owner = database.read(lambda connection: principals.token(connection, principals.token_id(token))).principal
     return FirstTokens(principal=owner, token=token, node_token=node_token)
 
 
@@ -131,11 +131,11 @@ def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
     path = directory / "join.token"
     with contextlib.suppress(FileNotFoundError):
         secret = path.read_text(encoding="ascii", errors="replace").strip()
-        if database.read(lambda connection: _is_spent(connection, identity.token_id(secret), now_ns=now_ns)):
+        if database.read(lambda connection: _is_spent(connection, principals.token_id(secret), now_ns=now_ns)):
             path.unlink()
     expires_ns = now_ns + int(INVITED_S * 1e9)
     secret = _held(database, path, _SERVICE, now_ns=now_ns, scopes=(Resource.JOINING,), expires_ns=expires_ns)
-    token_id = identity.token_id(secret)
+    token_id = principals.token_id(secret)
 
     def work(connection: sa.Connection) -> None:
         if node_tokens.invitation(connection, token_id) is None:
@@ -147,14 +147,14 @@ def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
 
 def ensure_node_service(connection: sa.Connection, *, now_ns: int) -> None:
     """Make the service whose tokens nodes have, where it is not there yet."""
-    if all(one.name != NODE for one in identity.all_principals(connection)):
+    if all(one.name != NODE for one in principals.all_principals(connection)):
         _make_principal(connection, _SERVICE, now_ns=now_ns)
 
 
 def principal_name(login: str) -> str:
     """Return the name of a principal that comes nearest to a login name."""
     name = re.sub(r"[^a-z0-9._@-]", "-", login.lower()).lstrip("._@-")[:64]
-    return name if name and name not in (*identity.RESERVED, NODE) else _ADMIN
+    return name if name and name not in (*principals.RESERVED, NODE) else _ADMIN
 
 
 def _held(
@@ -169,12 +169,12 @@ def _held(
     before = ""
     with contextlib.suppress(FileNotFoundError):
         secret = path.read_text(encoding="ascii", errors="replace").strip()
-        if database.read(lambda connection: identity.is_known(connection, secret)):
-            ends = functools.partial(identity.is_to_be_replaced, secret=secret, now_ns=now_ns)
+        if database.read(lambda connection: principals.is_known(connection, secret)):
+            ends = functools.partial(principals.is_to_be_replaced, secret=secret, now_ns=now_ns)
             if expires_ns is not None or not database.read(ends):
                 return secret
-            before = identity.token_id(secret)
-    secret = identity.new_secret()
+            before = principals.token_id(secret)
+    secret = principals.new_secret()
     write_private(path, f"{secret}\n".encode())
     faults.reach("after_token_file_before_row")
     new = NewToken(principal=wanted.name, label=_label(path), scopes=scopes, expires_ns=expires_ns)
@@ -185,19 +185,19 @@ def _held(
 def _grant(
     connection: sa.Connection, wanted: PrincipalRequest, new: NewToken, *, secret: str, kept: str, now_ns: int
 ) -> None:
-    there = {one.name: one for one in identity.all_principals(connection)}
+    there = {one.name: one for one in principals.all_principals(connection)}
     if wanted.name not in there:
         _make_principal(connection, wanted, now_ns=now_ns)
-    for lost in identity.tokens_of(connection, wanted.name):
+    for lost in principals.tokens_of(connection, wanted.name):
         if lost.label == new.label and lost.revoked_ns is None and lost.id != kept:
-            identity.revoke_token(connection, lost.id, now_ns=now_ns)
+            principals.revoke_token(connection, lost.id, now_ns=now_ns)
             audit.record(connection, who=SERVER, action=Action.TOKEN_REVOKE, subject=lost.id, now_ns=now_ns)
-    made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
+    made = principals.create_token(connection, new, secret=secret, now_ns=now_ns)
     audit.record(connection, who=SERVER, action=Action.TOKEN_CREATE, subject=made.token.id, now_ns=now_ns)
 
 
 def _make_principal(connection: sa.Connection, wanted: PrincipalRequest, *, now_ns: int) -> None:
-    identity.create_principal(connection, wanted, now_ns=now_ns)
+    principals.create_principal(connection, wanted, now_ns=now_ns)
     detail: dict[str, object] = {"kind": wanted.kind, "role": wanted.role}
     audit.record(connection, who=SERVER, action=Action.USER_CREATE, subject=wanted.name, now_ns=now_ns, detail=detail)
 
@@ -218,7 +218,7 @@ def _bind(connection: sa.Connection, token_id: str, node: Identity | None, *, no
 def _is_spent(connection: sa.Connection, token_id: str, *, now_ns: int) -> bool:
     """Return whether a join token lets in nothing more. One that was revoked stays: it does not come back by itself."""
     with contextlib.suppress(NotFound):
-        token = identity.token(connection, token_id)
+        token = principals.token(connection, token_id)
         invitation = node_tokens.invitation(connection, token_id)
         expired = token.expires_ns is not None and token.expires_ns <= now_ns
         return token.revoked_ns is None and (invitation is None or not invitation.uses_left or expired)

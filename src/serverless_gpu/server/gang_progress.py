@@ -12,7 +12,7 @@ import msgspec
 
 from serverless_gpu.model.hangs.gang_hang_detection import GangWatch
 from serverless_gpu.model.telemetry.idleness import IdleVerdict
-from serverless_gpu.server.crews import Gang
+from serverless_gpu.server.records.runs.crews import Gang
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ from serverless_gpu.model.gangs.rendezvous import (
     choose,
     is_interface,
 )
-from serverless_gpu.server.crews import CrewId, Gang
+from serverless_gpu.server.records.runs.crews import CrewId, Gang
 
 COME_S = 300.0
 """How long a crew is waited for of which nothing is heard at all."""

@@ -13,13 +13,14 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access.roles import covers
-from serverless_gpu.server import audit, identity, owners
-from serverless_gpu.server.audit import Action
+from serverless_gpu.server import owners
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_time_zone
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import BUDGETS, SCHEDULER, Hub
-from serverless_gpu.server.identity import NewToken
+from serverless_gpu.server.records import audit, principals
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.principals import (
     PrincipalChange,
@@ -57,10 +58,10 @@ class PrincipalService:
             NotFound: a team is not there.
         """
         _check_unscoped(who)
-        secret, now_ns = identity.new_secret(), self._clock.wall_ns()
+        secret, now_ns = principals.new_secret(), self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TokenMade:
-            made = identity.create_principal(connection, request, now_ns=now_ns)
+            made = principals.create_principal(connection, request, now_ns=now_ns)
             detail = {"kind": made.kind, "role": made.role, "teams": made.teams}
             audit.record(
                 connection, who=who, action=Action.USER_CREATE, subject=made.name, now_ns=now_ns, detail=detail
@@ -83,14 +84,14 @@ class PrincipalService:
         now_ns, otherwise = self._clock.wall_ns(), self._settings.on_owner_disabled
 
         def work(connection: sa.Connection) -> PrincipalView:
-            before = identity.principal(connection, name)
+            before = principals.principal(connection, name)
             if change.role is not None:
-                identity.change_role(connection, name, change.role)
+                principals.change_role(connection, name, change.role)
             if change.disabled is True:
-                identity.disable(connection, name, now_ns=now_ns)
+                principals.disable(connection, name, now_ns=now_ns)
             elif change.disabled is False:
-                identity.enable(connection, name)
-            after = identity.principal(connection, name)
+                principals.enable(connection, name)
+            after = principals.principal(connection, name)
             detail: dict[str, object] = {
                 field: (getattr(before, field), getattr(after, field))
                 for field in ("role", "disabled")
@@ -117,7 +118,7 @@ class PrincipalService:
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TeamView:
-            made = identity.create_team(connection, name, now_ns=now_ns)
+            made = principals.create_team(connection, name, now_ns=now_ns)
             audit.record(connection, who=who, action=Action.TEAM_CREATE, subject=name, now_ns=now_ns)
             return made
 
@@ -135,9 +136,9 @@ class PrincipalService:
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TeamView:
-            before = identity.team(connection, name)
-            identity.set_time_zone(connection, name, asked.time_zone)
-            changed = identity.team(connection, name)
+            before = principals.team(connection, name)
+            principals.set_time_zone(connection, name, asked.time_zone)
+            changed = principals.team(connection, name)
             detail = {"time_zone": changed.time_zone, "before": before.time_zone}
             audit.record(connection, who=who, action=Action.TEAM_CHANGE, subject=name, now_ns=now_ns, detail=detail)
             return changed
@@ -157,14 +158,14 @@ class PrincipalService:
         _check_unscoped(who)
         now_ns = self._clock.wall_ns()
         action = Action.TEAM_ADD if member else Action.TEAM_REMOVE
-        change = identity.add_member if member else identity.remove_member
+        change = principals.add_member if member else principals.remove_member
 
         def work(connection: sa.Connection) -> TeamView:
-            identity.team(connection, team)
+            principals.team(connection, team)
             if change(connection, team=team, principal=principal):
                 detail = {"principal": principal}
                 audit.record(connection, who=who, action=action, subject=team, now_ns=now_ns, detail=detail)
-            return identity.team(connection, team)
+            return principals.team(connection, team)
 
         return self._database.write(work)
 
@@ -189,7 +190,7 @@ class PrincipalService:
             raise NotAllowed("a token with scopes cannot make one that is good for more", hint=hint)
         if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:  # NaN is neither
             raise InvalidValue("a token is good for more than 0 s, and 10 years at most")
-        secret, now_ns = identity.new_secret(), self._clock.wall_ns()
+        secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         expires_ns = None if request.expires_s is None else now_ns + int(request.expires_s * _NS)
         new = NewToken(principal=owner, label=request.label, scopes=request.scopes, expires_ns=expires_ns)
         return self._database.write(lambda connection: _make_token(connection, who, new, secret=secret, now_ns=now_ns))
@@ -203,10 +204,10 @@ class PrincipalService:
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TokenView:
-            before = identity.token(connection, identifier)
+            before = principals.token(connection, identifier)
             if not covers(reach, name=who.name, teams=(), owner=before.principal):
                 raise NotFound(f"there is no token {identifier[:64]!r}")
-            after = identity.revoke_token(connection, identifier, now_ns=now_ns)
+            after = principals.revoke_token(connection, identifier, now_ns=now_ns)
             if before.revoked_ns is None:
                 detail = {"principal": before.principal}
                 audit.record(
@@ -218,7 +219,7 @@ class PrincipalService:
 
 
 def _make_token(connection: sa.Connection, who: Caller, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:
-    made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
+    made = principals.create_token(connection, new, secret=secret, now_ns=now_ns)
     detail = {"principal": new.principal, "scopes": new.scopes, "expires_ns": made.token.expires_ns}
     audit.record(connection, who=who, action=Action.TOKEN_CREATE, subject=made.token.id, now_ns=now_ns, detail=detail)
     return made

@@ -17,10 +17,11 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.scheduling import concurrency_limits
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate, Key, Rooms
-from serverless_gpu.server import policies, runs
 from serverless_gpu.server.budget_index import subject_of_run
-from serverless_gpu.server.crews import CrewId
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records import policies
+from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records.runs.crews import CrewId
+from serverless_gpu.server.records.runs.runs import StoredRun
 
 
 def candidate(run: StoredRun) -> Candidate:

@@ -18,10 +18,11 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.scheduling.values import QueuedRun
-from serverless_gpu.server import audit, owners, pools
-from serverless_gpu.server.audit import SERVER, Action
+from serverless_gpu.server import owners
 from serverless_gpu.server.database import Transactions
-from serverless_gpu.server.pools import NO_ISOLATION, UNSET, StoredPool
+from serverless_gpu.server.records import audit, pools
+from serverless_gpu.server.records.audit import SERVER, Action
+from serverless_gpu.server.records.pools import NO_ISOLATION, UNSET, StoredPool
 from serverless_gpu.server.tables import pools as pools_table
 from serverless_gpu.server.tables import principals, runs
 

@@ -21,12 +21,12 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.model.access.roles import Resource
-from serverless_gpu.server import audit, identity, node_tokens, nodes
-from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Transactions
-from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.liveness import Presence
+from serverless_gpu.server.records import audit, node_tokens, nodes, principals
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.pool_join import JoinAnswer, JoinRequest, RayPool
 
@@ -59,7 +59,7 @@ class JoinService:
         pool = self._ray_pool() if request.ray else None
         _check(request)
         node = Identity(name=request.name, machine=request.machine, instance=request.instance)
-        secret, now_ns = identity.new_secret(), self._clock.wall_ns()
+        secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         label = f"joined: {request.name} ({request.machine[:16]}-{request.instance[:8]})"
         new = NewToken(principal=who.name, label=label[:LABEL_CHARACTERS_MAX], scopes=(AGENT,))
 
@@ -67,11 +67,11 @@ class JoinService:
             self._refuse_taken(connection, request)
             if not node_tokens.of_home(connection, node, by=who.token_id):
                 _use(connection, who, request)
-            for before in identity.tokens_of(connection, who.name):
+            for before in principals.tokens_of(connection, who.name):
                 if before.label == new.label and before.revoked_ns is None:
-                    identity.revoke_token(connection, before.id, now_ns=now_ns)
+                    principals.revoke_token(connection, before.id, now_ns=now_ns)
                     audit.record(connection, who=who, action=Action.TOKEN_REVOKE, subject=before.id, now_ns=now_ns)
-            made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
+            made = principals.create_token(connection, new, secret=secret, now_ns=now_ns)
             node_tokens.bind(connection, made.token.id, node, by=who.token_id, at_ns=now_ns)
             detail: dict[str, object] = {"principal": who.name, "scopes": new.scopes, "node": request.name}
             audit.record(

@@ -19,13 +19,15 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock, format_soon
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server import audit, crews, node_rules, nodes, runs, stopping
-from serverless_gpu.server.crews import StoredCrew
+from serverless_gpu.server import node_rules, stopping
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import Hub, run_key
 from serverless_gpu.server.liveness import Leases
-from serverless_gpu.server.nodes import RuledNode
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records import audit, nodes
+from serverless_gpu.server.records.nodes import RuledNode
+from serverless_gpu.server.records.runs import crews, runs
+from serverless_gpu.server.records.runs.crews import StoredCrew
+from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.transitions import Announcer, Told
 
 TOGETHER = 8

@@ -20,10 +20,10 @@ from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, r
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.server import counting
-from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.books import Booked, OfCrew, SeenReceipt
-from serverless_gpu.server.charges import Posted
-from serverless_gpu.server.crews import StoredCrew
+from serverless_gpu.server.records.charges import Posted
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records.runs.crews import StoredCrew
 from serverless_gpu.server.violations import Violation, of_run
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.server.attempts import StoredAttempt
 from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
 
 
 class Moment(msgspec.Struct, frozen=True):

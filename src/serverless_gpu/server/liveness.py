@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from serverless_gpu.engines.base import Engine
-from serverless_gpu.server.crews import CrewId
+from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0

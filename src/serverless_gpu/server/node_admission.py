@@ -16,13 +16,14 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import node_identity
 from serverless_gpu.model.access.node_identity import HelloDecision, HelloRefused, Identity
 from serverless_gpu.model.access.roles import Resource
-from serverless_gpu.server import audit, first_start, identity, node_tokens, nodes
-from serverless_gpu.server.audit import Action
+from serverless_gpu.server import first_start
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Transactions
-from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.liveness import Presence
-from serverless_gpu.server.node_tokens import Invitation, StoredBinding
+from serverless_gpu.server.records import audit, node_tokens, nodes, principals
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.node_tokens import Invitation, StoredBinding
+from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.wire.agents import AgentHello, NodeView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.pool_join import ApproveRequest, InviteAnswer, InviteRequest
@@ -152,14 +153,14 @@ class NodeAdmission:
             raise InvalidValue(
                 "a join token for one name is good for one machine", hint="leave out the name, or the uses"
             )
-        secret, now_ns = identity.new_secret(), self._clock.wall_ns()
+        secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         label = f"invitation: {request.name or f'{request.uses} machines'}"[:LABEL_CHARACTERS_MAX]
         expires_ns = now_ns + int(request.expires_s * _NS)
 
         def work(connection: sa.Connection) -> str:
             first_start.ensure_node_service(connection, now_ns=now_ns)
             new = NewToken(principal=first_start.NODE, label=label, scopes=(Resource.JOINING,), expires_ns=expires_ns)
-            made = identity.create_token(connection, new, secret=secret, now_ns=now_ns)
+            made = principals.create_token(connection, new, secret=secret, now_ns=now_ns)
             node_tokens.invite(connection, Invitation(token=made.token.id, node=request.name, uses_left=request.uses))
             detail: dict[str, object] = {"name": request.name, "uses": request.uses, "expires_ns": expires_ns}
             audit.record(

@@ -24,10 +24,10 @@ from urllib.parse import urlsplit
 import httpx2
 
 from serverless_gpu.ambient import Clock, format_utc
-from serverless_gpu.server import notices
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.measures import Measures
-from serverless_gpu.server.notices import Notice
+from serverless_gpu.server.records import notices
+from serverless_gpu.server.records.notices import Notice
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.version import __version__
 

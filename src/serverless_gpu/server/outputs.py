@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from serverless_gpu.model.spec import BlobReference
 from serverless_gpu.server.blobs import Blobs
-from serverless_gpu.server.files import StoredFile
+from serverless_gpu.server.records.runs.files import StoredFile
 
 
 def source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:

@@ -45,10 +45,11 @@ from serverless_gpu.model.scheduling.values import (
     Reservation,
     RunningRun,
 )
-from serverless_gpu.server import floor, runs
+from serverless_gpu.server import floor
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import Hub, run_key
 from serverless_gpu.server.liveness import Presence
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.settings import Settings

@@ -46,34 +46,23 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, Heard, Stopping, UserCodeStarted
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server import (
-    attempts,
-    audit,
-    crews,
-    facts,
-    files,
-    gangs,
-    meetings,
-    nodes,
-    report_words,
-    runs,
-    stillness,
-    transitions,
-)
+from serverless_gpu.server import gangs, meetings, report_words, stillness, transitions
 from serverless_gpu.server.attempt_tokens import AttemptTokens
-from serverless_gpu.server.attempts import StoredAttempt
-from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import Blobs, check_reference
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.crews import CrewId, StoredCrew
 from serverless_gpu.server.database import Transactions
-from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.hub import LEDGER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.liveness import Leases, Looks, Presence
 from serverless_gpu.server.logs import STREAMS, Logs
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.meetings import RendezvousService
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records import audit, nodes
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.runs import attempts, crews, facts, files, runs
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
+from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.stillness import GangHangs
 from serverless_gpu.server.transitions import Announcer, Note, Told

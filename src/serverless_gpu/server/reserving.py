@@ -24,13 +24,13 @@ from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Reques
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import DeviceShare as PlannedShare
 from serverless_gpu.model.scheduling.values import Placement
-from serverless_gpu.server import crews, orders, runs
-from serverless_gpu.server.active_runs import Active
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.giving_back import Requeue
 from serverless_gpu.server.hub import Hub, node_key, run_key
 from serverless_gpu.server.liveness import Deliveries
-from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.records.nodes import StoredNode
+from serverless_gpu.server.records.runs import crews, orders, runs
+from serverless_gpu.server.records.runs.active_runs import Active
 
 _UNKNOWN = "\0"  # what an earlier process wrote may still stand there
 

@@ -34,12 +34,14 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.run_lifecycle import Restored
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.server import audit, orders, runs, transitions
-from serverless_gpu.server.audit import SERVER, Action
+from serverless_gpu.server import transitions
 from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.listening import alone_in_home
 from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.audit import SERVER, Action
+from serverless_gpu.server.records.runs import orders, runs
 from serverless_gpu.server.settings import read_settings
 from serverless_gpu.server.transitions import Note, Told
 

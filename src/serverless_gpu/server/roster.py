@@ -21,22 +21,14 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
-from serverless_gpu.server import (
-    attempts,
-    draining,
-    floor,
-    holding_back,
-    isolation,
-    owners,
-    past,
-    runs,
-    shares,
-)
-from serverless_gpu.server.active_runs import Active, ActiveCrew
+from serverless_gpu.server import draining, floor, holding_back, isolation, owners
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.liveness import Leases
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records import duration_history, shares
+from serverless_gpu.server.records.runs import attempts, runs
+from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import AsOf, Spending
 from serverless_gpu.server.wanting import Past, begun, wanted
@@ -129,7 +121,7 @@ class Roster:
             waiting=waiting,
             running=dict(self._running(there, now_ns)),
             policy=policy,
-            used=past.used(connection, now_ns=now_ns, half_life_s=policy.half_life_s) if afresh else None,
+            used=duration_history.used(connection, now_ns=now_ns, half_life_s=policy.half_life_s) if afresh else None,
             promised=tuple(runs.promised(connection)) if afresh else (),
         )
 
@@ -169,7 +161,7 @@ class Roster:
                 self._to_learn[gone.name] = None
         if not new:
             return
-        failed, preempted = attempts.failed_nodes(connection, new), past.preemptions(connection, new)
+        failed, preempted = attempts.failed_nodes(connection, new), duration_history.preemptions(connection, new)
         apart = attempts.apart_nodes(connection, new)
         for stored in runs.find_many(connection, new):
             before = Past(
@@ -195,7 +187,7 @@ class Roster:
         changed: set[_Name] = set()
         for name in list(self._to_learn)[:LEARN_AT_ONCE]:
             del self._to_learn[name]
-            found = past.expected_s(connection, *name)
+            found = duration_history.expected_s(connection, *name)
             if name not in self._expected or not _is_same(self._expected[name], found):
                 self._expected[name] = found
                 changed.add(name)

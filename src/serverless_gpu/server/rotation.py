@@ -33,11 +33,13 @@ from serverless_gpu.engines.ray.ray_machine import TOKEN as RAY_TOKEN
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.server import audit, crews, first_start, identity, nodes, runs, secret_store
-from serverless_gpu.server.audit import SERVER, Action
+from serverless_gpu.server import first_start
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.keys import KEY_BYTES, Keys, read_keys
 from serverless_gpu.server.listening import only_one
+from serverless_gpu.server.records import audit, nodes, principals, stored_secrets
+from serverless_gpu.server.records.audit import SERVER, Action
+from serverless_gpu.server.records.runs import crews, runs
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.secrets import SecretView
@@ -139,7 +141,7 @@ def _replace_key(database: Database, directory: Path, mark: Mark, *, now: Callab
     write_private(directory / NEXT_KEY, secrets.token_bytes(KEY_BYTES), replace=False)
     faults.reach("between_rotation_steps")
     old, new = (Sealer(Keys((directory / name).read_bytes()).sealing) for name in ("key", NEXT_KEY))
-    names = database.write(lambda connection: secret_store.reseal(connection, old, new))
+    names = database.write(lambda connection: stored_secrets.reseal(connection, old, new))
     _audit(database, "secrets", now(), sealed_again=names)
     faults.reach("between_rotation_steps")
     count, last = 0, ""
@@ -167,7 +169,7 @@ def _replace_attempt_tokens(database: Database, keys: Keys, *, now: Callable[[],
 
 def _revoke_all(database: Database, *, now_ns: int) -> None:
     def work(connection: sa.Connection) -> None:
-        revoked = identity.revoke_all(connection, now_ns=now_ns)
+        revoked = principals.revoke_all(connection, now_ns=now_ns)
         for each in revoked:
             detail = {"principal": each.principal, "rotation": True}
             audit.record(
@@ -196,10 +198,10 @@ def _replace_files(database: Database, settings: Settings, *, login: str, now_ns
 
 
 def _told(connection: sa.Connection, settings: Settings, contexts: int) -> Rotated:
-    every = identity.all_principals(connection)
+    every = principals.all_principals(connection)
     without = {one.name: 0 for one in every if not one.disabled and one.name != first_start.NODE}
     good = set()
-    for token in identity.tokens_of(connection):
+    for token in principals.tokens_of(connection):
         if token.revoked_ns is None:
             good.add(token.principal)
         elif token.principal in without:
@@ -208,7 +210,7 @@ def _told(connection: sa.Connection, settings: Settings, contexts: int) -> Rotat
         contexts=contexts,
         revoked=tuple((name, count) for name, count in without.items() if name not in good),
         nodes=tuple(node.name for node in nodes.every(connection) if node.machine != machine()),
-        secrets=tuple(secret_store.listed(connection, "", (), everybodys=True)),
+        secrets=tuple(stored_secrets.listed(connection, "", (), everybodys=True)),
         is_ray_given=settings.ray is not None and bool(settings.ray.address),
     )
 
@@ -218,7 +220,7 @@ def _is_good(database: Database, path: Path) -> bool:
         secret = path.read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
         return False
-    return database.read(lambda connection: identity.is_unrevoked(connection, secret))
+    return database.read(lambda connection: principals.is_unrevoked(connection, secret))
 
 
 def _audit(database: Database, step: str, now_ns: int, **detail: object) -> None:

@@ -16,13 +16,15 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import AccessReach
-from serverless_gpu.server import audit, crews, identity, node_rules, nodes, operating
-from serverless_gpu.server.audit import Action
+from serverless_gpu.server import node_rules, operating
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import RECONCILER, SCHEDULER, Hub, run_key
-from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.operating import NodeService
+from serverless_gpu.server.records import audit, nodes, principals
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.nodes import StoredNode
+from serverless_gpu.server.records.runs import crews
 from serverless_gpu.wire.agents import NodeView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.nodes import (
@@ -112,7 +114,7 @@ class NodeRuleService:
             if calendar.owner != node.rules.calendar.owner and asked.reach != AccessReach.ALL:
                 raise NotAllowed(f"an operator says whose {node.name} is", hint=f"--owner {node.rules.calendar.owner}")
             if calendar.owner:
-                identity.principal(connection, calendar.owner)
+                principals.principal(connection, calendar.owner)
             rules = msgspec.structs.replace(node.rules, calendar=calendar)
             return _Change(rules=rules, action=Action.NODE_CALENDAR, detail=msgspec.to_builtins(calendar))
 

@@ -13,8 +13,8 @@ from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.logs import Logs
+from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.reporting import ReportService
-from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.sentences import NOTHING, Sentences
 from serverless_gpu.server.watching import Look, Position, Watch
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage

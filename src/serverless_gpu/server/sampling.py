@@ -19,14 +19,16 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
-from serverless_gpu.server import audit, draining, floor, nodes, uncharged
-from serverless_gpu.server.crews import CrewId
+from serverless_gpu.server import draining, floor
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.health import Health
 from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
-from serverless_gpu.server.nodes import StoredNode
 from serverless_gpu.server.probing import Probe
+from serverless_gpu.server.records import audit, nodes
+from serverless_gpu.server.records.nodes import StoredNode
+from serverless_gpu.server.records.runs import uncharged_crews as uncharged
+from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.space import free_bytes
 from serverless_gpu.server.tables import attempts, crews, orders, runs

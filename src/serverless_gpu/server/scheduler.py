@@ -29,33 +29,30 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import (
-    accounts,
     draining,
     holding_back,
     isolation,
     keys,
     log_context,
-    nodes,
     owners,
-    prices,
-    runs,
-    secret_store,
     transitions,
     unsatisfiable,
 )
-from serverless_gpu.server.attempts import NewAttempt
-from serverless_gpu.server.crews import NewCrew
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.hub import Hub, node_key, run_key
 from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.liveness import Deliveries, Leases
 from serverless_gpu.server.making_room import Preemptor
 from serverless_gpu.server.measures import Measures
-from serverless_gpu.server.nodes import StoredNode, by_id
 from serverless_gpu.server.planning import Planning
+from serverless_gpu.server.records import accounts, nodes, prices, stored_secrets
+from serverless_gpu.server.records.nodes import StoredNode, by_id
+from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records.runs.attempts import NewAttempt
+from serverless_gpu.server.records.runs.crews import NewCrew
+from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.reserving import Reserving
 from serverless_gpu.server.roster import Reading
-from serverless_gpu.server.runs import StoredRun
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.settings import Settings
@@ -295,7 +292,7 @@ def _with_secrets(connection: sa.Connection, sealer: Sealer, run: StoredRun, new
     """Return an attempt with the versions of its secrets that there are now."""
     if not run.spec.secrets:
         return new
-    pinned = secret_store.pins(connection, sealer, run.owner, run.team, run.spec.secrets)
+    pinned = stored_secrets.pins(connection, sealer, run.owner, run.team, run.spec.secrets)
     return msgspec.structs.replace(new, secrets_json=msgspec.json.encode(pinned).decode())
 
 

@@ -8,12 +8,12 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.secrets import check_name, check_value
-from serverless_gpu.server import audit, identity, secret_store
-from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.records import audit, principals, stored_secrets
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.stored_secrets import By, Whose
 from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.secret_store import By, Whose
 from serverless_gpu.wire.secrets import SecretRequest, SecretView
 
 
@@ -37,7 +37,9 @@ class SecretService:
 
         def work(connection: sa.Connection) -> SecretView:
             whose = _whose(connection, who, request.team, reach)
-            made, is_new = secret_store.put(connection, self._sealer, whose, name, request.value, By(who.name, now_ns))
+            made, is_new = stored_secrets.put(
+                connection, self._sealer, whose, name, request.value, By(who.name, now_ns)
+            )
             if is_new:
                 _record(connection, who, Action.SECRET_SET, made, now_ns)
             return made
@@ -54,7 +56,7 @@ class SecretService:
 
         def work(connection: sa.Connection) -> SecretView:
             whose = _whose(connection, who, team, reach)
-            gone = secret_store.delete(connection, whose, name, By(who.name, now_ns))
+            gone = stored_secrets.delete(connection, whose, name, By(who.name, now_ns))
             _record(connection, who, Action.SECRET_DELETE, gone, now_ns)
             return gone
 
@@ -64,15 +66,15 @@ class SecretService:
         """Return the secrets in reach, without their values."""
         teams = who.teams if reach == AccessReach.TEAM else ()
         return self._database.read(
-            lambda connection: secret_store.listed(connection, who.name, teams, everybodys=reach == AccessReach.ALL)
+            lambda connection: stored_secrets.listed(connection, who.name, teams, everybodys=reach == AccessReach.ALL)
         )
 
     def remove_replaced(self) -> None:
         """Remove values that were replaced, and that no attempt has any more."""
-        for whose, name in self._database.read(secret_store.replaced):
+        for whose, name in self._database.read(stored_secrets.replaced):
 
             def work(connection: sa.Connection, whose: Whose = whose, name: str = name) -> None:
-                secret_store.tidy(connection, whose, name)
+                stored_secrets.tidy(connection, whose, name)
 
             self._database.write(work)
 
@@ -82,7 +84,7 @@ def _whose(connection: sa.Connection, who: Caller, team: str, reach: str) -> Who
         return Whose("user", who.name)
     if reach != AccessReach.ALL and not (reach == AccessReach.TEAM and team in who.teams):
         raise NotFound(f"there is no team {team[:64]!r}")
-    identity.team(connection, team)
+    principals.team(connection, team)
     return Whose("team", team)
 
 

@@ -30,7 +30,6 @@ import sqlalchemy as sa
 from serverless_gpu.errors import ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.server import books as book_rows
-from serverless_gpu.server import runs
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.books import PAGE_RUNS, Books
 from serverless_gpu.server.chain_check import ChainCheck
@@ -40,6 +39,7 @@ from serverless_gpu.server.invariants import History, Moment, broken_chain, viol
 from serverless_gpu.server.lendings import Lendings
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.portions import portions
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.second_look import SecondLook
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.spending import Spending

@@ -59,16 +59,17 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import budgets, pools, runs, uncharged
-from serverless_gpu.server.accounts import Account
 from serverless_gpu.server.budget_index import BudgetIndex, Rooms, subject_of_run, with_hold
 from serverless_gpu.server.budget_sums import Sums, use_until
-from serverless_gpu.server.crews import CrewId, Gang
-from serverless_gpu.server.learned_durations import LearnedDurations
 from serverless_gpu.server.lifetimes import Lifetime, Moment
 from serverless_gpu.server.liveness import Leases
-from serverless_gpu.server.runs import StoredRun
-from serverless_gpu.server.uncharged import Unposted
+from serverless_gpu.server.records import budgets, pools
+from serverless_gpu.server.records.accounts import Account
+from serverless_gpu.server.records.learned_durations import LearnedDurations
+from serverless_gpu.server.records.runs import runs, uncharged_crews
+from serverless_gpu.server.records.runs.crews import CrewId, Gang
+from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.records.runs.uncharged_crews import Unposted
 
 
 class AsOf(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +166,7 @@ class Spending:
                 self._standings = {}
                 return {}
             self._closed = budgets.closed(connection)
-            there = uncharged.unposted(connection)
+            there = uncharged_crews.unposted(connection)
             cuts = {self._window(one, as_of.wall_ns).start_ns for one in self._index.budgets.values()}
             self._ledger.read(connection, there, as_of.wall_ns, {at_ns for at_ns in cuts if at_ns % DAY_NS})
             self._get_to_know(connection, there, as_of.wall_ns)

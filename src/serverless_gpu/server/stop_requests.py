@@ -13,9 +13,10 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server import runs, stopping, views
+from serverless_gpu.server import stopping, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.transitions import Announcer, Told
 from serverless_gpu.wire.runs import RunView

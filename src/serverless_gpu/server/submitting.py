@@ -35,22 +35,24 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import audit, events, log_context, runs, views
+from serverless_gpu.server import log_context, views
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.allowing import Brought, PolicyAdmission, Unread
-from serverless_gpu.server.audit import Action
 from serverless_gpu.server.blobs import Blobs, check_reference
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_range, check_text
 from serverless_gpu.server.database import Transactions
 from serverless_gpu.server.environments import Environments
-from serverless_gpu.server.events import StoredEvent
 from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
 from serverless_gpu.server.hub import SCHEDULER, Hub, run_key
 from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.measures import Measures
-from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.runs import events, runs
+from serverless_gpu.server.records.runs.events import StoredEvent
+from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.settings import Settings

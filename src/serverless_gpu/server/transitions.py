@@ -41,14 +41,15 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     has_used_attempts,
     over_because,
 )
-from serverless_gpu.server import attempts, crews, events, gangs, log_context, orders, runs
-from serverless_gpu.server.attempts import NewAttempt, StoredAttempt
-from serverless_gpu.server.crews import WITHOUT_REPORT, CrewId, NewCrew, StoredCrew
-from serverless_gpu.server.events import StoredEvent
+from serverless_gpu.server import gangs, log_context
 from serverless_gpu.server.hub import LEDGER, SCHEDULER, Hub, node_key, run_key
 from serverless_gpu.server.liveness import Looks
 from serverless_gpu.server.measures import Measures
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records.runs import attempts, crews, events, orders, runs
+from serverless_gpu.server.records.runs.attempts import NewAttempt, StoredAttempt
+from serverless_gpu.server.records.runs.crews import WITHOUT_REPORT, CrewId, NewCrew, StoredCrew
+from serverless_gpu.server.records.runs.events import StoredEvent
+from serverless_gpu.server.records.runs.runs import StoredRun
 
 _log = logging.getLogger(__name__)
 _Over = AttemptEnded | GivenUp | Forgotten

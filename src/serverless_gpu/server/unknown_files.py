@@ -19,7 +19,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from serverless_gpu.server import past_runs
+from serverless_gpu.server.records.runs import purgeable_runs
 
 LOOK_MAX = 2_000
 """Runs that a start looks up, the newest ones: what a rollback loses is new."""
@@ -42,8 +42,8 @@ def runs_of(directory: Path, read: Read, *, limit: int | None = None) -> list[st
     newest = sorted({match[1] for match in map(_RUN.fullmatch, names) if match}, reverse=True)[:limit]
 
     def known(connection: sa.Connection) -> set[str]:
-        found = set(past_runs.endings(connection, newest))
-        return found | past_runs.removed(connection, sorted(set(newest) - found))
+        found = set(purgeable_runs.endings(connection, newest))
+        return found | purgeable_runs.removed(connection, sorted(set(newest) - found))
 
     return sorted(set(newest) - read(known)) if newest else []
 

@@ -21,12 +21,14 @@ from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import Amounts, ReportRow
 from serverless_gpu.model.lifecycle.facts import Fact
-from serverless_gpu.server import accounts, attempts, charges, counting, facts, nodes, runs, uncharged
-from serverless_gpu.server.accounts import Account
-from serverless_gpu.server.attempts import StoredAttempt
-from serverless_gpu.server.charges import Posted
+from serverless_gpu.server import counting
 from serverless_gpu.server.counting import Now
-from serverless_gpu.server.crews import CrewId, StoredCrew
+from serverless_gpu.server.records import accounts, charges, nodes
+from serverless_gpu.server.records.accounts import Account
+from serverless_gpu.server.records.charges import Posted
+from serverless_gpu.server.records.runs import attempts, facts, runs, uncharged_crews
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 
 LIMIT = 1_000
 _EVER_NS = 1 << 62
@@ -71,7 +73,9 @@ def find(connection: sa.Connection, at: Now, *, currency: str, limit: int = LIMI
         currency: of the server, for attempts of an older one.
         limit: how many attempts, at most.
     """
-    ids = sorted({*uncharged.going_on(connection, before_ns=_EVER_NS), *uncharged.due(connection, limit=limit + 1)})
+    ids = sorted(
+        {*uncharged_crews.going_on(connection, before_ns=_EVER_NS), *uncharged_crews.due(connection, limit=limit + 1)}
+    )
     shown = ids[:limit]
     tries = attempts.of_runs(connection, sorted({run_id for run_id, _, _ in shown}))
     found = [(tries[run_id, fence], number) for run_id, fence, number in shown if (run_id, fence) in tries]

@@ -16,14 +16,15 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import nodes_text
 from serverless_gpu.model.spec import Function, RunSpec
-from serverless_gpu.server import endings, events, files, gangs, runs
-from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server import endings, gangs
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.crews import Outcome, StoredCrew
 from serverless_gpu.server.endings import Early, Quiet
-from serverless_gpu.server.events import StoredEvent
-from serverless_gpu.server.files import StoredFile
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records.runs import events, files, runs
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
+from serverless_gpu.server.records.runs.crews import Outcome, StoredCrew
+from serverless_gpu.server.records.runs.events import StoredEvent
+from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.sentences import NOTHING, Told
 from serverless_gpu.server.transitions import told_as
 from serverless_gpu.server.watching import Look

@@ -12,7 +12,7 @@ from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.model.spec import Function, Kernel
 from serverless_gpu.server import floor
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records.runs.runs import StoredRun
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):

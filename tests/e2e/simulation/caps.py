@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import ACTIVE
 from serverless_gpu.model.scheduling.values import Placement
-from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.tables import crews, policies, runs
 

@@ -17,11 +17,11 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.spec import BlobReference
-from serverless_gpu.server import identity
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.hub import node_key
-from serverless_gpu.server.nodes import CREWS
+from serverless_gpu.server.records import principals
+from serverless_gpu.server.records.nodes import CREWS
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import (
     AgentHello,
@@ -474,6 +474,6 @@ def lease_end_ns(asked_ns: int, _answered_ns: int, grace_s: float) -> int:
 def reported(services: Services, order: Start, said: Report) -> ReportAnswer:
     """Apply a report as the gate and its route do."""
     now_ns = services.clock.wall_ns()
-    who = services.database.read(lambda connection: identity.authenticate(connection, order.token, now_ns=now_ns))
+    who = services.database.read(lambda connection: principals.authenticate(connection, order.token, now_ns=now_ns))
     assert who.attempt == (order.run_id, order.fence, order.crew)
     return services.reports.receive(who, run_id=order.run_id, fence=order.fence, said=said)

@@ -17,30 +17,13 @@ from serverless_gpu.errors import ServerStorageFull
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.server import (
-    agents,
-    attempts,
-    audit,
-    charging,
-    crews,
-    events,
-    facts,
-    files,
-    liveness,
-    logs,
-    orders,
-    past_runs,
-    policies,
-    reconciler,
-    reporting,
-    retention,
-    runs,
-    views,
-)
-from serverless_gpu.server.active_runs import Active, ActiveCrew
+from serverless_gpu.server import agents, charging, liveness, logs, reconciler, reporting, retention, views
 from serverless_gpu.server.allowing import Brought
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.records import audit, policies
+from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, purgeable_runs, runs
+from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
+from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.submitting import SubmissionService
 from serverless_gpu.wire.runs import RunRequest, RunView
 from tests.e2e.simulation import crew, node
@@ -187,7 +170,7 @@ def _removed_without_a_word() -> AbstractContextManager[Any]:
     def silent(connection: sa.Connection, run_id: str, *, at_ns: int) -> None:
         for room in (events, files, facts, orders, attempts):
             room.remove(connection, run_id)
-        past_runs.remove(connection, run_id)
+        purgeable_runs.remove(connection, run_id)
 
     return mock.patch.object(retention, "_remove_rows", silent)
 

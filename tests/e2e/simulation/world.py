@@ -22,11 +22,11 @@ from serverless_gpu.engines.simulated.simulated_engine import Reservations, Simu
 from serverless_gpu.model.hardware import Device, parse_fake
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.server import chaining, gathering, retention, tables
-from serverless_gpu.server.audit import Action
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.invariants import History, Stretch
-from serverless_gpu.server.pools import NO_ISOLATION
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.pools import NO_ISOLATION
 from serverless_gpu.server.self_check import check
 from serverless_gpu.server.violations import Violation
 from serverless_gpu.wire.agents import Start

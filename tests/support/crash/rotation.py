@@ -16,15 +16,17 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.server import audit, identity, rotation, runs, secret_store, tables
-from serverless_gpu.server.attempts import NewAttempt
-from serverless_gpu.server.crews import NewCrew
+from serverless_gpu.server import rotation, tables
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import NODE, first_tokens
-from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.keys import Keys, read_keys, sha256
+from serverless_gpu.server.records import audit, principals, stored_secrets
+from serverless_gpu.server.records.principals import NewToken
+from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records.runs.attempts import NewAttempt
+from serverless_gpu.server.records.runs.crews import NewCrew
+from serverless_gpu.server.records.stored_secrets import By, Whose
 from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.secret_store import By, Whose
 from serverless_gpu.server.settings import Settings, read_settings
 from serverless_gpu.server.transitions import place
 from serverless_gpu.wire.principals import PrincipalRequest
@@ -49,16 +51,16 @@ class Server:
         with self.database() as database:
             database.migrate()
             self.first = first_tokens(database, directory, login="ann", now_ns=T0)
-            self.keys, self.alice = read_keys(directory), identity.new_secret()
+            self.keys, self.alice = read_keys(directory), principals.new_secret()
             sealer = Sealer(self.keys.sealing)
             add_node(database, owner=NODE)
 
             def work(connection: sa.Connection) -> None:
                 said = {"hello_json": msgspec.json.encode(hello()).decode()}
                 connection.execute(tables.nodes.update().values(said))
-                identity.create_principal(connection, PrincipalRequest(name="alice"), now_ns=T0)
-                identity.create_token(connection, NewToken(principal="alice"), secret=self.alice, now_ns=T0)
-                secret_store.put(connection, sealer, Whose("user", "alice"), "HF", VALUE, By("alice", T0))
+                principals.create_principal(connection, PrincipalRequest(name="alice"), now_ns=T0)
+                principals.create_token(connection, NewToken(principal="alice"), secret=self.alice, now_ns=T0)
+                stored_secrets.put(connection, sealer, Whose("user", "alice"), "HF", VALUE, By("alice", T0))
 
             database.write(work)
             self.waiting, self.running = self._run(database, sealer), self._run(database, sealer)
@@ -123,7 +125,7 @@ class Server:
             assert self._is_good(database, keys.attempt_token(self.running, 1), keys)
             for name in ("token", "node.token"):
                 assert self._is_good(database, (self.settings.directory / name).read_text().strip(), keys)
-            assert database.read(lambda connection: secret_store.sealed_by_another(connection, sealer)) == []
+            assert database.read(lambda connection: stored_secrets.sealed_by_another(connection, sealer)) == []
             for run_id in (self.waiting, self.running):
                 payload = database.read(functools.partial(runs.payload, run_id=run_id))
                 assert payload is not None and sealer.unseal(payload.context_sealed, about=run_id) == b"{}"
@@ -142,7 +144,7 @@ class Server:
     def _is_good(database: Database, secret: str, keys: Keys) -> bool:
         now_ns = SystemClock().wall_ns()
         try:
-            database.read(lambda connection: identity.authenticate(connection, secret, now_ns=now_ns, keys=keys))
+            database.read(lambda connection: principals.authenticate(connection, secret, now_ns=now_ns, keys=keys))
         except NotAuthenticated:
             return False
         return True

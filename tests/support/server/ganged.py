@@ -10,18 +10,12 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.gangs.rendezvous import Chosen
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import (
-    attempts,
-    books,
-    events,
-    orders,
-    runs,
-    transitions,
-)
+from serverless_gpu.server import books, transitions
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.invariants import violations
+from serverless_gpu.server.records.runs import attempts, events, orders, runs
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, Report, ReportAnswer

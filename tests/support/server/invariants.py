@@ -9,20 +9,14 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server import (
-    audit,
-    charging,
-    events,
-    facts,
-    files,
-    runs,
-    transitions,
-)
-from serverless_gpu.server.audit import Action
+from serverless_gpu.server import charging, transitions
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.events import StoredEvent
-from serverless_gpu.server.files import StoredFile
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.runs import events, facts, files, runs
+from serverless_gpu.server.records.runs.events import StoredEvent
+from serverless_gpu.server.records.runs.files import StoredFile
 from tests.support.server.stored import T0, S, new_run, place, tell
 
 WHO = Caller(name="alice")

@@ -6,12 +6,12 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from serverless_gpu.server import audit
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import first_tokens
+from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
 

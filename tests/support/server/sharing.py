@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.server.pools import NO_ISOLATION
+from serverless_gpu.server.records.pools import NO_ISOLATION
 from serverless_gpu.server.tables import pools
 
 

@@ -10,11 +10,12 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.lifecycle.run_lifecycle import Event
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import attempts, endings, runs, tables, transitions
-from serverless_gpu.server.attempts import NewAttempt
-from serverless_gpu.server.crews import NewCrew, Outcome
+from serverless_gpu.server import endings, tables, transitions
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server.records.runs import attempts, runs
+from serverless_gpu.server.records.runs.attempts import NewAttempt
+from serverless_gpu.server.records.runs.crews import NewCrew, Outcome
+from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.wire.runs import Target
 

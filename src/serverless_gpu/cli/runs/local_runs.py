@@ -1,4 +1,4 @@
-"""Runs of this home, as commands show them; those of a server are in `server/runs.py`."""
+"""Runs of this home, as commands show them; those of a server are in `server/records/runs/runs.py`."""
 
 from __future__ import annotations
 

@@ -50,7 +50,12 @@ PLANTED = [
     ),
     (unpickling, "examples/x.py", "import torch\ntorch.load(p)\n", "import torch\ntorch.load(p, weights_only=True)\n"),
     (unpickling, "scripts/x.py", "import pickle\nread = pickle.load\n", "import json\nread = json.load\n"),
-    (transactions, "src/serverless_gpu/server/runs.py", "connection.commit()\n", "connection.execute(query)\n"),
+    (
+        transactions,
+        "src/serverless_gpu/server/records/runs/runs.py",
+        "connection.commit()\n",
+        "connection.execute(query)\n",
+    ),
     (clock, ROOM, "import time\ntime.time()\n", "import time\ntime.monotonic()\n"),
     (clock, ROOM, "from time import time_ns as now\nnow()\n", "def now() -> int: ...\nnow()\n"),
     (clock, ROOM, "import datetime as d\nd.datetime.now(d.UTC)\n", "import datetime as d\nd.datetime(2026, 1, 1)\n"),

@@ -18,19 +18,12 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import (
-    accounts,
-    attempts,
-    charges,
-    charging,
-    counting,
-    facts,
-    tables,
-    uncharged,
-)
-from serverless_gpu.server.accounts import Account
+from serverless_gpu.server import charging, counting, tables
 from serverless_gpu.server.composition import Services, make_charging, make_retention
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.records import accounts, charges
+from serverless_gpu.server.records.accounts import Account
+from serverless_gpu.server.records.runs import attempts, facts, uncharged_crews
 from serverless_gpu.server.retention import EVERY_S
 from serverless_gpu.server.self_check import check
 from serverless_gpu.testing import FakeClock
@@ -80,7 +73,7 @@ def test_an_attempt_is_charged_once_when_it_is_settled(services: Services, datab
     (line,) = (entry.line for entry in entries(database, run_id))
     assert (line.gpu_ms, line.billed_ms, line.gpus) == (7_200_000, 7_200_000, 2)
     assert net(database, run_id, "queued_ms") == 2_000
-    database.write(lambda connection: uncharged.charge_again(connection, run_id))
+    database.write(lambda connection: uncharged_crews.charge_again(connection, run_id))
     charge_all(services)
     assert len(entries(database, run_id)) == 1
     assert [row["uncharged"] for row in rows(database, tables.crews)] == [False]

@@ -12,10 +12,11 @@ from click.testing import CliRunner
 from serverless_gpu.cli import program
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.billing.pricing import MICROS_MAX, Tariff
-from serverless_gpu.server import audit, prices, pricing
+from serverless_gpu.server import pricing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.records import audit, prices
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.prices import PriceRequest, PriceSet

@@ -12,13 +12,14 @@ from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import charges, usage_going
+from serverless_gpu.server import usage_going
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_charging
 from serverless_gpu.server.counting import Now
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.usage_rows import Asked
-from serverless_gpu.server.usage_sums import Wanted
+from serverless_gpu.server.records import charges
+from serverless_gpu.server.records.usage_rows import Asked
+from serverless_gpu.server.records.usage_sums import Wanted
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.demand import DemandRow
 from serverless_gpu.wire.usage import UsageView

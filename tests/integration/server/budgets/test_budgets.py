@@ -14,18 +14,11 @@ from serverless_gpu.model.billing.budget import Period
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
-from serverless_gpu.server import (
-    audit,
-    books,
-    identity,
-    invariants,
-    notices,
-    past,
-    tables,
-)
+from serverless_gpu.server import books, invariants, tables
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import make_keeper
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.records import audit, duration_history, notices, principals
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.wanting import wanted
 from serverless_gpu.testing import FakeClock
@@ -435,7 +428,7 @@ def test_22A9_a_members_run_without_a_team_counts_for_the_budgets_of_all_their_t
     spent: Spent, database: Database
 ) -> None:
     for team in ("search", "vision"):
-        database.write(partial(identity.create_team, name=team, now_ns=0))
+        database.write(partial(principals.create_team, name=team, now_ns=0))
     spent.set("search", kind="team", scope="search", limit_micros=100 * UNIT, hard=True)
     spent.set("vision", kind="team", scope="vision", limit_micros=1_000 * UNIT)
     run_id = spent.submit(MEMBER)
@@ -471,7 +464,9 @@ def test_22A9_past_use_counts_for_the_same_team_after_a_restart_of_the_server(sp
     spent.start(run_id)
     spent.go_on(10, run_id)
     spent.end(run_id, Reason.COMMAND_FAILED)
-    found = database.read(lambda connection: past.used(connection, now_ns=spent.clock.wall_ns(), half_life_s=86_400))
+    found = database.read(
+        lambda connection: duration_history.used(connection, now_ns=spent.clock.wall_ns(), half_life_s=86_400)
+    )
     assert list(found.teams) == ["search"] and list(found.users) == [("search", "alice")]
 
 
@@ -589,7 +584,7 @@ def test_22D6_a_day_of_berlin_begins_an_hour_before_that_of_utc(
 
 
 def test_22D6_a_budget_of_a_team_follows_the_time_zone_of_the_team(spent: Spent, database: Database) -> None:
-    database.write(partial(identity.create_team, name="search", now_ns=0))
+    database.write(partial(principals.create_team, name="search", now_ns=0))
     spent.set("search", kind="team", scope="search", limit_micros=100 * UNIT, period=Period.DAY)
     assert (spent.view("search").time_zone, spent.view("search").start_ns) == ("UTC", NOVEMBER)
     changed = spent.services.principals.change_team(ROOT, "search", TeamChange(time_zone="Europe/Berlin"))

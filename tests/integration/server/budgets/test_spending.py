@@ -15,8 +15,9 @@ from serverless_gpu.model.billing.budget import Standing
 from serverless_gpu.model.billing.pricing import Price, Tariff
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import accounts, prices, runs
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.records import accounts, prices
+from serverless_gpu.server.records.runs import runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
 from tests.support.golden import golden
@@ -100,7 +101,7 @@ def test_a_look_that_fails_in_the_middle_counts_nothing_twice(spent: Spent, monk
     def broken(connection: sa.Connection, wanted: object) -> object:
         raise OSError("the database is away")
 
-    monkeypatch.setattr("serverless_gpu.server.charges.of_attempts", broken)
+    monkeypatch.setattr("serverless_gpu.server.records.charges.of_attempts", broken)
     with pytest.raises(OSError, match="away"):
         look(spent)
     monkeypatch.undo()

@@ -13,14 +13,14 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound, ServerStorageFull
 from serverless_gpu.model.access.roles import Role
-from serverless_gpu.server import audit, identity
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.api.routing import reading, writing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import first_tokens, principal_name
-from serverless_gpu.server.identity import NewToken
 from serverless_gpu.server.keys import Keys, sha256
+from serverless_gpu.server.records import audit, principals
+from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.server.tables import attempts, crews, nodes, pools, runs, tokens
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.principals import PrincipalRequest
@@ -33,18 +33,18 @@ RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
 
 def make(database: Database, name: str, role: Role = "member", teams: tuple[str, ...] = ()) -> str:
     """Make a principal with a token; return the token."""
-    secret = identity.new_secret()
+    secret = principals.new_secret()
 
     def work(connection: sa.Connection) -> None:
-        identity.create_principal(connection, PrincipalRequest(name=name, role=role, teams=teams), now_ns=NOW)
-        identity.create_token(connection, NewToken(principal=name), secret=secret, now_ns=NOW)
+        principals.create_principal(connection, PrincipalRequest(name=name, role=role, teams=teams), now_ns=NOW)
+        principals.create_token(connection, NewToken(principal=name), secret=secret, now_ns=NOW)
 
     database.write(work)
     return secret
 
 
 def who(database: Database, secret: str, now_ns: int = NOW) -> Caller:
-    return database.read(lambda connection: identity.authenticate(connection, secret, now_ns=now_ns))
+    return database.read(lambda connection: principals.authenticate(connection, secret, now_ns=now_ns))
 
 
 def refused(database: Database, secret: str, says: str, now_ns: int = NOW) -> None:
@@ -56,12 +56,12 @@ def test_a_token_says_who_its_owner_is(database: Database) -> None:
 
     def make_teams(connection: sa.Connection) -> None:
         for team in ("search", "ads", "other"):
-            identity.create_team(connection, team, now_ns=NOW)
+            principals.create_team(connection, team, now_ns=NOW)
 
     database.write(make_teams)
     secret = make(database, "ada", "operator", ("search", "ads"))
     caller = who(database, secret)
-    assert caller == Caller(name="ada", role="operator", teams=("ads", "search"), token_id=identity.token_id(secret))
+    assert caller == Caller(name="ada", role="operator", teams=("ads", "search"), token_id=principals.token_id(secret))
 
 
 def test_the_secret_is_nowhere_in_the_database(database: Database) -> None:
@@ -71,10 +71,10 @@ def test_the_secret_is_nowhere_in_the_database(database: Database) -> None:
 
 
 def test_secrets_are_of_256_bits_and_of_one_form() -> None:
-    secrets = {identity.new_secret() for _ in range(100)}
+    secrets = {principals.new_secret() for _ in range(100)}
     assert len({secret[-43:] for secret in secrets}) == 100
     assert {len(secret) for secret in secrets} == {5 + 26 + 1 + 43}
-    assert all(len(identity.token_id(secret)) == 26 for secret in secrets)
+    assert all(len(principals.token_id(secret)) == 26 for secret in secrets)
 
 
 @pytest.mark.parametrize("secret", ["", "x", "sgpu_", "sgpu_" + "0" * 26 + "_" + "A" * 43, "sgpu_" + "é" * 70, "sgpa_"])
@@ -86,7 +86,7 @@ def test_what_is_nobodys_token_is_refused(database: Database, secret: str) -> No
 def test_what_cannot_be_a_token_costs_no_look_into_the_database(secret: str) -> None:
     nothing = cast(sa.Connection, None)
     with pytest.raises(NotAuthenticated):
-        identity.authenticate(nothing, secret, now_ns=NOW)
+        principals.authenticate(nothing, secret, now_ns=NOW)
 
 
 def test_the_right_identifier_with_another_secret_says_no_more_than_an_unknown_one(database: Database) -> None:
@@ -95,12 +95,12 @@ def test_the_right_identifier_with_another_secret_says_no_more_than_an_unknown_o
 
 
 def test_a_revoked_token_lets_nobody_in_and_others_stay(database: Database) -> None:
-    secret, other = make(database, "ada"), identity.new_secret()
+    secret, other = make(database, "ada"), principals.new_secret()
     new = NewToken(principal="ada")
-    database.write(lambda connection: identity.create_token(connection, new, secret=other, now_ns=NOW))
-    identifier = identity.token_id(secret)
+    database.write(lambda connection: principals.create_token(connection, new, secret=other, now_ns=NOW))
+    identifier = principals.token_id(secret)
     for _ in range(2):
-        view = database.write(lambda connection: identity.revoke_token(connection, identifier, now_ns=NOW + 5))
+        view = database.write(lambda connection: principals.revoke_token(connection, identifier, now_ns=NOW + 5))
     assert view.revoked_ns == NOW + 5
     refused(database, secret, "revoked")
     assert who(database, other).name == "ada"
@@ -108,9 +108,9 @@ def test_a_revoked_token_lets_nobody_in_and_others_stay(database: Database) -> N
 
 def test_a_token_is_good_until_it_expires(database: Database) -> None:
     make(database, "ada")
-    secret = identity.new_secret()
+    secret = principals.new_secret()
     new = NewToken(principal="ada", expires_ns=NOW + 10)
-    database.write(lambda connection: identity.create_token(connection, new, secret=secret, now_ns=NOW))
+    database.write(lambda connection: principals.create_token(connection, new, secret=secret, now_ns=NOW))
     assert who(database, secret, NOW + 9).name == "ada"
     refused(database, secret, "expired", NOW + 10)
 
@@ -118,15 +118,15 @@ def test_a_token_is_good_until_it_expires(database: Database) -> None:
 def test_disabling_revokes_all_tokens_and_enabling_brings_none_back(database: Database) -> None:
     make(database, "root", "admin")
     secret = make(database, "ada")
-    database.write(lambda connection: identity.disable(connection, "ada", now_ns=NOW))
+    database.write(lambda connection: principals.disable(connection, "ada", now_ns=NOW))
     refused(database, secret, "ada is disabled")
     with pytest.raises(InvalidValue, match="disabled"):
         database.write(
-            lambda connection: identity.create_token(
-                connection, NewToken(principal="ada"), secret=identity.new_secret(), now_ns=NOW
+            lambda connection: principals.create_token(
+                connection, NewToken(principal="ada"), secret=principals.new_secret(), now_ns=NOW
             )
         )
-    database.write(lambda connection: identity.enable(connection, "ada"))
+    database.write(lambda connection: principals.enable(connection, "ada"))
     refused(database, secret, "revoked")
 
 
@@ -137,13 +137,13 @@ def test_the_last_administrator_stays(database: Database, change: str) -> None:
 
     def work(connection: sa.Connection) -> None:
         if change == "disable":
-            identity.disable(connection, "root", now_ns=NOW)
+            principals.disable(connection, "root", now_ns=NOW)
         else:
-            identity.change_role(connection, "root", "member")
+            principals.change_role(connection, "root", "member")
 
     with pytest.raises(InvalidValue, match="only administrator"):
         database.write(work)
-    database.write(lambda connection: identity.change_role(connection, "ada", "admin"))
+    database.write(lambda connection: principals.change_role(connection, "ada", "admin"))
     database.write(work)
 
 
@@ -153,7 +153,7 @@ def test_two_administrators_who_remove_each_other_at_once_leave_one(database: Da
 
     def remove(name: str) -> bool:
         try:
-            database.write(lambda connection: identity.change_role(connection, name, "viewer"))
+            database.write(lambda connection: principals.change_role(connection, name, "viewer"))
         except InvalidValue:
             return False
         return True
@@ -174,24 +174,24 @@ def test_names_are_taken_once_and_teams_have_to_be_there(database: Database) -> 
         make(database, "ada")
     with pytest.raises(NotFound, match="no team"):
         make(database, "bob", teams=("nowhere",))
-    assert [one.name for one in database.read(identity.all_principals)] == ["ada"]
+    assert [one.name for one in database.read(principals.all_principals)] == ["ada"]
 
 
 def test_members_come_and_go(database: Database) -> None:
     make(database, "ada")
-    database.write(lambda connection: identity.create_team(connection, "search", now_ns=NOW))
+    database.write(lambda connection: principals.create_team(connection, "search", now_ns=NOW))
 
     def add(connection: sa.Connection) -> bool:
-        return identity.add_member(connection, team="search", principal="ada")
+        return principals.add_member(connection, team="search", principal="ada")
 
     def remove(connection: sa.Connection) -> bool:
-        return identity.remove_member(connection, team="search", principal="ada")
+        return principals.remove_member(connection, team="search", principal="ada")
 
     assert [database.write(add), database.write(add)] == [True, False]
-    assert database.read(lambda connection: identity.team(connection, "search")).members == ("ada",)
-    assert database.read(lambda connection: identity.principal(connection, "ada")).teams == ("search",)
+    assert database.read(lambda connection: principals.team(connection, "search")).members == ("ada",)
+    assert database.read(lambda connection: principals.principal(connection, "ada")).teams == ("search",)
     assert [database.write(remove), database.write(remove)] == [True, False]
-    assert database.read(identity.all_teams)[0].members == ()
+    assert database.read(principals.all_teams)[0].members == ()
 
 
 @pytest.mark.parametrize(
@@ -208,16 +208,16 @@ def test_tokens_that_cannot_be_are_refused(database: Database, new: NewToken) ->
     make(database, "ada")
     with pytest.raises(InvalidValue):
         database.write(
-            lambda connection: identity.create_token(connection, new, secret=identity.new_secret(), now_ns=NOW)
+            lambda connection: principals.create_token(connection, new, secret=principals.new_secret(), now_ns=NOW)
         )
 
 
 def test_a_use_is_written_down_once_a_minute(database: Database) -> None:
-    identifier = identity.token_id(make(database, "ada"))
+    identifier = principals.token_id(make(database, "ada"))
 
     def used(now_ns: int) -> int | None:
-        database.write(lambda connection: identity.note_use(connection, [identifier], now_ns=now_ns))
-        return database.read(lambda connection: identity.token(connection, identifier)).used_ns
+        database.write(lambda connection: principals.note_use(connection, [identifier], now_ns=now_ns))
+        return database.read(lambda connection: principals.token(connection, identifier)).used_ns
 
     assert [used(NOW), used(NOW + MINUTE - 1), used(NOW + MINUTE + 1)] == [NOW, NOW, NOW + MINUTE + 1]
 
@@ -279,7 +279,7 @@ def test_the_gates_questions_are_answered(database: Database) -> None:
     assert admission.reach(caller, reading("runs")) == "team"
     assert admission.reach(caller, writing("runs")) == "none"
     assert admission.reach(caller, reading("unheard-of")) == "none"
-    views = database.read(identity.tokens_of)
+    views = database.read(principals.tokens_of)
     assert views[0].used_ns is not None
 
 
@@ -323,12 +323,12 @@ def test_the_first_start_makes_an_administrator_and_a_node(database: Database, d
 def test_a_second_start_changes_nothing(database: Database, directory: Path) -> None:
     first = start(database, directory)
     assert start(database, directory) == first
-    assert len(database.read(identity.tokens_of)) == 2
+    assert len(database.read(principals.tokens_of)) == 2
 
 
 def test_a_lost_file_is_made_again_and_a_crash_before_the_row_too(database: Database, directory: Path) -> None:
     first = start(database, directory)
-    (directory / "token").write_text(f"{identity.new_secret()}\n")
+    (directory / "token").write_text(f"{principals.new_secret()}\n")
     (directory / "node.token").unlink()
     second = start(database, directory)
     assert not set(first) & set(second)
@@ -351,8 +351,8 @@ def test_a_file_that_is_deleted_takes_its_token_with_it_and_nobody_elses(
 
 def test_a_token_that_was_revoked_does_not_come_back(database: Database, directory: Path) -> None:
     token, _ = start(database, directory)
-    identifier = identity.token_id(token)
-    database.write(lambda connection: identity.revoke_token(connection, identifier, now_ns=NOW))
+    identifier = principals.token_id(token)
+    database.write(lambda connection: principals.revoke_token(connection, identifier, now_ns=NOW))
     assert start(database, directory)[0] == token
     refused(database, token, "revoked")
 

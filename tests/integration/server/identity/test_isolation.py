@@ -24,20 +24,14 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, Se
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.server import (
-    audit,
-    identity,
-    isolation,
-    migrations,
-    nodes,
-    tables,
-)
+from serverless_gpu.server import isolation, migrations, tables
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_planning, make_scheduler
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import first_tokens
 from serverless_gpu.server.isolation import Exposure
 from serverless_gpu.server.keys import sha256
+from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.estimates import EstimateRequest
@@ -220,7 +214,7 @@ def test_22A1_a_database_of_the_first_revision_is_upgraded_undecided_and_its_tok
     """A server that has several users already: after the upgrade nobody has decided."""
     config = alembic.config.Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-    secret = identity.new_secret()
+    secret = principals.new_secret()
     person = "INSERT INTO principals (name, kind, role, created_ns) VALUES (:name, 'user', :role, :at)"
     pool = "INSERT INTO pools (name, kind, lends, return_s, created_ns) VALUES ('default', 'on-demand', false, 300, 1)"
     token = (
@@ -234,7 +228,7 @@ def test_22A1_a_database_of_the_first_revision_is_upgraded_undecided_and_its_tok
         connection.execute(sa.text(person), [{"name": "ann", "role": "admin", "at": 1}])
         connection.execute(sa.text(person), [{"name": "bob", "role": "member", "at": 2}])
         connection.execute(sa.text(pool))
-        connection.execute(sa.text(token), {"id": identity.token_id(secret), "sha256": sha256(secret)})
+        connection.execute(sa.text(token), {"id": principals.token_id(secret), "sha256": sha256(secret)})
 
     with contextlib.closing(Database(f"sqlite:///{tmp_path}/server.db", clock=SystemClock())) as database:
         database.write(as_before)
@@ -243,8 +237,8 @@ def test_22A1_a_database_of_the_first_revision_is_upgraded_undecided_and_its_tok
         found = database.read(isolation.exposure)
         assert (found.undecided, found.principals, found.had_runs) == (("default",), ("bob",), ())
         first_tokens(database, tmp_path, login="ann", now_ns=T0)
-        kept = database.read(lambda connection: identity.token(connection, identity.token_id(secret)))
-        assert kept.expires_ns == T0 + int(identity.TOKEN_EXPIRY_S * 1e9)
+        kept = database.read(lambda connection: principals.token(connection, principals.token_id(secret)))
+        assert kept.expires_ns == T0 + int(principals.TOKEN_EXPIRY_S * 1e9)
 
 
 def test_22A1_a_real_server_warns_keeps_apart_and_is_told_otherwise(

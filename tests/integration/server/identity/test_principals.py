@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.server import audit, identity
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.records import audit, principals
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
 from tests.support.server.made import made_services
@@ -92,7 +92,7 @@ def test_tokens_are_ones_own(api: Api) -> None:
     assert {one["principal"] for one in api.do(api.admin, "GET", "/tokens")["tokens"]} > {"ada", "bob"}
     listed = repr(api.do(api.admin, "GET", "/tokens"))
     assert mine["secret"][-43:] not in listed
-    bobs = identity.token_id(bob)
+    bobs = principals.token_id(bob)
     assert api.ask(ada, "DELETE", f"/tokens/{bobs}")[0] == 404
     assert api.ask(ada, "POST", "/tokens", {"principal": "bob"})[0] == 404
     assert api.do(bob, "GET", "/whoami")["name"] == "bob"
@@ -100,7 +100,7 @@ def test_tokens_are_ones_own(api: Api) -> None:
 
 def test_a_token_is_revoked_at_once(api: Api) -> None:
     ada = api.user("ada")
-    revoked = api.do(ada, "DELETE", f"/tokens/{identity.token_id(ada)}")
+    revoked = api.do(ada, "DELETE", f"/tokens/{principals.token_id(ada)}")
     assert revoked["revoked_ns"] is not None
     assert api.ask(ada, "GET", "/whoami")[0] == 401
 
@@ -136,7 +136,7 @@ def test_a_token_to_read_changes_nothing(api: Api) -> None:
     reader = api.do(api.admin, "POST", "/tokens", {"scopes": ["read"]})["secret"]
     assert api.ask(reader, "GET", "/users")[0] == 200
     assert api.ask(reader, "POST", "/users", {"name": "eve"})[0] == 403
-    assert api.ask(reader, "DELETE", f"/tokens/{identity.token_id(reader)}")[0] == 403
+    assert api.ask(reader, "DELETE", f"/tokens/{principals.token_id(reader)}")[0] == 403
 
 
 def test_a_node_sees_nobody(api: Api) -> None:

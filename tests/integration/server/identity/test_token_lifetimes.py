@@ -8,12 +8,13 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.server import identity, tables
+from serverless_gpu.server import tables
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_file_tokens
 from serverless_gpu.server.database import Database, Transactions
 from serverless_gpu.server.first_start import NODE, first_tokens, join_token
-from serverless_gpu.server.identity import RENEWED_BELOW_S, TOKEN_EXPIRY_S, NewToken
+from serverless_gpu.server.records import principals
+from serverless_gpu.server.records.principals import RENEWED_BELOW_S, TOKEN_EXPIRY_S, NewToken
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.pool_join import INVITED_S
 from serverless_gpu.wire.principals import PrincipalRequest, TokenRequest
@@ -28,19 +29,19 @@ ADMIN = Caller(name="root", role="admin")
 
 
 def end_of(database: Transactions, secret: str) -> int | None:
-    return database.read(lambda connection: identity.token(connection, identity.token_id(secret))).expires_ns
+    return database.read(lambda connection: principals.token(connection, principals.token_id(secret))).expires_ns
 
 
 def is_good(database: Transactions, secret: str, now_ns: int) -> bool:
     try:
-        database.read(lambda connection: identity.authenticate(connection, secret, now_ns=now_ns))
+        database.read(lambda connection: principals.authenticate(connection, secret, now_ns=now_ns))
     except NotAuthenticated:
         return False
     return True
 
 
 def use(database: Transactions, secret: str, now_ns: int) -> None:
-    database.write(lambda connection: identity.note_use(connection, [identity.token_id(secret)], now_ns=now_ns))
+    database.write(lambda connection: principals.note_use(connection, [principals.token_id(secret)], now_ns=now_ns))
 
 
 def test_22A12_the_first_tokens_end_after_90_days(database: Database, tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_22A12_a_node_that_uses_its_token_keeps_it_and_others_end(database: Data
 
 def test_22A12_a_token_whose_end_was_said_is_not_renewed(services: Services) -> None:
     database, now_ns = services.database, services.clock.wall_ns()
-    database.write(lambda c: identity.create_principal(c, PrincipalRequest(name="root", role="admin"), now_ns=now_ns))
+    database.write(lambda c: principals.create_principal(c, PrincipalRequest(name="root", role="admin"), now_ns=now_ns))
     service = PrincipalRequest(name=NODE, kind="service", role="agent")
     renewed = services.principals.make(ADMIN, service)
     said = TokenRequest(principal=NODE, expires_s=3600.0)
@@ -83,11 +84,11 @@ def test_22A12_a_token_whose_end_was_said_is_not_renewed(services: Services) -> 
 
 def test_22A12_tokens_that_an_older_version_made_get_an_end(database: Database, tmp_path: Path) -> None:
     first = first_tokens(database, tmp_path, login="root", now_ns=T0)
-    revoked = identity.new_secret()
+    revoked = principals.new_secret()
 
     def as_before(connection: sa.Connection) -> None:
-        identity.create_token(connection, NewToken(principal="root"), secret=revoked, now_ns=T0)
-        identity.revoke_token(connection, identity.token_id(revoked), now_ns=T0)
+        principals.create_token(connection, NewToken(principal="root"), secret=revoked, now_ns=T0)
+        principals.revoke_token(connection, principals.token_id(revoked), now_ns=T0)
         connection.execute(sa.update(tables.tokens).values(expires_ns=None, renews=None))
 
     database.write(as_before)

@@ -26,25 +26,15 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     Unsatisfiable,
     UserCodeStarted,
 )
-from serverless_gpu.server import (
-    attempts,
-    audit,
-    books,
-    charging,
-    events,
-    facts,
-    files,
-    runs,
-    stopping,
-    tables,
-    transitions,
-)
-from serverless_gpu.server.audit import Action
+from serverless_gpu.server import books, charging, stopping, tables, transitions
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.events import StoredEvent
-from serverless_gpu.server.files import StoredFile
 from serverless_gpu.server.invariants import MOVES, History, Moment, Stretch, violations
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.audit import Action
+from serverless_gpu.server.records.runs import attempts, events, facts, files, runs
+from serverless_gpu.server.records.runs.events import StoredEvent
+from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.self_check import check
 from tests.support.golden import golden
 from tests.support.server.invariants import WHO, WHOLE, finished, ledger, submitted

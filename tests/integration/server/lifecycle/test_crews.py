@@ -18,25 +18,13 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, Silent, StopAsked
-from serverless_gpu.server import (
-    active_runs,
-    attempts,
-    books,
-    charges,
-    costing,
-    counting,
-    floor,
-    lendings,
-    runs,
-    tables,
-    transitions,
-    uncharged,
-    views,
-)
+from serverless_gpu.server import books, costing, counting, floor, lendings, tables, transitions, views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.keys import parse_attempt_token
+from serverless_gpu.server.records import charges
+from serverless_gpu.server.records.runs import active_runs, attempts, runs, uncharged_crews
 from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece
@@ -377,7 +365,7 @@ def test_each_crew_is_charged_for_what_it_had(services: Services, database: Data
     facts_of = [used(run_id, 2, seconds=60), used(run_id, 1, seconds=30, boot="boot-2")]
     say(services, run_id, 1, State.STOPPING, facts=tuple(facts_of[1]), files=(result(2),), ending=FINISHED)
     say(services, run_id, 1, State.STOPPING, receipt=msgspec.Raw(b'{"gpu_ms": 30000, "facts": 3}'))
-    assert database.read(lambda connection: uncharged.due(connection, limit=9)) == []  # who pays is not known yet
+    assert database.read(lambda connection: uncharged_crews.due(connection, limit=9)) == []  # who pays is not known yet
     charge_all(services)
     files = (result(0), result(1))
     say(services, run_id, 0, State.STOPPING, facts=tuple(facts_of[0]), files=files, ending=FINISHED)

@@ -17,11 +17,12 @@ from serverless_gpu.model.gangs.rendezvous import Address, CrewReach, Tried
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.server import attempts, gathering, meetings, runs, tables
-from serverless_gpu.server.attempts import StoredAttempt
+from serverless_gpu.server import gathering, meetings, tables
 from serverless_gpu.server.composition import Services, make_roster
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.gathering import Meetings
+from serverless_gpu.server.records.runs import attempts, runs
+from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending
 from tests.support.golden import golden

@@ -22,10 +22,11 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     UserCodeStarted,
     advance,
 )
-from serverless_gpu.server import audit, events
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.database import Database
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.runs import events
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.made import made_services

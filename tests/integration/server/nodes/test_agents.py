@@ -13,13 +13,15 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
-from serverless_gpu.server import events, nodes, runs, tables
+from serverless_gpu.server import tables
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.hub import node_key
 from serverless_gpu.server.keys import sha256
-from serverless_gpu.server.nodes import StoredNode
+from serverless_gpu.server.records import nodes
+from serverless_gpu.server.records.nodes import StoredNode
+from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, Heartbeat, Order, PoolRequest, Start, Stop
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS

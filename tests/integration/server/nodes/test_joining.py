@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.server import identity
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.first_start import join_token
+from serverless_gpu.server.records import principals
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import PROTOCOL
 from serverless_gpu.wire.pool_join import INVITED_S, RayPool
@@ -199,5 +199,5 @@ def test_a_deleted_file_is_how_the_token_is_changed(api: Api, database: Database
     other = join_token(database, tmp_path / "server", now_ns=api.clock.wall_ns())
     assert api.ask(token, "POST", "/agents/join", REQUEST)[0] == 401
     assert api.ask(other, "POST", "/agents/join", REQUEST)[0] == 200
-    labels = [one.label for one in database.read(identity.tokens_of) if one.scopes == ("joining",)]
+    labels = [one.label for one in database.read(principals.tokens_of) if one.scopes == ("joining",)]
     assert len(set(labels)) == 1 and len(labels) == 2

@@ -16,10 +16,12 @@ from serverless_gpu.errors import InvalidValue, NotFound, ServerProblem, Storage
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, UserCodeStarted
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.server import audit, backing_up, orders, restoring
+from serverless_gpu.server import backing_up, restoring
 from serverless_gpu.server.backing_up import DATABASE, MANIFEST, read_manifest, verify
 from serverless_gpu.server.database import Database
 from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.runs import orders
 from serverless_gpu.server.restoring import FILE, Mark, restore
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.attempts import Ending, File, Report

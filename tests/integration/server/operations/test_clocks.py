@@ -11,12 +11,14 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated.simulated_agents import SimulatedWork
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import attempts, endings, identity
+from serverless_gpu.server import endings
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.identity import NewToken
+from serverless_gpu.server.records import principals
+from serverless_gpu.server.records.principals import NewToken
+from serverless_gpu.server.records.runs import attempts
 from serverless_gpu.server.retention import FIRST_S
 from serverless_gpu.server.steady import SETTLING_S, SteadyClock
 from serverless_gpu.testing import FakeClock
@@ -97,12 +99,12 @@ def test_F39_tokens_are_judged_and_runs_kept_as_if_the_clock_had_not_jumped(worl
     services = world.services
     assert services is not None and world.run(run_id).finished
     now_ns = services.clock.wall_ns()
-    good, ended = (identity.new_secret() for _ in range(2))
+    good, ended = (principals.new_secret() for _ in range(2))
 
     def make(connection: Any) -> None:
         for secret, left_s in ((good, 7_200), (ended, -60)):
             token = NewToken(principal="alice", expires_ns=now_ns + left_s * S)
-            identity.create_token(connection, token, secret=secret, now_ns=now_ns - 120 * S)
+            principals.create_token(connection, token, secret=secret, now_ns=now_ns - 120 * S)
 
     services.database.write(make)
     world.clock.step_wall(jump_s)

@@ -8,11 +8,11 @@ import pytest
 
 from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
-from serverless_gpu.server import policies, pools, shares
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.policies import StoredPolicy
-from serverless_gpu.server.pools import StoredPool
-from serverless_gpu.server.shares import StoredShare
+from serverless_gpu.server.records import policies, pools, shares
+from serverless_gpu.server.records.policies import StoredPolicy
+from serverless_gpu.server.records.pools import StoredPool
+from serverless_gpu.server.records.shares import StoredShare
 
 pytestmark = pytest.mark.any_database
 

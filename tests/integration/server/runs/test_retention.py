@@ -9,10 +9,12 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server import audit, facts, files, past_runs, retention, tables, transitions
+from serverless_gpu.server import retention, tables, transitions
 from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.files import StoredFile
+from serverless_gpu.server.records import audit
+from serverless_gpu.server.records.runs import facts, files, purgeable_runs
+from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.retention import EVERY_S, FIRST_S, Retention
 from serverless_gpu.testing import FakeClock
 from tests.support.server.charged import charge_all
@@ -103,7 +105,9 @@ def test_what_waits_runs_or_is_not_settled_stays_however_old_it_is(
     unsettled = add_ended(services, database, days_ago=900, settled=False)
     looking.tick(clock.boottime_ns())
     assert left(database) == {waits, runs_on, unsettled}
-    assert database.read(lambda connection: past_runs.endings(connection, [waits, runs_on, unsettled, "none"])) == {
+    assert database.read(
+        lambda connection: purgeable_runs.endings(connection, [waits, runs_on, unsettled, "none"])
+    ) == {
         waits: None,
         runs_on: None,
         unsettled: None,

@@ -9,10 +9,11 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, Silent, StopAsked, UserCodeStarted
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server import attempts, crews, views
+from serverless_gpu.server import views
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.database import Database
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records.runs import attempts, crews
+from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.sentences import Told
 from serverless_gpu.server.watching import Look
 from tests.support.golden import golden

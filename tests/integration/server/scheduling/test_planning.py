@@ -27,14 +27,16 @@ from serverless_gpu.model.scheduling.values import (
     Used,
 )
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import audit, events, runs, sentences, shares
+from serverless_gpu.server import sentences
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.hub import run_key
+from serverless_gpu.server.records import audit, shares
+from serverless_gpu.server.records.runs import events, runs
+from serverless_gpu.server.records.shares import StoredShare
 from serverless_gpu.server.roster import FOREVER_NS
 from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.server.sentences import ASKED_S
-from serverless_gpu.server.shares import StoredShare
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
 from tests.support.golden import golden

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from serverless_gpu.model.spec import Command, Kernel, Resources, RunSpec
-from serverless_gpu.server import runs, wanting
-from serverless_gpu.server.runs import NewRun, StoredRun
+from serverless_gpu.server import wanting
+from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.wire.runs import Target
 
 

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from serverless_gpu.model.billing.ledger import EntryKind
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import DayRange
-from serverless_gpu.server.accounts import Account, find_many
-from serverless_gpu.server.charges import Posted, from_row
+from serverless_gpu.server.records.accounts import Account, find_many
+from serverless_gpu.server.records.charges import Posted, from_row
 from serverless_gpu.server.tables import accounts, charges, utilisations
 from serverless_gpu.wire.demand import DemandRow
 

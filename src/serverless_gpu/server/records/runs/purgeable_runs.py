@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.server.audit import Action
 from serverless_gpu.server.portions import portions
+from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.tables import audit, crews, runs
 
 _UNSETTLED = sa.exists().where(

@@ -17,8 +17,8 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling import duration_estimates
 from serverless_gpu.model.scheduling.fairness import charged
 from serverless_gpu.model.scheduling.values import Used
-from serverless_gpu.server.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 from serverless_gpu.server.portions import portions
+from serverless_gpu.server.records.runs.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 from serverless_gpu.server.tables import attempts, crews, runs
 
 HALF_LIVES = 8

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing.budget import Subject
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.server import pools
 from serverless_gpu.server.portions import portions
-from serverless_gpu.server.runs import StoredRun
+from serverless_gpu.server.records import pools
+from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.tables import account_tags, accounts
 
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode

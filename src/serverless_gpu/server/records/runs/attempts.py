@@ -22,9 +22,9 @@ from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.gangs.rendezvous import Chosen
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.secrets import Pinned
-from serverless_gpu.server import crews
-from serverless_gpu.server.crews import Gang, StoredCrew
 from serverless_gpu.server.portions import portions
+from serverless_gpu.server.records.runs import crews
+from serverless_gpu.server.records.runs.crews import Gang, StoredCrew
 from serverless_gpu.server.tables import attempts, nodes
 from serverless_gpu.server.tables import crews as crews_table
 

@@ -16,8 +16,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server.crews import CrewId, Gang
 from serverless_gpu.server.portions import portions
+from serverless_gpu.server.records.runs.crews import CrewId, Gang
 from serverless_gpu.server.tables import crews, orders
 
 OPEN_MAX = 1_000

@@ -14,8 +14,8 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.facts import Fact
-from serverless_gpu.server.crews import CrewId
 from serverless_gpu.server.portions import portions
+from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.server.tables import facts
 
 _ENDS = 50  # of a crew on a server: what is not a sign of life is less, at either end

@@ -10,7 +10,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
-from serverless_gpu.server.crews import CrewId
+from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.server.tables import attempts, crews, nodes, runs
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server import files, policies
-from serverless_gpu.server import runs as run_rows
+from serverless_gpu.server.records import policies
+from serverless_gpu.server.records.runs import files
+from serverless_gpu.server.records.runs import runs as run_rows
 from serverless_gpu.server.tables import runs
 
 

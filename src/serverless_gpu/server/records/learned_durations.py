@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from serverless_gpu.server import past
+from serverless_gpu.server.records import duration_history
 
 KEPT_S = 60.0
 KEPT_MAX = 10_000
@@ -33,5 +33,5 @@ class LearnedDurations:
         if found is None or abs(now_ns - found[1]) > KEPT_S * 1e9:
             if len(self._known) >= KEPT_MAX:
                 self._known.clear()
-            found = self._known[owner, name] = past.longest_s(connection, owner, name), now_ns
+            found = self._known[owner, name] = duration_history.longest_s(connection, owner, name), now_ns
         return found[0]
