@@ -21,8 +21,8 @@ import psycopg
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock, new_run_id
-from serverless_gpu.server import tables
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from tests.support.server.postgres import Cluster, cluster
 
 WRITES = 512

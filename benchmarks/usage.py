@@ -24,8 +24,8 @@ from benchmarks.databases import held, new_postgresql
 from benchmarks.report import Row, Timing
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.billing.usage_report import DayRange
-from serverless_gpu.server import tables
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import usage_sums
 from serverless_gpu.server.records.usage_sums import Wanted
 from serverless_gpu.server.usage_folding import fold

@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _LIMIT_S = 120.0
-_REVISIONS = "src/serverless_gpu/server/migrations/versions"
+_REVISIONS = "src/serverless_gpu/server/db/migrations/versions"
 CALL = """
 import sys, time
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Transactions begin and end in the database's own room; work on rows is a function of a connection.
 
 A commit in the middle of a verb splits one decision in two, and a crash between them leaves half of it. On SQLite it
-would also commit what other threads have in the same transaction (`server/group_commit.py`).
+would also commit what other threads have in the same transaction (`server/db/group_commit.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ def check(source: Source) -> Iterator[Finding]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
             message = (
-                f".{node.func.attr}() is for server/database.py; pass a work to `Database.write`, which commits it"
+                f".{node.func.attr}() is for server/db/database.py; pass a work to `Database.write`, which commits it"
             )
             yield source.finding(node.lineno, "transaction", message)

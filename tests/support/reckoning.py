@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
-from serverless_gpu.server import tables
+from serverless_gpu.server.db import tables
 
 DAY_NS = 86_400_000_000_000
 HOUR_MS = 3_600_000

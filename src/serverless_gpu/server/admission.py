@@ -10,7 +10,7 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.access import roles
 from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.records import principals
 

@@ -36,7 +36,7 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import node_admission, transitions
 from serverless_gpu.server.attempt_tokens import AttemptTokens
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.giving_back import Requeue
 from serverless_gpu.server.hub import SCHEDULER, Hub, node_key
 from serverless_gpu.server.liveness import Deliveries, Looks, Presence

@@ -29,7 +29,7 @@ from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from serverless_gpu.server import transitions
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import accounts, audit, budgets, charges, notices

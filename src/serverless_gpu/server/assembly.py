@@ -32,9 +32,8 @@ from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import UplinkProfile
-from serverless_gpu.server import generations, isolation, reserve, restoring, rollback, rotation, unknown_files
+from serverless_gpu.server import isolation, restoring, rollback, rotation, unknown_files
 from serverless_gpu.server.admission import Admission
-from serverless_gpu.server.claim import LOOK_S, Claim
 from serverless_gpu.server.composition import (
     Resources,
     Services,
@@ -53,8 +52,11 @@ from serverless_gpu.server.composition import (
     make_scheduler,
     make_self_check,
 )
-from serverless_gpu.server.database import Database
-from serverless_gpu.server.database_start import take_when_started
+from serverless_gpu.server.db import disk_reserve, generations
+from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.db.database_startup import take_when_started
+from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
+from serverless_gpu.server.db.leader_lock import LOOK_S, Claim
 from serverless_gpu.server.first_start import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
 from serverless_gpu.server.hub import (
@@ -73,7 +75,6 @@ from serverless_gpu.server.hub import (
 )
 from serverless_gpu.server.keys import read_keys, remove_unnamed
 from serverless_gpu.server.loops import LATE_S, Loop, Tick
-from serverless_gpu.server.mark_file import SYNC_S, Checkpoints, MarkFile
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.ray_beside import RayBeside
@@ -305,7 +306,7 @@ def _looking_after(
     def tend(now_ns: int) -> int:
         database.reserve.tend()
         services.environments.tend()
-        return now_ns + round(reserve.EVERY_S * 1e9)
+        return now_ns + round(disk_reserve.EVERY_S * 1e9)
 
     def loop(name: str, tick: Tick, *, late_s: float = LATE_S) -> Loop:
         return Loop(name, tick, clock=services.clock, late_s=late_s, measures=services.measures)

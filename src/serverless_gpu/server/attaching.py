@@ -17,7 +17,7 @@ from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX
 from serverless_gpu.server import dividing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_name, check_range, check_text
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.hub import SCHEDULER, Hub
 from serverless_gpu.server.records import audit, nodes, policies, principals

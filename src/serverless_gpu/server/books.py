@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact
+from serverless_gpu.server.db.tables import audit, events, facts, files, orders, runs
 from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.charges import Posted
 from serverless_gpu.server.records.runs import attempts as attempt_rows
@@ -29,7 +30,6 @@ from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, Gang
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.tables import audit, events, facts, files, orders, runs
 
 PAGE_RUNS = 200
 EVENTS_MAX = 1_000

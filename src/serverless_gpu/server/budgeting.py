@@ -19,7 +19,7 @@ from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_name, check_time_zone
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.records import audit, budgets, notices, policies, pools, principals
 from serverless_gpu.server.records.audit import Action

@@ -15,8 +15,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.server import generations
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db import generations
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import audit
 
 EVERY_S = 1.0

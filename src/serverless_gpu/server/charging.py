@@ -37,7 +37,7 @@ from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import counting
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import CHARGED, Hub
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import accounts, charges, nodes

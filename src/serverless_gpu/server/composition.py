@@ -26,7 +26,7 @@ from serverless_gpu.server.budgeting import BudgetService
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.collecting import Collector
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.dividing import PoolService
 from serverless_gpu.server.draining import DrainService
 from serverless_gpu.server.environments import Environments

@@ -15,12 +15,12 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.db.tables import drains
 from serverless_gpu.server.hub import SCHEDULER, Hub
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.tables import drains
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.state import DrainRequest, DrainView
 

@@ -21,7 +21,7 @@ from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.allowing import Allowed, PolicyAdmission
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.costing import Wish
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.records import duration_history, pools
 from serverless_gpu.server.records.runs import runs

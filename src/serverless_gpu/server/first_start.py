@@ -34,7 +34,7 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.records import audit, node_tokens, principals
 from serverless_gpu.server.records.audit import SERVER, Action

@@ -10,7 +10,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, STOPPED_BY, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.server import transitions
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Deliveries
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.transitions import Announcer, Note, Told

@@ -16,7 +16,7 @@ from serverless_gpu.model.access.roles import covers
 from serverless_gpu.server import owners
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_time_zone
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.records import audit, principals
 from serverless_gpu.server.records.audit import Action

@@ -19,12 +19,12 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server import owners
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.db.tables import pools as pools_table
+from serverless_gpu.server.db.tables import principals, runs
 from serverless_gpu.server.records import audit, pools
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.pools import NO_ISOLATION, UNSET, StoredPool
-from serverless_gpu.server.tables import pools as pools_table
-from serverless_gpu.server.tables import principals, runs
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):

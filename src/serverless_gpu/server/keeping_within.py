@@ -30,7 +30,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import stopping, transitions
 from serverless_gpu.server.affording import BudgetAdmission
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import audit, budgets, notices

@@ -41,7 +41,7 @@ from serverless_gpu.model.gangs.rendezvous import Apart, Chosen
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, IllegalRunTransition
 from serverless_gpu.server import gathering, transitions
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.gathering import Gathered, Meetings
 from serverless_gpu.server.hub import Hub, node_key
 from serverless_gpu.server.liveness import Leases, Looks, Presence

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from serverless_gpu.ambient import Clock, format_utc
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import notices
 from serverless_gpu.server.records.notices import Notice

@@ -11,7 +11,7 @@ from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.lifecycle.run_lifecycle import Forgotten
 from serverless_gpu.server import floor, transitions
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.floor import GONE, Floor
 from serverless_gpu.server.hub import SCHEDULER, Hub
 from serverless_gpu.server.liveness import Leases, Presence

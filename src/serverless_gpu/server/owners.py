@@ -18,9 +18,9 @@ from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
 from serverless_gpu.model.access.roles import ROLES, AccessReach, reach
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
 from serverless_gpu.server import stopping
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.db.tables import principals, runs
 from serverless_gpu.server.records import audit
-from serverless_gpu.server.tables import principals, runs
 from serverless_gpu.server.transitions import Announcer, Told
 from serverless_gpu.wire.principals import OnDisabled, PrincipalView
 

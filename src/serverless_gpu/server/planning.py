@@ -46,7 +46,7 @@ from serverless_gpu.model.scheduling.values import (
     RunningRun,
 )
 from serverless_gpu.server import floor
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import Hub, run_key
 from serverless_gpu.server.liveness import Presence
 from serverless_gpu.server.records.runs import runs

@@ -19,7 +19,7 @@ from serverless_gpu.model.billing.pricing import CORE, MEMORY, MICROS_MAX, Price
 from serverless_gpu.model.hardware import FAMILIES, canonical, is_listed
 from serverless_gpu.server import dividing
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import audit, charges, nodes, prices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.prices import StoredPrice

@@ -18,7 +18,7 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation, TeamUse, WaitReason
 from serverless_gpu.server import views
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import shares
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun

@@ -33,7 +33,7 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import Event, GivenUp, IllegalRunTransition, Silent
 from serverless_gpu.server import transitions
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.folding_again import GangReconciler
 from serverless_gpu.server.gang_progress import GangProgress
 from serverless_gpu.server.hub import SCHEDULER, Hub, run_key

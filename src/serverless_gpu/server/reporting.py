@@ -50,7 +50,7 @@ from serverless_gpu.server import gangs, meetings, report_words, stillness, tran
 from serverless_gpu.server.attempt_tokens import AttemptTokens
 from serverless_gpu.server.blobs import Blobs, check_reference
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import LEDGER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.liveness import Leases, Looks, Presence
 from serverless_gpu.server.logs import STREAMS, Logs

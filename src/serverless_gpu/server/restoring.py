@@ -36,7 +36,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import Restored
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import transitions
 from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.listening import alone_in_home
 from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import audit

@@ -28,7 +28,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.model.utc_days import HOUR_NS
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.records import audit, charges
 from serverless_gpu.server.records.audit import Action

@@ -21,8 +21,9 @@ import sqlalchemy as sa
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.high_water_mark import HighWaterMark, rollback
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.server import generations, mark_file, restoring, unknown_files
+from serverless_gpu.server import restoring, unknown_files
 from serverless_gpu.server.backing_up import file_of
+from serverless_gpu.server.db import generations, high_water_mark_file
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.settings import Settings
 
@@ -59,8 +60,8 @@ def sentence(settings: Settings, read: Read) -> str:
         return ""
     mark: HighWaterMark | None
     try:
-        mark = mark_file.read_mark(path)  # before the database, which is ahead of it then
-    except mark_file.UnreadableMark:
+        mark = high_water_mark_file.read_mark(path)  # before the database, which is ahead of it then
+    except high_water_mark_file.UnreadableMark:
         return f"its high-water mark {path} is damaged ({path.stat().st_size} bytes), so the disk lost writes"
     return rollback(mark, read(generations.position), place=place_of(settings))
 
@@ -118,8 +119,8 @@ def evidence(settings: Settings, read: Read) -> tuple[str, ...]:
 def _is_same_database(settings: Settings, read: Read) -> bool:
     path = mark_path(settings)
     try:
-        mark = None if path is None else mark_file.read_mark(path)
-    except mark_file.UnreadableMark:
+        mark = None if path is None else high_water_mark_file.read_mark(path)
+    except high_water_mark_file.UnreadableMark:
         return True  # that is refused besides
     found = read(generations.position)
     return mark is None or (found is not None and found.database_id == mark.position.database_id)

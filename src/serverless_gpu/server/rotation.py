@@ -34,7 +34,7 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server import first_start
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.keys import KEY_BYTES, Keys, read_keys
 from serverless_gpu.server.listening import only_one
 from serverless_gpu.server.records import audit, nodes, principals, stored_secrets

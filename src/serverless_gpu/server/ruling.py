@@ -18,7 +18,7 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server import node_rules, operating
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import RECONCILER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.operating import NodeService
 from serverless_gpu.server.records import audit, nodes, principals

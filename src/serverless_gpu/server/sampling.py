@@ -20,7 +20,8 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server import draining, floor
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.db.tables import attempts, crews, orders, runs
 from serverless_gpu.server.health import Health
 from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
@@ -31,7 +32,6 @@ from serverless_gpu.server.records.runs import uncharged_crews as uncharged
 from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.space import free_bytes
-from serverless_gpu.server.tables import attempts, crews, orders, runs
 
 FRESH_S = 2.0
 BOUND_S = 3.0

@@ -38,7 +38,7 @@ from serverless_gpu.server import (
     transitions,
     unsatisfiable,
 )
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import Hub, node_key, run_key
 from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.liveness import Deliveries, Leases

@@ -9,7 +9,7 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.secrets import check_name, check_value
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import audit, principals, stored_secrets
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.stored_secrets import By, Whose

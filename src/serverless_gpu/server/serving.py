@@ -8,8 +8,8 @@ Nothing is in memory that is not somewhere else, too, so a server that was kille
 clients and nodes come again, and the loops look at what is written down. A second signal does not wait for requests.
 
 Failure cases: another server of this home runs (it is named); the port is taken (it is named, when it was asked for);
-the database does not answer (waited for, `database_start.py`) or is of a newer version (said, and nothing was
-started); it is another server's (`claim.py`), at the start or later; requests that do not finish when it is to stop
+the database does not answer (waited for, `database_startup.py`) or is of a newer version (said, and nothing was
+started); it is another server's (`leader_lock.py`), at the start or later; requests that do not finish when it is to stop
 (cut off).
 """
 
@@ -36,7 +36,7 @@ from serverless_gpu.server import logfile, systemd, tls
 from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.assembly import Operator, assembled
-from serverless_gpu.server.claim import TakenOver
+from serverless_gpu.server.db.leader_lock import TakenOver
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.isolation import Exposure

@@ -33,7 +33,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.model.telemetry import idleness
 from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.server import stopping
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.gang_progress import GangProgress, Progress
 from serverless_gpu.server.hub import Hub, node_key
 from serverless_gpu.server.liveness import Looks

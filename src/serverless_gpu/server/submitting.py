@@ -41,7 +41,7 @@ from serverless_gpu.server.allowing import Brought, PolicyAdmission, Unread
 from serverless_gpu.server.blobs import Blobs, check_reference
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.checking import check_range, check_text
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory

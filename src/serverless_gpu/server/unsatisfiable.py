@@ -23,7 +23,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import Unsatisfiable
 from serverless_gpu.model.scheduling.feasibility import like
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server import transitions
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
 from serverless_gpu.server.records.runs import runs

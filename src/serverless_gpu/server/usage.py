@@ -20,7 +20,7 @@ from serverless_gpu.model.billing.usage_report import PERIODS, DayRange
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import counting, usage_going
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.records import prices, usage_rows, usage_sums
 from serverless_gpu.server.records.accounts import Account

@@ -18,11 +18,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from serverless_gpu.model.billing.usage_report import Amounts, added
-from serverless_gpu.server.database import Transactions
-from serverless_gpu.server.portions import portions
+from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.tables import charges, folded, used_days, used_plain_days
 from serverless_gpu.server.records.accounts import plain_ids
 from serverless_gpu.server.records.usage_sums import FOLDED, SUMS, folded_seq, sums_of_rows
-from serverless_gpu.server.tables import charges, folded, used_days, used_plain_days
 
 EVERY_S = 60.0
 AT_ONCE = 10_000

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from serverless_gpu import distributed
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.program import sgpu
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from tests.support.local.observe import wait_for
 from tests.support.reckoning import totals, wrongs
 from tests.support.remote.server_process import ServerProcess

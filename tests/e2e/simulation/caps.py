@@ -15,9 +15,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import ACTIVE
 from serverless_gpu.model.scheduling.values import Placement
+from serverless_gpu.server.db.tables import crews, policies, runs
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.tables import crews, policies, runs
 
 _HAVING = (
     sa.select(runs.c.id, runs.c.fence, crews.c.crew, runs.c.spec_json, crews.c.gpus)

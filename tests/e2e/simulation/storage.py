@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import sqlalchemy as sa
 
 from serverless_gpu.errors import ServerStorageFull, ServerUnavailable
-from serverless_gpu.server import tables
+from serverless_gpu.server.db import tables
 from tests.e2e.simulation.timeline import Timeline
 
 T = TypeVar("T")

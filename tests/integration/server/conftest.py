@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
 from tests.support.server.made import made_services
 from tests.support.server.postgres import Cluster, cluster

@@ -16,8 +16,9 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.server import rotation, tables
-from serverless_gpu.server.database import Database
+from serverless_gpu.server import rotation
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.first_start import NODE, first_tokens
 from serverless_gpu.server.keys import Keys, read_keys, sha256
 from serverless_gpu.server.records import audit, principals, stored_secrets

@@ -10,9 +10,10 @@ from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import tables, transitions
+from serverless_gpu.server import transitions
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_scheduler
+from serverless_gpu.server.db import tables
 from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.records import node_tokens
 from serverless_gpu.server.records.runs import runs

@@ -11,7 +11,7 @@ from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.server import charging, transitions
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import events, facts, files, runs

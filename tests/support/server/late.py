@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 
 
 def before_next_write(patch: pytest.MonkeyPatch, database: Transactions, happen: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import tables
+from serverless_gpu.server.db import tables
 from serverless_gpu.server.records import accounts
 
 HOUR_MS = 3_600_000

@@ -8,7 +8,7 @@ from typing import Any
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.composition import Resources, Services, compose
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.sealing import Sealer

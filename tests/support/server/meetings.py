@@ -8,7 +8,7 @@ from typing import Any
 from serverless_gpu.model.gangs.rendezvous import Address, Chosen, CrewReach, Offer, Tried
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import active_runs, attempts
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.testing import FakeClock

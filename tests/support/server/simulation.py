@@ -28,7 +28,7 @@ from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import transitions
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.hub import RECONCILER, SCHEDULER, node_key
 from serverless_gpu.server.keys import parse_attempt_token, sha256
 from serverless_gpu.server.loops import Tick

@@ -12,7 +12,7 @@ from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server import transitions
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_alarms, make_charging, make_keeper, make_scheduler
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import prices
 from serverless_gpu.server.records.runs import attempts, events, facts, runs
 from serverless_gpu.server.records.runs.runs import StoredRun

@@ -10,8 +10,9 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.lifecycle.run_lifecycle import Event
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import endings, tables, transitions
-from serverless_gpu.server.database import Database
+from serverless_gpu.server import endings, transitions
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
 from serverless_gpu.server.records.runs.crews import NewCrew, Outcome

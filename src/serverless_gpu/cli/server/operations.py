@@ -138,7 +138,7 @@ def check(as_json: bool) -> None:
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
-    database_room = load("serverless_gpu.server.database")
+    database_room = load("serverless_gpu.server.db.database")
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
         raise ServerProblem(f"there is no server in this home: {path} is not there", hint="`sgpu up` starts one")

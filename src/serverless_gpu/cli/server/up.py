@@ -124,7 +124,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
                 decide=decide_sharing,
                 renewed=write_files,
             )
-    except load("serverless_gpu.server.claim").TakenOver as error:
+    except load("serverless_gpu.server.db.leader_lock").TakenOver as error:
         say_lines(f"sgpu: {error}", err=True)
         sys.exit(load("serverless_gpu.server.systemd").TAKEN_OVER)
     except OSError as error:
@@ -168,7 +168,7 @@ def _told(url: str, home: Home, mlflow: str) -> list[str]:
 
 def disk_warnings(home: Home) -> list[str]:
     """Return what is to be said of a disk on which the server can do little."""
-    space, reserve = load("serverless_gpu.server.space"), load("serverless_gpu.server.reserve")
+    space, reserve = load("serverless_gpu.server.space"), load("serverless_gpu.server.db.disk_reserve")
     free, needed = space.free_bytes(home.root), max(space.KEPT_FREE_BYTES, reserve.LOW_BYTES + reserve.BYTES)
     if free is None or free > needed:
         return []

@@ -18,7 +18,7 @@ from serverless_gpu.server import costing, counting, endings, outputs, views
 from serverless_gpu.server.api.ranges import part_of
 from serverless_gpu.server.api.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
 from serverless_gpu.server.blobs import Blobs
-from serverless_gpu.server.database import Transactions
+from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.records.runs import attempts, files, runs

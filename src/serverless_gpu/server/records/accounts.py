@@ -15,10 +15,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing.budget import Subject
 from serverless_gpu.model.hardware import CPU
-from serverless_gpu.server.portions import portions
+from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.tables import account_tags, accounts
 from serverless_gpu.server.records import pools
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.tables import account_tags, accounts
 
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 _decode_tags = msgspec.json.Decoder(dict[str, str]).decode

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, digest
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.tables import audit, audit_links
+from serverless_gpu.server.db.tables import audit, audit_links
 
 
 class Action(StrEnum):

@@ -6,7 +6,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.billing.budget import CLOSED, FULL, Budget, Scope
-from serverless_gpu.server.tables import budget_warnings, budgets, teams
+from serverless_gpu.server.db.tables import budget_warnings, budgets, teams
 
 FORGET_NS = 400 * 86_400 * 1_000_000_000
 _decode = msgspec.json.Decoder(Budget).decode

@@ -14,10 +14,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerEntry, LedgerLine, standing
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server.portions import portions
+from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.tables import accounts, charges, utilisations
 from serverless_gpu.server.records.accounts import plain_ids
 from serverless_gpu.server.records.runs.crews import CrewId, Gang
-from serverless_gpu.server.tables import accounts, charges, utilisations
 
 _OF_LINE = LedgerLine.__struct_fields__
 

@@ -10,7 +10,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.access.node_identity import Binding, Identity
-from serverless_gpu.server.tables import invitations, node_bindings, tokens
+from serverless_gpu.server.db.tables import invitations, node_bindings, tokens
 
 PENDING_MAX = 1_000
 """Nodes that may wait for an administrator at a time."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.server.tables import nodes
+from serverless_gpu.server.db.tables import nodes
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.nodes import NodeRules
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 import sqlalchemy as sa
 
-from serverless_gpu.server.tables import notices
+from serverless_gpu.server.db.tables import notices
 
 KEPT = 10_000
 """Notices beyond go, the oldest first, sent or not."""

@@ -10,7 +10,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.access.usage_policy import Attached, PolicySubject, UsagePolicy
-from serverless_gpu.server.tables import policies, policy_holders
+from serverless_gpu.server.db.tables import policies, policy_holders
 
 POLICIES_MAX = 1_000
 _decoder = msgspec.json.Decoder(UsagePolicy)

@@ -7,7 +7,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.scheduling.values import Pool
-from serverless_gpu.server.tables import RETURN_S, nodes, pools
+from serverless_gpu.server.db.tables import RETURN_S, nodes, pools
 
 DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"

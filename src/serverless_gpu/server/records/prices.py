@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.billing import pricing
 from serverless_gpu.model.billing.pricing import CORE, MEMORY, Price, Tariff
 from serverless_gpu.model.hardware import families_of
-from serverless_gpu.server.tables import prices
+from serverless_gpu.server.db.tables import prices
 
 _OF_PRICE = Price.__struct_fields__
 

@@ -22,10 +22,10 @@ from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.access.roles import ROLES, SCOPES, Resource
 from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.db.tables import crews, members, principals, teams, tokens
 from serverless_gpu.server.keys import PREFIX as ATTEMPT_PREFIX
 from serverless_gpu.server.keys import Keys, encode, parse_attempt_token, sha256, token_until_s
 from serverless_gpu.server.records.runs.crews import WITHOUT_REPORT
-from serverless_gpu.server.tables import crews, members, principals, teams, tokens
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.principals import PrincipalRequest, PrincipalView, TeamView, TokenMade, TokenView
 

@@ -8,7 +8,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.scheduling.values import QueuePolicy
-from serverless_gpu.server.tables import shares
+from serverless_gpu.server.db.tables import shares
 
 Kind = Literal["team", "user"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

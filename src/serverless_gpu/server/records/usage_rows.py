@@ -10,9 +10,9 @@ import sqlalchemy as sa
 from serverless_gpu.model.billing.ledger import EntryKind
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import DayRange
+from serverless_gpu.server.db.tables import accounts, charges, utilisations
 from serverless_gpu.server.records.accounts import Account, find_many
 from serverless_gpu.server.records.charges import Posted, from_row
-from serverless_gpu.server.tables import accounts, charges, utilisations
 from serverless_gpu.wire.demand import DemandRow
 
 _SEEN = ("observed_ms", "busy_ms", "peak_memory_bytes")

@@ -23,8 +23,7 @@ from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import ACCOUNT_FIELDS, TAG, Amounts, DayRange, ReportRow
 from serverless_gpu.model.utc_days import SINCE_MONDAY
-from serverless_gpu.server.records.usage_rows import visible
-from serverless_gpu.server.tables import (
+from serverless_gpu.server.db.tables import (
     account_tags,
     accounts,
     charges,
@@ -33,6 +32,7 @@ from serverless_gpu.server.tables import (
     used_plain_days,
     utilisations,
 )
+from serverless_gpu.server.records.usage_rows import visible
 
 ACCOUNTS_FEW = 20_000
 """With more of them, sums by account and day are hardly fewer than charges, and those are read at once."""

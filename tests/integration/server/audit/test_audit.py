@@ -13,10 +13,11 @@ import sqlalchemy as sa
 from serverless_gpu.cli.access import audit as cli_audit
 from serverless_gpu.errors import AuditBroken
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
-from serverless_gpu.server import chaining, tables
+from serverless_gpu.server import chaining
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.composition import Services, make_chainer
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import SERVER, Action, Wanted
 from serverless_gpu.testing import FakeClock

@@ -18,9 +18,10 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import charging, counting, tables
+from serverless_gpu.server import charging, counting
 from serverless_gpu.server.composition import Services, make_charging, make_retention
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import accounts, charges
 from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.runs import attempts, facts, uncharged_crews

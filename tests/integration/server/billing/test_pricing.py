@@ -15,7 +15,7 @@ from serverless_gpu.model.billing.pricing import MICROS_MAX, Tariff
 from serverless_gpu.server import pricing
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit, prices
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest, PoolView

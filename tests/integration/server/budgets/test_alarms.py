@@ -19,7 +19,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.spec import Command, Resources
 from serverless_gpu.server.checking import check_name
 from serverless_gpu.server.composition import make_alarms, make_notifier
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.notifying import FIRST_PAUSE_S, OLD_S, TRIES_MAX, Notifier
 from serverless_gpu.server.records import audit, budgets, notices, prices
 from serverless_gpu.server.records.notices import Kind

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.steady import BELIEVED_S, SETTLING_S, SteadyClock
 from serverless_gpu.testing import FakeClock

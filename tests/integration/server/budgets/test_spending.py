@@ -15,7 +15,7 @@ from serverless_gpu.model.billing.budget import Standing
 from serverless_gpu.model.billing.pricing import Price, Tariff
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import accounts, prices
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.testing import FakeClock

@@ -19,11 +19,11 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock, SystemClock
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
-from serverless_gpu.server import claim as claim_room
-from serverless_gpu.server import migrations
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import leader_lock as claim_room
+from serverless_gpu.server.db import migrations
+from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.db.tables import teams
 from serverless_gpu.server.systemd import TAKEN_OVER
-from serverless_gpu.server.tables import teams
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import Health, Version
 from tests.support.golden import golden

@@ -14,9 +14,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import InvalidValue, ServerProblem, ServerUnavailable
-from serverless_gpu.server import database as database_room
-from serverless_gpu.server.database import Database
-from serverless_gpu.server.tables import audit, members, teams
+from serverless_gpu.server.db import database as database_room
+from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.db.tables import audit, members, teams
 from tests.support.golden import golden
 from tests.support.server.postgres import Cluster
 

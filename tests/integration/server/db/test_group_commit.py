@@ -17,9 +17,9 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import ServerStorageFull, ServerUnavailable
-from serverless_gpu.server import database as database_room
-from serverless_gpu.server.database import Database
-from serverless_gpu.server.tables import audit, teams
+from serverless_gpu.server.db import database as database_room
+from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.db.tables import audit, teams
 
 WAIT_S = 60
 
@@ -150,8 +150,8 @@ _WRITER = """
 import sys, threading
 import sqlalchemy as sa
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.server.database import Database
-from serverless_gpu.server.tables import audit, teams
+from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.db.tables import audit, teams
 
 database = Database(sys.argv[1], clock=SystemClock())
 database.migrate()

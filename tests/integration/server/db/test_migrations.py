@@ -17,9 +17,9 @@ from alembic.script import ScriptDirectory
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.server import migrations
-from serverless_gpu.server.database import Database
-from serverless_gpu.server.tables import metadata
+from serverless_gpu.server.db import migrations
+from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.db.tables import metadata
 from tests.support.server.postgres import Cluster
 
 
@@ -178,7 +178,7 @@ _PROGRAM = """
 import sys
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.server import migrations
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 database = Database(sys.argv[1], clock=SystemClock())
 database.read(lambda connection: connection.closed)
 print("there", flush=True)

@@ -19,8 +19,9 @@ from serverless_gpu.cli import program
 from serverless_gpu.errors import NotFound, ServerProblem
 from serverless_gpu.model.high_water_mark import DatabasePosition, HighWaterMark, rollback
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.server import backing_up, mark_file, restoring
-from serverless_gpu.server.mark_file import MarkFile, UnreadableMark, read_mark
+from serverless_gpu.server import backing_up, restoring
+from serverless_gpu.server.db import high_water_mark_file
+from serverless_gpu.server.db.high_water_mark_file import MarkFile, UnreadableMark, read_mark
 from serverless_gpu.server.settings import read_settings
 from serverless_gpu.wire.runs import RunView
 from tests.support.golden import golden
@@ -243,7 +244,7 @@ def test_22B3_a_mark_survives_a_torn_write_and_never_goes_back(tmp_path: Path) -
     with pytest.raises(UnreadableMark):
         read_mark(path)
     assert read_mark(tmp_path / "none") is None
-    assert mark_file.SYNC_S <= 1
+    assert high_water_mark_file.SYNC_S <= 1
 
 
 def check() -> Result:

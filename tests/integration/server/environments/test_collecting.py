@@ -23,7 +23,7 @@ from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import blobs, collecting
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.composition import Services, make_collector
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.records.runs import files, references, runs
 from serverless_gpu.server.records.runs.files import StoredFile

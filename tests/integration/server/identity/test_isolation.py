@@ -24,10 +24,11 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, Se
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.server import isolation, migrations, tables
+from serverless_gpu.server import isolation
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_planning, make_scheduler
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import migrations, tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.first_start import first_tokens
 from serverless_gpu.server.isolation import Exposure
 from serverless_gpu.server.keys import sha256

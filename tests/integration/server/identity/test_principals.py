@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit, principals
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API

@@ -26,9 +26,10 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     Unsatisfiable,
     UserCodeStarted,
 )
-from serverless_gpu.server import books, charging, stopping, tables, transitions
+from serverless_gpu.server import books, charging, stopping, transitions
 from serverless_gpu.server.books import Books
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import MOVES, History, Moment, Stretch, violations
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action

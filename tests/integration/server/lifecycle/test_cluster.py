@@ -19,7 +19,7 @@ from serverless_gpu.engines.simulated.simulated_agents import SimulatedAgent, Si
 from serverless_gpu.engines.simulated.simulated_engine import SimulatedEngine
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State, StopReason
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import events
 from tests.support.golden import golden
 from tests.support.server.simulation import Crash, World

@@ -12,9 +12,9 @@ import pytest
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import Silent, StopAsked
-from serverless_gpu.server import tables
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.folding_again import GangReconciler
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden

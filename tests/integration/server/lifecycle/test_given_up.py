@@ -10,7 +10,7 @@ from serverless_gpu.errors import ServerStorageFull, ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
 from tests.support.server.late import before_next_write
 from tests.support.server.reporting import clock, fact, run_id, say, services

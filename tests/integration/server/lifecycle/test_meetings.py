@@ -17,9 +17,10 @@ from serverless_gpu.model.gangs.rendezvous import Address, CrewReach, Tried
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.ray_cluster import RayCluster
-from serverless_gpu.server import gathering, meetings, tables
+from serverless_gpu.server import gathering, meetings
 from serverless_gpu.server.composition import Services, make_roster
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.gathering import Meetings
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt

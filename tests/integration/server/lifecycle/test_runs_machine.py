@@ -22,9 +22,9 @@ from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, IllegalRunTransition, Silent
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import tables
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
 from serverless_gpu.wire.runs import RunRequest, Target

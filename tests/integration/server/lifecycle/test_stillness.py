@@ -16,7 +16,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 from tests.support.golden import golden

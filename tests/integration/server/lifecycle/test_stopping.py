@@ -24,7 +24,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
 )
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import events
 from serverless_gpu.testing import FakeClock

@@ -23,9 +23,10 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     Stopping,
     UserCodeStarted,
 )
-from serverless_gpu.server import tables, transitions
+from serverless_gpu.server import transitions
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.hub import SCHEDULER, node_key, run_key
 from serverless_gpu.server.records.runs import attempts, crews, events, orders, runs
 from serverless_gpu.server.transitions import Note

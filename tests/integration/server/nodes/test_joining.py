@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.first_start import join_token
 from serverless_gpu.server.records import principals
 from serverless_gpu.testing import FakeClock

@@ -22,11 +22,11 @@ from serverless_gpu.model.access.node_identity import (
     judge,
     second_process,
 )
-from serverless_gpu.server import tables
 from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.first_start import first_tokens
 from serverless_gpu.server.liveness import PRESENT_S
 from serverless_gpu.server.records import node_tokens, nodes

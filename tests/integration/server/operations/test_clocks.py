@@ -15,7 +15,7 @@ from serverless_gpu.server import endings
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_retention
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.server.records.runs import attempts

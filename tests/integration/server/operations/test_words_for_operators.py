@@ -27,7 +27,7 @@ from serverless_gpu.model.secrets import VALUE_BYTES_MAX
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import logfile, space
 from serverless_gpu.server.composition import Services, make_scheduler
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.settings import unknown
 from serverless_gpu.server.tls import Certificate
 from serverless_gpu.wire.connection import Connection

@@ -8,7 +8,7 @@ import pytest
 
 from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.scheduling.values import Pool, QueuePolicy
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import policies, pools, shares
 from serverless_gpu.server.records.policies import StoredPolicy
 from serverless_gpu.server.records.pools import StoredPool

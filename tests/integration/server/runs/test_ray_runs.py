@@ -14,7 +14,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.ray_cluster import RayCluster
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
 from tests.support.golden import golden

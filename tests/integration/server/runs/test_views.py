@@ -11,7 +11,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, 
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server import views
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import attempts, crews
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.sentences import Told

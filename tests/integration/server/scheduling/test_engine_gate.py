@@ -16,7 +16,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import events
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.testing import FakeClock

@@ -11,10 +11,10 @@ import pytest
 from serverless_gpu.errors import InvalidValue, SecretMissing, TooLarge
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, QueuedRun, StartEstimate
 from serverless_gpu.model.spec import Kernel, Priority, Resources, RunSpec
-from serverless_gpu.server import tables
 from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView

@@ -13,7 +13,7 @@ from serverless_gpu.model.scheduling.values import QueuePolicy, WaitReason
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.server import views
 from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import History
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import attempts, events, runs

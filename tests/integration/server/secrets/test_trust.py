@@ -18,10 +18,10 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server import tables
 from serverless_gpu.server.api.routing import BYTES, JSON, Route
 from serverless_gpu.server.app import all_routes
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db import tables
+from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.keys import read_keys, sha256
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report

@@ -10,8 +10,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
+from serverless_gpu.server.db.tables import attempts, crews, nodes, runs
 from serverless_gpu.server.records.runs.crews import CrewId
-from serverless_gpu.server.tables import attempts, crews, nodes, runs
 
 
 class ActiveCrew(msgspec.Struct, frozen=True, gc=False):

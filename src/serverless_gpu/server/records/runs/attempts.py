@@ -22,11 +22,11 @@ from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.gangs.rendezvous import Chosen
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.secrets import Pinned
-from serverless_gpu.server.portions import portions
+from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.tables import attempts, nodes
+from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.records.runs import crews
 from serverless_gpu.server.records.runs.crews import Gang, StoredCrew
-from serverless_gpu.server.tables import attempts, nodes
-from serverless_gpu.server.tables import crews as crews_table
 
 _OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)  # why a crew ends that nothing was wrong with
 _SAYING_MAX = 4

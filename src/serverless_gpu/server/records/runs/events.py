@@ -8,7 +8,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
-from serverless_gpu.server.tables import events
+from serverless_gpu.server.db.tables import events
 
 
 class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):

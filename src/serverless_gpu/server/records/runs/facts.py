@@ -14,9 +14,9 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.facts import Fact
-from serverless_gpu.server.portions import portions
+from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.tables import facts
 from serverless_gpu.server.records.runs.crews import CrewId
-from serverless_gpu.server.tables import facts
 
 _ENDS = 50  # of a crew on a server: what is not a sign of life is less, at either end
 _WHOSE = (facts.c.run_id, facts.c.fence, facts.c.crew)

@@ -14,8 +14,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.server.portions import portions
-from serverless_gpu.server.tables import files
+from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.tables import files
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
 NAME_CHARACTERS_MAX = 256

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.server.portions import portions
+from serverless_gpu.server.db.in_chunks import portions
+from serverless_gpu.server.db.tables import audit, crews, runs
 from serverless_gpu.server.records.audit import Action
-from serverless_gpu.server.tables import audit, crews, runs
 
 _UNSETTLED = sa.exists().where(
     crews.c.run_id == runs.c.id,

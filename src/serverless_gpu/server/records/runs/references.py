@@ -5,10 +5,10 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from serverless_gpu.model.spec import BlobReference, Function
+from serverless_gpu.server.db.tables import runs
 from serverless_gpu.server.records import policies
 from serverless_gpu.server.records.runs import files
 from serverless_gpu.server.records.runs import runs as run_rows
-from serverless_gpu.server.tables import runs
 
 
 def payload_of(connection: sa.Connection, run_id: str) -> BlobReference | None:

@@ -37,7 +37,7 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem, ServerUnavailable
 from serverless_gpu.node.base.filesystems import lock_error, require_record_locks
-from serverless_gpu.server import generations, migrations
+from serverless_gpu.server.db import generations, migrations
 
 LOOK_S = 1.0
 TTL_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from serverless_gpu.server.tables import metadata
+from serverless_gpu.server.db.tables import metadata
 
 # SQLite cannot alter a column: Alembic then copies the table, which it calls a batch.
 context.configure(

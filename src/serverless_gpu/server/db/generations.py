@@ -1,6 +1,6 @@
 """Generations of servers: each server that claims a database numbers itself, and an older one commits nothing more.
 
-    start   ── claim (`claim.py`) ─▶ generation + 1, holder = this process
+    start   ── claim (`leader_lock.py`) ─▶ generation + 1, holder = this process
     write   ── is the row still mine? ─▶ work ─▶ commit
                 └─ no: `Superseded`; nothing is committed, and the server ends
 
@@ -23,7 +23,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from serverless_gpu.model.high_water_mark import DatabasePosition
-from serverless_gpu.server.tables import audit, server_identity
+from serverless_gpu.server.db.tables import audit, server_identity
 
 ROW = "server"
 HOLDER = f"SELECT holder FROM {server_identity.name} WHERE name = '{ROW}'"

@@ -31,7 +31,7 @@ import msgspec
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.high_water_mark import DatabasePosition, HighWaterMark
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 
 SYNC_S = 1.0
 CHECKPOINT_S = 10.0

@@ -29,8 +29,8 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server import generations
-from serverless_gpu.server.generations import Superseded
+from serverless_gpu.server.db import generations
+from serverless_gpu.server.db.generations import Superseded
 from serverless_gpu.server.measures import Measures
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.server.database import Database
+from serverless_gpu.server.db.database import Database
 
 START_S = 60.0
 _PAUSE_S = 0.2

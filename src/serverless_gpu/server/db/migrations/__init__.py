@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.server import tables
+from serverless_gpu.server.db import tables
 
 HEAD = "0009"
 LOCK = 7_310_227_001  # any number that nobody else of the same database takes
