@@ -26,12 +26,12 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.control import stop_all
+from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.server_key import read_keys
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.keys import read_keys
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun
-from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.testing import stop_agent
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Order
 from serverless_gpu.wire.base import PROTOCOL

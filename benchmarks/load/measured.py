@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from serverless_gpu import cli
 from serverless_gpu.server import agents, assembly
-from serverless_gpu.server.loops import Loop, Tick
+from serverless_gpu.server.core.loops import Loop, Tick
 
 DEVICES_MAX = 16_384
 

@@ -20,11 +20,11 @@ from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.server.allowing import Allowed
 from serverless_gpu.server.budget_index import Rooms, subject_of
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.records import prices
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import AsOf, Spending, rate_of
 
 LEFT_MAX = 20

@@ -29,16 +29,16 @@ from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
 from serverless_gpu.server import transitions
+from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
+from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import NOTICES, Hub, run_key
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import accounts, audit, budgets, charges, notices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.duration_history import latest_of_name
 from serverless_gpu.server.records.notices import Kind
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import GoingOn, Spending, rate_of
 
 EVERY_S = 60.0

@@ -22,11 +22,11 @@ from serverless_gpu.model.access.usage_policy import NamedPolicy, UsagePolicy, a
 from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server import dividing
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.records import nodes, policies, pools, stored_secrets
-from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.settings import Settings
 
 
 class Allowed(msgspec.Struct, frozen=True, kw_only=True):

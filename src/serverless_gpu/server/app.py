@@ -33,10 +33,10 @@ from serverless_gpu.server.api import (
     usage,
 )
 from serverless_gpu.server.api.routing import Route
+from serverless_gpu.server.core.hub import Hub
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import Authenticate, Gate, Reach
-from serverless_gpu.server.hub import Hub
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.wire.base import API
 
 MODULES = (

@@ -52,14 +52,10 @@ from serverless_gpu.server.composition import (
     make_scheduler,
     make_self_check,
 )
-from serverless_gpu.server.db import disk_reserve, generations
-from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.db.database_startup import take_when_started
-from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
-from serverless_gpu.server.db.leader_lock import LOOK_S, Claim
-from serverless_gpu.server.first_start import FirstTokens, first_tokens, join_token
-from serverless_gpu.server.health import STORE_BOUND_S, STORE_FRESH_S, Health
-from serverless_gpu.server.hub import (
+from serverless_gpu.server.core.disk_space import space_problem
+from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.health import STORE_BOUND_S, STORE_FRESH_S, Health
+from serverless_gpu.server.core.hub import (
     ALARMS,
     AUDIT,
     BUDGETS,
@@ -73,17 +69,21 @@ from serverless_gpu.server.hub import (
     USAGE,
     Hub,
 )
-from serverless_gpu.server.keys import read_keys, remove_unnamed
-from serverless_gpu.server.loops import LATE_S, Loop, Tick
-from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.core.loops import LATE_S, Loop, Tick
+from serverless_gpu.server.core.server_key import read_keys, remove_unnamed
+from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import Settings
+from serverless_gpu.server.db import disk_reserve, generations
+from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.db.database_startup import take_when_started
+from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
+from serverless_gpu.server.db.leader_lock import LOOK_S, Claim
+from serverless_gpu.server.first_start import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.ray_beside import RayBeside
 from serverless_gpu.server.records import audit, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.settings import Settings
-from serverless_gpu.server.space import space_problem
 from serverless_gpu.server.storage import Room, open_storage
 
 LOOP_S = 10.0

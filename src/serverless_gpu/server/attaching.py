@@ -15,11 +15,11 @@ from serverless_gpu.model.access.roles import AccessReach, Resource, reach
 from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, PolicySubject, UsagePolicy, format_span
 from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX
 from serverless_gpu.server import dividing
-from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.checking import check_name, check_range, check_text
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import SCHEDULER, Hub
+from serverless_gpu.server.core.validation import check_name, check_range, check_text
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.environments import Environments
-from serverless_gpu.server.hub import SCHEDULER, Hub
 from serverless_gpu.server.records import audit, nodes, policies, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.policies import POLICIES_MAX, StoredPolicy

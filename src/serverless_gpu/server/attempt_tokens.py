@@ -17,11 +17,11 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.keys import Keys
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.records.runs import crews
 from serverless_gpu.server.records.runs.crews import CrewId
-from serverless_gpu.server.settings import Settings
 
 RENEWAL = "renewal"
 """What a node says that it takes."""

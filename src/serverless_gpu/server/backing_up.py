@@ -37,7 +37,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, ServerProblem, StorageError
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.filesystems import lock_error
-from serverless_gpu.server.settings import Settings
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.version import __version__
 
 MANIFEST = "manifest.json"

@@ -37,15 +37,15 @@ from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import counting
+from serverless_gpu.server.core.hub import CHARGED, Hub
+from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import CHARGED, Hub
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import accounts, charges, nodes
 from serverless_gpu.server.records.charges import New, Posted, Utilisation
 from serverless_gpu.server.records.runs import attempts, crews, facts, runs, uncharged_crews
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
-from serverless_gpu.server.settings import Settings
 
 EVERY_S = 5.0
 TURN_S = 60.0

@@ -26,6 +26,12 @@ from serverless_gpu.server.budgeting import BudgetService
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.collecting import Collector
+from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.health import Health
+from serverless_gpu.server.core.hub import Hub
+from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.dividing import PoolService
 from serverless_gpu.server.draining import DrainService
@@ -39,16 +45,12 @@ from serverless_gpu.server.gang_progress import GangProgress
 from serverless_gpu.server.gathering import Meetings
 from serverless_gpu.server.giving_back import Requeue
 from serverless_gpu.server.granting import PrincipalService
-from serverless_gpu.server.health import Health
-from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.joining import JoinService
 from serverless_gpu.server.keeping_within import Keeper
-from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.leaving import Evacuation
 from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.making_room import Preemptor
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.meetings import RendezvousService
 from serverless_gpu.server.node_admission import NodeAdmission
 from serverless_gpu.server.notifying import Notifier
@@ -67,12 +69,10 @@ from serverless_gpu.server.ruling import NodeRuleService
 from serverless_gpu.server.run_queries import RunQueries
 from serverless_gpu.server.sampling import Sampling
 from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.second_look import SecondLook
 from serverless_gpu.server.secret_keeping import SecretService
 from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.stillness import GangHangs
 from serverless_gpu.server.stop_requests import StopService

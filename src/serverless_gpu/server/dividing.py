@@ -10,10 +10,10 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.server import operating
-from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.checking import check_name
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import SCHEDULER, Hub
+from serverless_gpu.server.core.validation import check_name
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import SCHEDULER, Hub
 from serverless_gpu.server.operating import NodeService
 from serverless_gpu.server.records import audit, policies, pools, principals, shares
 from serverless_gpu.server.records.audit import Action

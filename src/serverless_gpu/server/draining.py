@@ -14,10 +14,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock, format_clock
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import drains
-from serverless_gpu.server.hub import SCHEDULER, Hub
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import runs

@@ -47,10 +47,10 @@ from serverless_gpu.errors import (
     StoreUnavailable,
 )
 from serverless_gpu.server.content_checks import ContentChecks
+from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, full
+from serverless_gpu.server.core.probes import Unwell
 from serverless_gpu.server.nearby import PIECE_BYTES as COPIED_BYTES
 from serverless_gpu.server.nearby import Nearby
-from serverless_gpu.server.probing import Unwell
-from serverless_gpu.server.space import KEPT_FREE_BYTES, check_room, full
 
 PIECE_BYTES = COPIED_BYTES
 """What is read of a store at once: nobody holds a whole object in memory to send it."""

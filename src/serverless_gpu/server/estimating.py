@@ -19,7 +19,8 @@ from serverless_gpu.model.spec import Command, Function, Kernel, check_command
 from serverless_gpu.server import costing, draining, floor, holding_back, isolation, owners, submitting
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.allowing import Allowed, PolicyAdmission
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.costing import Wish
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Leases
@@ -27,7 +28,6 @@ from serverless_gpu.server.records import duration_history, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.wanting import Past, wanted
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
 

@@ -34,13 +34,13 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.node.base.private_files import write_private
+from serverless_gpu.server.core.server_key import sha256
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.records import audit, node_tokens, principals
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.node_tokens import Invitation
 from serverless_gpu.server.records.principals import NewToken
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.pool_join import INVITED_S
 from serverless_gpu.wire.principals import PrincipalRequest
 

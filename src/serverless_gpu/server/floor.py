@@ -14,6 +14,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.scheduling.values import Node
 from serverless_gpu.server import node_rules
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.liveness import Leases, Presence
 from serverless_gpu.server.records import nodes, pools
 from serverless_gpu.server.records.nodes import StoredNode
@@ -22,7 +23,6 @@ from serverless_gpu.server.records.runs import active_runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.crews import CrewId
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.agents import NodeView, PoolView
 
 STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "SILENT", "GONE"

@@ -14,14 +14,14 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access.roles import covers
 from serverless_gpu.server import owners
-from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.checking import check_time_zone
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
+from serverless_gpu.server.core.settings import Settings
+from serverless_gpu.server.core.validation import check_time_zone
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.records import audit, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.principals import NewToken
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.principals import (
     PrincipalChange,
     PrincipalRequest,

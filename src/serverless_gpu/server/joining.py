@@ -21,7 +21,7 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.model.access.roles import Resource
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Presence
 from serverless_gpu.server.records import audit, node_tokens, nodes, principals

@@ -30,14 +30,14 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import stopping, transitions
 from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
+from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import NOTICES, Hub, run_key
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import audit, budgets, notices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.notices import Kind
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import GoingOn, Spending, first_day_of, is_open_to
 from serverless_gpu.server.transitions import Announcer, Told
 

@@ -20,8 +20,8 @@ from serverless_gpu.ambient import Clock, format_soon
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.server import node_rules, stopping
+from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import Hub, run_key
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.nodes import RuledNode

@@ -32,7 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.node.base.filesystems import lock_error
-from serverless_gpu.server.settings import PORT, Settings
+from serverless_gpu.server.core.settings import PORT, Settings
 
 BACKLOG = 2048
 HEAD_BYTES_MAX = 64 << 10

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.spec import RANKS_MAX
-from serverless_gpu.server.space import FULL, KEPT_FREE_BYTES, free_bytes
+from serverless_gpu.server.core.disk_space import FULL, KEPT_FREE_BYTES, free_bytes
 from serverless_gpu.units import format_bytes
 
 STREAMS = ("stdout", "stderr", "telemetry")

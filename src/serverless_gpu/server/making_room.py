@@ -18,8 +18,8 @@ from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
 from serverless_gpu.model.scheduling.values import Preemption
 from serverless_gpu.server import stopping
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.transitions import Announcer, Told

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from serverless_gpu.environment.stores.base import Store, Stored
 from serverless_gpu.errors import EnvironmentProblem, StorageError
-from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.core.server_metrics import Measures
 
 
 class MeasuredStore(Store):

@@ -41,16 +41,16 @@ from serverless_gpu.model.gangs.rendezvous import Apart, Chosen
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, IllegalRunTransition
 from serverless_gpu.server import gathering, transitions
+from serverless_gpu.server.core.hub import Hub, node_key
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.gathering import Gathered, Meetings
-from serverless_gpu.server.hub import Hub, node_key
 from serverless_gpu.server.liveness import Leases, Looks, Presence
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 

@@ -17,7 +17,7 @@ from serverless_gpu.model.access import node_identity
 from serverless_gpu.model.access.node_identity import HelloDecision, HelloRefused, Identity
 from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.server import first_start
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Presence
 from serverless_gpu.server.records import audit, node_tokens, nodes, principals

@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 import httpx2
 
 from serverless_gpu.ambient import Clock, format_utc
+from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import notices
 from serverless_gpu.server.records.notices import Notice
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.version import __version__
 
 TIMEOUT_S = 5.0

@@ -46,13 +46,13 @@ from serverless_gpu.model.scheduling.values import (
     RunningRun,
 )
 from serverless_gpu.server import floor
+from serverless_gpu.server.core.hub import Hub, run_key
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import Hub, run_key
 from serverless_gpu.server.liveness import Presence
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.settings import Settings
 
 OFF_S = 1.0
 V = TypeVar("V")

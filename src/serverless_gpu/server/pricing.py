@@ -18,13 +18,13 @@ from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.billing.pricing import CORE, MEMORY, MICROS_MAX, Price, check_book, is_in_force, of_dbus
 from serverless_gpu.model.hardware import FAMILIES, canonical, is_listed
 from serverless_gpu.server import dividing
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import audit, charges, nodes, prices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.runs import attempts
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.units import MICROS_PER_UNIT
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.prices import PriceList, PriceRequest, PriceSet, PriceView

@@ -17,14 +17,14 @@ from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation, TeamUse, WaitReason
 from serverless_gpu.server import views
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import shares
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.records.shares import Kind, StoredShare
 from serverless_gpu.server.sentences import Sentences, Told
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
 from serverless_gpu.wire.waits import wait_view
 

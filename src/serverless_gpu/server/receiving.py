@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 
-from serverless_gpu.server.space import FULL, KEPT_FREE_BYTES, check_room, free_bytes, full, why_full
+from serverless_gpu.server.core.disk_space import FULL, KEPT_FREE_BYTES, check_room, free_bytes, full, why_full
 
 PIECE_BYTES = 1 << 20
 THREADS_MAX = 32

@@ -33,10 +33,11 @@ from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import Event, GivenUp, IllegalRunTransition, Silent
 from serverless_gpu.server import transitions
+from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.folding_again import GangReconciler
 from serverless_gpu.server.gang_progress import GangProgress
-from serverless_gpu.server.hub import SCHEDULER, Hub, run_key
 from serverless_gpu.server.leaving import Evacuation
 from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence
 from serverless_gpu.server.meetings import RendezvousService
@@ -46,7 +47,6 @@ from serverless_gpu.server.records.runs import active_runs, crews, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.transitions import Announcer, Note, Told
 
 EVERY_S = 2.0

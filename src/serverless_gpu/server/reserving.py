@@ -24,9 +24,9 @@ from serverless_gpu.engines.base import Engine, Gang, Impossible, Placed, Reques
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import DeviceShare as PlannedShare
 from serverless_gpu.model.scheduling.values import Placement
+from serverless_gpu.server.core.hub import Hub, node_key, run_key
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.giving_back import Requeue
-from serverless_gpu.server.hub import Hub, node_key, run_key
 from serverless_gpu.server.liveness import Deliveries
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import crews, orders, runs

@@ -36,13 +36,13 @@ from serverless_gpu.model.lifecycle.run_lifecycle import Restored
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import transitions
 from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
+from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.listening import alone_in_home
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import orders, runs
-from serverless_gpu.server.settings import read_settings
 from serverless_gpu.server.transitions import Note, Told
 
 FILE = "restored.json"

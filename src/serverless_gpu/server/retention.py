@@ -28,6 +28,7 @@ from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_delete
 from serverless_gpu.model.utc_days import HOUR_NS
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.records import audit, charges
@@ -43,7 +44,6 @@ from serverless_gpu.server.records.runs import (
     uncharged_crews,
 )
 from serverless_gpu.server.secret_keeping import SecretService
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.units import format_bytes
 
 FIRST_S = 3600.0

@@ -23,9 +23,9 @@ from serverless_gpu.model.high_water_mark import HighWaterMark, rollback
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server import restoring, unknown_files
 from serverless_gpu.server.backing_up import file_of
+from serverless_gpu.server.core.server_key import sha256
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db import generations, high_water_mark_file
-from serverless_gpu.server.keys import sha256
-from serverless_gpu.server.settings import Settings
 
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """`Database.read`."""

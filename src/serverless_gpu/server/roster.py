@@ -23,13 +23,13 @@ from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
 from serverless_gpu.server import draining, floor, holding_back, isolation, owners
 from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.records import duration_history, shares
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import AsOf, Spending
 from serverless_gpu.server.wanting import Past, begun, wanted
 

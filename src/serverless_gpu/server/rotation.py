@@ -34,14 +34,14 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.private_files import write_private
 from serverless_gpu.server import first_start
+from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.server_key import KEY_BYTES, Keys, read_keys
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.keys import KEY_BYTES, Keys, read_keys
 from serverless_gpu.server.listening import only_one
 from serverless_gpu.server.records import audit, nodes, principals, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import crews, runs
-from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.wire.secrets import SecretView
 
 MARK, NEXT_KEY = "rotation.json", "key.next"

@@ -17,9 +17,9 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server import node_rules, operating
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import RECONCILER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import RECONCILER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.operating import NodeService
 from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.records.audit import Action

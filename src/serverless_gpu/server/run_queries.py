@@ -9,9 +9,9 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import views
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.reporting import ReportService

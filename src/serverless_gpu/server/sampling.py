@@ -1,9 +1,9 @@
 """What is there, counted when somebody asks for figures: runs, nodes, devices, leases, orders, room on the disk.
 
-    GET /metrics ─▶ Sampling.refresh   one look at a time, kept for 2 s, waited for 3 s at most (`probing.py`)
+    GET /metrics ─▶ Sampling.refresh   one look at a time, kept for 2 s, waited for 3 s at most (`probes.py`)
                  └▶ registry ─▶ Sampling.collect ─▶ the last sample; `sgpu_sample_age_seconds` says how old it is
 
-The queries go by indexes to what is alive: ended runs are counted when they end (`measures.py`), not here. A database
+The queries go by indexes to what is alive: ended runs are counted when they end (`server_metrics.py`), not here. A database
 that is away costs a scrape its bound and no more: counters and the process's own figures are answered all the same.
 """
 
@@ -20,18 +20,18 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
 from serverless_gpu.server import draining, floor
+from serverless_gpu.server.core.disk_space import free_bytes
+from serverless_gpu.server.core.health import Health
+from serverless_gpu.server.core.probes import Probe
+from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, Source
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import attempts, crews, orders, runs
-from serverless_gpu.server.health import Health
 from serverless_gpu.server.liveness import Leases, Presence
-from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Source
-from serverless_gpu.server.probing import Probe
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import uncharged_crews as uncharged
 from serverless_gpu.server.records.runs.crews import CrewId
-from serverless_gpu.server.settings import Settings
-from serverless_gpu.server.space import free_bytes
 
 FRESH_S = 2.0
 BOUND_S = 3.0

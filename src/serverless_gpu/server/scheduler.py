@@ -28,22 +28,17 @@ from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.scheduling.values import Placement
-from serverless_gpu.server import (
-    draining,
-    holding_back,
-    isolation,
-    keys,
-    log_context,
-    owners,
-    transitions,
-    unsatisfiable,
-)
+from serverless_gpu.server import draining, holding_back, isolation, owners, transitions, unsatisfiable
+from serverless_gpu.server.core import log_context
+from serverless_gpu.server.core import server_key as keys
+from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.hub import Hub, node_key, run_key
+from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import Hub, node_key, run_key
-from serverless_gpu.server.keys import Keys
 from serverless_gpu.server.liveness import Deliveries, Leases
 from serverless_gpu.server.making_room import Preemptor
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.records import accounts, nodes, prices, stored_secrets
 from serverless_gpu.server.records.nodes import StoredNode, by_id
@@ -53,9 +48,7 @@ from serverless_gpu.server.records.runs.crews import NewCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.reserving import Reserving
 from serverless_gpu.server.roster import Reading
-from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.server.unsatisfiable import Impossible

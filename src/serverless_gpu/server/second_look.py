@@ -17,11 +17,11 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import Change, DevicesTaken, NodeSeen, PoolSeen, QueuedRun, Wait, WaitReason
 from serverless_gpu.server import floor
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Presence
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.settings import Settings
 
 _NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
 

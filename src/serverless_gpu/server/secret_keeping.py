@@ -8,12 +8,12 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.secrets import check_name, check_value
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import audit, principals, stored_secrets
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.stored_secrets import By, Whose
-from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.wire.secrets import SecretRequest, SecretView
 
 

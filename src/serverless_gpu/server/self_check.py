@@ -33,12 +33,12 @@ from serverless_gpu.server import books as book_rows
 from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.books import PAGE_RUNS, Books
 from serverless_gpu.server.chain_check import ChainCheck
+from serverless_gpu.server.core.hub import Hub
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.in_chunks import portions
-from serverless_gpu.server.hub import Hub
 from serverless_gpu.server.invariants import History, Moment, broken_chain, violations
 from serverless_gpu.server.lendings import Lendings
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.second_look import SecondLook
 from serverless_gpu.server.sentences import Sentences

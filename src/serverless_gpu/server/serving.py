@@ -32,17 +32,18 @@ import uvicorn
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.server import logfile, systemd, tls
+from serverless_gpu.server import systemd, tls
 from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.assembly import Operator, assembled
+from serverless_gpu.server.core import log_file
+from serverless_gpu.server.core.jump_tolerant_clock import SteadyClock
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.leader_lock import TakenOver
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.isolation import Exposure
 from serverless_gpu.server.listening import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
-from serverless_gpu.server.settings import Settings
-from serverless_gpu.server.steady import SteadyClock
 from serverless_gpu.server.tls import Certificate
 
 KEEP_ALIVE_S = 75
@@ -301,11 +302,11 @@ def _configuration(app: Accessed) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _logged(settings: Settings) -> Iterator[None]:
-    handler = logfile.to_file(settings.directory / "server.log", _secrets(settings))
+    handler = log_file.to_file(settings.directory / "server.log", _secrets(settings))
     try:
         yield
     finally:
-        logfile.detach(handler)
+        log_file.detach(handler)
 
 
 def _secrets(settings: Settings) -> list[str]:

@@ -33,16 +33,16 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.model.telemetry import idleness
 from serverless_gpu.model.telemetry.idleness import IdleVerdict
 from serverless_gpu.server import stopping
+from serverless_gpu.server.core.hub import Hub, node_key
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.gang_progress import GangProgress, Progress
-from serverless_gpu.server.hub import Hub, node_key
 from serverless_gpu.server.liveness import Looks
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.transitions import Announcer, Told
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 

@@ -14,7 +14,7 @@ from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.server import stopping, views
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.sentences import Sentences

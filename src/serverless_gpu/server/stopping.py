@@ -8,7 +8,7 @@ from serverless_gpu.errors import AlreadyFinished
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.server import transitions
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import runs

@@ -18,12 +18,12 @@ from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.store_urls import is_remote, open_store
 from serverless_gpu.server import nearby
 from serverless_gpu.server.blobs import Blobs
+from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.measured_store import MeasuredStore
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.receiving import Spool
-from serverless_gpu.server.space import KEPT_FREE_BYTES
 
 STORE_S = 40.0
 """How long one request waits for a bucket: less than whoever asks waits for the answer, so that they ask again."""

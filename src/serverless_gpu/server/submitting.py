@@ -35,27 +35,28 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import log_context, views
+from serverless_gpu.server import views
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.allowing import Brought, PolicyAdmission, Unread
 from serverless_gpu.server.blobs import Blobs, check_reference
-from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.checking import check_range, check_text
+from serverless_gpu.server.core import log_context
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
+from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.core.settings import Settings
+from serverless_gpu.server.core.validation import check_range, check_text
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
-from serverless_gpu.server.hub import SCHEDULER, Hub, run_key
-from serverless_gpu.server.keys import Keys
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
-from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.waiting_room import WaitingRoom
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.runs import RunRequest, RunView, Target

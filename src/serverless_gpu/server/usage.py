@@ -19,7 +19,8 @@ from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import PERIODS, DayRange
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import counting, usage_going
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.records import prices, usage_rows, usage_sums
@@ -27,7 +28,6 @@ from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.usage_rows import Asked
 from serverless_gpu.server.records.usage_sums import Found, Wanted
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.usage_going import UnpostedDay, UnpostedDays
 from serverless_gpu.wire.demand import DemandPage, DemandRow
 from serverless_gpu.wire.usage import SKUS_MAX, ListPrices, RecordPage, UsageView

@@ -17,7 +17,7 @@ from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import nodes_text
 from serverless_gpu.model.spec import Function, RunSpec
 from serverless_gpu.server import endings, gangs
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.endings import Early, Quiet
 from serverless_gpu.server.records.runs import events, files, runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt

@@ -33,7 +33,7 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.spec import RANKS_MAX
 from serverless_gpu.node.base.token_bucket import Bucket
-from serverless_gpu.server.hub import Hub, run_key
+from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.wire.base import LIVE_STREAMS_MAX
 from serverless_gpu.wire.runs import (
     EndedMessage,

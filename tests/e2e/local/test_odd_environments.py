@@ -25,7 +25,7 @@ from serverless_gpu.client.launch import preflight
 from serverless_gpu.environment.service import capture_error
 from serverless_gpu.errors import StorageError
 from serverless_gpu.node.base.home import Home, find_home
-from serverless_gpu.server.space import NO_INODES, space_problem, why_full
+from serverless_gpu.server.core.disk_space import NO_INODES, space_problem, why_full
 from serverless_gpu.testing import agent_status, stop_agent
 from tests.support.golden import golden
 from tests.support.local.observe import run_script

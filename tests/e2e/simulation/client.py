@@ -15,8 +15,8 @@ from serverless_gpu.errors import AlreadyFinished, NotFound, ServerlessGpuError,
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Function, Resources, RunSpec
 from serverless_gpu.server import outputs, views
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records.runs import files, runs
 from serverless_gpu.server.watching import Look, Place, Position, Watch
 from serverless_gpu.wire.runs import (

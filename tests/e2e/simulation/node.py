@@ -17,9 +17,9 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.spec import BlobReference
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.hub import node_key
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import node_key
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.nodes import CREWS
 from serverless_gpu.version import __version__

@@ -19,7 +19,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server import agents, charging, liveness, logs, reconciler, reporting, retention, views
 from serverless_gpu.server.allowing import Brought
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records import audit, policies
 from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, purgeable_runs, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew

@@ -21,7 +21,7 @@ from serverless_gpu.server.composition import (
     make_scheduler,
     make_self_check,
 )
-from serverless_gpu.server.hub import (
+from serverless_gpu.server.core.hub import (
     ALARMS,
     AUDIT,
     BUDGETS,
@@ -33,7 +33,7 @@ from serverless_gpu.server.hub import (
     SELF_CHECK,
     USAGE,
 )
-from serverless_gpu.server.loops import Loop, Tick
+from serverless_gpu.server.core.loops import Loop, Tick
 from tests.e2e.simulation.storage import Disk, Killed, Storage
 from tests.e2e.simulation.timeline import Timeline
 from tests.support.server.made import made_services

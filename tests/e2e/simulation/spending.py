@@ -15,8 +15,8 @@ from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, Se
 from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.billing.budget import Period, ScopeKind
 from serverless_gpu.model.spec import Priority
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.wire.budgets import BudgetRequest
 from serverless_gpu.wire.prices import PriceRequest
 from tests.e2e.simulation.plan import Step

@@ -22,7 +22,7 @@ from serverless_gpu.engines.simulated.simulated_engine import Reservations, Simu
 from serverless_gpu.model.hardware import Device, parse_fake
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.server import chaining, gathering, retention
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.invariants import History, Stretch

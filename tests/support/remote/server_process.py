@@ -23,8 +23,8 @@ import msgspec
 from serverless_gpu.ambient import machine
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.lazy_import import load
+from serverless_gpu.server.core.settings import Settings, read_settings
 from serverless_gpu.server.serving import Running, serve
-from serverless_gpu.server.settings import Settings, read_settings
 
 _ENDED_S = 60.0
 

@@ -11,10 +11,10 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import transitions
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_scheduler
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import tables
-from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.records import node_tokens
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun

@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from serverless_gpu.model.gangs.rendezvous import Chosen
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server import books, transitions
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import violations
 from serverless_gpu.server.records.runs import attempts, events, orders, runs

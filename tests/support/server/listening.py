@@ -20,7 +20,7 @@ from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.access.roles import reach
 from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.app import guarded
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.gate import LOOPBACK
 from serverless_gpu.server.storage import Storage
 from tests.support.server.made import made_services, recomposed

@@ -8,11 +8,11 @@ from typing import Any
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.composition import Resources, Services, compose
+from serverless_gpu.server.core.encryption import Sealer
+from serverless_gpu.server.core.hub import Hub
+from serverless_gpu.server.core.server_key import Keys
+from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.hub import Hub
-from serverless_gpu.server.keys import Keys
-from serverless_gpu.server.sealing import Sealer
-from serverless_gpu.server.settings import Settings
 from serverless_gpu.server.storage import open_storage
 
 KEY = b"k" * 32

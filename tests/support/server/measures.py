@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.core.server_metrics import Measures
 
 
 def value(measures: Measures, name: str, **labels: str) -> float:

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from serverless_gpu.ambient import Clock
+from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.isolation import Exposure
 from serverless_gpu.server.serving import Running, serve
-from serverless_gpu.server.settings import read_settings
 from serverless_gpu.wire.connection import Connection
 
 STARTED_S = 60

@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.wire.runs import RunRequest, Target
 
 ALICE = Caller(name="alice", role="member", teams=("search",), token_id="token-1")

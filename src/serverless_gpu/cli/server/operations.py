@@ -46,7 +46,7 @@ def config(as_json: bool) -> None:
     """
     refuse_incomplete()
     home = durable_home(_KEPT)
-    settings = load("serverless_gpu.server.settings")
+    settings = load("serverless_gpu.server.core.settings")
     settings.read_settings(home.root, environ=os.environ)
     said = settings.effective(home.root, environ=os.environ)
     if as_json:
@@ -63,7 +63,7 @@ def unit() -> None:
     refuse_incomplete()
     home = durable_home(_KEPT)
     systemd = load("serverless_gpu.server.systemd")
-    settings = load("serverless_gpu.server.settings").read_settings(home.root, environ=os.environ)
+    settings = load("serverless_gpu.server.core.settings").read_settings(home.root, environ=os.environ)
     there = systemd.Installation(
         command=(sys.executable, "-m", "serverless_gpu.cli", "up"),
         user=getpass.getuser(),
@@ -116,7 +116,7 @@ def backup(directory: Path) -> None:
     is as it was in the backup before is a link to that. A database of PostgreSQL is not in it: dump it before.
     """
     refuse_incomplete()
-    settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    settings = load("serverless_gpu.server.core.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
     load("serverless_gpu.server.rotation").refuse_unfinished(settings.directory)
     made = load("serverless_gpu.server.backing_up").back_up(settings, directory.absolute(), clock=SystemClock())
     files = made.manifest.files
@@ -137,7 +137,7 @@ def check(as_json: bool) -> None:
     that was rolled back, and files of runs that the database does not know.
     """
     refuse_incomplete()
-    settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    settings = load("serverless_gpu.server.core.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
     database_room = load("serverless_gpu.server.db.database")
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
@@ -202,7 +202,7 @@ def rotate(certain: bool) -> None:
     Killed in the middle, it goes on when it is started again; `sgpu up` refuses to start until then.
     """
     refuse_incomplete()
-    settings = load("serverless_gpu.server.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
+    settings = load("serverless_gpu.server.core.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
     if not certain:
         click.confirm("Revoke every token of this server, and replace its key?", abort=True, err=True)
     login = load("serverless_gpu.server.assembly").login()

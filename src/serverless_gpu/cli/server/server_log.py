@@ -1,6 +1,6 @@
 """`sgpu server logs`: the server's own log as people read it; on its machine, from its home.
 
-The server writes JSON lines and turns the file over at a size (`server/logfile.py`). Here they are read in the order in
+The server writes JSON lines and turns the file over at a size (`server/core/log_file.py`). Here they are read in the order in
 which they were written, over all files that are left, with what a line is about at its end. It works without a server.
 
 Failure cases: a line that is cut (the server died while it wrote) or is no JSON is shown as it is; a file that is
@@ -21,7 +21,7 @@ import msgspec
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.runs.run_choice import durable_home
 from serverless_gpu.errors import NotFound
-from serverless_gpu.server.logfile import KEPT
+from serverless_gpu.server.core.log_file import KEPT
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _LOOK_S = 0.2

@@ -25,9 +25,9 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.version import __version__
 
 if TYPE_CHECKING:
+    from serverless_gpu.server.core.settings import Settings
     from serverless_gpu.server.isolation import Exposure
     from serverless_gpu.server.serving import Running
-    from serverless_gpu.server.settings import Settings
 
 _NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
 
@@ -90,7 +90,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     if faults.named():
         say(f"warning: {faults.warning()}", err=True)
     home = durable_home("a server keeps its database, keys and tokens there")
-    settings_room = load("serverless_gpu.server.settings")
+    settings_room = load("serverless_gpu.server.core.settings")
     settings = settings_room.read_settings(
         home.root,
         {**options, "hosts": tuple(hosts) or None, "behind_proxy": tuple(behind_proxy) or None},
@@ -168,7 +168,7 @@ def _told(url: str, home: Home, mlflow: str) -> list[str]:
 
 def disk_warnings(home: Home) -> list[str]:
     """Return what is to be said of a disk on which the server can do little."""
-    space, reserve = load("serverless_gpu.server.space"), load("serverless_gpu.server.db.disk_reserve")
+    space, reserve = load("serverless_gpu.server.core.disk_space"), load("serverless_gpu.server.db.disk_reserve")
     free, needed = space.free_bytes(home.root), max(space.KEPT_FREE_BYTES, reserve.LOW_BYTES + reserve.BYTES)
     if free is None or free > needed:
         return []

@@ -54,10 +54,10 @@ from starlette.responses import Response, StreamingResponse
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.json_codec import from_builtins, from_json
-from serverless_gpu.server import log_context
 from serverless_gpu.server.api.problems import problem
-from serverless_gpu.server.callers import Caller
-from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.core import log_context
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL
 
 T = TypeVar("T")

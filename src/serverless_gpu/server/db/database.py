@@ -44,11 +44,11 @@ from serverless_gpu.errors import (
     ServerUnavailable,
 )
 from serverless_gpu.model.high_water_mark import DatabasePosition
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db import generations, migrations, tables
 from serverless_gpu.server.db.disk_reserve import FileReserve, NoReserve, Reserve, TableReserve
 from serverless_gpu.server.db.group_commit import GroupCommit, WriterClosed
 from serverless_gpu.server.db.leader_lock import Claim
-from serverless_gpu.server.measures import Measures
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

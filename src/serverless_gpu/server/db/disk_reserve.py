@@ -28,7 +28,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from serverless_gpu import faults
-from serverless_gpu.server.space import free_bytes
+from serverless_gpu.server.core.disk_space import free_bytes
 from serverless_gpu.units import format_bytes
 
 BYTES = 16 << 20

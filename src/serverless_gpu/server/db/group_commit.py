@@ -29,9 +29,9 @@ import sqlalchemy as sa
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db import generations
 from serverless_gpu.server.db.generations import Superseded
-from serverless_gpu.server.measures import Measures
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], Any]

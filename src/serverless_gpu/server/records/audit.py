@@ -15,7 +15,7 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, digest
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.tables import audit, audit_links
 
 

@@ -1,7 +1,7 @@
 """The query room of principals: users and services, teams, tokens; and whose token a request has.
 
     sgpu_<identifier>_<43 characters>          a principal's; random, made once, said once
-    sgpa_<run>_<fence>_<until>_<43 characters> an attempt's; computed, see `keys.py`
+    sgpa_<run>_<fence>_<until>_<43 characters> an attempt's; computed, see `server_key.py`
 
 Only the SHA-256 of a token is in the database. A token is good while it is not revoked, not expired, and its owner is
 not disabled; disabling a principal revokes all its tokens, so enabling it again brings none of them back.
@@ -21,10 +21,10 @@ from serverless_gpu.ambient import new_run_id
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, NotFound
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.access.roles import ROLES, SCOPES, Resource
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.server_key import PREFIX as ATTEMPT_PREFIX
+from serverless_gpu.server.core.server_key import Keys, encode, parse_attempt_token, sha256, token_until_s
 from serverless_gpu.server.db.tables import crews, members, principals, teams, tokens
-from serverless_gpu.server.keys import PREFIX as ATTEMPT_PREFIX
-from serverless_gpu.server.keys import Keys, encode, parse_attempt_token, sha256, token_until_s
 from serverless_gpu.server.records.runs.crews import WITHOUT_REPORT
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 from serverless_gpu.wire.principals import PrincipalRequest, PrincipalView, TeamView, TokenMade, TokenView

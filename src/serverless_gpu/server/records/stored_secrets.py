@@ -25,11 +25,11 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import NotFound, SecretMissing, ServerProblem
 from serverless_gpu.model.secrets import Pinned
+from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.db.tables import attempts as attempts_table
 from serverless_gpu.server.db.tables import members, runs, secrets
 from serverless_gpu.server.records.runs import attempts
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.sealing import Sealer
 from serverless_gpu.wire.secrets import SecretValue, SecretView
 
 

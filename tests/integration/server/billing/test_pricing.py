@@ -13,8 +13,8 @@ from serverless_gpu.cli import program
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.billing.pricing import MICROS_MAX, Tariff
 from serverless_gpu.server import pricing
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit, prices
 from serverless_gpu.testing import FakeClock

@@ -18,8 +18,8 @@ from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import usage
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_folding
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import prices, usage_rows, usage_sums

@@ -13,8 +13,8 @@ from serverless_gpu.model.billing.usage_report import Amounts, DayRange
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import usage_going
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_charging
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.counting import Now
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import charges

@@ -15,8 +15,8 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
 from serverless_gpu.server import books, invariants
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import make_keeper
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit, duration_history, notices, principals

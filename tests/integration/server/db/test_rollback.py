@@ -20,9 +20,9 @@ from serverless_gpu.errors import NotFound, ServerProblem
 from serverless_gpu.model.high_water_mark import DatabasePosition, HighWaterMark, rollback
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import backing_up, restoring
+from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.db import high_water_mark_file
 from serverless_gpu.server.db.high_water_mark_file import MarkFile, UnreadableMark, read_mark
-from serverless_gpu.server.settings import read_settings
 from serverless_gpu.wire.runs import RunView
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for

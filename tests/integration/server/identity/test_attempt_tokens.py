@@ -12,10 +12,10 @@ from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.attempt_tokens import RENEWED_MAX
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_scheduler
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.server_key import Keys, parse_attempt_token, token_until_s
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.keys import Keys, parse_attempt_token, token_until_s
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, Start
 from serverless_gpu.wire.attempts import LogPiece, Report

@@ -25,13 +25,13 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.server import isolation
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_planning, make_scheduler
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import migrations, tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.first_start import first_tokens
 from serverless_gpu.server.isolation import Exposure
-from serverless_gpu.server.keys import sha256
 from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.wire.agents import PoolRequest, PoolView

@@ -8,8 +8,8 @@ import pytest
 import sqlalchemy as sa
 
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_file_tokens
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database, Transactions
 from serverless_gpu.server.first_start import NODE, first_tokens, join_token

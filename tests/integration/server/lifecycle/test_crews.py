@@ -19,11 +19,11 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, Silent, StopAsked
 from serverless_gpu.server import books, costing, counting, floor, lendings, transitions, views
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.server_key import parse_attempt_token
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.keys import parse_attempt_token
 from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.runs import active_runs, attempts, runs, uncharged_crews
 from serverless_gpu.server.transitions import Note

@@ -13,11 +13,11 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.gangs.gang_lifecycle import Halt
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, Silent, StopAsked
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import node_key
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.hub import node_key
 from serverless_gpu.server.liveness import Looks
 from serverless_gpu.server.records.runs import orders
 from serverless_gpu.server.records.runs.crews import CrewId

@@ -18,9 +18,9 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, 
 from serverless_gpu.model.spec import BlobReference, Command
 from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.hub import SCHEDULER, run_key
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.hub import SCHEDULER, run_key
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import crews, facts, files
 from serverless_gpu.server.records.runs.files import StoredFile

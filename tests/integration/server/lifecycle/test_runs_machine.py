@@ -22,7 +22,7 @@ from serverless_gpu.errors import AlreadyFinished, IdempotencyConflict
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, MEANINGS, TERMINAL, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, IllegalRunTransition, Silent
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.testing import FakeClock

@@ -22,8 +22,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     UserCodeStarted,
     advance,
 )
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import events

@@ -23,8 +23,8 @@ from serverless_gpu.model.access.node_identity import (
     second_process,
 )
 from serverless_gpu.server.agents import Agents
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.first_start import first_tokens

@@ -15,8 +15,8 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import leaving, ruling, views
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import active_runs, events, runs
 from serverless_gpu.server.records.runs.runs import StoredRun

@@ -18,8 +18,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.server import backing_up, restoring
 from serverless_gpu.server.backing_up import DATABASE, MANIFEST, read_manifest, verify
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import orders
 from serverless_gpu.server.restoring import FILE, Mark, restore

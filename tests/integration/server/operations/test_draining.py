@@ -9,8 +9,8 @@ import pytest
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_scheduler
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.testing import FakeClock

@@ -16,8 +16,8 @@ from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import StorageError, StoreUnavailable
 from serverless_gpu.server import assembly
 from serverless_gpu.server.blobs import Blobs
-from serverless_gpu.server.health import Checked, Health
-from serverless_gpu.server.probing import Probe
+from serverless_gpu.server.core.health import Checked, Health
+from serverless_gpu.server.core.probes import Probe
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API

@@ -14,10 +14,10 @@ from serverless_gpu.errors import EnvironmentRejected, NotFound, ServerUnavailab
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, GivenUp, UserCodeStarted
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.loops import Loop
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.loops import Loop
 from serverless_gpu.server.measured_store import MeasuredStore
-from serverless_gpu.server.measures import Measures
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.measures import value

@@ -14,8 +14,8 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server import sampling
 from serverless_gpu.server.composition import Services, make_sampling
+from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, Measures
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.measures import LABEL_VALUES_MAX, OTHER, Measures
 from serverless_gpu.server.sampling import Sampling
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API

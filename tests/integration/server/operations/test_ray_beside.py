@@ -12,8 +12,8 @@ from serverless_gpu.engines.ray import ray_machine
 from serverless_gpu.engines.ray.join_file import read_join_file
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.server import ray_beside
-from serverless_gpu.server.ray_settings import RaySettings
-from serverless_gpu.server.settings import Settings, read_settings
+from serverless_gpu.server.core.ray_settings import RaySettings
+from serverless_gpu.server.core.settings import Settings, read_settings
 from tests.support.golden import golden
 from tests.support.server.certificates import Authority
 

@@ -23,7 +23,7 @@ from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerProblem,
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.server import listening
 from serverless_gpu.server.api import routing
-from serverless_gpu.server.logfile import Redacted
+from serverless_gpu.server.core.log_file import Redacted
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.principals import PrincipalView
@@ -49,7 +49,7 @@ _STARTS = """
 import gc, sys
 from pathlib import Path
 from serverless_gpu.server.serving import serve
-from serverless_gpu.server.settings import read_settings
+from serverless_gpu.server.core.settings import read_settings
 
 def ready(url, running):
     print(gc.get_freeze_count() > 10_000, sys.getswitchinterval())

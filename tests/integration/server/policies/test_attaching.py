@@ -22,10 +22,10 @@ from serverless_gpu.model.access.usage_policy import PolicySubject, UsagePolicy
 from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX, State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Priority, Resources
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_planning, make_scheduler
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.hub import SCHEDULER
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import references, runs
 from serverless_gpu.server.records.runs.runs import StoredRun

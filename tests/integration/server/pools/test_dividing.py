@@ -15,10 +15,10 @@ from serverless_gpu.model.scheduling.values import Reservation, TeamUse, Wait, W
 from serverless_gpu.model.spec import Priority, Resources
 from serverless_gpu.server import queue_views
 from serverless_gpu.server.api.queue import QueueQuery
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_scheduler
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.hub import SCHEDULER
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.shares import StoredShare
 from serverless_gpu.server.sentences import Told

@@ -26,11 +26,11 @@ from serverless_gpu.model.access.usage_policy import MAX_RUN_S
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import BlobReference, Command, Function, Kernel, Resources, RunSpec
 from serverless_gpu.server import submitting
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.hub import SCHEDULER
 from serverless_gpu.server.records import audit, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.testing import FakeClock

@@ -7,7 +7,7 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import DeviceShare, Placement
 from serverless_gpu.server.composition import Services, make_scheduler
-from serverless_gpu.server.keys import parse_attempt_token, sha256
+from serverless_gpu.server.core.server_key import parse_attempt_token, sha256
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.nodes import by_id
 from serverless_gpu.server.records.runs.attempts import StoredAttempt

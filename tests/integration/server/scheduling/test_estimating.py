@@ -11,8 +11,8 @@ import pytest
 from serverless_gpu.errors import InvalidValue, SecretMissing, TooLarge
 from serverless_gpu.model.scheduling.values import BEST_EFFORT, QueuedRun, StartEstimate
 from serverless_gpu.model.spec import Kernel, Priority, Resources, RunSpec
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.sentences import Sentences

@@ -11,8 +11,8 @@ from serverless_gpu.errors import NoSuitableNode
 from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import Command, Resources, RunSpec
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_scheduler
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.runs import RunRequest, RunView, Target

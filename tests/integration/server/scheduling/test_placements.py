@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.scheduling.values import Decision
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_scheduler
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.planning import Planning
 from serverless_gpu.wire.attempts import Report
 from tests.support.server.agents import NODE, find, hello, submit, tell

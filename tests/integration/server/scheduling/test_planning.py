@@ -28,9 +28,9 @@ from serverless_gpu.model.scheduling.values import (
 )
 from serverless_gpu.model.spec import Resources
 from serverless_gpu.server import sentences
-from serverless_gpu.server.callers import Caller
 from serverless_gpu.server.composition import Services, make_scheduler
-from serverless_gpu.server.hub import run_key
+from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.core.hub import run_key
 from serverless_gpu.server.records import audit, shares
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.shares import StoredShare

@@ -20,9 +20,9 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import BlobReference, Function
 from serverless_gpu.server.api.routing import BYTES, JSON, Route
 from serverless_gpu.server.app import all_routes
+from serverless_gpu.server.core.server_key import read_keys, sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.keys import read_keys, sha256
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
 from serverless_gpu.wire.base import API
@@ -43,7 +43,7 @@ def watch(event, arguments):
 
 sys.addaudithook(watch)
 from serverless_gpu.server.serving import serve
-from serverless_gpu.server.settings import read_settings
+from serverless_gpu.server.core.settings import read_settings
 serve(read_settings(Path(sys.argv[1]), {"port": 0, "node": False}), ready=lambda url, _: print(url, flush=True))
 """
 

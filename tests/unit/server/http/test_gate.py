@@ -20,7 +20,7 @@ from serverless_gpu.errors import NotAuthenticated, ServerProblem
 from serverless_gpu.server import app as application_room
 from serverless_gpu.server import gate
 from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, PUBLIC, Call, Incoming, Need, Route, Routes, writing
-from serverless_gpu.server.callers import Caller
+from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.gate import PUBLIC_ROUTES, Gate
 from serverless_gpu.wire.attempts import ReportAnswer
 from serverless_gpu.wire.base import API

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.sampling import Sample, families
 from tests.support.paths import REPOSITORY
 

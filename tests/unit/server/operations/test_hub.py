@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from serverless_gpu.server import hub as hubs
-from serverless_gpu.server.hub import Hub
+from serverless_gpu.server.core import hub as hubs
+from serverless_gpu.server.core.hub import Hub
 
 
 def test_a_touch_between_reading_and_waiting_is_not_missed() -> None:

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.cli.server.server_log import FollowedFile
-from serverless_gpu.server import log_context, logfile
-from serverless_gpu.server.logfile import ACCESS, LogFile, Redacted
+from serverless_gpu.server.core import log_context, log_file
+from serverless_gpu.server.core.log_file import ACCESS, LogFile, Redacted
 from tests.support.golden import golden
 
 RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
@@ -23,17 +23,17 @@ RUN = "01kaz5w8d3e4f5g6h7j8k9m0n1"
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a log, once all are written: nothing is logged to it after that."""
-    for handler in list(logging.getLogger(logfile.LOGGERS[0]).handlers):
+    for handler in list(logging.getLogger(log_file.LOGGERS[0]).handlers):
         if isinstance(handler, LogFile):
-            logfile.detach(handler)
+            log_file.detach(handler)
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
 @pytest.fixture
 def path(home: Path) -> Iterator[Path]:
-    handler = logfile.to_file(home / "server" / "server.log", secrets=("hunter2-hunter2",))
+    handler = log_file.to_file(home / "server" / "server.log", secrets=("hunter2-hunter2",))
     yield home / "server" / "server.log"
-    logfile.detach(handler)
+    log_file.detach(handler)
 
 
 def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> None:
@@ -103,7 +103,7 @@ class Slow(LogFile):
 
 @pytest.mark.parametrize("name", [ACCESS, "serverless_gpu.server.reporting", "uvicorn.error"])
 def test_nobody_waits_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(logfile, "QUEUE_MAX", 3)
+    monkeypatch.setattr(log_file, "QUEUE_MAX", 3)
     handler = Slow(tmp_path / "server.log")
     stuck, go = handler.stuck, handler.go
 
@@ -123,8 +123,8 @@ def test_nobody_waits_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: 
 
 
 def test_the_end_does_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logfile, "QUEUE_MAX", 2)
-    monkeypatch.setattr(logfile, "CLOSING_S", 0.1)
+    monkeypatch.setattr(log_file, "QUEUE_MAX", 2)
+    monkeypatch.setattr(log_file, "CLOSING_S", 0.1)
     handler = Slow(tmp_path / "server.log")
     record = logging.getLogger("x").makeRecord("x", logging.INFO, "", 0, "said", (), None)
     assert handler.handle(record) and handler.stuck.wait(30)
@@ -132,7 +132,7 @@ def test_the_end_does_not_wait_for_a_disk_that_stands_still(tmp_path: Path, monk
         pass
 
     def end() -> None:
-        logfile.detach(handler)
+        log_file.detach(handler)
         logging.shutdown([lambda: handler])  # as at the end of the process
 
     ended = threading.Thread(target=end, daemon=True)
@@ -155,11 +155,11 @@ def test_what_is_logged_is_what_was_known_then(path: Path) -> None:
 
 
 def test_it_is_bounded_and_the_files_before_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logfile, "BYTES_MAX", 2_000)
-    handler = logfile.to_file(tmp_path / "server.log")
+    monkeypatch.setattr(log_file, "BYTES_MAX", 2_000)
+    handler = log_file.to_file(tmp_path / "server.log")
     for number in range(200):
         logging.getLogger("serverless_gpu.server").info("line %d", number)
-    logfile.detach(handler)
+    log_file.detach(handler)
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["server.log", "server.log.1", "server.log.2", "server.log.3"]
     assert all(file.stat().st_size <= 2_000 for file in files)
@@ -172,14 +172,14 @@ def told(home: Path, *arguments: str) -> list[str]:
 
 
 def test_people_read_it_by_run_and_level_over_all_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logfile, "BYTES_MAX", 600)
-    handler = logfile.to_file(home / "server" / "server.log")
+    monkeypatch.setattr(log_file, "BYTES_MAX", 600)
+    handler = log_file.to_file(home / "server" / "server.log")
     logger = logging.getLogger("serverless_gpu.server.scheduler")
     for number in range(6):
         with log_context.bound(run=RUN if number % 2 else "01kazzzzzzzzzzzzzzzzzzzzzz", attempt=1):
             logger.info("line %d", number)
     logger.error("forged\n2026-01-01T00:00:00.000Z ERROR nobody: I am a line")
-    logfile.detach(handler)
+    log_file.detach(handler)
     with open(home / "server" / "server.log", "ab") as file:
         file.write(b'{"ts":"20')  # cut, as by a kill
         file.write(b"\n")
@@ -201,15 +201,15 @@ def test_without_a_log_it_is_said(home: Path) -> None:
 
 
 def test_it_is_followed_over_a_turn(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logfile, "BYTES_MAX", 400)
-    handler = logfile.to_file(home / "server" / "server.log")
+    monkeypatch.setattr(log_file, "BYTES_MAX", 400)
+    handler = log_file.to_file(home / "server" / "server.log")
     followed = FollowedFile(home / "server" / "server.log")
     read: list[bytes] = []
     for number in range(40):
         logging.getLogger("serverless_gpu.server").info("line %d", number)
         while len(read) <= number:
             read += followed.more()
-    logfile.detach(handler)
+    log_file.detach(handler)
     assert [msgspec.json.decode(line)["msg"] for line in read] == [f"line {number}" for number in range(40)]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.server.loops import Loop
+from serverless_gpu.server.core.loops import Loop
 from tests.support.golden import golden
 
 FAR_NS = 10**18

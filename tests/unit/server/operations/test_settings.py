@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.cli.server.up import up
 from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.model.scheduling.values import QueuePolicy
-from serverless_gpu.server.settings import Said, effective, option_of, read_settings
+from serverless_gpu.server.core.settings import Said, effective, option_of, read_settings
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 

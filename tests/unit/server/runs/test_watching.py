@@ -12,7 +12,7 @@ import pytest
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server.hub import Hub, run_key
+from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.watching import Look, Place, Position, Watch, parse_offsets, parse_ranks
 from serverless_gpu.testing import FakeClock

@@ -16,9 +16,9 @@ import sqlalchemy as sa
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.gangs.crew import CrewPlace
 from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.server.core.server_key import Keys, sha256
 from serverless_gpu.server.db.in_chunks import portions
 from serverless_gpu.server.db.tables import crews, nodes
-from serverless_gpu.server.keys import Keys, sha256
 
 Gang = tuple[str, int]
 """Run and fence."""

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.server.probing import Answer, Probe
+from serverless_gpu.server.core.probes import Answer, Probe
 
 BOUND_S = 2.0
 STORE_BOUND_S = 5.0

@@ -1,6 +1,6 @@
 """The server's key: 32 random bytes in a file that only its user can read, and what is derived from them.
 
-    key ─┬─ "sealing"  ─▶ encrypts what lies in the database (`sealing.py`)
+    key ─┬─ "sealing"  ─▶ encrypts what lies in the database (`encryption.py`)
          ├─ "attempts" ─▶ tokens of attempts, one for each of their crews
          └─ "requests" ─▶ fingerprints, by which a request that comes again is known
 

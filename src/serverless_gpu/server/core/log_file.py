@@ -33,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 
-from serverless_gpu.server import log_context
+from serverless_gpu.server.core import log_context
 
 BYTES_MAX = 16 << 20
 KEPT = 3

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.server import log_context
-from serverless_gpu.server.measures import Measures
+from serverless_gpu.server.core import log_context
+from serverless_gpu.server.core.server_metrics import Measures
 
 LONGEST_S = 30.0
 LATE_S = 90.0

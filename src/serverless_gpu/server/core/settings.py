@@ -41,7 +41,7 @@ from serverless_gpu.errors import InvalidOption, InvalidValue
 from serverless_gpu.json_codec import from_builtins
 from serverless_gpu.model.access.usage_policy import MAX_RUN_S
 from serverless_gpu.model.scheduling.values import QueuePolicy
-from serverless_gpu.server.ray_settings import RaySettings, Wrong, ray_settings
+from serverless_gpu.server.core.ray_settings import RaySettings, Wrong, ray_settings
 from serverless_gpu.units import parse_duration_s
 from serverless_gpu.wire.principals import OnDisabled
 
