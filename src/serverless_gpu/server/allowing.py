@@ -25,8 +25,8 @@ from serverless_gpu.server import dividing
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.records import nodes, policies, pools, stored_secrets
+from serverless_gpu.server.storage.environment_store import Environments
 
 
 class Allowed(msgspec.Struct, frozen=True, kw_only=True):

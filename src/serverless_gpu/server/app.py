@@ -17,7 +17,6 @@ from serverless_gpu.server.api import (
     agents,
     attempts,
     audit,
-    blobs,
     budgets,
     drains,
     environments,
@@ -37,13 +36,14 @@ from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.door import Door
 from serverless_gpu.server.gate import Authenticate, Gate, Reach
+from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
 
 MODULES = (
     agents,
     attempts,
     audit,
-    blobs,
+    blob_routes,
     budgets,
     drains,
     environments,

@@ -32,7 +32,7 @@ from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import UplinkProfile
-from serverless_gpu.server import isolation, restoring, rollback, rotation, unknown_files
+from serverless_gpu.server import isolation, restoring, rollback, rotation
 from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.composition import (
     Resources,
@@ -84,7 +84,8 @@ from serverless_gpu.server.ray_beside import RayBeside
 from serverless_gpu.server.records import audit, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.storage import Room, open_storage
+from serverless_gpu.server.storage import orphan_files
+from serverless_gpu.server.storage.storage import Room, open_storage
 
 LOOP_S = 10.0
 """How long the loops may take to finish their ticks when the server stops."""
@@ -227,10 +228,10 @@ def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
 
 def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
     """Name files of runs that the database does not know, before the loops remove any."""
-    unknown = unknown_files.runs_of(settings.directory, database.read, limit=unknown_files.LOOK_MAX)
+    unknown = orphan_files.runs_of(settings.directory, database.read, limit=orphan_files.LOOK_MAX)
     if not unknown:
         return ()
-    found = unknown_files.sentence(unknown, settings.directory)
+    found = orphan_files.sentence(unknown, settings.directory)
     _log.error("%s", found)
     return (found,)
 

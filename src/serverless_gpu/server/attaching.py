@@ -19,10 +19,10 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.validation import check_name, check_range, check_text
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.records import audit, nodes, policies, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.policies import POLICIES_MAX, StoredPolicy
+from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.policies import PolicyView, view_of
 

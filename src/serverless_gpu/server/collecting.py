@@ -19,10 +19,10 @@ from collections.abc import Callable
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.collection import KEEP_S
 from serverless_gpu.errors import EnvironmentProblem, ServerProblem, StorageError
-from serverless_gpu.server.blobs import GRACE_S, Blobs
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.records.runs import references
+from serverless_gpu.server.storage.blobs import GRACE_S, Blobs
+from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.units import format_bytes
 
 FIRST_S = 600.0

@@ -21,7 +21,6 @@ from serverless_gpu.server.alarming import Alarms
 from serverless_gpu.server.allowing import PolicyAdmission
 from serverless_gpu.server.attaching import PolicyService
 from serverless_gpu.server.attempt_tokens import AttemptTokens
-from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.budgeting import BudgetService
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.charging import Charging
@@ -35,7 +34,6 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.dividing import PoolService
 from serverless_gpu.server.draining import DrainService
-from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.estimating import EstimateService
 from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
@@ -49,7 +47,6 @@ from serverless_gpu.server.joining import JoinService
 from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.leaving import Evacuation
 from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence
-from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.making_room import Preemptor
 from serverless_gpu.server.meetings import RendezvousService
 from serverless_gpu.server.node_admission import NodeAdmission
@@ -59,7 +56,6 @@ from serverless_gpu.server.owners import OwnerSuspension
 from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.pricing import PriceService
 from serverless_gpu.server.queue_views import QueueViews
-from serverless_gpu.server.receiving import Spool
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.reporting import ReportService
 from serverless_gpu.server.reserving import Reserving
@@ -76,6 +72,10 @@ from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.stillness import GangHangs
 from serverless_gpu.server.stop_requests import StopService
+from serverless_gpu.server.storage.blobs import Blobs
+from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.logs import Logs
+from serverless_gpu.server.storage.upload_spool import Spool
 from serverless_gpu.server.submitting import SubmissionService
 from serverless_gpu.server.transitions import Announcer
 from serverless_gpu.server.unsatisfiable import Impossible

@@ -48,14 +48,12 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, He
 from serverless_gpu.model.spec import Function
 from serverless_gpu.server import gangs, meetings, report_words, stillness, transitions
 from serverless_gpu.server.attempt_tokens import AttemptTokens
-from serverless_gpu.server.blobs import Blobs, check_reference
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.liveness import Leases, Looks, Presence
-from serverless_gpu.server.logs import STREAMS, Logs
 from serverless_gpu.server.meetings import RendezvousService
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.audit import Action
@@ -65,6 +63,8 @@ from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.stillness import GangHangs
+from serverless_gpu.server.storage.blobs import Blobs, check_reference
+from serverless_gpu.server.storage.logs import STREAMS, Logs
 from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX

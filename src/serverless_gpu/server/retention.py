@@ -3,7 +3,7 @@
     an hour after the start, then every ten minutes:
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
         output takes more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
-        output of runs that were removed   ─▶ removed; of runs that the database lost: kept (`unknown_files.py`)
+        output of runs that were removed   ─▶ removed; of runs that the database lost: kept (`orphan_files.py`)
         secrets that were replaced, and that no attempt has any more  ─▶ removed
 
 A run goes whole, and only when nothing more will come of it: it is final, and all of its attempts are settled and
@@ -30,7 +30,6 @@ from serverless_gpu.model.lifecycle.retention import Policy, RunDirectory, to_de
 from serverless_gpu.model.utc_days import HOUR_NS
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.logs import Logs
 from serverless_gpu.server.records import audit, charges
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import (
@@ -44,6 +43,7 @@ from serverless_gpu.server.records.runs import (
     uncharged_crews,
 )
 from serverless_gpu.server.secret_keeping import SecretService
+from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.units import format_bytes
 
 FIRST_S = 3600.0

@@ -21,11 +21,12 @@ import sqlalchemy as sa
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.high_water_mark import HighWaterMark, rollback
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.server import restoring, unknown_files
+from serverless_gpu.server import restoring
 from serverless_gpu.server.backing_up import file_of
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db import generations, high_water_mark_file
+from serverless_gpu.server.storage import orphan_files
 
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """`Database.read`."""
@@ -109,10 +110,10 @@ def evidence(settings: Settings, read: Read) -> tuple[str, ...]:
         read: reads the database.
     """
     why = sentence(settings, read)
-    unknown = unknown_files.runs_of(settings.directory, read)
+    unknown = orphan_files.runs_of(settings.directory, read)
     return (
         *([f"the database was rolled back: {why}"] if why else []),
-        *([unknown_files.sentence(unknown, settings.directory)] if unknown else []),
+        *([orphan_files.sentence(unknown, settings.directory)] if unknown else []),
     )
 
 

@@ -38,7 +38,6 @@ from serverless_gpu.model.spec import (
 from serverless_gpu.server import views
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.allowing import Brought, PolicyAdmission, Unread
-from serverless_gpu.server.blobs import Blobs, check_reference
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.encryption import Sealer
@@ -48,7 +47,6 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_range, check_text
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
 from serverless_gpu.server.records import audit
@@ -57,6 +55,8 @@ from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
 from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.storage.blobs import Blobs, check_reference
+from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.server.waiting_room import WaitingRoom
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.runs import RunRequest, RunView, Target

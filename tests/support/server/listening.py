@@ -22,7 +22,7 @@ from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.gate import LOOPBACK
-from serverless_gpu.server.storage import Storage
+from serverless_gpu.server.storage.storage import Storage
 from tests.support.server.made import made_services, recomposed
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.storage import open_storage
+from serverless_gpu.server.storage.storage import open_storage
 
 KEY = b"k" * 32
 

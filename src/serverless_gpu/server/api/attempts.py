@@ -1,4 +1,4 @@
-"""Route of `wire/attempts.py`: how a node reports about an attempt. Parts of its payload: `blobs.py`."""
+"""Route of `wire/attempts.py`: how a node reports about an attempt. Parts of its payload: `blob_routes.py`."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import StoreUnavailable
 from serverless_gpu.model.spec import BlobReference
-from serverless_gpu.server import storage as rooms
-from serverless_gpu.server.storage import Storage, open_storage
+from serverless_gpu.server.storage import storage as rooms
+from serverless_gpu.server.storage.storage import Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.state import Health

@@ -14,9 +14,9 @@ from serverless_gpu.environment.stores.codec import encode
 from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, NotFound, StoreUnavailable
-from serverless_gpu.server import nearby
-from serverless_gpu.server.environments import Environments
-from serverless_gpu.server.storage import Room, open_storage
+from serverless_gpu.server.storage import object_cache
+from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.storage import Room, open_storage
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
 from tests.support.environment.environments_in_stores import make_pack, make_unit
@@ -59,7 +59,7 @@ def test_who_asks_at_once_shares_one_read_and_later_ones_need_none(store: FarAwa
 def test_ranges_and_pieces_are_those_of_the_object(
     store: FarAway, environments: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nearby, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(object_cache, "PIECE_BYTES", 1000)
     data = PACK[:4_500]
     key = pack_key(data)
     store.put({key: data, pack_key(b""): b""})
@@ -74,7 +74,7 @@ def test_ranges_and_pieces_are_those_of_the_object(
 def test_an_object_longer_than_the_first_request_is_whole(
     store: FarAway, environments: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nearby, "FIRST_BYTES", len(PACK) // 2)
+    monkeypatch.setattr(object_cache, "FIRST_BYTES", len(PACK) // 2)
     store.put({KEY: PACK})
     assert read(environments) == PACK
     assert store.got == [KEY, KEY]
@@ -120,7 +120,7 @@ def test_a_bucket_that_does_not_answer_is_said_to_all_and_asked_again(
 def test_who_waits_for_too_long_is_sent_away_and_comes_again(
     store: FarAway, environments: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nearby, "WAIT_S", 0.05)
+    monkeypatch.setattr(object_cache, "WAIT_S", 0.05)
     store.put({KEY: PACK})
     store.open.clear()
     with ThreadPoolExecutor(1) as pool:
@@ -137,8 +137,8 @@ def test_who_waits_for_too_long_is_sent_away_and_comes_again(
 def test_behind_a_bucket_that_hangs_nobody_waits_for_the_turns_of_all(
     store: FarAway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nearby, "PACKS_AT_ONCE", 1)
-    monkeypatch.setattr(nearby, "TURN_S", 0.05)
+    monkeypatch.setattr(object_cache, "PACKS_AT_ONCE", 1)
+    monkeypatch.setattr(object_cache, "TURN_S", 0.05)
     environments = server_on(store, tmp_path)
     document = f"snapshots/{'a' * 64}"
     store.put({KEY: PACK, pack_key(OTHER): OTHER})
@@ -252,7 +252,7 @@ def test_a_unit_is_read_once_for_ten_minutes(
     assert read(environments, key) == read(environments, key) == first
     store.put({key: second})  # by another server
     assert read(environments, key) == first
-    clock.advance(nearby.DOCUMENT_S + 1)
+    clock.advance(object_cache.DOCUMENT_S + 1)
     assert read(environments, key) == second
     assert store.got == [key, key]
 
@@ -289,7 +289,7 @@ def test_a_unit_that_breaks_a_rule_is_passed_on_and_not_kept(
     def refuse(data: bytes, address: str) -> None:
         raise EnvironmentRejected("a rule")
 
-    monkeypatch.setattr("serverless_gpu.server.environments.unit_of", refuse)
+    monkeypatch.setattr("serverless_gpu.server.storage.environment_store.unit_of", refuse)
     store.put({f"units/{'a' * 64}": b"by another version"})
     assert read(environments, f"units/{'a' * 64}") == b"by another version"
     assert files(tmp_path) == []

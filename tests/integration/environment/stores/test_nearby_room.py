@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from serverless_gpu.server import nearby
-from serverless_gpu.server.environments import Environments
+from serverless_gpu.server.storage import object_cache
+from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.testing.stores import pack_key
 from tests.support.environment.far_away import KEY, OTHER, PACK, FarAway, files, read, server_on, until
@@ -66,10 +66,10 @@ def test_what_is_larger_than_all_copies_may_be_is_passed_on(store: FarAway, tmp_
 def test_a_copy_that_has_to_give_way_while_it_is_written_is_not_there(
     store: FarAway, environments: Environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, opened = environments._nearby, nearby.KeptFile
+    kept, opened = environments._nearby, object_cache.KeptFile
     assert kept is not None
 
-    def open_and_give_way(path: Path) -> nearby.KeptFile:
+    def open_and_give_way(path: Path) -> object_cache.KeptFile:
         monkeypatch.setattr(kept, "bytes_max", 0)
         kept.tend()
         return opened(path)
@@ -77,7 +77,7 @@ def test_a_copy_that_has_to_give_way_while_it_is_written_is_not_there(
     store.put({KEY: PACK, pack_key(OTHER): OTHER})
     assert read(environments, pack_key(OTHER)) == OTHER
     with monkeypatch.context() as patched:
-        patched.setattr(nearby, "KeptFile", open_and_give_way)
+        patched.setattr(object_cache, "KeptFile", open_and_give_way)
         assert read(environments) == PACK
     assert files(tmp_path) == []
 
@@ -122,7 +122,7 @@ def test_F40_a_disk_that_others_have_filled_gets_no_copies(store: FarAway, disk:
 def test_F40_a_disk_that_fills_while_a_copy_is_written_is_said_once(
     store: FarAway, disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nearby, "free_bytes", lambda place: None)  # as some file systems say
+    monkeypatch.setattr(object_cache, "free_bytes", lambda place: None)  # as some file systems say
     (disk / "of others").write_bytes(bytes(8_200_000))
     store.put({KEY: PACK, pack_key(OTHER): OTHER})
     environments = server_on(store, disk)
@@ -145,7 +145,7 @@ def test_F40_who_waits_shares_what_cannot_be_kept(
             waiting.append(timeout)
             return super().result(timeout)
 
-    monkeypatch.setattr(nearby, "Future", Watched)
+    monkeypatch.setattr(object_cache, "Future", Watched)
     store.put({KEY: PACK})
     store.open.clear()
     environments = server_on(store, tmp_path, bytes_max=1000)

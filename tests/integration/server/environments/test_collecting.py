@@ -20,13 +20,14 @@ from serverless_gpu.errors import EnvironmentMissing, StoreUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server import blobs, collecting
-from serverless_gpu.server.blobs import Blobs
+from serverless_gpu.server import collecting
 from serverless_gpu.server.composition import Services, make_collector
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.environments import Environments
 from serverless_gpu.server.records.runs import files, references, runs
 from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.storage import blobs
+from serverless_gpu.server.storage.blobs import Blobs
+from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.testing import FakeClock
 from tests.support.environment.environments_in_stores import capture
 from tests.support.golden import golden

@@ -32,8 +32,8 @@ from serverless_gpu.errors import (
     StorageError,
     StoreUnavailable,
 )
-from serverless_gpu.server import environments as rooms
-from serverless_gpu.server.storage import Room, Storage, open_storage
+from serverless_gpu.server.storage import environment_store as rooms
+from serverless_gpu.server.storage.storage import Room, Storage, open_storage
 from serverless_gpu.testing.stores import StoreConformance, empty_unit, pack_key
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.connection import Connection

@@ -15,10 +15,10 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import StorageError, StoreUnavailable
 from serverless_gpu.server import assembly
-from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.core.health import Checked, Health
 from serverless_gpu.server.core.probes import Probe
 from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.state import Health as Said

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import InvalidValue
-from serverless_gpu.server import logs as rooms
-from serverless_gpu.server.logs import Logs
+from serverless_gpu.server.storage import logs as rooms
+from serverless_gpu.server.storage.logs import Logs
 
 RUN = "01hzx0000000000000000000ab"
 
@@ -208,7 +208,7 @@ def test_a_sync_that_failed_is_not_forgotten(logs: Logs, monkeypatch: pytest.Mon
 
 def test_what_was_appended_survives_a_kill_of_the_process(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from serverless_gpu.server.logs import Logs\n"
+        "import os, signal, sys; from pathlib import Path; from serverless_gpu.server.storage.logs import Logs\n"
         f"logs = Logs(Path({str(tmp_path)!r}) / 'logs', kept_free_bytes=0)\n"
         f"print(logs.append({RUN!r}, 1, rank=0, stream='stderr', offset=0, data=b'acknowledged'), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

@@ -9,8 +9,8 @@ import pytest
 
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.server import logs
 from serverless_gpu.server.composition import Services
+from serverless_gpu.server.storage import logs
 from tests.support.golden import golden
 from tests.support.server.reporting import CALM, COMPLETED, RESULTS, clock, piece, run_id, say, services
 

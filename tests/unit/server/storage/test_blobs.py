@@ -15,8 +15,8 @@ from serverless_gpu.environment.stores.directory import DirectoryStore
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import HashMismatch, InvalidValue, NotFound, ServerStorageFull
 from serverless_gpu.model.spec import BLOB_PART_BYTES, BlobReference
-from serverless_gpu.server import blobs as rooms
-from serverless_gpu.server.blobs import Blobs, check_reference
+from serverless_gpu.server.storage import blobs as rooms
+from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 

@@ -1,10 +1,10 @@
 """Captured environments, as the server gives them to clients and nodes: a store behind its own rules.
 
     client's helper ── present, put ─▶ checked against its name, and the rules ─▶ store (a directory, or a bucket)
-    node's agent    ◀── get, in pieces ── copies on this disk (`nearby.py`) ◀── a bucket, once for all who ask ─┘
+    node's agent    ◀── get, in pieces ── copies on this disk (`object_cache.py`) ◀── a bucket, once for all who ask ─┘
 
 Nothing comes in that no restore could use: a pack is what its digest says, a unit or snapshot has its address and
-breaks no rule, and a unit's packs are there before it and hold what its rows say (`content_checks.py`). A unit's
+breaks no rule, and a unit's packs are there before it and hold what its rows say (`unit_verification.py`). A unit's
 address says nothing about the packs it points into. So the server verifies a unit before it stores it, keeps the one it
 has only when that one is verified too, and replaces one that is not. Of snapshots with one address the first stays:
 later ones differ in nothing that matters. What garbage collection notes in the store (`gc/…`) is written by operators,
@@ -46,11 +46,11 @@ from serverless_gpu.errors import (
     StorageError,
     StoreUnavailable,
 )
-from serverless_gpu.server.content_checks import ContentChecks
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, check_room, full
 from serverless_gpu.server.core.probes import Unwell
-from serverless_gpu.server.nearby import PIECE_BYTES as COPIED_BYTES
-from serverless_gpu.server.nearby import Nearby
+from serverless_gpu.server.storage.object_cache import PIECE_BYTES as COPIED_BYTES
+from serverless_gpu.server.storage.object_cache import Nearby
+from serverless_gpu.server.storage.unit_verification import ContentChecks
 
 PIECE_BYTES = COPIED_BYTES
 """What is read of a store at once: nobody holds a whole object in memory to send it."""

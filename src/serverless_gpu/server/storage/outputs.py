@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from serverless_gpu.model.spec import BlobReference
-from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.storage.blobs import Blobs
 
 
 def source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:

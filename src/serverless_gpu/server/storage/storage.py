@@ -16,14 +16,14 @@ from typing import NamedTuple
 from serverless_gpu.ambient import Clock
 from serverless_gpu.environment.stores.base import Store
 from serverless_gpu.environment.stores.store_urls import is_remote, open_store
-from serverless_gpu.server import nearby
-from serverless_gpu.server.blobs import Blobs
 from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.environments import Environments
-from serverless_gpu.server.logs import Logs
-from serverless_gpu.server.measured_store import MeasuredStore
-from serverless_gpu.server.receiving import Spool
+from serverless_gpu.server.storage import object_cache
+from serverless_gpu.server.storage.blobs import Blobs
+from serverless_gpu.server.storage.environment_store import Environments
+from serverless_gpu.server.storage.logs import Logs
+from serverless_gpu.server.storage.metered_store import MeasuredStore
+from serverless_gpu.server.storage.upload_spool import Spool
 
 STORE_S = 40.0
 """How long one request waits for a bucket: less than whoever asks waits for the answer, so that they ask again."""
@@ -83,7 +83,7 @@ def open_storage(
             opened(store or directory / "store", "environments"),
             clock=clock,
             kept_free_bytes=room.kept_free_bytes,
-            nearby=(directory / nearby.DIRECTORY, room.nearby_bytes_max)
+            nearby=(directory / object_cache.DIRECTORY, room.nearby_bytes_max)
             if room.nearby_bytes_max and is_remote(store)
             else None,
         ),
