@@ -19,7 +19,6 @@ from serverless_gpu.server.api import (
     audit,
     budgets,
     drains,
-    environments,
     estimates,
     nodes,
     policies,
@@ -35,6 +34,7 @@ from serverless_gpu.server.api.routing import Route
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.door import Door
+from serverless_gpu.server.environments import environment_routes
 from serverless_gpu.server.gate import Authenticate, Gate, Reach
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
@@ -46,7 +46,7 @@ MODULES = (
     blob_routes,
     budgets,
     drains,
-    environments,
+    environment_routes,
     estimates,
     nodes,
     policies,

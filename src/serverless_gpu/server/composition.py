@@ -24,7 +24,6 @@ from serverless_gpu.server.attempt_tokens import AttemptTokens
 from serverless_gpu.server.budgeting import BudgetService
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.charging import Charging
-from serverless_gpu.server.collecting import Collector
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.health import Health
 from serverless_gpu.server.core.hub import Hub
@@ -34,6 +33,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.dividing import PoolService
 from serverless_gpu.server.draining import DrainService
+from serverless_gpu.server.environments.garbage_collection import Collector
 from serverless_gpu.server.estimating import EstimateService
 from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
