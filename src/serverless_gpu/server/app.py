@@ -12,7 +12,6 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.api import (
     agents,
     attempts,
@@ -30,12 +29,13 @@ from serverless_gpu.server.api import (
     state,
     usage,
 )
-from serverless_gpu.server.api.routing import Route
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.door import Door
 from serverless_gpu.server.environments import environment_routes
-from serverless_gpu.server.gate import Authenticate, Gate, Reach
+from serverless_gpu.server.http.access_log import Accessed
+from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
+from serverless_gpu.server.http.proxy_middleware import Door
+from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
 

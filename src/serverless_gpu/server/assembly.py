@@ -33,7 +33,6 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import UplinkProfile
 from serverless_gpu.server import isolation, restoring, rollback, rotation
-from serverless_gpu.server.admission import Admission
 from serverless_gpu.server.composition import (
     Resources,
     Services,
@@ -79,6 +78,7 @@ from serverless_gpu.server.db.database_startup import take_when_started
 from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
 from serverless_gpu.server.db.leader_lock import LOOK_S, Claim
 from serverless_gpu.server.first_start import FirstTokens, first_tokens, join_token
+from serverless_gpu.server.http.authentication import Admission
 from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.ray_beside import RayBeside
 from serverless_gpu.server.records import audit, stored_secrets

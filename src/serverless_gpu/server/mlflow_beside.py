@@ -32,8 +32,8 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.control import kept, look, start_keeper, stop_server
 from serverless_gpu.node.mlflow_server.files import ServerFiles, place_of
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.gate import LOOPBACK
-from serverless_gpu.server.listening import names
+from serverless_gpu.server.http.auth_middleware import LOOPBACK
+from serverless_gpu.server.http.listener import names
 
 _NEEDED = ("mlflow", "flask")  # the second is what mlflow-skinny lacks
 _START_S = 30.0

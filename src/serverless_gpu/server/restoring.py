@@ -39,7 +39,7 @@ from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, fi
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.listening import alone_in_home
+from serverless_gpu.server.http.listener import alone_in_home
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import orders, runs

@@ -38,7 +38,7 @@ from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.server_key import KEY_BYTES, Keys, read_keys
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.listening import only_one
+from serverless_gpu.server.http.listener import only_one
 from serverless_gpu.server.records import audit, nodes, principals, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import crews, runs

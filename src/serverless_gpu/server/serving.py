@@ -32,19 +32,20 @@ import uvicorn
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.server import systemd, tls
-from serverless_gpu.server.access import Accessed
+from serverless_gpu.server import systemd
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.assembly import Operator, assembled
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.jump_tolerant_clock import SteadyClock
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.leader_lock import TakenOver
-from serverless_gpu.server.door import Door
-from serverless_gpu.server.gate import LOOPBACK
+from serverless_gpu.server.http import tls
+from serverless_gpu.server.http.access_log import Accessed
+from serverless_gpu.server.http.auth_middleware import LOOPBACK
+from serverless_gpu.server.http.listener import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
+from serverless_gpu.server.http.proxy_middleware import Door
+from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.server.isolation import Exposure
-from serverless_gpu.server.listening import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
-from serverless_gpu.server.tls import Certificate
 
 KEEP_ALIVE_S = 75
 CUT_OFF_S = 2

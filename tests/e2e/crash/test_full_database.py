@@ -17,8 +17,8 @@ import pytest
 from serverless_gpu import Run
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import RunCancelled, ServerStorageFull, ServerUnavailable
-from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.http.problems import problem
 from serverless_gpu.wire.agents import NodeList
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.state import Health

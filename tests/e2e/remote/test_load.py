@@ -14,7 +14,7 @@ from benchmarks.load.probe import request
 from benchmarks.load.scene import Scene, child, scene
 from benchmarks.load.slow import Slow, Slowed
 from benchmarks.load.uploading import Upload, Uploaded
-from serverless_gpu.server.listening import HEAD_S
+from serverless_gpu.server.http.listener import HEAD_S
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from serverless_gpu.wire.runs import RunPage, RunView
 from tests.support.local.observe import wait_for

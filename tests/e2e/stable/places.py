@@ -15,8 +15,8 @@ from serverless_gpu.model.telemetry.samples import Header, Sample
 from serverless_gpu.node.base.protocol import PROTOCOL as NODE_PROTOCOL
 from serverless_gpu.node.base.protocol import AnyMessage
 from serverless_gpu.node.inside.protocol import VERSION as RANKS_PROTOCOL
-from serverless_gpu.server.api.description import document
 from serverless_gpu.server.app import all_routes
+from serverless_gpu.server.http.openapi import document
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 
 VALUES: tuple[type, ...] = (Bill, Cost, CostEstimate, DeviceUse, Estimate, Segments, Series, TrackedRun)

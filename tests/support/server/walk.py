@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.server.api.routing import Route
+from serverless_gpu.server.http.routing import Route
 from serverless_gpu.wire.base import API
 
 

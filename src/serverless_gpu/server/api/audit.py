@@ -8,8 +8,8 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.api.routing import Call, Query, Routes, reading
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.records import audit
 from serverless_gpu.wire.audit import AuditPage
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server.api.routing import Call, Routes, reading, writing
 from serverless_gpu.server.budgeting import BudgetService
+from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.wire.budgets import BudgetList, BudgetRequest, BudgetView
 
 routes = Routes("budgets")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from serverless_gpu.errors import NotAllowed
 from serverless_gpu.model.access.roles import AccessReach
-from serverless_gpu.server.api.routing import Call, Routes, reading, writing
 from serverless_gpu.server.dividing import PoolService
+from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.node_admission import NodeAdmission
 from serverless_gpu.server.operating import NodeService
 from serverless_gpu.server.ruling import Asked, NodeRuleService

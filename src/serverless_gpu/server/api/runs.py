@@ -15,9 +15,9 @@ from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.server import costing, counting, endings, views
-from serverless_gpu.server.api.ranges import part_of
-from serverless_gpu.server.api.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.byte_ranges import part_of
+from serverless_gpu.server.http.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
 from serverless_gpu.server.liveness import Leases
 from serverless_gpu.server.records.runs import attempts, files, runs
 from serverless_gpu.server.records.runs.runs import StoredRun

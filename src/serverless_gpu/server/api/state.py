@@ -8,11 +8,11 @@ import msgspec
 from starlette.responses import Response
 
 from serverless_gpu import ambient
-from serverless_gpu.server.api.routing import JSON, PUBLIC, Call, Routes, reading
 from serverless_gpu.server.core.health import RETRY_AFTER_S
 from serverless_gpu.server.core.health import Health as HealthChecks
 from serverless_gpu.server.core.server_metrics import CONTENT_TYPE, Measures
 from serverless_gpu.server.core.settings import Settings
+from serverless_gpu.server.http.routing import JSON, PUBLIC, Call, Routes, reading
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import PROTOCOL, PROTOCOLS
 from serverless_gpu.wire.state import Health, HealthCheck, Version

@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.model.billing.usage_report import parse_by
 from serverless_gpu.server import usage
-from serverless_gpu.server.api.routing import Call, Query, Routes, reading
+from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.records.usage_rows import Asked
 from serverless_gpu.server.records.usage_sums import Wanted
 from serverless_gpu.server.usage import UsageReports

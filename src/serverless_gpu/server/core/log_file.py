@@ -38,7 +38,7 @@ from serverless_gpu.server.core import log_context
 BYTES_MAX = 16 << 20
 KEPT = 3
 LOGGERS = ("serverless_gpu", "uvicorn.error", "asyncio")
-ACCESS = "serverless_gpu.server.access"
+ACCESS = "serverless_gpu.server.http.access_log"
 """The logger of lines about requests."""
 QUEUE_MAX = 10_000
 CLOSING_S = 5.0

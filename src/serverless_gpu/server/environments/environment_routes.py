@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from serverless_gpu.environment.stores.base import OBJECT_BYTES_MAX
 from serverless_gpu.errors import NotAllowed, TooLarge
-from serverless_gpu.server.api.routing import BYTES, Bytes, Call, Incoming, Query, Routes, reading, writing
+from serverless_gpu.server.http.routing import BYTES, Bytes, Call, Incoming, Query, Routes, reading, writing
 from serverless_gpu.server.storage.environment_store import PIECE_BYTES, Environments
 from serverless_gpu.server.storage.upload_spool import Spool
 from serverless_gpu.wire.blobs import NAMES_MAX, CondemnedAnswer, Free, KeyList, StoredList, StoredView

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from serverless_gpu.errors import NotFound, TooLarge
 from serverless_gpu.model.spec import BLOB_PART_BYTES
-from serverless_gpu.server.api.routing import ATTEMPT, Bytes, Call, Incoming, Routes, writing
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import ATTEMPT, Bytes, Call, Incoming, Routes, writing
 from serverless_gpu.server.records.runs import references
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.upload_spool import Spool

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from serverless_gpu.server import listening
+from serverless_gpu.server.http import listener
 from serverless_gpu.wire.state import Health
 from tests.support.local.observe import wait_for
 from tests.support.server.served import Served
@@ -38,7 +38,7 @@ def _is_closed(connection: socket.socket) -> bool:
 def test_beyond_the_bound_the_one_that_was_quiet_for_longest_goes(
     server: Served, crowd: Callable[[int], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "connections_max", lambda: 20)
+    monkeypatch.setattr(listener, "connections_max", lambda: 20)
     asked = server.connection()
     assert asked.ask("GET", "/health", answer=Health).ok
     quiet = crowd(60)
@@ -53,7 +53,7 @@ def test_beyond_the_bound_the_one_that_was_quiet_for_longest_goes(
 def test_a_request_that_is_under_way_is_never_ended_for_a_new_connection(
     server: Served, crowd: Callable[[int], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "connections_max", lambda: 3)
+    monkeypatch.setattr(listener, "connections_max", lambda: 3)
     busy = crowd(3)
     head = f"POST /api/v1/users HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {server.token}\r\n"
     for one in busy:
@@ -74,7 +74,7 @@ def test_a_request_that_is_under_way_is_never_ended_for_a_new_connection(
 def test_the_headers_of_a_later_request_have_to_come_in_time_as_those_of_the_first(
     server: Served, crowd: Callable[[int], list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "HEAD_S", 0.3)
+    monkeypatch.setattr(listener, "HEAD_S", 0.3)
     (slow,) = crowd(1)
     slow.sendall(b"GET /api/v1/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     assert slow.recv(15) == b"HTTP/1.1 200 OK"
@@ -93,7 +93,7 @@ def test_the_headers_of_a_later_request_have_to_come_in_time_as_those_of_the_fir
 def test_a_request_that_is_larger_than_any_head_and_comes_at_once_is_no_long_head(
     server: Served, crowd: Callable[[int], list[socket.socket]]
 ) -> None:
-    body = b'{"name":"x","kind":"none"}'.ljust(2 * listening.HEAD_BYTES_MAX)
+    body = b'{"name":"x","kind":"none"}'.ljust(2 * listener.HEAD_BYTES_MAX)
     head = f"POST /api/v1/users HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {server.token}\r\n"
     (one,) = crowd(1)
     for _ in range(3):
@@ -105,6 +105,6 @@ def test_a_request_that_is_larger_than_any_head_and_comes_at_once_is_no_long_hea
 def test_there_are_descriptors_left_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(soft: int) -> int:
         monkeypatch.setattr("resource.getrlimit", lambda _which: (soft, soft))
-        return listening.connections_max()
+        return listener.connections_max()
 
     assert [limited(soft) for soft in (256, 1024, 65_536)] == [128, 768, 10_000]

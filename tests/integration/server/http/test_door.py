@@ -13,11 +13,11 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from serverless_gpu.server.access import Accessed
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.log_file import ACCESS
-from serverless_gpu.server.door import Door
+from serverless_gpu.server.http.access_log import Accessed
+from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.wire.base import Problem
 from tests.support.server.measures import value
 

@@ -15,8 +15,8 @@ from serverless_gpu.environment.stores.server_store import ServedStore
 from serverless_gpu.environment.stores.store_urls import open_store
 from serverless_gpu.errors import InvalidValue, ServerUnavailable, StoreUnavailable
 from serverless_gpu.server.core.settings import read_settings
-from serverless_gpu.server.listening import bound
-from serverless_gpu.server.tls import FILE, Certificate, InUse
+from serverless_gpu.server.http.listener import bound
+from serverless_gpu.server.http.tls import FILE, Certificate, InUse
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalView
 from tests.support.golden import golden

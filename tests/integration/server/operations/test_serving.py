@@ -21,9 +21,8 @@ import pytest
 from serverless_gpu.ambient import machine
 from serverless_gpu.errors import InvalidValue, NotAuthenticated, ServerProblem, ServerUnavailable
 from serverless_gpu.json_codec import from_json
-from serverless_gpu.server import listening
-from serverless_gpu.server.api import routing
 from serverless_gpu.server.core.log_file import Redacted
+from serverless_gpu.server.http import listener, routing
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.principals import PrincipalView
@@ -170,7 +169,7 @@ def test_a_port_nobody_asked_for_is_replaced_when_somebody_else_has_it(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(listening, "PORT", port)
+        monkeypatch.setattr(listener, "PORT", port)
         with served(tmp_path, port=None) as server:
             assert not server.url.endswith(f":{port}")
             assert (tmp_path / "server" / "port").read_text() == server.url.rpartition(":")[2] + "\n"
@@ -191,7 +190,7 @@ def test_headers_that_never_end_and_connections_that_say_nothing_are_closed(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _raw(server, b"GET / HTTP/1.1\r\n" + b"X: " + b"1" * 400_000) == b""
-    monkeypatch.setattr(listening, "HEAD_S", 0.2)
+    monkeypatch.setattr(listener, "HEAD_S", 0.2)
     assert _raw(server, b"GET / HTT") == b""
     assert server.connection().ask("GET", "/health", answer=Health).ok
 

@@ -29,7 +29,7 @@ from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core import disk_space, log_file
 from serverless_gpu.server.core.settings import unknown
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.tls import Certificate
+from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalView
 from serverless_gpu.wire.runs import RunView

@@ -17,7 +17,7 @@ from serverless_gpu.errors import (
 )
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server import watching
-from serverless_gpu.server.api import routing
+from serverless_gpu.server.http import routing
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade, TokenView

@@ -18,11 +18,11 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server.api.routing import BYTES, JSON, Route
 from serverless_gpu.server.app import all_routes
 from serverless_gpu.server.core.server_key import read_keys, sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.http.routing import BYTES, JSON, Route
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report
 from serverless_gpu.wire.base import API

@@ -18,10 +18,10 @@ from starlette.websockets import WebSocketDisconnect
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated, ServerProblem
 from serverless_gpu.server import app as application_room
-from serverless_gpu.server import gate
-from serverless_gpu.server.api.routing import ANYBODY, ATTEMPT, PUBLIC, Call, Incoming, Need, Route, Routes, writing
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.gate import PUBLIC_ROUTES, Gate
+from serverless_gpu.server.http import auth_middleware
+from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES, Gate
+from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, PUBLIC, Call, Incoming, Need, Route, Routes, writing
 from serverless_gpu.wire.attempts import ReportAnswer
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import TeamRequest, TeamView
@@ -98,7 +98,7 @@ def closed(routes: list[Route], *, ask: Callable[[str], Caller] = authenticate) 
         clock=services.clock,
         measures=services.measures,
         routes=routes,
-        hosts=gate.LOOPBACK,
+        hosts=auth_middleware.LOOPBACK,
         authenticate=ask,
         reach=reach,
     )
@@ -117,7 +117,7 @@ def test_tokens_that_are_looked_at_leave_threads_for_those_who_were_let_in() -> 
         transport = httpx2.ASGITransport(app=closed_gate)
         async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as somebody:
             asked = [asyncio.ensure_future(somebody.get(f"{API}/me", headers=bearer("bad"))) for _ in range(60)]
-            for _ in range(gate.AUTHENTICATING_MAX):
+            for _ in range(auth_middleware.AUTHENTICATING_MAX):
                 await to_thread.run_sync(looking.acquire)
             assert not looking.acquire(blocking=False)
             answered.set()

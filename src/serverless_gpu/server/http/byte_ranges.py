@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from starlette.responses import Response, StreamingResponse
 
-from serverless_gpu.server.api.routing import BYTES
+from serverless_gpu.server.http.routing import BYTES
 
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
 

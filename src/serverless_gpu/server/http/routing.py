@@ -30,7 +30,7 @@ What a route returns: a `wire` struct (200), `None` (204), `Stream` (server-sent
 response (say `-> Health | Response`). What it raises: exceptions of `errors.py` become a `wire.base.Problem` with their
 status; anything else is logged and becomes a 500 that says nothing. Raise `NotFound` for what somebody may not see.
 
-`needs` is what the gate asks before the body is read (see `gate.py`): `reading(noun)`, `writing(noun)` of
+`needs` is what the gate asks before the body is read (see `auth_middleware.py`): `reading(noun)`, `writing(noun)` of
 `model.access`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in the path
 as {run} and {fence}), or `PUBLIC`, which has to stand in the gate's list of public routes, too. A route checks what
 only it can know: whether *this* run is in reach.
@@ -54,10 +54,10 @@ from starlette.responses import Response, StreamingResponse
 from serverless_gpu.ambient import Clock, created_wall_ns
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, ServerProblem
 from serverless_gpu.json_codec import from_builtins, from_json
-from serverless_gpu.server.api.problems import problem
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_metrics import Measures
+from serverless_gpu.server.http.problems import problem
 from serverless_gpu.wire.base import BODY_BYTES_MAX, PROTOCOL
 
 T = TypeVar("T")

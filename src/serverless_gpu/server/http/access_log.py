@@ -17,11 +17,11 @@ from collections import Counter
 from starlette.types import Message, Receive, Scope, Send
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.api.routing import CALL, ROUTE, Call, Route
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core.log_file import ACCESS
 from serverless_gpu.server.core.server_metrics import OTHER, Measures
-from serverless_gpu.server.door import Door
+from serverless_gpu.server.http.proxy_middleware import Door
+from serverless_gpu.server.http.routing import CALL, ROUTE, Call, Route
 
 HEADER = b"sgpu-request"
 QUIET = frozenset(

@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from serverless_gpu.server.api.routing import EVENTS, JSON, PUBLIC, Bytes, Incoming, Route, Stream
+from serverless_gpu.server.http.routing import EVENTS, JSON, PUBLIC, Bytes, Incoming, Route, Stream
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.base import API, Problem
 

@@ -8,10 +8,10 @@ import threading
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.access import roles
-from serverless_gpu.server.api.routing import Need
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.http.routing import Need
 from serverless_gpu.server.records import principals
 
 _log = logging.getLogger(__name__)
