@@ -33,15 +33,18 @@ from serverless_gpu.model.access.node_identity import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import node_admission, transitions
-from serverless_gpu.server.attempt_tokens import AttemptTokens
+from serverless_gpu.server import node_admission
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, node_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.giving_back import Requeue
-from serverless_gpu.server.liveness import Deliveries, Looks, Presence
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
+from serverless_gpu.server.lifecycle.liveness import Deliveries, Looks, Presence
+from serverless_gpu.server.lifecycle.reports import ReportService
+from serverless_gpu.server.lifecycle.requeue import Requeue
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
 from serverless_gpu.server.node_admission import NodeAdmission
 from serverless_gpu.server.records import audit, nodes, pools, stored_secrets
 from serverless_gpu.server.records.audit import Action
@@ -49,8 +52,6 @@ from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import attempts, crews, orders, runs
 from serverless_gpu.server.records.runs.crews import CrewId, Gang
 from serverless_gpu.server.records.runs.orders import StoredOrder
-from serverless_gpu.server.reporting import ReportService
-from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.agents import (
     AgentHello,
     AgentWelcome,

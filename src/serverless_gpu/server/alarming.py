@@ -28,11 +28,11 @@ from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_M
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
-from serverless_gpu.server import transitions
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import accounts, audit, budgets, charges, notices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.duration_history import latest_of_name

@@ -14,7 +14,6 @@ from starlette.applications import Starlette
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.api import (
     agents,
-    attempts,
     audit,
     budgets,
     drains,
@@ -36,12 +35,13 @@ from serverless_gpu.server.http.access_log import Accessed
 from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
 from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.routing import Route
+from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
 
 MODULES = (
     agents,
-    attempts,
+    attempt_routes,
     audit,
     blob_routes,
     budgets,

@@ -1,7 +1,7 @@
 """The loop that charges: facts of crews become entries of the ledger, which are only ever added to.
 
     report, end, settlement ─▶ `crews.uncharged`, in the same transaction ─▶ rings
-    settled and uncharged   ─▶ facts ─▶ lines (`counting.py`) ─▶ what is missing (`ledger.post`) ─▶ charges
+    settled and uncharged   ─▶ facts ─▶ lines (`metering.py`) ─▶ what is missing (`ledger.post`) ─▶ charges
                                                                    some crews in each transaction ─┘
     a day (UTC) is over     ─▶ the same for crews that go on, but for their last day
 
@@ -36,11 +36,11 @@ from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.receipt import observed
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import counting
 from serverless_gpu.server.core.hub import CHARGED, Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records import accounts, charges, nodes
 from serverless_gpu.server.records.charges import New, Posted, Utilisation
 from serverless_gpu.server.records.runs import attempts, crews, facts, runs, uncharged_crews
@@ -205,7 +205,7 @@ class Due(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether it was heard of on this day, or nothing more is to be heard: earlier days are charged."""
         if self.is_over:
             return True
-        last = counting.on_our_calendar(self.attempt, self.crew, self.facts)[-1:]
+        last = metering.on_our_calendar(self.attempt, self.crew, self.facts)[-1:]
         return bool(last) and last[0].wall_ns // DAY_NS >= at_ns // DAY_NS
 
     def is_final(self, before_ns: int) -> bool:
@@ -232,7 +232,7 @@ def charge(connection: sa.Connection, due: Mapping[CrewId, Due], *, at_ns: int, 
     done: list[CrewId] = []
     for crew, one in due.items():
         try:
-            lines = counting.used(one.attempt, one.crew, one.facts)
+            lines = metering.used(one.attempt, one.crew, one.facts)
             entries = _missing(one, lines, final_before_ns=final_before_ns)
             _check(lines, entries)
             if one.is_over and one.seen is not None and lines:
@@ -322,7 +322,7 @@ def load(connection: sa.Connection, ids: Sequence[CrewId], *, currency: str) -> 
             attempt=attempt,
             crew=crew,
             account_id=_account_id(connection, attempt, currency=currency),
-            queued_ms=0 if number else counting.waited_ms(asked[run_id], before, attempt.created_ns),
+            queued_ms=0 if number else metering.waited_ms(asked[run_id], before, attempt.created_ns),
             facts=known[crew.id],
             posted=posted[crew.id],
             seen=_seen(receipts.get(crew.id)),

@@ -25,8 +25,8 @@ from serverless_gpu.model.hardware import CPU, census, matches
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import counting
-from serverless_gpu.server.counting import Now
+from serverless_gpu.server.lifecycle import metering
+from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import charges, nodes, pools, prices
 from serverless_gpu.server.records.charges import Posted
 from serverless_gpu.server.records.pools import RESERVED
@@ -64,10 +64,10 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
         before: StoredAttempt | None = None
         for attempt in by_run[run.id]:
             own = posted[run.id, attempt.fence]
-            waited_ms = counting.waited_ms(run.created_ns, before, attempt.created_ns)
+            waited_ms = metering.waited_ms(run.created_ns, before, attempt.created_ns)
             used.append(_used(attempt, own, [_lines(attempt, crew, told, at) for crew in attempt.crews], waited_ms))
             before = attempt
-        waits_ms = counting.waited_ms(run.created_ns, before, at.wall_ns) if run.state is State.QUEUED else 0
+        waits_ms = metering.waited_ms(run.created_ns, before, at.wall_ns) if run.state is State.QUEUED else 0
         return together(used, waits_ms=waits_ms, is_final=run.state in TERMINAL and run.finished)
 
     return {run.id: cost(run) for run in found}
@@ -104,7 +104,7 @@ def _lines(
     """Return what facts say of a crew that is not charged."""
     facts_of_it = told.get(crew.id, ())
     try:
-        return counting.so_far(attempt, crew, facts_of_it, at) if facts_of_it else ()
+        return metering.so_far(attempt, crew, facts_of_it, at) if facts_of_it else ()
     except InvalidValue:
         return ()
 

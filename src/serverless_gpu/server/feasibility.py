@@ -22,7 +22,7 @@ from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server import floor, isolation
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
-from serverless_gpu.server.liveness import Presence
+from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.records import nodes, pools
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.wanting import Past, wanted

@@ -13,12 +13,12 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access.roles import covers
-from serverless_gpu.server import owners
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_time_zone
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.records import audit, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.principals import NewToken
@@ -72,7 +72,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change(self, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
-        """Change somebody's role, disable or enable them; what becomes of their runs is `owners.py`.
+        """Change somebody's role, disable or enable them; what becomes of their runs is `owner_suspension.py`.
 
         Raises:
             NotAllowed: the caller's token has scopes.
@@ -97,7 +97,7 @@ class PrincipalService:
                 for field in ("role", "disabled")
                 if getattr(before, field) != getattr(after, field)
             }
-            policy = owners.decide(connection, before, after, wanted=change.runs, otherwise=otherwise)
+            policy = owner_suspension.decide(connection, before, after, wanted=change.runs, otherwise=otherwise)
             if policy:
                 detail["runs"] = policy
             if detail:

@@ -18,10 +18,10 @@ import msgspec
 import sqlalchemy as sa
 
 from serverless_gpu.model.scheduling.values import QueuedRun
-from serverless_gpu.server import owners
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import pools as pools_table
 from serverless_gpu.server.db.tables import principals, runs
+from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.records import audit, pools
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.pools import NO_ISOLATION, UNSET, StoredPool
@@ -95,7 +95,7 @@ def exposure(connection: sa.Connection) -> Exposure:
     has_runs = sa.exists().where(runs.c.owner == principals.c.name)
     query = sa.select(principals.c.name, has_runs.label("has_runs")).order_by(principals.c.name)
     rows = [row for row in connection.execute(query) if row.name != first]
-    out = owners.shut_out(connection)
+    out = owner_suspension.shut_out(connection)
     return Exposure(
         principals=tuple(row.name for row in rows if row.has_runs or row.name not in out),
         had_runs=tuple(row.name for row in rows if row.has_runs),

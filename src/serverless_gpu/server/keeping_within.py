@@ -28,18 +28,18 @@ from serverless_gpu.model.billing import budget_messages
 from serverless_gpu.model.billing.budget import CLOSED, FULL, Standing
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import stopping, transitions
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import stop_state, transitions
+from serverless_gpu.server.lifecycle.transitions import Announcer, Told
 from serverless_gpu.server.records import audit, budgets, notices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.notices import Kind
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.spending import GoingOn, Spending, first_day_of, is_open_to
-from serverless_gpu.server.transitions import Announcer, Told
 
 EVERY_S = 5.0
 TOGETHER = 8
@@ -183,7 +183,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tol
         return None
     because = budget_messages.stopped(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
     try:
-        return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.BUDGET, at_ns=at_ns, because=because)
+        return stop_state.ask(connection, run.id, who=audit.SERVER, why=StopReason.BUDGET, at_ns=at_ns, because=because)
     except (AlreadyFinished, StaleAttempt):
         return None
 

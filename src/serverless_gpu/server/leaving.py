@@ -19,16 +19,17 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock, format_soon
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server import node_rules, stopping
+from serverless_gpu.server import node_rules
 from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle.liveness import Leases
+from serverless_gpu.server.lifecycle.transitions import Announcer, Told
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.nodes import RuledNode
 from serverless_gpu.server.records.runs import crews, runs
 from serverless_gpu.server.records.runs.crews import StoredCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.transitions import Announcer, Told
 
 TOGETHER = 8
 """Runs that are asked to stop in one transaction: others write, too."""
@@ -100,6 +101,6 @@ def _ask(connection: sa.Connection, due: _Due, at_ns: int) -> Told | None:
     if there is None or there.rules != node.rules or now is None or (now.fence, now.stop) != (run.fence, None):
         return None
     try:
-        return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.DRAIN, at_ns=at_ns, because=because)
+        return stop_state.ask(connection, run.id, who=audit.SERVER, why=StopReason.DRAIN, at_ns=at_ns, because=because)
     except (AlreadyFinished, StaleAttempt):
         return None

@@ -19,8 +19,8 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, reversed_line, standing, sum_of
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.server import counting
 from serverless_gpu.server.books import Booked, OfCrew, SeenReceipt
+from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records.charges import Posted
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew
@@ -112,7 +112,7 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[Posted], booked:
     if of.crew.settled_ns is None or of.crew.uncharged:
         return
     try:
-        wanted = counting.used(of.attempt, of.crew, own)
+        wanted = metering.used(of.attempt, of.crew, own)
     except InvalidValue as error:
         yield f"{of.name} cannot be charged: {error.message}"
         return

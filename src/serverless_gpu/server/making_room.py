@@ -17,12 +17,12 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State, StopReason
 from serverless_gpu.model.scheduling.values import Preemption
-from serverless_gpu.server import stopping
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle.transitions import Announcer, Told
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.transitions import Announcer, Told
 
 _TOGETHER = 8
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def _ask(connection: sa.Connection, one: Preemption, at_ns: int) -> Told | None:
     if other is None or other.state is not State.QUEUED:
         return None
     try:
-        return stopping.ask(
+        return stop_state.ask(
             connection, run.id, who=audit.SERVER, why=StopReason.PREEMPT, at_ns=at_ns, because=one.sentence
         )
     except (AlreadyFinished, StaleAttempt):

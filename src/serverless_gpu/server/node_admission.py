@@ -19,7 +19,7 @@ from serverless_gpu.model.access.roles import Resource
 from serverless_gpu.server import first_start
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.liveness import Presence
+from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.records import audit, node_tokens, nodes, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.node_tokens import Invitation, StoredBinding

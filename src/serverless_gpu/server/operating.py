@@ -9,18 +9,19 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.lifecycle.run_lifecycle import Forgotten
-from serverless_gpu.server import floor, transitions
+from serverless_gpu.server import floor
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.floor import GONE, Floor
-from serverless_gpu.server.liveness import Leases, Presence
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.liveness import Leases, Presence
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import crews, runs
-from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.agents import NodeView, PoolView
 
 

@@ -49,7 +49,7 @@ from serverless_gpu.server import floor
 from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.liveness import Presence
+from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.sentences import Sentences

@@ -7,8 +7,8 @@
     a receipt that never comes                   the run is settled without one
     an owner who may start no runs any more      as was decided then: their runs end by themselves, or are stopped
     a node that is drained or not shared         runs that have to leave it are told, and then stopped (`leaving.py`)
-    crews that do not meet                       the gang is called off, and placed again (`meetings.py`)
-    a gang that is not what its crews amount to  made so, and said: it should not be (`folding_again.py`)
+    crews that do not meet                       the gang is called off, and placed again (`rendezvous.py`)
+    a gang that is not what its crews amount to  made so, and said: it should not be (`gang_reconciler.py`)
     an engine's events                           nodes to be counted on, or not
 
 Silence is judged by this process's boottime, and everything counts as heard of when it starts (`liveness.py`): a server
@@ -32,22 +32,22 @@ from serverless_gpu.engines.base import Engine, NodeLost
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import Event, GivenUp, IllegalRunTransition, Silent
-from serverless_gpu.server import transitions
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.folding_again import GangReconciler
-from serverless_gpu.server.gang_progress import GangProgress
 from serverless_gpu.server.leaving import Evacuation
-from serverless_gpu.server.liveness import Deliveries, Leases, Looks, Presence
-from serverless_gpu.server.meetings import RendezvousService
-from serverless_gpu.server.owners import OwnerSuspension
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.gang_progress import GangProgress
+from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
+from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Looks, Presence
+from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
+from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.runs import active_runs, crews, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.server.scheduler import Scheduler
-from serverless_gpu.server.transitions import Announcer, Note, Told
 
 EVERY_S = 2.0
 SELDOM_S = 60.0

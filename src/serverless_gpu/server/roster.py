@@ -21,11 +21,12 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
-from serverless_gpu.server import draining, floor, holding_back, isolation, owners
+from serverless_gpu.server import draining, floor, holding_back, isolation
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.floor import Floor
-from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.lifecycle import owner_suspension
+from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records import duration_history, shares
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
@@ -210,7 +211,7 @@ class Roster:
         """Return what those want who wait; who may not start now waits beside the line."""
         if not queue:
             return {}
-        shut_out, drain = owners.shut_out(connection), draining.find(connection)
+        shut_out, drain = owner_suspension.shut_out(connection), draining.find(connection)
         entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}  # else removed just now
         if drain is not None:
             return {run_id: _kept_back(entry, drain.sentence) for run_id, entry in entries.items()}

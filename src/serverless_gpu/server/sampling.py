@@ -27,7 +27,7 @@ from serverless_gpu.server.core.server_metrics import LABEL_VALUES_MAX, OTHER, S
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import attempts, crews, orders, runs
-from serverless_gpu.server.liveness import Leases, Presence
+from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import uncharged_crews as uncharged

@@ -28,7 +28,7 @@ from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.scheduling.values import Placement
-from serverless_gpu.server import draining, holding_back, isolation, owners, transitions, unsatisfiable
+from serverless_gpu.server import draining, holding_back, isolation, unsatisfiable
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core import server_key as keys
 from serverless_gpu.server.core.encryption import Sealer
@@ -37,7 +37,9 @@ from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.liveness import Deliveries, Leases
+from serverless_gpu.server.lifecycle import owner_suspension, transitions
+from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
 from serverless_gpu.server.making_room import Preemptor
 from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.records import accounts, nodes, prices, stored_secrets
@@ -50,7 +52,6 @@ from serverless_gpu.server.reserving import Reserving
 from serverless_gpu.server.roster import Reading
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.spending import Spending
-from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.server.unsatisfiable import Impossible
 
 AT_ONCE = 64
@@ -195,7 +196,7 @@ class Scheduler:
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
             return None  # cancelled meanwhile
-        if run.owner in owners.shut_out(connection, run.owner):
+        if run.owner in owner_suspension.shut_out(connection, run.owner):
             return None  # they were shut out meanwhile
         if draining.find(connection) is not None:
             return None

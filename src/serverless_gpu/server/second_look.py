@@ -19,7 +19,7 @@ from serverless_gpu.model.scheduling.values import Change, DevicesTaken, NodeSee
 from serverless_gpu.server import floor
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.liveness import Presence
+from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.sentences import Sentences
 

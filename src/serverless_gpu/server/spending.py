@@ -61,8 +61,8 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server.budget_index import BudgetIndex, Rooms, subject_of_run, with_hold
 from serverless_gpu.server.budget_sums import Sums, use_until
-from serverless_gpu.server.lifetimes import Lifetime, Moment
-from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.lifecycle.attempt_clock import Lifetime, Moment
+from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records import budgets, pools
 from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.learned_durations import LearnedDurations

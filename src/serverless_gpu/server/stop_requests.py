@@ -13,12 +13,13 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server import stopping, views
+from serverless_gpu.server import views
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle.transitions import Announcer, Told
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.transitions import Announcer, Told
 from serverless_gpu.wire.runs import RunView
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
@@ -54,7 +55,7 @@ class StopService:
 
         def work(connection: sa.Connection) -> Told | None:
             _check_reach(connection, who, reach, run_id)
-            return stopping.ask(connection, run_id, who=who, why=why, at_ns=at_ns)
+            return stop_state.ask(connection, run_id, who=who, why=why, at_ns=at_ns)
 
         told = self._database.write(work)
         faults.reach("after_stop_before_answer")

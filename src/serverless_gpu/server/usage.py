@@ -18,11 +18,12 @@ from serverless_gpu.model.billing import billing_rows, usage_report
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import PERIODS, DayRange
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import counting, usage_going
+from serverless_gpu.server import usage_going
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.lifecycle import metering
+from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records import prices, usage_rows, usage_sums
 from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.prices import StoredPrice
@@ -56,7 +57,7 @@ class UsageReports:
         """
         seen_by, teams = _limits(who, reach)
         wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
-        at = counting.now(self._clock, self._leases)
+        at = metering.now(self._clock, self._leases)
 
         def work(connection: sa.Connection) -> tuple[Found, UnpostedDays]:
             return usage_sums.find(connection, wanted), usage_going.find(
@@ -131,7 +132,7 @@ class UsageReports:
             limit: how many, at most.
         """
         may_see = usage_rows.visible(*_limits(who, reach))
-        at = counting.now(self._clock, self._leases)
+        at = metering.now(self._clock, self._leases)
 
         def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], UnpostedDays]:
             rows = usage_rows.demand(connection, asked, may_see, after=after, limit=limit + 1)

@@ -1,6 +1,6 @@
 """What attempts have used that the ledger does not say yet: those that go on, and those that ended a moment ago.
 
-    facts, up to the last sign of life ─▶ `counting.so_far` ─▶ less what is posted of them ─▶ lines that reports add
+    facts, up to the last sign of life ─▶ `metering.so_far` ─▶ less what is posted of them ─▶ lines that reports add
 
 It is computed in the transaction that reads the ledger, so nothing counts twice or not at all. An attempt whose facts
 contradict each other counts as nothing, as in the ledger. So many attempts are looked at, and that others are not is
@@ -21,8 +21,8 @@ from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import Amounts, ReportRow
 from serverless_gpu.model.lifecycle.facts import Fact
-from serverless_gpu.server import counting
-from serverless_gpu.server.counting import Now
+from serverless_gpu.server.lifecycle import metering
+from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import accounts, charges, nodes
 from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.charges import Posted
@@ -114,7 +114,7 @@ def _counted_as(connection: sa.Connection, attempt: StoredAttempt, currency: str
 
 def _used(attempt: StoredAttempt, crew: StoredCrew, told: Sequence[Fact], at: Now) -> Sequence[LedgerLine]:
     try:
-        return counting.so_far(attempt, crew, told, at)
+        return metering.so_far(attempt, crew, told, at)
     except InvalidValue:
         return ()
 

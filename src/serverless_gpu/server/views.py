@@ -16,9 +16,10 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.receipt import nodes_text
 from serverless_gpu.model.spec import Function, RunSpec
-from serverless_gpu.server import endings, gangs
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.endings import Early, Quiet
+from serverless_gpu.server.lifecycle import endings, gangs
+from serverless_gpu.server.lifecycle.endings import Early, Quiet
+from serverless_gpu.server.lifecycle.transitions import told_as
 from serverless_gpu.server.records.runs import events, files, runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import Outcome, StoredCrew
@@ -26,7 +27,6 @@ from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.sentences import NOTHING, Told
-from serverless_gpu.server.transitions import told_as
 from serverless_gpu.server.watching import Look
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (

@@ -15,7 +15,7 @@ from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.engines.ray.join_file import read_join_file
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.node.uplink.profile import UplinkProfile
-from serverless_gpu.server.liveness import PRESENT_S
+from serverless_gpu.server.lifecycle.liveness import PRESENT_S
 from serverless_gpu.wire.agents import NodeList
 from serverless_gpu.wire.connection import Connection
 from tests.support.golden import golden

@@ -17,9 +17,10 @@ from serverless_gpu.errors import ServerStorageFull
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.server import agents, charging, liveness, reconciler, reporting, retention, views
+from serverless_gpu.server import agents, charging, reconciler, retention, views
 from serverless_gpu.server.allowing import Brought
 from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.lifecycle import liveness, reports
 from serverless_gpu.server.records import audit, policies
 from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, purgeable_runs, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
@@ -37,7 +38,7 @@ def _late_reports_count() -> AbstractContextManager[Any]:
     """A report is taken for the run that it names, whichever attempt it is of."""
     return _both(
         mock.patch.object(crews.StoredCrew, "given_up", property(lambda self: False)),
-        mock.patch.object(reporting._Found, "is_current", property(lambda self: self.run.state in ACTIVE)),
+        mock.patch.object(reports._Found, "is_current", property(lambda self: self.run.state in ACTIVE)),
     )
 
 
@@ -139,9 +140,7 @@ def _results_without_the_last() -> AbstractContextManager[Any]:
     def short(connection: sa.Connection, run_id: str, fence: int, new: Any, **how: Any) -> list[str]:
         return put(connection, run_id, fence, new[:-1] if len(new) > 1 else new, **how)
 
-    return _both(
-        mock.patch.object(files, "put", short), mock.patch.object(reporting, "_check_results", lambda *_: None)
-    )
+    return _both(mock.patch.object(files, "put", short), mock.patch.object(reports, "_check_results", lambda *_: None))
 
 
 def _facts_of_the_end_are_dropped() -> AbstractContextManager[Any]:

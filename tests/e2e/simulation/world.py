@@ -21,10 +21,11 @@ from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import Device, parse_fake
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.server import chaining, gathering, retention
+from serverless_gpu.server import chaining, retention
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.invariants import History, Stretch
+from serverless_gpu.server.lifecycle import rendezvous_state
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import NO_ISOLATION
 from serverless_gpu.server.self_check import check
@@ -311,9 +312,9 @@ class World:
             mock.patch.object(retention, "EVERY_S", 20.0),
             mock.patch.object(chaining, "EVERY_S", 5.0),
             mock.patch.object(Environments, "need", lambda _self, _snapshot: None),
-            mock.patch.object(gathering, "COME_S", 40.0),
-            mock.patch.object(gathering, "MEET_S", 20.0),
-            mock.patch.object(gathering, "TOTAL_S", 120.0),
+            mock.patch.object(rendezvous_state, "COME_S", 40.0),
+            mock.patch.object(rendezvous_state, "MEET_S", 20.0),
+            mock.patch.object(rendezvous_state, "TOTAL_S", 120.0),
             caps.watched(self.wrong),
         ):
             try:

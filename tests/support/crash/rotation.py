@@ -23,13 +23,13 @@ from serverless_gpu.server.core.settings import Settings, read_settings
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.first_start import NODE, first_tokens
+from serverless_gpu.server.lifecycle.transitions import place
 from serverless_gpu.server.records import audit, principals, stored_secrets
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
 from serverless_gpu.server.records.runs.crews import NewCrew
 from serverless_gpu.server.records.stored_secrets import By, Whose
-from serverless_gpu.server.transitions import place
 from serverless_gpu.wire.principals import PrincipalRequest
 from tests.support.server.agents import hello
 from tests.support.server.stored import T0, add_node, new_run

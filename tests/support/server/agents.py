@@ -10,15 +10,15 @@ from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import transitions
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import tables
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.transitions import Note, Told
 from serverless_gpu.server.records import node_tokens
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
-from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL
 from tests.support.server.stored import new_run

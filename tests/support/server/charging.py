@@ -12,10 +12,10 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import transitions
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records.runs import attempts, facts
 from serverless_gpu.wire.attempts import Report
 from tests.support.server.stored import T0, S, add_run, place, tell

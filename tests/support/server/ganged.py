@@ -10,13 +10,14 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.gangs.rendezvous import Chosen
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import books, transitions
+from serverless_gpu.server import books
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import violations
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.transitions import Note, Told
 from serverless_gpu.server.records.runs import attempts, events, orders, runs
-from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File, Report, ReportAnswer
 from tests.support.server.made import made_services

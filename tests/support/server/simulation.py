@@ -25,16 +25,16 @@ from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import transitions
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import RECONCILER, SCHEDULER, node_key
 from serverless_gpu.server.core.loops import Tick
 from serverless_gpu.server.core.server_key import parse_attempt_token, sha256
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.transitions import Note, Told
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome, Heartbeat, HeartbeatAnswer, Order, OrdersTaken, Start
 from serverless_gpu.wire.attempts import Report, ReportAnswer

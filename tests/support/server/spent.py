@@ -9,10 +9,10 @@ from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.spec import Command, Resources
-from serverless_gpu.server import transitions
 from serverless_gpu.server.composition import Services, make_alarms, make_charging, make_keeper, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import prices
 from serverless_gpu.server.records.runs import attempts, events, facts, runs
 from serverless_gpu.server.records.runs.runs import StoredRun

@@ -10,14 +10,14 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.lifecycle.run_lifecycle import Event
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import endings, transitions
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle import endings, transitions
+from serverless_gpu.server.lifecycle.transitions import Note, Told
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
 from serverless_gpu.server.records.runs.crews import NewCrew, Outcome
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
-from serverless_gpu.server.transitions import Note, Told
 from serverless_gpu.wire.runs import Target
 
 T0 = 1_900_000_000_000_000_000

@@ -14,11 +14,12 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
-from serverless_gpu.server import costing, counting, endings, views
+from serverless_gpu.server import costing, views
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.byte_ranges import part_of
 from serverless_gpu.server.http.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
-from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.lifecycle import endings, metering
+from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records.runs import attempts, files, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.run_queries import RunQueries
@@ -114,7 +115,7 @@ def list_runs(
         seen_by=None if call.reach == roles.AccessReach.ALL else call.who.name,
         teams=call.who.teams if call.reach == roles.AccessReach.TEAM else (),
     )
-    at = counting.now(clock, leases)
+    at = metering.now(clock, leases)
 
     def work(db: sa.Connection) -> tuple[list[StoredRun], str, dict[str, Cost]]:
         found, cursor = runs.page(db, wished, limit=query.limit, cursor=query.cursor)
@@ -159,7 +160,7 @@ def list_attempts(call: Call, database: Transactions, run: str) -> AttemptList:
 @routes.get("/runs/{run}/cost", needs=reading("runs"))
 def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, run: str) -> CostView:
     """Say what a run used so far, over all of its attempts, and what that costs."""
-    at = counting.now(clock, leases)
+    at = metering.now(clock, leases)
 
     def work(db: sa.Connection) -> Cost:
         return costing.cost_of(db, _visible(call, db, run), at)

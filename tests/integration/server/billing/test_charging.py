@@ -18,10 +18,11 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import charging, counting
+from serverless_gpu.server import charging
 from serverless_gpu.server.composition import Services, make_charging, make_retention
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records import accounts, charges
 from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.runs import attempts, facts, uncharged_crews
@@ -192,7 +193,7 @@ def test_use_before_user_code_begins_is_never_older_than_its_attempt(services: S
     write_facts(database, run_id, reserved)
     attempt = database.read(lambda connection: attempts.find(connection, run_id, 1))
     assert attempt is not None
-    assert counting.on_our_calendar(attempt, attempt.crews[0], reserved)[0].wall_ns == T0
+    assert metering.on_our_calendar(attempt, attempt.crews[0], reserved)[0].wall_ns == T0
 
 
 def test_an_attempt_that_cannot_be_charged_does_not_hinder_the_others(

@@ -19,9 +19,9 @@ from serverless_gpu.model.spec import Resources, RunSpec
 from serverless_gpu.server import costing
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.costing import Wish
-from serverless_gpu.server.counting import Now
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import prices
 from serverless_gpu.server.records.runs import crews, facts, runs
 from serverless_gpu.testing import FakeClock

@@ -15,8 +15,8 @@ from serverless_gpu.model.utc_days import DAY_NS
 from serverless_gpu.server import usage_going
 from serverless_gpu.server.composition import Services, make_charging
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.counting import Now
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle.metering import Now
 from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.usage_rows import Asked
 from serverless_gpu.server.records.usage_sums import Wanted

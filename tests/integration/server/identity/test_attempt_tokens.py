@@ -10,12 +10,12 @@ from serverless_gpu.errors import InvalidValue, NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server.app import guarded
-from serverless_gpu.server.attempt_tokens import RENEWED_MAX
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import Keys, parse_attempt_token, token_until_s
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.authentication import Admission
+from serverless_gpu.server.lifecycle.attempt_tokens import RENEWED_MAX
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, Start
 from serverless_gpu.wire.attempts import LogPiece, Report

@@ -14,12 +14,13 @@ from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server import books, charging, transitions
+from serverless_gpu.server import books, charging
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import History, Stretch, violations
 from serverless_gpu.server.lendings import Lendings
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records.runs import facts, files
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.violations import Violation

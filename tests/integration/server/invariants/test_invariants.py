@@ -26,11 +26,12 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     Unsatisfiable,
     UserCodeStarted,
 )
-from serverless_gpu.server import books, charging, stopping, transitions
+from serverless_gpu.server import books, charging
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import MOVES, History, Moment, Stretch, violations
+from serverless_gpu.server.lifecycle import stop_state, transitions
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import attempts, events, facts, files, runs
@@ -57,7 +58,7 @@ def test_nothing_is_wrong_with_what_a_server_wrote(people: Database) -> None:
     whole = finished(people)
     waiting, started, cancelled, lost = (submitted(people) for _ in range(4))
     place(people, started)
-    people.write(lambda c: stopping.ask(c, cancelled, who=WHO, why=StopReason.CANCEL, at_ns=T0 + S))
+    people.write(lambda c: stop_state.ask(c, cancelled, who=WHO, why=StopReason.CANCEL, at_ns=T0 + S))
     place(people, lost)
     tell(people, lost, GivenUp(Reason.NODE_GONE))
     history = History(

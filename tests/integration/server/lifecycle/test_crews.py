@@ -18,15 +18,16 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, Silent, StopAsked
-from serverless_gpu.server import books, costing, counting, floor, lendings, transitions, views
+from serverless_gpu.server import books, costing, floor, lendings, views
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import parse_attempt_token
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle import metering, transitions
+from serverless_gpu.server.lifecycle.transitions import Note
 from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.runs import active_runs, attempts, runs, uncharged_crews
-from serverless_gpu.server.transitions import Note
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece
 from tests.support.golden import golden
@@ -372,7 +373,7 @@ def test_each_crew_is_charged_for_what_it_had(services: Services, database: Data
     say(services, run_id, 0, State.STOPPING, facts=tuple(facts_of[0]), files=files, ending=FINISHED)
     run = stored(database, run_id)
     before = database.read(
-        lambda connection: costing.cost_of(connection, run, counting.now(services.clock, services.leases))
+        lambda connection: costing.cost_of(connection, run, metering.now(services.clock, services.leases))
     )
     assert (before.gpu_ms, before.is_final) == (150_000, False)
     say(services, run_id, 0, State.STOPPING, receipt=msgspec.Raw(b'{"gpu_ms": 120000, "facts": 3}'))
@@ -385,7 +386,7 @@ def test_each_crew_is_charged_for_what_it_had(services: Services, database: Data
     assert [one.queued_ms for own in posted.values() for one in own] == [1_000, 0]
     run = stored(database, run_id)
     cost = database.read(
-        lambda connection: costing.cost_of(connection, run, counting.now(services.clock, services.leases))
+        lambda connection: costing.cost_of(connection, run, metering.now(services.clock, services.leases))
     )
     assert (cost.gpu_ms, cost.micros, cost.is_final, cost.attempts) == (150_000, 150_000, True, 1)
     assert wrong(database) == []

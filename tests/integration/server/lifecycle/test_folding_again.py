@@ -15,7 +15,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import Silent, StopAsked
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.folding_again import GangReconciler
+from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.ganged import began, happened, place_met, say
@@ -49,7 +49,7 @@ def change(database: Database, number: int, **values: Any) -> None:
 def tick(services: Services, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what a tick of the reconciler says of mended runs."""
     caplog.clear()
-    with caplog.at_level(logging.ERROR, "serverless_gpu.server.folding_again"):
+    with caplog.at_level(logging.ERROR, "serverless_gpu.server.lifecycle.gang_reconciler"):
         make_reconciler(services, scheduler=make_scheduler(services)).tick(services.clock.boottime_ns())
     return [record.getMessage() for record in caplog.records]
 

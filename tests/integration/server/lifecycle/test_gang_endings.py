@@ -15,7 +15,7 @@ from serverless_gpu.node.base.protocol import Stopped
 from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.gang_endings import Word, together
+from serverless_gpu.server.lifecycle.gang_endings import Word, together
 from serverless_gpu.server.records.runs.crews import StoredCrew
 from serverless_gpu.server.watching import Look, Position, Watch
 from serverless_gpu.testing import FakeClock

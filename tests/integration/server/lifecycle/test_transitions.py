@@ -23,13 +23,13 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     Stopping,
     UserCodeStarted,
 )
-from serverless_gpu.server import transitions
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.hub import SCHEDULER, node_key, run_key
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.transitions import Note
 from serverless_gpu.server.records.runs import attempts, crews, events, orders, runs
-from serverless_gpu.server.transitions import Note
 from tests.support.golden import golden
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, outcome, place, rows, stored, tell
 

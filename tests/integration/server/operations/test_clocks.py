@@ -11,12 +11,12 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.simulated.simulated_agents import SimulatedWork
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import endings
 from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.jump_tolerant_clock import SETTLING_S, SteadyClock
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.authentication import Admission
+from serverless_gpu.server.lifecycle import endings
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.server.records.runs import attempts

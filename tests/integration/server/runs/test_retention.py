@@ -9,10 +9,11 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server import retention, transitions
+from serverless_gpu.server import retention
 from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import facts, files, purgeable_runs
 from serverless_gpu.server.records.runs.files import StoredFile

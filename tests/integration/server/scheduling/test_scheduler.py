@@ -18,12 +18,12 @@ from serverless_gpu.errors import ServerUnavailable
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import INFRA_PAUSES_S, AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Command, Function, Priority, Resources
-from serverless_gpu.server import transitions
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import node_key, run_key
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.records.runs import active_runs, orders, runs
 from serverless_gpu.server.reserving import Reserving

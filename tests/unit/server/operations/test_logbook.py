@@ -37,7 +37,7 @@ def path(home: Path) -> Iterator[Path]:
 
 
 def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> None:
-    logger = logging.getLogger("serverless_gpu.server.reporting")
+    logger = logging.getLogger("serverless_gpu.server.lifecycle.reports")
     with log_context.bound(run=RUN, attempt=2):
         logger.warning("a fact came again")
         log_context.note(node="node-1")
@@ -101,7 +101,7 @@ class Slow(LogFile):
         super().emit(record)
 
 
-@pytest.mark.parametrize("name", [ACCESS, "serverless_gpu.server.reporting", "uvicorn.error"])
+@pytest.mark.parametrize("name", [ACCESS, "serverless_gpu.server.lifecycle.reports", "uvicorn.error"])
 def test_nobody_waits_for_a_disk_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(log_file, "QUEUE_MAX", 3)
     handler = Slow(tmp_path / "server.log")

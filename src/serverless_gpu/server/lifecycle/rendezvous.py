@@ -40,18 +40,18 @@ from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.gangs.rendezvous import Apart, Chosen
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, IllegalRunTransition
-from serverless_gpu.server import gathering, transitions
 from serverless_gpu.server.core.hub import Hub, node_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.gathering import Gathered, Meetings
-from serverless_gpu.server.liveness import Leases, Looks, Presence
+from serverless_gpu.server.lifecycle import rendezvous_state, transitions
+from serverless_gpu.server.lifecycle.liveness import Leases, Looks, Presence
+from serverless_gpu.server.lifecycle.rendezvous_state import Gathered, Meetings
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def check(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
     Raises:
         InvalidValue: so it is.
     """
-    gathering.check(attempt.gang, crew.number, of=attempt.num_nodes, offer=said.offer, reach=said.reach)
+    rendezvous_state.check(attempt.gang, crew.number, of=attempt.num_nodes, offer=said.offer, reach=said.reach)
 
 
 class RendezvousService:
@@ -157,7 +157,7 @@ class RendezvousService:
         self._meetings.keep({(run.id, run.fence) for run in (*waiting, *half)})
         for one in half:
             known = self._meetings.see((one.id, one.fence), now_ns=now_ns)
-            if now_ns - known.since_ns > gathering.MEET_S * 1e9:
+            if now_ns - known.since_ns > rendezvous_state.MEET_S * 1e9:
                 self._end_half(one, known)
         for one in waiting:
             gang, silent = (one.id, one.fence), gone[one.id]
@@ -170,7 +170,7 @@ class RendezvousService:
                 continue
             nodes = [crew.node for crew in attempt.crews]
             if silent:
-                self.call_off(attempt, known, why=gathering.gone(nodes, silent), silent=silent)
+                self.call_off(attempt, known, why=rendezvous_state.gone(nodes, silent), silent=silent)
                 continue
             heard = {crew.number for crew in attempt.crews if _was_heard(attempt, crew)}
             age_s = (self._clock.wall_ns() - attempt.created_ns) / 1e9

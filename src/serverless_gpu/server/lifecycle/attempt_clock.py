@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.server.liveness import Leases
+from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 
 

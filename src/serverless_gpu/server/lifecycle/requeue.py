@@ -9,11 +9,11 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, STOPPED_BY, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
-from serverless_gpu.server import transitions
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.liveness import Deliveries
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.liveness import Deliveries
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.transitions import Announcer, Note, Told
 
 _log = logging.getLogger(__name__)
 

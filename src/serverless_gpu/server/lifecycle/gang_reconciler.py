@@ -20,11 +20,11 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import ACTIVE
 from serverless_gpu.model.lifecycle.run_lifecycle import IllegalRunTransition
-from serverless_gpu.server import gangs, transitions
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.lifecycle import gangs, transitions
+from serverless_gpu.server.lifecycle.transitions import Announcer, Told
 from serverless_gpu.server.records.runs import active_runs, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.transitions import Announcer, Told
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ It is good for as long as the lease it comes with, and for as long beyond that a
 that an attempt is over. So a token that was copied out of a run's directory is worth little soon, and one that was used
 a moment ago is never refused. Its end is judged by the server's wall clock alone; a clock that jumps costs a renewal,
 never a run. Which attempts a node gets tokens for does not depend on whether they were given up: what it did and used
-is still to be told (`reporting.py` takes nothing else of those).
+is still to be told (`reports.py` takes nothing else of those).
 """
 
 from __future__ import annotations

@@ -41,11 +41,11 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     has_used_attempts,
     over_because,
 )
-from serverless_gpu.server import gangs
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, node_key, run_key
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.liveness import Looks
+from serverless_gpu.server.lifecycle import gangs
+from serverless_gpu.server.lifecycle.liveness import Looks
 from serverless_gpu.server.records.runs import attempts, crews, events, orders, runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt, StoredAttempt
 from serverless_gpu.server.records.runs.crews import WITHOUT_REPORT, CrewId, NewCrew, StoredCrew

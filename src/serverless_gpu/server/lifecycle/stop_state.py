@@ -7,12 +7,12 @@ import sqlalchemy as sa
 from serverless_gpu.errors import AlreadyFinished
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
-from serverless_gpu.server import transitions
 from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.lifecycle import transitions
+from serverless_gpu.server.lifecycle.transitions import Note, Told
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.transitions import Note, Told
 
 
 def ask(

@@ -46,15 +46,19 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Event, Heard, Stopping, UserCodeStarted
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server import gangs, meetings, report_words, stillness, transitions
-from serverless_gpu.server.attempt_tokens import AttemptTokens
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import LEDGER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.liveness import Leases, Looks, Presence
-from serverless_gpu.server.meetings import RendezvousService
+from serverless_gpu.server.lifecycle import gang_hangs as stillness
+from serverless_gpu.server.lifecycle import gangs, report_text, transitions
+from serverless_gpu.server.lifecycle import rendezvous as meetings
+from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
+from serverless_gpu.server.lifecycle.gang_hangs import GangHangs
+from serverless_gpu.server.lifecycle.liveness import Leases, Looks, Presence
+from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
+from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import attempts, crews, facts, files, runs
@@ -62,10 +66,8 @@ from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.stillness import GangHangs
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.logs import STREAMS, Logs
-from serverless_gpu.server.transitions import Announcer, Note, Told
 from serverless_gpu.wire.attempts import File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 
@@ -159,7 +161,7 @@ class ReportService:
             TooLarge: it is over a limit.
         """
         arrived_ns = self._clock.boottime_ns()
-        said = report_words.with_billed_loss(said)
+        said = report_text.with_billed_loss(said)
         crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
         found = self._database.read(lambda connection: _find(connection, crew))
         if found is None:
@@ -288,7 +290,7 @@ class ReportService:
             raise InvalidValue(f"attempt {found.attempt.gang} is said to see checkpoints of attempt {said.saved}")
         if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
             raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
-        if report_words.text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
+        if report_text.text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
             raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
 
     def _append(self, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
@@ -327,17 +329,17 @@ class ReportService:
 
     def _is_news(self, found: _Found, said: Report) -> bool:
         """Return whether there is anything to write; most reports only say that the attempt is alive."""
-        if said.facts or said.files or said.ending is not None or report_words.text(said.receipt) is not None:
+        if said.facts or said.files or said.ending is not None or report_text.text(said.receipt) is not None:
             return True
         if not found.is_current:
             return False
-        if report_words.tracked(said) not in ("", found.run.tracked) or said.saved > found.run.saved:
+        if report_text.tracked(said) not in ("", found.run.tracked) or said.saved > found.run.saved:
             return True
         if gangs.said(found.crew, returned=_returned(found, said), halt=_halt(found, said)) != found.crew:
             return True
         unwritten_ns = self._clock.wall_ns() - found.crew.lease_ns
         is_due = not 0 <= unwritten_ns < self._settings.lease_written_s * 1e9
-        return is_due or report_words.sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
+        return is_due or report_text.sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
 
     def _write(self, who: Caller, found: _Found, said: Report) -> _Applied:
         """Write what a report says.
@@ -357,7 +359,7 @@ class ReportService:
     def _announce(self, found: _Found, said: Report, applied: _Applied, *, is_news: bool) -> None:
         if applied.told is not None:
             self._announcer.announce(applied.told)
-        is_said = report_words.sentence(said) != found.crew.sentence or report_words.tracked(said) not in (
+        is_said = report_text.sentence(said) != found.crew.sentence or report_text.tracked(said) not in (
             "",
             found.run.tracked,
         )
@@ -449,8 +451,8 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
         for file in said.files
     ]
     # What was acknowledged with the ending stays as it was; the receipt and what comes with it is new then.
-    if report_words.tracked(said) not in ("", found.run.tracked):
-        runs.note_tracked(connection, run_id, report_words.tracked(said))
+    if report_text.tracked(said) not in ("", found.run.tracked):
+        runs.note_tracked(connection, run_id, report_text.tracked(said))
     if found.is_current and said.saved > found.run.saved:
         runs.note_saved(connection, run_id, said.saved)
         saved = msgspec.structs.replace(found.run, saved=said.saved, unsaved=0)
@@ -465,17 +467,17 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
     crew = found.crew
     if said.ending is not None:
         _check_results(connection, found, said)
-        stopped = report_words.text(said.ending.stopped)
-        crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=report_words.sentence(said))
+        stopped = report_text.text(said.ending.stopped)
+        crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=report_text.sentence(said))
         if not said.ending.proven:  # the node says so, too, with its next sign of life; until then nothing is placed
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
         if said.ending.reason is Reason.GPU_LOST:  # another attempt must not meet that GPU
             nodes.drain(connection, crew.node_id, f"{Reason.GPU_LOST}: a GPU of run {crew.run_id}")
     else:
-        crews.note(connection, crew.id, lease_ns=at_ns, sentence=report_words.sentence(said))
+        crews.note(connection, crew.id, lease_ns=at_ns, sentence=report_text.sentence(said))
     note = Note(
         at_ns=at_ns,
-        detail=report_words.detail(said),
+        detail=report_text.detail(said),
         exec_ns=_began_ns(found.attempt, said, at_ns) if crew.started_ns is None else None,
         returned=_returned(found, said),
         halt=_halt(found, said),
@@ -490,7 +492,7 @@ def _returned(found: _Found, said: Report) -> bool:
 
 def _halt(found: _Found, said: Report) -> Halt | None:
     """Return why a crew of several ends before its end; one without others tells nobody."""
-    return report_words.halt(said, found.ranks) if found.attempt.num_nodes > 1 else None
+    return report_text.halt(said, found.ranks) if found.attempt.num_nodes > 1 else None
 
 
 def _began_ns(attempt: StoredAttempt, said: Report, at_ns: int) -> int | None:
@@ -527,7 +529,7 @@ def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> No
 
 def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns: int) -> bool:
     """Write the receipt; a crew whose node has nothing to say of its end, its supervisor lost, gets none."""
-    receipt = report_words.text(said.receipt)
-    if receipt is None and (said.ending is None or report_words.text(said.ending.stopped) is not None):
+    receipt = report_text.text(said.receipt)
+    if receipt is None and (said.ending is None or report_text.text(said.ending.stopped) is not None):
         return False
     return transitions.settle(connection, crew.id, receipt=receipt, at_ns=at_ns)

@@ -28,8 +28,8 @@ from serverless_gpu.model.lifecycle.facts import Fact
 from serverless_gpu.model.lifecycle.run_lifecycle import surely_ends
 from serverless_gpu.model.receipt import Receipt
 from serverless_gpu.node.base.protocol import Stopped
-from serverless_gpu.server import counting, gang_endings, gangs
-from serverless_gpu.server.gang_endings import Word
+from serverless_gpu.server.lifecycle import gang_endings, gangs, metering
+from serverless_gpu.server.lifecycle.gang_endings import Word
 from serverless_gpu.server.records.runs import crews, facts
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import Outcome, StoredCrew
@@ -163,7 +163,7 @@ def _account(attempt: StoredAttempt, crew: StoredCrew, ended: Outcome, own: Sequ
 
 def _used(attempt: StoredAttempt, crew: StoredCrew, own: Sequence[Fact]) -> Charge:
     try:
-        return sum_of(counting.used(attempt, crew, own), attempt.tariff)
+        return sum_of(metering.used(attempt, crew, own), attempt.tariff)
     except InvalidValue:
         return Charge()
 

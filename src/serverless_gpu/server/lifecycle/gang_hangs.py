@@ -32,18 +32,18 @@ from serverless_gpu.model.hangs.hang_report import STACK_CHARACTERS_MAX, STACKS_
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.model.telemetry import idleness
 from serverless_gpu.model.telemetry.idleness import IdleVerdict
-from serverless_gpu.server import stopping
 from serverless_gpu.server.core.hub import Hub, node_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.gang_progress import GangProgress, Progress
-from serverless_gpu.server.liveness import Looks
+from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle.gang_progress import GangProgress, Progress
+from serverless_gpu.server.lifecycle.liveness import Looks
+from serverless_gpu.server.lifecycle.transitions import Announcer, Told
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.transitions import Announcer, Told
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 
@@ -177,7 +177,7 @@ class GangHangs:
             now = runs.find(connection, run.id)
             if now is None or now.fence != run.fence or now.state not in ACTIVE:
                 return None  # it has nothing to do with the devices of the next attempt
-            return stopping.ask(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
+            return stop_state.ask(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
 
         try:
             done = self._database.write(work)

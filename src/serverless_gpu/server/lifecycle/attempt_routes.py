@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.server.http.routing import ATTEMPT, Call, Routes
-from serverless_gpu.server.reporting import ReportService
+from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.wire.attempts import Report, ReportAnswer
 
 routes = Routes("attempts")

@@ -17,11 +17,11 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import AlreadyFinished, InvalidValue, StaleAttempt
 from serverless_gpu.model.access.roles import ROLES, AccessReach, reach
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State, StopReason
-from serverless_gpu.server import stopping
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import principals, runs
+from serverless_gpu.server.lifecycle import stop_state
+from serverless_gpu.server.lifecycle.transitions import Announcer, Told
 from serverless_gpu.server.records import audit
-from serverless_gpu.server.transitions import Announcer, Told
 from serverless_gpu.wire.principals import OnDisabled, PrincipalView
 
 AT_ONCE = 200
@@ -105,7 +105,7 @@ class OwnerSuspension:
         def work(connection: sa.Connection) -> Told | None:
             if owner not in shut_out(connection, owner):
                 return None  # let in again meanwhile
-            return stopping.ask(
+            return stop_state.ask(
                 connection, run_id, who=audit.SERVER, why=StopReason.CANCEL, at_ns=at_ns, because=because
             )
 
