@@ -21,7 +21,6 @@ from serverless_gpu.server.api import (
     nodes,
     policies,
     prices,
-    principals,
     queue,
     runs,
     secrets,
@@ -35,6 +34,7 @@ from serverless_gpu.server.http.access_log import Accessed
 from serverless_gpu.server.http.auth_middleware import Authenticate, Gate, Reach
 from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.routing import Route
+from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
@@ -51,7 +51,7 @@ MODULES = (
     nodes,
     policies,
     prices,
-    principals,
+    principal_routes,
     queue,
     runs,
     secrets,

@@ -32,7 +32,7 @@ from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import UplinkProfile
-from serverless_gpu.server import isolation, restoring, rollback, rotation
+from serverless_gpu.server import restoring, rollback, rotation
 from serverless_gpu.server.composition import (
     Resources,
     Services,
@@ -77,8 +77,9 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.database_startup import take_when_started
 from serverless_gpu.server.db.high_water_mark_file import SYNC_S, Checkpoints, MarkFile
 from serverless_gpu.server.db.leader_lock import LOOK_S, Claim
-from serverless_gpu.server.first_start import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.http.authentication import Admission
+from serverless_gpu.server.identity import uid_sharing
+from serverless_gpu.server.identity.bootstrap import FirstTokens, first_tokens, join_token
 from serverless_gpu.server.mlflow_beside import mlflow_checks
 from serverless_gpu.server.ray_beside import RayBeside
 from serverless_gpu.server.records import audit, stored_secrets
@@ -118,12 +119,12 @@ class Operator(NamedTuple):
 
     Attributes:
         announce: gets a line when the start has to wait for its database.
-        decide: asked about undecided pools, as `isolation.settle` does.
+        decide: asked about undecided pools, as `uid_sharing.settle` does.
         renewed: called when a file of the server has another token.
     """
 
     announce: Callable[[str], None] = _log.warning
-    decide: Callable[[isolation.Exposure], bool | None] = lambda _exposure: None
+    decide: Callable[[uid_sharing.Exposure], bool | None] = lambda _exposure: None
     renewed: Callable[[], None] = lambda: None
 
 
@@ -161,7 +162,7 @@ def assembled(
         restoring.settle(database, settings.directory, measures=measures, now_ns=clock.wall_ns())
         node = _node_of(settings) if settings.node else None
         tokens = first_tokens(database, settings.directory, login=login(), now_ns=clock.wall_ns(), node=node)
-        isolation.settle(database, operator.decide, now_ns=clock.wall_ns())
+        uid_sharing.settle(database, operator.decide, now_ns=clock.wall_ns())
         keys = read_keys(settings.directory)
         sealer = Sealer(keys.sealing)
         if settings.key_lost:

@@ -36,8 +36,8 @@ from serverless_gpu.server.environments.garbage_collection import Collector
 from serverless_gpu.server.estimating import EstimateService
 from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
-from serverless_gpu.server.first_start import FileTokens
-from serverless_gpu.server.granting import PrincipalService
+from serverless_gpu.server.identity.bootstrap import FileTokens
+from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.joining import JoinService
 from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.leaving import Evacuation

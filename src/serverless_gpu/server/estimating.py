@@ -16,13 +16,14 @@ from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import costing, draining, floor, holding_back, isolation, submitting
+from serverless_gpu.server import costing, draining, floor, holding_back, submitting
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.allowing import Allowed, PolicyAdmission
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.costing import Wish
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records import duration_history, pools
@@ -87,7 +88,7 @@ class EstimateService:
             self._budget_admission.refuse(connection, allowed, who)
             run = _imagined(who, request, allowed, now_ns)
             held_back = self._held_back(connection, run)
-            serves = isolation.Isolation.of(pools.every(connection), isolation.first_administrator(connection))
+            serves = uid_sharing.Isolation.of(pools.every(connection), uid_sharing.first_administrator(connection))
             expected_s = duration_history.expected_s(connection, who.name, request.spec.name)
             return allowed, run, held_back, Past(expected_s=expected_s, second_principal=serves.is_second(who.name))
 

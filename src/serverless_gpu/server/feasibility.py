@@ -19,9 +19,10 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NoSuitableNode
 from serverless_gpu.model.scheduling.feasibility import Shortage, like, shortage
 from serverless_gpu.model.scheduling.values import QueuedRun
-from serverless_gpu.server import floor, isolation
+from serverless_gpu.server import floor
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
+from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.records import nodes, pools
 from serverless_gpu.server.records.runs.runs import StoredRun
@@ -64,7 +65,7 @@ class Feasibility:
         """
         if run.spec.wait:
             return True
-        serves = isolation.Isolation.of(pools.every(connection), isolation.first_administrator(connection))
+        serves = uid_sharing.Isolation.of(pools.every(connection), uid_sharing.first_administrator(connection))
         now_ns = self._clock.wall_ns()
         asked = wanted(run, Past(second_principal=serves.is_second(run.owner)), now_ns=now_ns)
         is_decided, found = self.decide(connection, asked)

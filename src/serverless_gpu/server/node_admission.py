@@ -16,9 +16,9 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import node_identity
 from serverless_gpu.model.access.node_identity import HelloDecision, HelloRefused, Identity
 from serverless_gpu.model.access.roles import Resource
-from serverless_gpu.server import first_start
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.identity import bootstrap
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.records import audit, node_tokens, nodes, principals
 from serverless_gpu.server.records.audit import Action
@@ -158,8 +158,8 @@ class NodeAdmission:
         expires_ns = now_ns + int(request.expires_s * _NS)
 
         def work(connection: sa.Connection) -> str:
-            first_start.ensure_node_service(connection, now_ns=now_ns)
-            new = NewToken(principal=first_start.NODE, label=label, scopes=(Resource.JOINING,), expires_ns=expires_ns)
+            bootstrap.ensure_node_service(connection, now_ns=now_ns)
+            new = NewToken(principal=bootstrap.NODE, label=label, scopes=(Resource.JOINING,), expires_ns=expires_ns)
             made = principals.create_token(connection, new, secret=secret, now_ns=now_ns)
             node_tokens.invite(connection, Invitation(token=made.token.id, node=request.name, uses_left=request.uses))
             detail: dict[str, object] = {"name": request.name, "uses": request.uses, "expires_ns": expires_ns}

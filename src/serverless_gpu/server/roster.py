@@ -21,10 +21,11 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
-from serverless_gpu.server import draining, floor, holding_back, isolation
+from serverless_gpu.server import draining, floor, holding_back
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.floor import Floor
+from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records import duration_history, shares
@@ -91,7 +92,7 @@ class Roster:
         self._known: dict[str, _Entry] = {}
         self._expected: dict[_Name, float | None] = {}
         self._to_learn: dict[_Name, None] = {}
-        self._isolation = isolation.EVERYBODY
+        self._isolation = uid_sharing.EVERYBODY
 
     def read(
         self,
@@ -113,7 +114,7 @@ class Roster:
         there = floor.load(connection, self._leases)
         queue = runs.queue(connection)
         policy = shares.policy(connection, self._settings.queue)
-        self._set_isolation(isolation.Isolation.of(there.pools, isolation.first_administrator(connection)))
+        self._set_isolation(uid_sharing.Isolation.of(there.pools, uid_sharing.first_administrator(connection)))
         self._get_to_know(connection, queue, there.active, now_ns)
         self._learn(connection)
         waiting = self._waiting(connection, queue, there, underway, as_of)
@@ -133,7 +134,7 @@ class Roster:
                 until_ns = entry.wanted.not_before_ns + by_ns
                 entry.wanted = msgspec.structs.replace(entry.wanted, not_before_ns=until_ns)
 
-    def _set_isolation(self, now: isolation.Isolation) -> None:
+    def _set_isolation(self, now: uid_sharing.Isolation) -> None:
         """Note whom pools serve that run the code of one principal only."""
         if now == self._isolation:
             return

@@ -33,12 +33,12 @@ from serverless_gpu.engines.ray.ray_machine import TOKEN as RAY_TOKEN
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.server import first_start
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.server_key import KEY_BYTES, Keys, read_keys
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.listener import only_one
+from serverless_gpu.server.identity import bootstrap
 from serverless_gpu.server.records import audit, nodes, principals, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import crews, runs
@@ -188,9 +188,9 @@ def _replace_files(database: Database, settings: Settings, *, login: str, now_ns
         if not _is_good(database, directory / name):
             (directory / name).unlink(missing_ok=True)
     faults.reach("between_rotation_steps")
-    first_start.first_tokens(database, directory, login=login, now_ns=now_ns)
+    bootstrap.first_tokens(database, directory, login=login, now_ns=now_ns)
     if settings.ray is not None:
-        first_start.join_token(database, directory, now_ns=now_ns)
+        bootstrap.join_token(database, directory, now_ns=now_ns)
         if not settings.ray.address:
             (directory / "ray" / RAY_TOKEN).unlink(missing_ok=True)
     _audit(database, "files", now_ns)
@@ -199,7 +199,7 @@ def _replace_files(database: Database, settings: Settings, *, login: str, now_ns
 
 def _told(connection: sa.Connection, settings: Settings, contexts: int) -> Rotated:
     every = principals.all_principals(connection)
-    without = {one.name: 0 for one in every if not one.disabled and one.name != first_start.NODE}
+    without = {one.name: 0 for one in every if not one.disabled and one.name != bootstrap.NODE}
     good = set()
     for token in principals.tokens_of(connection):
         if token.revoked_ns is None:

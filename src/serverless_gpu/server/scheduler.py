@@ -28,7 +28,7 @@ from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.scheduling.values import Placement
-from serverless_gpu.server import draining, holding_back, isolation, unsatisfiable
+from serverless_gpu.server import draining, holding_back, unsatisfiable
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core import server_key as keys
 from serverless_gpu.server.core.encryption import Sealer
@@ -37,6 +37,7 @@ from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension, transitions
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
@@ -202,7 +203,7 @@ class Scheduler:
             return None
         if not all(nodes.is_still(connection, node) for node in on):
             return None  # one restarted, or was forgotten; its next hello rings
-        if not isolation.admits(connection, run.owner, on[0].pool):
+        if not uid_sharing.admits(connection, run.owner, on[0].pool):
             return None  # an administrator decided otherwise meanwhile
         if len(on) > 1 and not _may_be_one(on):
             return None  # one was moved, or is of another version, since that was decided

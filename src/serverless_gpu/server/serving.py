@@ -45,7 +45,7 @@ from serverless_gpu.server.http.auth_middleware import LOOPBACK
 from serverless_gpu.server.http.listener import BACKLOG, BoundedProtocol, Listening, bound, names, only_one, url_of
 from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.tls import Certificate
-from serverless_gpu.server.isolation import Exposure
+from serverless_gpu.server.identity.uid_sharing import Exposure
 
 KEEP_ALIVE_S = 75
 CUT_OFF_S = 2

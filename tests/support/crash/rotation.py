@@ -22,7 +22,7 @@ from serverless_gpu.server.core.server_key import Keys, read_keys, sha256
 from serverless_gpu.server.core.settings import Settings, read_settings
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.first_start import NODE, first_tokens
+from serverless_gpu.server.identity.bootstrap import NODE, first_tokens
 from serverless_gpu.server.lifecycle.transitions import place
 from serverless_gpu.server.records import audit, principals, stored_secrets
 from serverless_gpu.server.records.principals import NewToken

@@ -9,8 +9,8 @@ from starlette.testclient import TestClient
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.first_start import first_tokens
 from serverless_gpu.server.http.authentication import Admission
+from serverless_gpu.server.identity.bootstrap import first_tokens
 from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API

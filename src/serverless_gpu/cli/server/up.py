@@ -26,7 +26,7 @@ from serverless_gpu.version import __version__
 
 if TYPE_CHECKING:
     from serverless_gpu.server.core.settings import Settings
-    from serverless_gpu.server.isolation import Exposure
+    from serverless_gpu.server.identity.uid_sharing import Exposure
     from serverless_gpu.server.serving import Running
 
 _NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")

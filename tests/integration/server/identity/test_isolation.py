@@ -24,14 +24,14 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotAuthenticated, Se
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.server import isolation
 from serverless_gpu.server.composition import Services, make_planning, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import migrations, tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.first_start import first_tokens
-from serverless_gpu.server.isolation import Exposure
+from serverless_gpu.server.identity import uid_sharing
+from serverless_gpu.server.identity.bootstrap import first_tokens
+from serverless_gpu.server.identity.uid_sharing import Exposure
 from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.wire.agents import PoolRequest, PoolView
@@ -157,7 +157,7 @@ def test_22A1_a_decision_that_was_taken_back_meanwhile_holds_in_the_transaction_
 @pytest.mark.usefixtures("people")
 def test_22A1_only_the_first_administrator_is_the_first_principal(services: Services) -> None:
     def first() -> str:
-        return services.database.read(isolation.first_administrator)
+        return services.database.read(uid_sharing.first_administrator)
 
     def change(name: str, **values: object) -> None:
         where = tables.principals.c.name == name
@@ -195,7 +195,7 @@ def test_22A1_the_operator_is_asked_once_and_the_answer_is_audited(services: Ser
             asked.append(found)
             return answer
 
-        isolation.settle(services.database, ask, now_ns=T0)
+        uid_sharing.settle(services.database, ask, now_ns=T0)
 
     settle(None)  # no terminal: it stays open
     settle(False)
@@ -235,7 +235,7 @@ def test_22A1_a_database_of_the_first_revision_is_upgraded_undecided_and_its_tok
         database.write(as_before)
         database.migrate()
         assert database.read(migrations.revision) == migrations.HEAD
-        found = database.read(isolation.exposure)
+        found = database.read(uid_sharing.exposure)
         assert (found.undecided, found.principals, found.had_runs) == (("default",), ("bob",), ())
         first_tokens(database, tmp_path, login="ann", now_ns=T0)
         kept = database.read(lambda connection: principals.token(connection, principals.token_id(secret)))

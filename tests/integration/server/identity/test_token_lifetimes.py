@@ -12,7 +12,7 @@ from serverless_gpu.server.composition import Services, make_file_tokens
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database, Transactions
-from serverless_gpu.server.first_start import NODE, first_tokens, join_token
+from serverless_gpu.server.identity.bootstrap import NODE, first_tokens, join_token
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.principals import RENEWED_BELOW_S, TOKEN_EXPIRY_S, NewToken
 from serverless_gpu.testing import FakeClock

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.first_start import join_token
+from serverless_gpu.server.identity.bootstrap import join_token
 from serverless_gpu.server.records import principals
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import PROTOCOL

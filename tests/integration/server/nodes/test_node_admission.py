@@ -27,7 +27,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.first_start import first_tokens
+from serverless_gpu.server.identity.bootstrap import first_tokens
 from serverless_gpu.server.lifecycle.liveness import PRESENT_S
 from serverless_gpu.server.records import node_tokens, nodes
 from serverless_gpu.server.records.principals import token_id

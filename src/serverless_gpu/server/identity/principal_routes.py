@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.granting import PrincipalService
 from serverless_gpu.server.http.routing import ANYBODY, Call, Routes, reading, writing
+from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.records import principals as identity
 from serverless_gpu.wire.principals import (
     PrincipalChange,
