@@ -23,7 +23,6 @@ from serverless_gpu.server.api import (
     prices,
     queue,
     runs,
-    secrets,
     state,
     usage,
 )
@@ -36,6 +35,7 @@ from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
+from serverless_gpu.server.secrets import secret_routes
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
 
@@ -54,7 +54,7 @@ MODULES = (
     principal_routes,
     queue,
     runs,
-    secrets,
+    secret_routes,
     state,
     usage,
 )

@@ -68,7 +68,7 @@ from serverless_gpu.server.run_queries import RunQueries
 from serverless_gpu.server.sampling import Sampling
 from serverless_gpu.server.scheduler import Scheduler
 from serverless_gpu.server.second_look import SecondLook
-from serverless_gpu.server.secret_keeping import SecretService
+from serverless_gpu.server.secrets.secret_service import SecretService
 from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.sentences import Sentences
 from serverless_gpu.server.spending import Spending

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
-from serverless_gpu.server.secret_keeping import SecretService
+from serverless_gpu.server.secrets.secret_service import SecretService
 from serverless_gpu.wire.secrets import SecretList, SecretRequest, SecretView
 
 REQUEST_BYTES_MAX = 128 << 10
