@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from serverless_gpu import cli
-from serverless_gpu.server import agents, assembly
+from serverless_gpu.server import assembly
 from serverless_gpu.server.core.loops import Loop, Tick
+from serverless_gpu.server.nodes import agent_service
 
 DEVICES_MAX = 16_384
 
@@ -23,7 +24,7 @@ def main() -> None:
     """Be the server."""
     with open(sys.argv[1], "a", encoding="ascii", buffering=1) as ticks:
         assembly.Loop = _timed(ticks)  # type: ignore[attr-defined,assignment] # a watch around it
-        agents.DEVICES_MAX = DEVICES_MAX
+        agent_service.DEVICES_MAX = DEVICES_MAX
         sys.argv = ["sgpu", *sys.argv[2:]]
         cli.main()
 

@@ -22,8 +22,8 @@ from serverless_gpu.server.allowing import Allowed
 from serverless_gpu.server.budget_index import Rooms, subject_of
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.lifecycle.liveness import Leases
+from serverless_gpu.server.nodes.capacity import Floor
 from serverless_gpu.server.records import prices
 from serverless_gpu.server.spending import AsOf, Spending, rate_of
 

@@ -9,12 +9,12 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.access.usage_policy import UsagePolicy
-from serverless_gpu.server import operating
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.validation import check_name
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.operating import NodeService
+from serverless_gpu.server.nodes import node_queries
+from serverless_gpu.server.nodes.node_queries import NodeService
 from serverless_gpu.server.records import audit, policies, pools, principals, shares
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import NO_ISOLATION, ON_DEMAND, RESERVED, UNSET, StoredPool
@@ -65,7 +65,7 @@ class PoolService:
             pool = _changed(before, asked)
             pools.put(connection, pool)
             for node_name in asked.nodes:
-                pools.move(connection, name, node_id=operating.find_node(connection, node_name).id)
+                pools.move(connection, name, node_id=node_queries.find_node(connection, node_name).id)
             lent = {"lends": True, "return_s": pool.return_s} if pool.lends else {}
             decided = {} if asked.isolation is None else {"isolation": asked.isolation}
             detail = {"kind": pool.kind, "nodes": list(asked.nodes), **lent, **decided}

@@ -16,7 +16,7 @@ from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import costing, draining, floor, holding_back, submitting
+from serverless_gpu.server import costing, holding_back, submitting
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.allowing import Allowed, PolicyAdmission
 from serverless_gpu.server.core.caller import Caller
@@ -26,6 +26,8 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
+from serverless_gpu.server.nodes import capacity
+from serverless_gpu.server.nodes import drain as draining
 from serverless_gpu.server.records import duration_history, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
@@ -122,7 +124,7 @@ class EstimateService:
             return drain.sentence
         if run.owner in owner_suspension.shut_out(connection, run.owner):
             return f"{run.owner} may start no runs now"
-        there = floor.load(connection, self._leases)
+        there = capacity.load(connection, self._leases)
         return holding_back.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)
 
 

@@ -19,11 +19,11 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import NoSuitableNode
 from serverless_gpu.model.scheduling.feasibility import Shortage, like, shortage
 from serverless_gpu.model.scheduling.values import QueuedRun
-from serverless_gpu.server import floor
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle.liveness import Presence
+from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import nodes, pools
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.wanting import Past, wanted
@@ -78,16 +78,16 @@ class Feasibility:
         alike, now_ns = like(asked), self._clock.boottime_ns()
         if self._feasible.knows(alike, now_ns):
             return True, None
-        times, presence = floor.now(self._settings, self._clock), self._presence
+        times, presence = capacity.now(self._settings, self._clock), self._presence
         known = [
             node
             for node in nodes.every(connection)
-            if times.wall_ns - floor.last_seen_ns(node, presence, times) <= KNOWN_S * 1e9
+            if times.wall_ns - capacity.last_seen_ns(node, presence, times) <= KNOWN_S * 1e9
         ]
-        there = floor.Floor(nodes=tuple(known), pools=tuple(pools.every(connection)), active=())
+        there = capacity.Floor(nodes=tuple(known), pools=tuple(pools.every(connection)), active=())
         found = None
         if known:
-            found = shortage(floor.offers(there, presence, times), [pool.planned for pool in there.pools], asked)
+            found = shortage(capacity.offers(there, presence, times), [pool.planned for pool in there.pools], asked)
         if known and found is None:
             self._feasible.note(alike, now_ns)
             return True, None

@@ -45,11 +45,11 @@ from serverless_gpu.model.scheduling.values import (
     Reservation,
     RunningRun,
 )
-from serverless_gpu.server import floor
 from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle.liveness import Presence
+from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.sentences import Sentences
@@ -79,7 +79,7 @@ class Planning:
         self._presence = presence
         self._sentences = sentences
         self._roster = roster
-        self._offers = floor.Offers()
+        self._offers = capacity.Offers()
         self._base_ns = clock.wall_ns() - clock.boottime_ns()
         self.forget()
 
@@ -125,7 +125,7 @@ class Planning:
             reading: what there is.
         """
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
-        offered = self._offers.of(reading.floor, self._presence, floor.now(self._settings, self._clock))
+        offered = self._offers.of(reading.floor, self._presence, capacity.now(self._settings, self._clock))
         nodes = {node.id: node for node in offered}
         pools = {pool.name: pool.planned for pool in reading.floor.pools}
         changes: list[Change] = []

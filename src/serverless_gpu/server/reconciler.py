@@ -6,7 +6,7 @@
     ... that an engine's word holds back         its node's word counts for it: there is nothing else to be heard yet
     a receipt that never comes                   the run is settled without one
     an owner who may start no runs any more      as was decided then: their runs end by themselves, or are stopped
-    a node that is drained or not shared         runs that have to leave it are told, and then stopped (`leaving.py`)
+    a node that is drained or not shared         runs that have to leave it are told, and then stopped (`evacuation.py`)
     crews that do not meet                       the gang is called off, and placed again (`rendezvous.py`)
     a gang that is not what its crews amount to  made so, and said: it should not be (`gang_reconciler.py`)
     an engine's events                           nodes to be counted on, or not
@@ -35,7 +35,6 @@ from serverless_gpu.model.lifecycle.run_lifecycle import Event, GivenUp, Illegal
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, run_key
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.leaving import Evacuation
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.gang_progress import GangProgress
 from serverless_gpu.server.lifecycle.gang_reconciler import GangReconciler
@@ -43,6 +42,7 @@ from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases, Looks, 
 from serverless_gpu.server.lifecycle.owner_suspension import OwnerSuspension
 from serverless_gpu.server.lifecycle.rendezvous import RendezvousService
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.nodes.evacuation import Evacuation
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.runs import active_runs, crews, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew

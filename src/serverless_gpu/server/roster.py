@@ -21,13 +21,15 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
-from serverless_gpu.server import draining, floor, holding_back
+from serverless_gpu.server import holding_back
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.floor import Floor
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
+from serverless_gpu.server.nodes import capacity as floor
+from serverless_gpu.server.nodes import drain as draining
+from serverless_gpu.server.nodes.capacity import Floor
 from serverless_gpu.server.records import duration_history, shares
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew

@@ -19,7 +19,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, State
-from serverless_gpu.server import draining, floor
 from serverless_gpu.server.core.disk_space import free_bytes
 from serverless_gpu.server.core.health import Health
 from serverless_gpu.server.core.probes import Probe
@@ -28,6 +27,7 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.tables import attempts, crews, orders, runs
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
+from serverless_gpu.server.nodes import capacity, drain
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import uncharged_crews as uncharged
@@ -135,7 +135,7 @@ class Sampling(Source):
             ServerUnavailable: the database does not answer.
         """
         rows = self._database.read(_load)
-        times = floor.now(self._settings, self._clock)
+        times = capacity.now(self._settings, self._clock)
         freed = self._leases.freed()
         held = [(node, gpu_type, count) for node, crew, gpu_type, count in rows.held if crew not in freed]
         ages = [times.boottime_ns - self._leases.last_ns(crew, now_ns=times.boottime_ns) for _, crew, _, _ in rows.held]
@@ -144,7 +144,7 @@ class Sampling(Source):
             at_ns=times.boottime_ns,
             runs={state.value: rows.runs.get(state.value, 0) for state in LIVE},
             oldest_wait_s=_age_s(rows.queued_ns, times.wall_ns),
-            nodes=Counter(floor.state_of(node, self._presence, times) for node in rows.nodes),
+            nodes=Counter(capacity.state_of(node, self._presence, times) for node in rows.nodes),
             devices=self._devices(rows.nodes, held, times),
             lease_age_s=max(ages, default=0) / 1e9,
             orders=(count, _age_s(oldest_ns, times.wall_ns)),
@@ -160,7 +160,7 @@ class Sampling(Source):
         return max((max(0, abs(reading.ahead_ns) - reading.error_ns) for reading in readings), default=0) / 1e9
 
     def _devices(
-        self, found: list[StoredNode], held: list[tuple[str, str, int]], times: floor.Times
+        self, found: list[StoredNode], held: list[tuple[str, str, int]], times: capacity.Times
     ) -> dict[tuple[str, str], int]:
         leased: dict[str, Counter[str]] = {}
         for node_id, gpu_type, count in held:
@@ -168,7 +168,7 @@ class Sampling(Source):
         counted: Counter[tuple[str, str]] = Counter()
         for node in found:
             total, outside = census(node.hello.devices, node.unavailable)
-            is_away = bool(floor.away(node, self._presence, times))
+            is_away = bool(capacity.away(node, self._presence, times))
             for name, number in total.items():
                 used = min(number, leased.get(node.id, Counter())[name])
                 shut = min(number - used, outside.get(name, 0))
@@ -199,7 +199,7 @@ def _load(connection: sa.Connection) -> _Rows:
         nodes=nodes.every(connection),
         held=[(row[0], (row[1], row[2], row[3]), row[4], row[5]) for row in connection.execute(held)],
         orders=(count, oldest_order),
-        drained=draining.find(connection) is not None,
+        drained=drain.find(connection) is not None,
         unchained=audit.pending(connection, after_seq=audit.chained_seq(connection))[0],
         uncharged=uncharged.count(connection),
     )
@@ -223,7 +223,7 @@ def families(sample: Sample) -> Iterator[Metric]:
     for state, number in sample.runs.items():
         by_state.add_metric([state], number)
     there = GaugeMetricFamily("sgpu_nodes", "Nodes that have joined, by state.", labels=["state"])
-    for state in floor.STATES:
+    for state in capacity.STATES:
         there.add_metric([state], sample.nodes.get(state, 0))
     devices = GaugeMetricFamily("sgpu_devices", "Devices of nodes, by type and state.", labels=["type", "state"])
     for (name, state), number in sorted(sample.devices.items()):

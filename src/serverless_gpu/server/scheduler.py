@@ -28,7 +28,7 @@ from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.scheduling.values import Placement
-from serverless_gpu.server import draining, holding_back, unsatisfiable
+from serverless_gpu.server import holding_back, unsatisfiable
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core import server_key as keys
 from serverless_gpu.server.core.encryption import Sealer
@@ -42,6 +42,7 @@ from serverless_gpu.server.lifecycle import owner_suspension, transitions
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
 from serverless_gpu.server.making_room import Preemptor
+from serverless_gpu.server.nodes import drain
 from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.records import accounts, nodes, prices, stored_secrets
 from serverless_gpu.server.records.nodes import StoredNode, by_id
@@ -199,7 +200,7 @@ class Scheduler:
             return None  # cancelled meanwhile
         if run.owner in owner_suspension.shut_out(connection, run.owner):
             return None  # they were shut out meanwhile
-        if draining.find(connection) is not None:
+        if drain.find(connection) is not None:
             return None
         if not all(nodes.is_still(connection, node) for node in on):
             return None  # one restarted, or was forgotten; its next hello rings

@@ -16,10 +16,10 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import Change, DevicesTaken, NodeSeen, PoolSeen, QueuedRun, Wait, WaitReason
-from serverless_gpu.server import floor
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle.liveness import Presence
+from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.roster import Reading, Roster
 from serverless_gpu.server.sentences import Sentences
 
@@ -68,7 +68,7 @@ class SecondLook:
         return found
 
     def _everything(self, reading: Reading) -> list[Change]:
-        nodes = floor.offers(reading.floor, self._presence, floor.now(self._settings, self._clock))
+        nodes = capacity.offers(reading.floor, self._presence, capacity.now(self._settings, self._clock))
         changes: list[Change] = [PoolSeen(pool.planned) for pool in reading.floor.pools]
         changes += [NodeSeen(node) for node in nodes]
         changes += [DevicesTaken(running) for running in reading.running.values()]

@@ -11,7 +11,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import pause_s
 from serverless_gpu.model.scheduling.duration_estimates import LEAVING_S, START_S, limit_s
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.model.spec import Function, Kernel
-from serverless_gpu.server import floor
+from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records.runs.runs import StoredRun
 
 
@@ -49,7 +49,7 @@ def wanted(run: StoredRun, past: Past = NOTHING, *, now_ns: int) -> QueuedRun:
     several, alone = _several(run)
     return QueuedRun(
         run_id=run.id,
-        title=floor.title(run),
+        title=capacity.title(run),
         owner=run.owner,
         team=share_team(run.team, run.member_of),
         priority=run.priority,

@@ -17,10 +17,11 @@ from serverless_gpu.errors import ServerStorageFull
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.server import agents, charging, reconciler, retention, views
+from serverless_gpu.server import charging, reconciler, retention, views
 from serverless_gpu.server.allowing import Brought
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import liveness, reports
+from serverless_gpu.server.nodes import agent_service
 from serverless_gpu.server.records import audit, policies
 from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, purgeable_runs, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
@@ -188,7 +189,7 @@ def _reservations_stay() -> AbstractContextManager[Any]:
 def _hello_proves_nothing() -> AbstractContextManager[Any]:
     """What a node still has is not looked at when it says hello, nor later."""
     return _both(
-        mock.patch.object(agents, "_stale", lambda *_: ()),
+        mock.patch.object(agent_service, "_stale", lambda *_: ()),
         mock.patch.object(crews.StoredCrew, "is_stale", lambda *_: False),
     )
 

@@ -18,7 +18,7 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, Silent, StopAsked
-from serverless_gpu.server import books, costing, floor, lendings, views
+from serverless_gpu.server import books, costing, lendings, views
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import parse_attempt_token
@@ -26,6 +26,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import metering, transitions
 from serverless_gpu.server.lifecycle.transitions import Note
+from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.runs import active_runs, attempts, runs, uncharged_crews
 from serverless_gpu.testing import FakeClock
@@ -309,7 +310,7 @@ def test_freed_is_of_one_crew(services: Services, database: Database, run_id: st
     began(services, run_id)
     say(services, run_id, 1, State.STOPPING, freed=True)
     active = tuple(database.read(active_runs.active_briefly))
-    there = floor.Floor(nodes=(), pools=(), active=active, freed=services.leases.freed())
+    there = capacity.Floor(nodes=(), pools=(), active=active, freed=services.leases.freed())
     assert {node: [one.gpus for one in held] for node, held in there.by_node().items()} == {"node-1": [2]}
     assert services.leases.freed() == {(run_id, 1, 1)}
 

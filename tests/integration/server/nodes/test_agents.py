@@ -13,12 +13,12 @@ import sqlalchemy as sa
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
-from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import node_key
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.db import tables
+from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.runs import events, runs

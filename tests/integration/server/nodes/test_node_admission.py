@@ -22,13 +22,13 @@ from serverless_gpu.model.access.node_identity import (
     judge,
     second_process,
 )
-from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.identity.bootstrap import first_tokens
 from serverless_gpu.server.lifecycle.liveness import PRESENT_S
+from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.records import node_tokens, nodes
 from serverless_gpu.server.records.principals import token_id
 from serverless_gpu.testing import FakeClock

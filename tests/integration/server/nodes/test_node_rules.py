@@ -14,13 +14,14 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import leaving, ruling, views
+from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.nodes import evacuation, node_admin
+from serverless_gpu.server.nodes.node_admin import Asked
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import active_runs, events, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.ruling import Asked
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, NodeView, Start
 from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, QuarantineRequest
@@ -43,7 +44,7 @@ def node_id(services: Services) -> str:
 
 
 def join(services: Services, name: str = "n1") -> str:
-    said = hello(name, machine=f"machine of {name}", takes=(ruling.WITHOUT,))
+    said = hello(name, machine=f"machine of {name}", takes=(node_admin.WITHOUT,))
     return services.agents.hello(NODE, said).node
 
 
@@ -123,7 +124,7 @@ def test_a_drained_node_gets_nothing_new_and_keeps_what_runs_there(services: Ser
     tick(services)
     assert (find(services, going).state, find(services, waiting).state) == (State.STARTING, State.QUEUED)
     assert "root drains it" in services.sentences.of(waiting)
-    services.agents.hello(NODE, hello("n1", machine="machine of n1", boot="b1", takes=(ruling.WITHOUT,)))
+    services.agents.hello(NODE, hello("n1", machine="machine of n1", boot="b1", takes=(node_admin.WITHOUT,)))
     tick(services)  # the node has said hello again, which changes nothing about it
     assert find(services, waiting).state is State.QUEUED
     assert services.node_rules.drain(by(ROOT), NodeDrainRequest(on=False)).state == "UP"
@@ -232,7 +233,7 @@ def test_those_who_leave_are_asked_a_few_at_a_time(
 ) -> None:
     leave = [placed(services) for _ in range(3)]
     services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, stop=True))
-    monkeypatch.setattr(leaving, "TOGETHER", 2)
+    monkeypatch.setattr(evacuation, "TOGETHER", 2)
     write, writes = services.database.write, list[int]()
 
     def counted(work: Callable[[sa.Connection], object]) -> object:
@@ -374,7 +375,7 @@ def test_a_calendar_that_cannot_be_read_any_more_lets_nobody_in_and_says_so(
     def gone(key: str) -> object:
         raise KeyError(key)
 
-    monkeypatch.setattr("serverless_gpu.server.node_rules.ZoneInfo", gone)
+    monkeypatch.setattr("serverless_gpu.server.nodes.node_rules.ZoneInfo", gone)
     clock.advance(60)  # what holds is remembered for its minute
     waiting = submit(services)
     tick(services)

@@ -7,9 +7,9 @@ import pytest
 from serverless_gpu.ambient import format_clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server.agents import Agents
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
+from serverless_gpu.server.nodes.agent_service import Agents
 from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest, PoolView

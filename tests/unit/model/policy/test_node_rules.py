@@ -15,7 +15,7 @@ from serverless_gpu.cli.nodes.node_rules import calendar_lines, find_device, loc
 from serverless_gpu.cli.nodes.nodes import for_whom
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import Device, DeviceKind
-from serverless_gpu.server.node_rules import Leave, Sharing, leaves, may_concern, sharing
+from serverless_gpu.server.nodes.node_rules import Leave, Sharing, leaves, may_concern, sharing
 from serverless_gpu.wire.agents import NodeView
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 from tests.support.golden import golden

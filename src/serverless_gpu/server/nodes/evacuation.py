@@ -2,7 +2,7 @@
 
     5 minutes before the turn   the run's owner is told, once; it is written down when the run has to be gone
     then                        the run is asked to stop (DRAIN): grace, checkpoint; with `resume` it goes on elsewhere
-    a calendar that is changed  what was told is taken back (`ruling.py`); the next look says it anew
+    a calendar that is changed  what was told is taken back (`node_admin.py`); the next look says it anew
     `drain --stop`              at once: who asks for that does not want to wait
 
 Nobody leaves without having been told five minutes before, also when the calendar was changed a moment ago or the
@@ -19,12 +19,12 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock, format_soon
 from serverless_gpu.errors import AlreadyFinished, StaleAttempt
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server import node_rules
 from serverless_gpu.server.core.hub import Hub, run_key
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import stop_state
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.lifecycle.transitions import Announcer, Told
+from serverless_gpu.server.nodes import node_rules
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.nodes import RuledNode
 from serverless_gpu.server.records.runs import crews, runs

@@ -1,7 +1,7 @@
 """Lets nodes in: checks whose a token is, keeps names waiting for an administrator, approves them, makes join tokens.
 
     hello ─▶ check (model/access/node_identity.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
-    invite ─▶ a join token for so many machines, for so long ─▶ server/joining.py
+    invite ─▶ a join token for so many machines, for so long ─▶ server/nodes/join.py
 
 Everything but a hello that is admitted is written into the audit: also refusals, each once while this server runs.
 """

@@ -4,7 +4,7 @@
     calendar       others than the owner are placed there while it is shared; when it ceases to be, they leave
     quarantined    the node gets its orders without those devices (`StoredNode.unavailable`)
 
-Values only; `ruling.py` changes rules, `leaving.py` has runs leave.
+Values only; `node_admin.py` changes rules, `evacuation.py` has runs leave.
 
 Failure cases: a zone that this machine does not know any more, or a window of another version, makes a calendar that
 cannot be read. Then nothing is placed on the node, and it says so; what runs there stays.

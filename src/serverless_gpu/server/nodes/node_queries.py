@@ -9,15 +9,15 @@ import sqlalchemy as sa
 from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.lifecycle.run_lifecycle import Forgotten
-from serverless_gpu.server import floor
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.floor import GONE, Floor
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
+from serverless_gpu.server.nodes import capacity
+from serverless_gpu.server.nodes.capacity import GONE, Floor
 from serverless_gpu.server.records import audit, nodes
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
@@ -49,17 +49,17 @@ class NodeService:
 
     def view_nodes(self) -> list[NodeView]:
         """Return all nodes as people see them."""
-        there = self._database.read(lambda connection: floor.load(connection, self._leases))
-        return floor.view_nodes(there, self._presence, floor.now(self._settings, self._clock))
+        there = self._database.read(lambda connection: capacity.load(connection, self._leases))
+        return capacity.view_nodes(there, self._presence, capacity.now(self._settings, self._clock))
 
     def view_pools(self) -> list[PoolView]:
         """Return all pools as people see them."""
 
         def work(connection: sa.Connection) -> tuple[Floor, Counter[str]]:
-            return floor.load(connection, self._leases), Counter(runs.queued_by_pool(connection))
+            return capacity.load(connection, self._leases), Counter(runs.queued_by_pool(connection))
 
         there, queued = self._database.read(work)
-        return floor.view_pools(there, self._presence, floor.now(self._settings, self._clock), queued=queued)
+        return capacity.view_pools(there, self._presence, capacity.now(self._settings, self._clock), queued=queued)
 
     def forget(self, who: Caller, name: str, *, known_dead: bool) -> NodeView:
         """Give up a node that an operator knows to be dead: its attempts are over at once.

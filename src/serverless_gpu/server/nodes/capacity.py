@@ -13,9 +13,9 @@ from serverless_gpu import ambient
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.hardware import census
 from serverless_gpu.model.scheduling.values import Node
-from serverless_gpu.server import node_rules
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases, Presence
+from serverless_gpu.server.nodes import node_rules
 from serverless_gpu.server.records import nodes, pools
 from serverless_gpu.server.records.nodes import StoredNode
 from serverless_gpu.server.records.pools import NO_ISOLATION, RESERVED, UNSET, StoredPool

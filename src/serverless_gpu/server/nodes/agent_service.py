@@ -33,7 +33,6 @@ from serverless_gpu.model.access.node_identity import HelloDecision
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import node_admission
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.hub import SCHEDULER, Hub, node_key
@@ -45,7 +44,8 @@ from serverless_gpu.server.lifecycle.liveness import Deliveries, Looks, Presence
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.lifecycle.requeue import Requeue
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
-from serverless_gpu.server.node_admission import NodeAdmission
+from serverless_gpu.server.nodes import node_admission
+from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.records import audit, nodes, pools, stored_secrets
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode

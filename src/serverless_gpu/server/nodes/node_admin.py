@@ -16,11 +16,11 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.access.roles import AccessReach
-from serverless_gpu.server import node_rules, operating
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import RECONCILER, SCHEDULER, Hub, run_key
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.operating import NodeService
+from serverless_gpu.server.nodes import node_queries, node_rules
+from serverless_gpu.server.nodes.node_queries import NodeService
 from serverless_gpu.server.records import audit, nodes, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.nodes import StoredNode
@@ -150,7 +150,7 @@ class NodeRuleService:
         """Write what was decided, have everybody look at it, and return the node."""
 
         def work(connection: sa.Connection) -> tuple[str, list[str]]:
-            node = operating.find_node(connection, asked.node)
+            node = node_queries.find_node(connection, asked.node)
             owner = node.rules.calendar.owner
             if not roles.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
                 raise NotAllowed(f"{node.name} is not {asked.who.name}'s", hint="its owner can, or an operator")

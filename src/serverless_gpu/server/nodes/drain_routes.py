@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server.draining import DrainService
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
+from serverless_gpu.server.nodes.drain import DrainService
 from serverless_gpu.wire.state import DrainRequest, DrainView
 
 routes = Routes("drain")
