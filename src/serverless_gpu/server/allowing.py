@@ -21,10 +21,10 @@ from serverless_gpu.model.access.roles import AccessReach, Resource, reach
 from serverless_gpu.model.access.usage_policy import NamedPolicy, UsagePolicy, apply, choose, where
 from serverless_gpu.model.hardware import FAMILIES
 from serverless_gpu.model.spec import RunSpec
-from serverless_gpu.server import dividing
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.settings import Settings
+from serverless_gpu.server.pools import pool_service
 from serverless_gpu.server.records import nodes, policies, pools, stored_secrets
 from serverless_gpu.server.storage.environment_store import Environments
 
@@ -94,7 +94,7 @@ class PolicyAdmission:
         spec = with_defaults([(each.name, each.policy) for each in under], spec, who.teams)
         stored_secrets.pins(connection, self._sealer, who.name, spec.team or "", spec.secrets)
         pool = where(under, spec)
-        pool = dividing.find_pool(connection, pool).name if pool else ""
+        pool = pool_service.find_pool(connection, pool).name if pool else ""
         effective = apply(
             under,
             spec,
@@ -125,17 +125,17 @@ class PolicyAdmission:
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[NamedPolicy, ...]:
     """Return what a run is under: the policy that it names or has, then the mandatory ones by name."""
     attached, team = policies.attached(connection, who.name, who.teams), spec.team or ""
-    there = [NamedPolicy(name, dividing.find_policy(connection, name)) for name in attached.of(team)]
+    there = [NamedPolicy(name, pool_service.find_policy(connection, name)) for name in attached.of(team)]
     mandatory = {each.name: each for each in there if each.policy.mandatory}
     is_free = False
     if spec.policy is not None:
-        dividing.find_policy(connection, spec.policy)
+        pool_service.find_policy(connection, spec.policy)
         is_free = not policies.holders(connection, spec.policy)
     chosen = choose(attached, who=who.name, named=spec.policy, team=team, is_free=is_free, mandatory=mandatory)
     if not chosen:
         return tuple(mandatory.values())
     is_attached = any(each.name == chosen for each in there)
-    return (NamedPolicy(chosen, dividing.find_policy(connection, chosen), is_attached), *mandatory.values())
+    return (NamedPolicy(chosen, pool_service.find_policy(connection, chosen), is_attached), *mandatory.values())
 
 
 def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: RunSpec, pool: str) -> frozenset[str]:

@@ -14,11 +14,11 @@ from serverless_gpu.model import hardware
 from serverless_gpu.model.access.roles import AccessReach, Resource, reach
 from serverless_gpu.model.access.usage_policy import HOLDER_KINDS, PolicySubject, UsagePolicy, format_span
 from serverless_gpu.model.spec import RANKS_MAX, SECONDS_MAX, TAG_CHARACTERS_MAX, TAGS_MAX
-from serverless_gpu.server import dividing
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER, Hub
 from serverless_gpu.server.core.validation import check_name, check_range, check_text
 from serverless_gpu.server.db.database import Transactions
+from serverless_gpu.server.pools import pool_service
 from serverless_gpu.server.records import audit, nodes, policies, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.policies import POLICIES_MAX, StoredPolicy
@@ -92,7 +92,7 @@ class PolicyService:
 
         def work(connection: sa.Connection) -> PolicyView:
             for pool in filter(None, (asked.pool, *asked.pools)):
-                dividing.find_pool(connection, pool)
+                pool_service.find_pool(connection, pool)
             _check_types(connection, types)
             if asked.team:
                 principals.team(connection, asked.team)

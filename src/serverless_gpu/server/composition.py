@@ -29,7 +29,6 @@ from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.dividing import PoolService
 from serverless_gpu.server.environments.garbage_collection import Collector
 from serverless_gpu.server.estimating import EstimateService
 from serverless_gpu.server.feasibility import Feasibility
@@ -58,6 +57,7 @@ from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_queries import NodeService
 from serverless_gpu.server.notifying import Notifier
 from serverless_gpu.server.planning import Planning
+from serverless_gpu.server.pools.pool_service import PoolService
 from serverless_gpu.server.pricing import PriceService
 from serverless_gpu.server.queue_views import QueueViews
 from serverless_gpu.server.reconciler import Reconciler
