@@ -12,7 +12,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.api import audit, budgets, estimates, policies, prices, queue, runs, state, usage
+from serverless_gpu.server.api import audit, budgets, estimates, prices, queue, runs, state, usage
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.environments import environment_routes
@@ -23,6 +23,7 @@ from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.nodes import agent_routes, drain_routes
+from serverless_gpu.server.policies import policy_routes
 from serverless_gpu.server.pools import node_routes
 from serverless_gpu.server.secrets import secret_routes
 from serverless_gpu.server.storage import blob_routes
@@ -38,7 +39,7 @@ MODULES = (
     environment_routes,
     estimates,
     node_routes,
-    policies,
+    policy_routes,
     prices,
     principal_routes,
     queue,

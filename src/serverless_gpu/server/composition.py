@@ -17,8 +17,6 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.alarming import Alarms
-from serverless_gpu.server.allowing import PolicyAdmission
-from serverless_gpu.server.attaching import PolicyService
 from serverless_gpu.server.budgeting import BudgetService
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.charging import Charging
@@ -57,6 +55,8 @@ from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_queries import NodeService
 from serverless_gpu.server.notifying import Notifier
 from serverless_gpu.server.planning import Planning
+from serverless_gpu.server.policies.policy_admission import PolicyAdmission
+from serverless_gpu.server.policies.policy_service import PolicyService
 from serverless_gpu.server.pools.pool_service import PoolService
 from serverless_gpu.server.pricing import PriceService
 from serverless_gpu.server.queue_views import QueueViews

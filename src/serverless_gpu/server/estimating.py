@@ -18,7 +18,6 @@ from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
 from serverless_gpu.server import costing, holding_back, submitting
 from serverless_gpu.server.affording import BudgetAdmission
-from serverless_gpu.server.allowing import Allowed, PolicyAdmission
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.costing import Wish
@@ -28,6 +27,7 @@ from serverless_gpu.server.lifecycle import owner_suspension
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.nodes import drain as draining
+from serverless_gpu.server.policies.policy_admission import Allowed, PolicyAdmission
 from serverless_gpu.server.records import duration_history, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun

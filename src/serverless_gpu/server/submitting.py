@@ -37,7 +37,6 @@ from serverless_gpu.model.spec import (
 )
 from serverless_gpu.server import views
 from serverless_gpu.server.affording import BudgetAdmission
-from serverless_gpu.server.allowing import Brought, PolicyAdmission, Unread
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.encryption import Sealer
@@ -49,6 +48,7 @@ from serverless_gpu.server.core.validation import check_range, check_text
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
+from serverless_gpu.server.policies.policy_admission import Brought, PolicyAdmission, Unread
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import events, runs

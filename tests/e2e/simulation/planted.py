@@ -18,10 +18,10 @@ from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.server import charging, reconciler, retention, views
-from serverless_gpu.server.allowing import Brought
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import liveness, reports
 from serverless_gpu.server.nodes import agent_service
+from serverless_gpu.server.policies.policy_admission import Brought
 from serverless_gpu.server.records import audit, policies
 from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, purgeable_runs, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server.attaching import PolicyService
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
+from serverless_gpu.server.policies.policy_service import PolicyService
 from serverless_gpu.wire.policies import PolicyList, PolicyRequest, PolicyView, policy_of
 
 routes = Routes("policies")
