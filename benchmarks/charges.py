@@ -20,7 +20,7 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server.charging import Charging
+from serverless_gpu.server.billing.charging import Charging
 from serverless_gpu.server.composition import make_charging
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database

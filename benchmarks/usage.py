@@ -24,11 +24,11 @@ from benchmarks.databases import held, new_postgresql
 from benchmarks.report import Row, Timing
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.billing.usage_report import DayRange
+from serverless_gpu.server.billing.usage_rollup import fold
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import usage_sums
 from serverless_gpu.server.records.usage_sums import Wanted
-from serverless_gpu.server.usage_folding import fold
 
 CHARGES, ACCOUNTS, QUICK = 1_000_000, 2_000, 50_000
 _DAY, _DAYS = 20_770, 30

@@ -12,7 +12,8 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.api import audit, budgets, estimates, prices, queue, runs, state, usage
+from serverless_gpu.server.api import audit, budgets, estimates, queue, runs, state
+from serverless_gpu.server.billing import price_routes, usage_routes
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.environments import environment_routes
@@ -40,13 +41,13 @@ MODULES = (
     estimates,
     node_routes,
     policy_routes,
-    prices,
+    price_routes,
     principal_routes,
     queue,
     runs,
     secret_routes,
     state,
-    usage,
+    usage_routes,
 )
 """Modules of `api/` with `routes`; whoever adds one adds it here."""
 

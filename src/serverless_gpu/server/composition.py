@@ -17,9 +17,12 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
 from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.alarming import Alarms
+from serverless_gpu.server.billing.charging import Charging
+from serverless_gpu.server.billing.price_service import PriceService
+from serverless_gpu.server.billing.usage_reports import UsageReports
+from serverless_gpu.server.billing.usage_rollup import Folding
 from serverless_gpu.server.budgeting import BudgetService
 from serverless_gpu.server.chaining import Chainer
-from serverless_gpu.server.charging import Charging
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.health import Health
 from serverless_gpu.server.core.hub import Hub
@@ -58,7 +61,6 @@ from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.policies.policy_admission import PolicyAdmission
 from serverless_gpu.server.policies.policy_service import PolicyService
 from serverless_gpu.server.pools.pool_service import PoolService
-from serverless_gpu.server.pricing import PriceService
 from serverless_gpu.server.queue_views import QueueViews
 from serverless_gpu.server.reconciler import Reconciler
 from serverless_gpu.server.reserving import Reserving
@@ -79,8 +81,6 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import Spool
 from serverless_gpu.server.submitting import SubmissionService
 from serverless_gpu.server.unsatisfiable import Impossible
-from serverless_gpu.server.usage import UsageReports
-from serverless_gpu.server.usage_folding import Folding
 from serverless_gpu.server.waiting_room import WaitingRoom
 from serverless_gpu.wire.pool_join import RayPool
 

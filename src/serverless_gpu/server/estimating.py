@@ -16,11 +16,12 @@ from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import costing, holding_back, submitting
+from serverless_gpu.server import holding_back, submitting
 from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.billing import run_costs
+from serverless_gpu.server.billing.run_costs import Wish
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.costing import Wish
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
@@ -108,7 +109,7 @@ class EstimateService:
         )
         currency = self._settings.currency
         cost = self._database.read(
-            lambda connection: costing.estimate(connection, wish, now_ns=now_ns, currency=currency)
+            lambda connection: run_costs.estimate(connection, wish, now_ns=now_ns, currency=currency)
         )
         return msgspec.structs.replace(
             estimate_view(found, now_ns),

@@ -17,7 +17,8 @@ from serverless_gpu.errors import ServerStorageFull
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.server import charging, reconciler, retention, views
+from serverless_gpu.server import reconciler, retention, views
+from serverless_gpu.server.billing import charging
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import liveness, reports
 from serverless_gpu.server.nodes import agent_service

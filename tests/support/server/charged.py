@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server.charging import Charging
+from serverless_gpu.server.billing.charging import Charging
 from serverless_gpu.server.composition import Services, make_charging
 
 TICKS_MAX = 1_000

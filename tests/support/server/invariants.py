@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server import charging
+from serverless_gpu.server.billing import charging
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions

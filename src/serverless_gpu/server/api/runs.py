@@ -14,7 +14,8 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
-from serverless_gpu.server import costing, views
+from serverless_gpu.server import views
+from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.byte_ranges import part_of
 from serverless_gpu.server.http.routing import EVENTS, Bytes, Call, Query, Routes, Stream, reading, writing
@@ -119,7 +120,7 @@ def list_runs(
 
     def work(db: sa.Connection) -> tuple[list[StoredRun], str, dict[str, Cost]]:
         found, cursor = runs.page(db, wished, limit=query.limit, cursor=query.cursor)
-        return found, cursor, costing.costs_of(db, found, at) if query.costs else {}
+        return found, cursor, run_costs.costs_of(db, found, at) if query.costs else {}
 
     found, cursor, costs = database.read(work)
     told = tuple(CostView(id=run_id, cost=cost) for run_id, cost in costs.items())
@@ -163,7 +164,7 @@ def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, 
     at = metering.now(clock, leases)
 
     def work(db: sa.Connection) -> Cost:
-        return costing.cost_of(db, _visible(call, db, run), at)
+        return run_costs.cost_of(db, _visible(call, db, run), at)
 
     return CostView(id=run, cost=database.read(work))
 

@@ -476,7 +476,7 @@ def _sums() -> list[sa.Column[int]]:
     return [sa.Column(name, sa.BigInteger, nullable=name == "micros") for name in names]
 
 
-used_days = sa.Table(  # sums of `charges` up to a number, for reports: `usage_folding.py`; may be made anew from them
+used_days = sa.Table(  # sums of `charges` up to a number, for reports: `usage_rollup.py`; may be made anew from them
     "used_days",
     metadata,
     sa.Column("day", sa.Integer, primary_key=True),

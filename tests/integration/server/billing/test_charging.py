@@ -18,7 +18,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import charging
+from serverless_gpu.server.billing import charging
 from serverless_gpu.server.composition import Services, make_charging, make_retention
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database

@@ -16,9 +16,9 @@ from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp, UserCodeStarted
 from serverless_gpu.model.spec import Resources, RunSpec
-from serverless_gpu.server import costing
+from serverless_gpu.server.billing import run_costs
+from serverless_gpu.server.billing.run_costs import Wish
 from serverless_gpu.server.composition import Services
-from serverless_gpu.server.costing import Wish
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.metering import Now
@@ -52,7 +52,7 @@ def cost(database: Database, run_id: str, *, now_ns: int = T0 + HOUR_S * S, at: 
     def read(connection: Any) -> Cost:
         run = runs.find(connection, run_id)
         assert run is not None
-        return costing.cost_of(connection, run, at or Now(wall_ns=now_ns))
+        return run_costs.cost_of(connection, run, at or Now(wall_ns=now_ns))
 
     return database.read(read)
 
@@ -207,7 +207,7 @@ def book(database: Database) -> None:
 def would_cost(database: Database, *, pool: str = "", node: str = "", **spec: Any) -> CostEstimate:
     asked = RunSpec(remote=True, **{"resources": Resources(gpus=2, gpu_type="H100"), **spec})
     wish = Wish(spec=asked, pool=pool, node=node)
-    return database.read(lambda connection: costing.estimate(connection, wish, now_ns=T0, currency="EUR"))
+    return database.read(lambda connection: run_costs.estimate(connection, wish, now_ns=T0, currency="EUR"))
 
 
 _WISHES: list[tuple[dict[str, Any], int | None]] = [

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from serverless_gpu.cli import program
 from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.billing.pricing import MICROS_MAX, Tariff
-from serverless_gpu.server import pricing
+from serverless_gpu.server.billing import price_service
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
@@ -91,7 +91,7 @@ def test_a_price_is_planned_replaced_and_withdrawn(services: Services, database:
 
 
 def test_a_book_that_is_full_can_still_be_corrected(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pricing, "PRICES_MAX", 1)
+    monkeypatch.setattr(price_service, "PRICES_MAX", 1)
     put(services, micros=1)
     put(services, micros=2)
     assert [row.micros_per_hour for row in services.prices.view().prices] == [2]

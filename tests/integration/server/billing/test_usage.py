@@ -17,14 +17,14 @@ from serverless_gpu.model.billing import usage_report as model
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.billing.usage_report import Amounts, DayRange, ReportRow
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import usage
+from serverless_gpu.server.billing import usage_reports
+from serverless_gpu.server.billing.usage_rollup import fold
 from serverless_gpu.server.composition import Services, make_folding
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import prices, usage_rows, usage_sums
 from serverless_gpu.server.records.usage_sums import Wanted
-from serverless_gpu.server.usage_folding import fold
 from serverless_gpu.wire.usage import UsageView
 from tests.support.server import ledgered
 from tests.support.server.ledgered import HOUR_MS
@@ -320,8 +320,8 @@ def test_what_is_not_understood_is_refused(services: Services) -> None:
         json.dumps({f"tag:{n}": "" for n in range(17)}),
     ):
         with pytest.raises(InvalidValue):
-            usage.where_of(text)
-    assert usage.where_of("") == {}
+            usage_reports.where_of(text)
+    assert usage_reports.where_of("") == {}
     with pytest.raises(InvalidValue, match="end before"):
         services.usage_reports.window(10, 10)
     today = services.clock.wall_ns() // DAY_NS
@@ -339,7 +339,7 @@ def test_a_tag_that_postgresql_cannot_hold_breaks_nobodys_report(services: Servi
     assert max(group.amounts.runs for group in view.groups if group.key == ("eval",)) >= 1
     for text in ('{"user":"a\\u0000"}', '{"tag:a\\u0000":""}'):
         with pytest.raises(InvalidValue):
-            usage.where_of(text)
+            usage_reports.where_of(text)
     with pytest.raises(InvalidValue):
         model.parse_by("tag:a\0")
 

@@ -14,7 +14,8 @@ from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server import books, charging
+from serverless_gpu.server import books
+from serverless_gpu.server.billing import charging
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database

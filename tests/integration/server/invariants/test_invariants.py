@@ -26,7 +26,8 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     Unsatisfiable,
     UserCodeStarted,
 )
-from serverless_gpu.server import books, charging
+from serverless_gpu.server import books
+from serverless_gpu.server.billing import charging
 from serverless_gpu.server.books import Books
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database

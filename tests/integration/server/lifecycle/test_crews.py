@@ -18,7 +18,8 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, Silent, StopAsked
-from serverless_gpu.server import books, costing, lendings, views
+from serverless_gpu.server import books, lendings, views
+from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import parse_attempt_token
@@ -374,7 +375,7 @@ def test_each_crew_is_charged_for_what_it_had(services: Services, database: Data
     say(services, run_id, 0, State.STOPPING, facts=tuple(facts_of[0]), files=files, ending=FINISHED)
     run = stored(database, run_id)
     before = database.read(
-        lambda connection: costing.cost_of(connection, run, metering.now(services.clock, services.leases))
+        lambda connection: run_costs.cost_of(connection, run, metering.now(services.clock, services.leases))
     )
     assert (before.gpu_ms, before.is_final) == (150_000, False)
     say(services, run_id, 0, State.STOPPING, receipt=msgspec.Raw(b'{"gpu_ms": 120000, "facts": 3}'))
@@ -387,7 +388,7 @@ def test_each_crew_is_charged_for_what_it_had(services: Services, database: Data
     assert [one.queued_ms for own in posted.values() for one in own] == [1_000, 0]
     run = stored(database, run_id)
     cost = database.read(
-        lambda connection: costing.cost_of(connection, run, metering.now(services.clock, services.leases))
+        lambda connection: run_costs.cost_of(connection, run, metering.now(services.clock, services.leases))
     )
     assert (cost.gpu_ms, cost.micros, cost.is_final, cost.attempts) == (150_000, 150_000, True, 1)
     assert wrong(database) == []

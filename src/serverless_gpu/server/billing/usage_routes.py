@@ -7,11 +7,11 @@ from typing import Annotated
 import msgspec
 
 from serverless_gpu.model.billing.usage_report import parse_by
-from serverless_gpu.server import usage
+from serverless_gpu.server.billing import usage_reports as usage
+from serverless_gpu.server.billing.usage_reports import UsageReports
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading
 from serverless_gpu.server.records.usage_rows import Asked
 from serverless_gpu.server.records.usage_sums import Wanted
-from serverless_gpu.server.usage import UsageReports
 from serverless_gpu.wire.demand import DemandPage
 from serverless_gpu.wire.usage import GROUPS_DEFAULT, GROUPS_MAX, RECORDS_MAX, ListPrices, RecordPage, UsageView
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
-from serverless_gpu.server.pricing import PriceService
 from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 from serverless_gpu.wire.prices import Moment, PriceList, PriceRequest, PriceSet
 

@@ -18,7 +18,8 @@ from serverless_gpu.model.billing import billing_rows, usage_report
 from serverless_gpu.model.billing.metering import SEGMENTS
 from serverless_gpu.model.billing.usage_report import PERIODS, DayRange
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server import usage_going
+from serverless_gpu.server.billing import running_usage
+from serverless_gpu.server.billing.running_usage import UnpostedDay, UnpostedDays
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
@@ -29,7 +30,6 @@ from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.prices import StoredPrice
 from serverless_gpu.server.records.usage_rows import Asked
 from serverless_gpu.server.records.usage_sums import Found, Wanted
-from serverless_gpu.server.usage_going import UnpostedDay, UnpostedDays
 from serverless_gpu.wire.demand import DemandPage, DemandRow
 from serverless_gpu.wire.usage import SKUS_MAX, ListPrices, RecordPage, UsageView
 
@@ -60,13 +60,13 @@ class UsageReports:
         at = metering.now(self._clock, self._leases)
 
         def work(connection: sa.Connection) -> tuple[Found, UnpostedDays]:
-            return usage_sums.find(connection, wanted), usage_going.find(
+            return usage_sums.find(connection, wanted), running_usage.find(
                 connection, at, currency=self._settings.currency
             )
 
         found, going = self._database.read(work)
         lines = [one for one in going.lines if _is_wanted(one, wanted, who, reach)]
-        groups = usage_going.groups(lines, wanted.by)
+        groups = running_usage.groups(lines, wanted.by)
         if found.is_cut:
             shown = {(group.key, group.currency) for group in found.groups}
             groups = [group for group in groups if (group.key, group.currency) in shown]
@@ -75,7 +75,7 @@ class UsageReports:
             from_day=wanted.window.from_day,
             until_day=wanted.window.until_day,
             groups=tuple(usage_report.in_order(usage_report.together([*found.groups, *groups]), wanted.by)),
-            totals=tuple(usage_report.totals([*found.totals, *usage_going.groups(lines, ())])),
+            totals=tuple(usage_report.totals([*found.totals, *running_usage.groups(lines, ())])),
             is_cut=found.is_cut,
             going=len({(one.run_id, one.fence) for one in lines}),
             is_going_cut=going.is_cut,
@@ -137,7 +137,7 @@ class UsageReports:
         def work(connection: sa.Connection) -> tuple[list[tuple[int, DemandRow]], UnpostedDays]:
             rows = usage_rows.demand(connection, asked, may_see, after=after, limit=limit + 1)
             is_last = len(rows) <= limit
-            return rows, usage_going.find(
+            return rows, running_usage.find(
                 connection, at, currency=self._settings.currency
             ) if is_last else UnpostedDays()
 
