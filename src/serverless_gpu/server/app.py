@@ -12,8 +12,9 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.api import audit, budgets, estimates, queue, runs, state
+from serverless_gpu.server.api import audit, estimates, queue, runs, state
 from serverless_gpu.server.billing import price_routes, usage_routes
+from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.environments import environment_routes
@@ -35,7 +36,7 @@ MODULES = (
     attempt_routes,
     audit,
     blob_routes,
-    budgets,
+    budget_routes,
     drain_routes,
     environment_routes,
     estimates,

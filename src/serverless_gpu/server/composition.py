@@ -15,13 +15,16 @@ from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
-from serverless_gpu.server.affording import BudgetAdmission
-from serverless_gpu.server.alarming import Alarms
 from serverless_gpu.server.billing.charging import Charging
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports
 from serverless_gpu.server.billing.usage_rollup import Folding
-from serverless_gpu.server.budgeting import BudgetService
+from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
+from serverless_gpu.server.budgets.budget_enforcer import Keeper
+from serverless_gpu.server.budgets.budget_service import BudgetService
+from serverless_gpu.server.budgets.notice_webhook import Notifier
+from serverless_gpu.server.budgets.spend_alarms import Alarms
+from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.health import Health
@@ -36,7 +39,6 @@ from serverless_gpu.server.feasibility import Feasibility
 from serverless_gpu.server.feasibility_memory import FeasibilityMemory
 from serverless_gpu.server.identity.bootstrap import FileTokens
 from serverless_gpu.server.identity.principal_service import PrincipalService
-from serverless_gpu.server.keeping_within import Keeper
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_hangs import GangHangs
 from serverless_gpu.server.lifecycle.gang_progress import GangProgress
@@ -56,7 +58,6 @@ from serverless_gpu.server.nodes.join import JoinService
 from serverless_gpu.server.nodes.node_admin import NodeRuleService
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_queries import NodeService
-from serverless_gpu.server.notifying import Notifier
 from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.policies.policy_admission import PolicyAdmission
 from serverless_gpu.server.policies.policy_service import PolicyService
@@ -73,7 +74,6 @@ from serverless_gpu.server.second_look import SecondLook
 from serverless_gpu.server.secrets.secret_service import SecretService
 from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.stop_requests import StopService
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import Environments

@@ -17,9 +17,9 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
 from serverless_gpu.server import holding_back, submitting
-from serverless_gpu.server.affording import BudgetAdmission
 from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.billing.run_costs import Wish
+from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions

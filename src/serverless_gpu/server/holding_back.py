@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.scheduling import concurrency_limits
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate, Key, Rooms
-from serverless_gpu.server.budget_index import subject_of_run
+from serverless_gpu.server.budgets.budget_index import subject_of_run
 from serverless_gpu.server.records import policies
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.crews import CrewId

@@ -22,7 +22,8 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
 from serverless_gpu.server import holding_back
-from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
+from serverless_gpu.server.budgets.spending import AsOf, Spending
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension
@@ -34,7 +35,6 @@ from serverless_gpu.server.records import duration_history, shares
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.spending import AsOf, Spending
 from serverless_gpu.server.wanting import Past, begun, wanted
 
 LEARN_AT_ONCE = 64

@@ -29,6 +29,7 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server import holding_back, unsatisfiable
+from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core import server_key as keys
 from serverless_gpu.server.core.encryption import Sealer
@@ -53,7 +54,6 @@ from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.reserving import Reserving
 from serverless_gpu.server.roster import Reading
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.unsatisfiable import Impossible
 
 AT_ONCE = 64

@@ -31,6 +31,7 @@ from serverless_gpu.errors import ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.server import books as book_rows
 from serverless_gpu.server.books import PAGE_RUNS, Books
+from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.chain_check import ChainCheck
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
@@ -41,7 +42,6 @@ from serverless_gpu.server.lendings import Lendings
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.second_look import SecondLook
 from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.violations import Violation
 

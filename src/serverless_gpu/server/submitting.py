@@ -36,7 +36,7 @@ from serverless_gpu.model.spec import (
     check_command,
 )
 from serverless_gpu.server import views
-from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.encryption import Sealer

@@ -17,11 +17,11 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.pricing import Price
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.spec import Command, Resources
+from serverless_gpu.server.budgets.notice_webhook import FIRST_PAUSE_S, OLD_S, TRIES_MAX, Notifier
 from serverless_gpu.server.composition import make_alarms, make_notifier
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.core.validation import check_name
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.notifying import FIRST_PAUSE_S, OLD_S, TRIES_MAX, Notifier
 from serverless_gpu.server.records import audit, budgets, notices, prices
 from serverless_gpu.server.records.notices import Kind
 from serverless_gpu.testing import FakeClock

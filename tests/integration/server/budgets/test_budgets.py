@@ -15,12 +15,12 @@ from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
 from serverless_gpu.server import books, invariants
+from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.composition import make_keeper
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit, duration_history, notices, principals
-from serverless_gpu.server.spending import Spending
 from serverless_gpu.server.wanting import wanted
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello

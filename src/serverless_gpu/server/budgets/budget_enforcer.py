@@ -28,7 +28,8 @@ from serverless_gpu.model.billing import budget_messages
 from serverless_gpu.model.billing.budget import CLOSED, FULL, Standing
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, StopReason
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
+from serverless_gpu.server.budgets.spending import GoingOn, Spending, first_day_of, is_open_to
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
@@ -39,7 +40,6 @@ from serverless_gpu.server.records import audit, budgets, notices
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.notices import Kind
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.spending import GoingOn, Spending, first_day_of, is_open_to
 
 EVERY_S = 5.0
 TOGETHER = 8

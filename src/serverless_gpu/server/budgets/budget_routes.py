@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server.budgeting import BudgetService
+from serverless_gpu.server.budgets.budget_service import BudgetService
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.wire.budgets import BudgetList, BudgetRequest, BudgetView
 

@@ -16,7 +16,8 @@ from serverless_gpu.model.billing.budget import Budget, Scope, Standing
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server.affording import BudgetAdmission
+from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
+from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
@@ -25,7 +26,6 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.records import audit, budgets, notices, policies, pools, principals
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.budgets import StoredBudget
-from serverless_gpu.server.spending import Spending
 from serverless_gpu.units import format_gpu_ms, format_micros
 from serverless_gpu.wire.budgets import AlarmView, BudgetList, BudgetRequest, BudgetView
 

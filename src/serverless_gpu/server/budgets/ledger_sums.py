@@ -11,7 +11,7 @@ from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, Subject
 from serverless_gpu.model.billing.budget_periods import part_until
 from serverless_gpu.model.billing.ledger import LedgerLine
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server.budget_index import BudgetIndex
+from serverless_gpu.server.budgets.budget_index import BudgetIndex
 from serverless_gpu.server.records import accounts, charges
 from serverless_gpu.server.records.runs.crews import Gang
 from serverless_gpu.server.records.runs.uncharged_crews import Unposted

@@ -18,14 +18,14 @@ from serverless_gpu.model.billing.budget import NOTHING, BudgetUse, Subject, fir
 from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.hardware import CPU, matches
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
-from serverless_gpu.server.budget_index import Rooms, subject_of
+from serverless_gpu.server.budgets.budget_index import Rooms, subject_of
+from serverless_gpu.server.budgets.spending import AsOf, Spending, rate_of
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.nodes.capacity import Floor
 from serverless_gpu.server.policies.policy_admission import Allowed
 from serverless_gpu.server.records import prices
-from serverless_gpu.server.spending import AsOf, Spending, rate_of
 
 LEFT_MAX = 20
 """So many budgets are said to somebody who asks what a run would cost."""

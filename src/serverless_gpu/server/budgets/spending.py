@@ -6,7 +6,7 @@
             └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: may it ever start in this period?
                                    ├─▶ `Rooms.take` each tick: who of those that wait may start (`holding_back.py`)
                                    ├─▶ `enter`      the transaction that places one: is there room still?
-                                   └─▶ `keeping_within.py`: who is to stop, what is said
+                                   └─▶ `budget_enforcer.py`: who is to stop, what is said
 
 What an attempt that goes on has used is not what the ledger has of it, but its devices' price from the start of user
 code, by the server's clock, until its last sign of life: it is known to the second, and replaced by charges once it has
@@ -59,8 +59,8 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS
-from serverless_gpu.server.budget_index import BudgetIndex, Rooms, subject_of_run, with_hold
-from serverless_gpu.server.budget_sums import Sums, use_until
+from serverless_gpu.server.budgets.budget_index import BudgetIndex, Rooms, subject_of_run, with_hold
+from serverless_gpu.server.budgets.ledger_sums import Sums, use_until
 from serverless_gpu.server.lifecycle.attempt_clock import Lifetime, Moment
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records import budgets, pools

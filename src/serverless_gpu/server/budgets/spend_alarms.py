@@ -28,6 +28,7 @@ from serverless_gpu.model.billing.spend_forecast import HOURS, HOURS_MIN, RUNS_M
 from serverless_gpu.model.hardware import time_unit
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.model.utc_days import DAY_NS, HOUR_NS
+from serverless_gpu.server.budgets.spending import GoingOn, Spending, rate_of
 from serverless_gpu.server.core.hub import NOTICES, Hub, run_key
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
@@ -39,7 +40,6 @@ from serverless_gpu.server.records.duration_history import latest_of_name
 from serverless_gpu.server.records.notices import Kind
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
-from serverless_gpu.server.spending import GoingOn, Spending, rate_of
 
 EVERY_S = 60.0
 AT_ONCE = 100
