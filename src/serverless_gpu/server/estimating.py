@@ -16,7 +16,7 @@ from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import holding_back, submitting
+from serverless_gpu.server import submitting
 from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.billing.run_costs import Wish
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
@@ -32,8 +32,9 @@ from serverless_gpu.server.policies.policy_admission import Allowed, PolicyAdmis
 from serverless_gpu.server.records import duration_history, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
-from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.wanting import Past, wanted
+from serverless_gpu.server.scheduling import start_limits
+from serverless_gpu.server.scheduling.run_demand import Past, wanted
+from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView, estimate_view
 
 
@@ -126,7 +127,7 @@ class EstimateService:
         if run.owner in owner_suspension.shut_out(connection, run.owner):
             return f"{run.owner} may start no runs now"
         there = capacity.load(connection, self._leases)
-        return holding_back.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)
+        return start_limits.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)
 
 
 def _limit(allowed: Allowed) -> str:

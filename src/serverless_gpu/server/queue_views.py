@@ -24,7 +24,7 @@ from serverless_gpu.server.records import shares
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.records.shares import Kind, StoredShare
-from serverless_gpu.server.sentences import Sentences, Told
+from serverless_gpu.server.scheduling.wait_reasons import Sentences, Told
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
 from serverless_gpu.wire.waits import wait_view
 

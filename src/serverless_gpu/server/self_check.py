@@ -40,8 +40,8 @@ from serverless_gpu.server.db.in_chunks import portions
 from serverless_gpu.server.invariants import History, Moment, broken_chain, violations
 from serverless_gpu.server.lendings import Lendings
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.second_look import SecondLook
-from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.scheduling.missed_run_check import SecondLook
+from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.violations import Violation
 

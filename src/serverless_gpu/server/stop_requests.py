@@ -19,7 +19,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import stop_state
 from serverless_gpu.server.lifecycle.transitions import Announcer, Told
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.wire.runs import RunView
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)

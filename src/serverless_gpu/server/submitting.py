@@ -46,15 +46,15 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.core.validation import check_range, check_text
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.feasibility import Feasibility
-from serverless_gpu.server.feasibility_memory import FeasibilityMemory
 from serverless_gpu.server.policies.policy_admission import Brought, PolicyAdmission, Unread
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
-from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.scheduling.feasibility import Feasibility
+from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
+from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.server.waiting_room import WaitingRoom

@@ -26,7 +26,7 @@ from serverless_gpu.server.records.runs.crews import Outcome, StoredCrew
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.sentences import NOTHING, Told
+from serverless_gpu.server.scheduling.wait_reasons import NOTHING, Told
 from serverless_gpu.server.watching import Look
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (

@@ -17,7 +17,7 @@ from serverless_gpu.model.lifecycle.attempt import ACTIVE
 from serverless_gpu.model.scheduling.values import Placement
 from serverless_gpu.server.db.tables import crews, policies, runs
 from serverless_gpu.server.records.nodes import StoredNode
-from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.scheduling.scheduler import Scheduler
 
 _HAVING = (
     sa.select(runs.c.id, runs.c.fence, crews.c.crew, runs.c.spec_json, crews.c.gpus)

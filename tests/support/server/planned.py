@@ -58,7 +58,7 @@ class Planners:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Scripted] = []
-        monkeypatch.setattr("serverless_gpu.server.planning.Planner", self._make)
+        monkeypatch.setattr("serverless_gpu.server.scheduling.planner_state.Planner", self._make)
 
     @property
     def last(self) -> Scripted:

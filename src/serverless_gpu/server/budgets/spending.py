@@ -4,7 +4,7 @@
     attempts that go on ─────────┤  not at all
     what is posted of those ─────┘
             └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: may it ever start in this period?
-                                   ├─▶ `Rooms.take` each tick: who of those that wait may start (`holding_back.py`)
+                                   ├─▶ `Rooms.take` each tick: who of those that wait may start (`start_limits.py`)
                                    ├─▶ `enter`      the transaction that places one: is there room still?
                                    └─▶ `budget_enforcer.py`: who is to stop, what is said
 

@@ -21,7 +21,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit, duration_history, notices, principals
-from serverless_gpu.server.wanting import wanted
+from serverless_gpu.server.scheduling.run_demand import wanted
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.budgets import BudgetRequest

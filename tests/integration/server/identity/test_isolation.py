@@ -33,7 +33,7 @@ from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import first_tokens
 from serverless_gpu.server.identity.uid_sharing import Exposure
 from serverless_gpu.server.records import audit, nodes, principals
-from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.estimates import EstimateRequest
 from serverless_gpu.wire.principals import PrincipalChange, PrincipalRequest, PrincipalView, TokenMade

@@ -12,7 +12,7 @@ from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records import audit
-from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade
 from serverless_gpu.wire.state import DrainRequest, DrainView

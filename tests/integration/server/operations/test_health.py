@@ -17,7 +17,7 @@ from serverless_gpu.errors import StorageError, StoreUnavailable
 from serverless_gpu.server import assembly
 from serverless_gpu.server.core.health import Checked, Health
 from serverless_gpu.server.core.probes import Probe
-from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import API

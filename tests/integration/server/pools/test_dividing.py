@@ -21,7 +21,7 @@ from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.shares import StoredShare
-from serverless_gpu.server.sentences import Told
+from serverless_gpu.server.scheduling.wait_reasons import Told
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest
 from serverless_gpu.wire.queue import ShareView

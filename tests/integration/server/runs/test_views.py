@@ -14,7 +14,7 @@ from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import attempts, crews
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.sentences import Told
+from serverless_gpu.server.scheduling.wait_reasons import Told
 from serverless_gpu.server.watching import Look
 from tests.support.golden import golden
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell

@@ -15,7 +15,7 @@ from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 from serverless_gpu.wire.runs import Target

@@ -13,7 +13,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import StopAsked
 from serverless_gpu.model.scheduling.values import Decision
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
-from serverless_gpu.server.planning import Planning
+from serverless_gpu.server.scheduling.planner_state import Planning
 from serverless_gpu.wire.attempts import Report
 from tests.support.server.agents import NODE, find, hello, submit, tell
 from tests.support.server.stored import add_people

@@ -27,16 +27,16 @@ from serverless_gpu.model.scheduling.values import (
     Used,
 )
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import sentences
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import run_key
 from serverless_gpu.server.records import audit, shares
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.shares import StoredShare
-from serverless_gpu.server.roster import FOREVER_NS
-from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
-from serverless_gpu.server.sentences import ASKED_S
+from serverless_gpu.server.scheduling import wait_reasons
+from serverless_gpu.server.scheduling.queue_snapshot import FOREVER_NS
+from serverless_gpu.server.scheduling.scheduler import AT_ONCE, Scheduler
+from serverless_gpu.server.scheduling.wait_reasons import ASKED_S
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
 from tests.support.golden import golden
@@ -375,7 +375,7 @@ def test_who_is_asked_about_is_woken_when_they_are_told_something_else_and_nobod
 def test_who_asks_while_the_planner_is_told_something_is_answered_by_what_holds_afterwards(
     services: Services, node_id: str, planners: Planners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sentences, "A_SECOND", 0.001)  # as if so many asked that answers are kept for long
+    monkeypatch.setattr(wait_reasons, "A_SECOND", 0.001)  # as if so many asked that answers are kept for long
     run_id, other = submit(services), submit(services)
     scheduler = make_scheduler(services)
     tick(services, scheduler)

@@ -24,11 +24,11 @@ from serverless_gpu.server.core.hub import node_key, run_key
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle import transitions
-from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.records.runs import active_runs, orders, runs
-from serverless_gpu.server.reserving import Reserving
-from serverless_gpu.server.roster import Reading
-from serverless_gpu.server.scheduler import AT_ONCE, Scheduler
+from serverless_gpu.server.scheduling.engine_reservations import Reserving
+from serverless_gpu.server.scheduling.planner_state import Planning
+from serverless_gpu.server.scheduling.queue_snapshot import Reading
+from serverless_gpu.server.scheduling.scheduler import AT_ONCE, Scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, PoolRequest
 from serverless_gpu.wire.attempts import Report
@@ -235,7 +235,7 @@ def test_the_reconciler_forgets_no_order_that_was_made_while_it_read(
         reconciled.set()
 
     with monkeypatch.context() as slow:
-        slow.setattr("serverless_gpu.server.reconciler.active_runs.active_briefly", read_then_wait)
+        slow.setattr("serverless_gpu.server.scheduling.reconciler.active_runs.active_briefly", read_then_wait)
         thread = threading.Thread(target=tick_reconciler)
         thread.start()
         assert looked.wait(30)

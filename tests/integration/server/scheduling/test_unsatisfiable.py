@@ -10,7 +10,7 @@ from serverless_gpu.model.scheduling.values import WaitReason
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import run_key
-from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import DrainRequest
 from tests.support.server.agents import NODE, OTHER, find, hello, submit

@@ -174,7 +174,7 @@ def told(home: Path, *arguments: str) -> list[str]:
 def test_people_read_it_by_run_and_level_over_all_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_file, "BYTES_MAX", 600)
     handler = log_file.to_file(home / "server" / "server.log")
-    logger = logging.getLogger("serverless_gpu.server.scheduler")
+    logger = logging.getLogger("serverless_gpu.server.scheduling.scheduler")
     for number in range(6):
         with log_context.bound(run=RUN if number % 2 else "01kazzzzzzzzzzzzzzzzzzzzzz", attempt=1):
             logger.info("line %d", number)

@@ -1,10 +1,10 @@
 """The scheduler: load → decide → write the intents, a few placements in a transaction → tell.
 
     runs wait, a node came, devices are free ── ring ─▶ tick
-        load      nodes, who has what, who waits           one read                        `roster.py`
-        decide    the difference to what was known         `planning.py`, pure beyond: `model/scheduling/`
+        load      nodes, who has what, who waits           one read                        `queue_snapshot.py`
+        decide    the difference to what was known         `planner_state.py`, pure beyond: `model/scheduling/`
         place     attempt + order + event, if it still waits   some in a transaction  ← the intent is durable here
-        reserve   the engine, where the nodes are its own  outside of any transaction   `reserving.py`
+        reserve   the engine, where the nodes are its own  outside of any transaction   `engine_reservations.py`
         tell      the node's stream, the run's stream, those who are asked to make room
 
 Killed anywhere in between, the next server finds either a run that waits or an order that was not taken, and goes on
@@ -28,7 +28,6 @@ from serverless_gpu.model.gangs.crew import laid_out
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded
 from serverless_gpu.model.scheduling.values import Placement
-from serverless_gpu.server import holding_back, unsatisfiable
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core import server_key as keys
@@ -42,19 +41,20 @@ from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle import owner_suspension, transitions
 from serverless_gpu.server.lifecycle.liveness import Deliveries, Leases
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
-from serverless_gpu.server.making_room import Preemptor
 from serverless_gpu.server.nodes import drain
-from serverless_gpu.server.planning import Planning
 from serverless_gpu.server.records import accounts, nodes, prices, stored_secrets
 from serverless_gpu.server.records.nodes import StoredNode, by_id
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.attempts import NewAttempt
 from serverless_gpu.server.records.runs.crews import NewCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.reserving import Reserving
-from serverless_gpu.server.roster import Reading
-from serverless_gpu.server.sentences import Sentences
-from serverless_gpu.server.unsatisfiable import Impossible
+from serverless_gpu.server.scheduling import start_limits, unsatisfiable
+from serverless_gpu.server.scheduling.engine_reservations import Reserving
+from serverless_gpu.server.scheduling.planner_state import Planning
+from serverless_gpu.server.scheduling.preemption import Preemptor
+from serverless_gpu.server.scheduling.queue_snapshot import Reading
+from serverless_gpu.server.scheduling.unsatisfiable import Impossible
+from serverless_gpu.server.scheduling.wait_reasons import Sentences
 
 AT_ONCE = 64
 """Placements of one tick; the next one follows at once."""
@@ -213,7 +213,7 @@ class Scheduler:
             world_size=sum(share.count for share in placement.shares),
             num_nodes=len(on),
         )
-        if holding_back.is_full(connection, run, new.world_size, self._leases.freed()):
+        if start_limits.is_full(connection, run, new.world_size, self._leases.freed()):
             return None  # others of its owner were placed before it
         priced = self._at_its_price(connection, run, new, pool=on[0].pool, at_ns=at_ns)
         if priced is None:

@@ -21,7 +21,6 @@ import sqlalchemy as sa
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.concurrency_limits import Candidate
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, Reservation, RunningRun, Used
-from serverless_gpu.server import holding_back
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.budgets.spending import AsOf, Spending
 from serverless_gpu.server.core.settings import Settings
@@ -35,7 +34,8 @@ from serverless_gpu.server.records import duration_history, shares
 from serverless_gpu.server.records.runs import attempts, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.wanting import Past, begun, wanted
+from serverless_gpu.server.scheduling import start_limits
+from serverless_gpu.server.scheduling.run_demand import Past, begun, wanted
 
 LEARN_AT_ONCE = 64
 FOREVER_NS = 1 << 62
@@ -183,7 +183,7 @@ class Roster:
             before, expected_s=self._expected.get(name), second_principal=self._isolation.is_second(run.owner)
         )
         waits = run.state is State.QUEUED
-        asked, candidate = wanted(run, before, now_ns=now_ns), holding_back.candidate(run)
+        asked, candidate = wanted(run, before, now_ns=now_ns), start_limits.candidate(run)
         self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate)
 
     def _learn(self, connection: sa.Connection) -> None:
@@ -227,7 +227,7 @@ class Roster:
         if rooms is not None:
             for run_id in underway.keys() & entries.keys():
                 rooms.keep(entries[run_id].candidate)
-        held_back = holding_back.held_back(connection, line, self._having(there, underway), rooms)
+        held_back = start_limits.held_back(connection, line, self._having(there, underway), rooms)
         held_back |= {run_id: f"{entries[run_id].owner} may start no runs now" for run_id in out}
         return {
             run_id: _kept_back(entry, held_back[run_id]) if run_id in held_back else entry.wanted

@@ -20,13 +20,13 @@ from serverless_gpu.errors import NoSuitableNode
 from serverless_gpu.model.scheduling.feasibility import Shortage, like, shortage
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server.core.settings import Settings
-from serverless_gpu.server.feasibility_memory import FeasibilityMemory
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import nodes, pools
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.wanting import Past, wanted
+from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
+from serverless_gpu.server.scheduling.run_demand import Past, wanted
 
 KNOWN_S = 86_400.0
 """A node counts for so long after it was heard of last."""

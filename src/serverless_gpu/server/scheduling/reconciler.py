@@ -47,7 +47,7 @@ from serverless_gpu.server.records import nodes
 from serverless_gpu.server.records.runs import active_runs, crews, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.crews import CrewId, StoredCrew
-from serverless_gpu.server.scheduler import Scheduler
+from serverless_gpu.server.scheduling.scheduler import Scheduler
 
 EVERY_S = 2.0
 SELDOM_S = 60.0

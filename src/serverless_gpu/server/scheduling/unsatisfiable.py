@@ -24,12 +24,12 @@ from serverless_gpu.model.scheduling.feasibility import like
 from serverless_gpu.model.scheduling.values import QueuedRun
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.feasibility import Feasibility
-from serverless_gpu.server.feasibility_memory import FeasibilityMemory
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Announcer, Note, Told
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.scheduling.feasibility import Feasibility
+from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
+from serverless_gpu.server.scheduling.wait_reasons import Sentences
 
 EVERY_S = 30.0
 AT_ONCE = 64

@@ -20,8 +20,8 @@ from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle.liveness import Presence
 from serverless_gpu.server.nodes import capacity
-from serverless_gpu.server.roster import Reading, Roster
-from serverless_gpu.server.sentences import Sentences
+from serverless_gpu.server.scheduling.queue_snapshot import Reading, Roster
+from serverless_gpu.server.scheduling.wait_reasons import Sentences
 
 _NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
 
