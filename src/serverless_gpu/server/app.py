@@ -12,7 +12,7 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.api import audit, estimates, queue, runs, state
+from serverless_gpu.server.api import audit, state
 from serverless_gpu.server.billing import price_routes, usage_routes
 from serverless_gpu.server.budgets import budget_routes
 from serverless_gpu.server.core.hub import Hub
@@ -27,6 +27,7 @@ from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.nodes import agent_routes, drain_routes
 from serverless_gpu.server.policies import policy_routes
 from serverless_gpu.server.pools import node_routes
+from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
 from serverless_gpu.server.secrets import secret_routes
 from serverless_gpu.server.storage import blob_routes
 from serverless_gpu.wire.base import API
@@ -39,13 +40,13 @@ MODULES = (
     budget_routes,
     drain_routes,
     environment_routes,
-    estimates,
+    estimate_routes,
     node_routes,
     policy_routes,
     price_routes,
     principal_routes,
-    queue,
-    runs,
+    queue_routes,
+    run_routes,
     secret_routes,
     state,
     usage_routes,

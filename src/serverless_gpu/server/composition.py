@@ -34,7 +34,6 @@ from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.environments.garbage_collection import Collector
-from serverless_gpu.server.estimating import EstimateService
 from serverless_gpu.server.identity.bootstrap import FileTokens
 from serverless_gpu.server.identity.principal_service import PrincipalService
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
@@ -58,9 +57,13 @@ from serverless_gpu.server.nodes.node_queries import NodeService
 from serverless_gpu.server.policies.policy_admission import PolicyAdmission
 from serverless_gpu.server.policies.policy_service import PolicyService
 from serverless_gpu.server.pools.pool_service import PoolService
-from serverless_gpu.server.queue_views import QueueViews
-from serverless_gpu.server.retention import Retention
-from serverless_gpu.server.run_queries import RunQueries
+from serverless_gpu.server.runs.estimates import EstimateService
+from serverless_gpu.server.runs.queue_limits import WaitingRoom
+from serverless_gpu.server.runs.queue_views import QueueViews
+from serverless_gpu.server.runs.retention import Retention
+from serverless_gpu.server.runs.run_queries import RunQueries
+from serverless_gpu.server.runs.stop_requests import StopService
+from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.server.sampling import Sampling
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
 from serverless_gpu.server.scheduling.feasibility import Feasibility
@@ -75,13 +78,10 @@ from serverless_gpu.server.scheduling.unsatisfiable import Impossible
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.secrets.secret_service import SecretService
 from serverless_gpu.server.self_check import SelfCheck
-from serverless_gpu.server.stop_requests import StopService
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import Spool
-from serverless_gpu.server.submitting import SubmissionService
-from serverless_gpu.server.waiting_room import WaitingRoom
 from serverless_gpu.wire.pool_join import RayPool
 
 

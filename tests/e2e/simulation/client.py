@@ -14,12 +14,12 @@ import msgspec
 from serverless_gpu.errors import AlreadyFinished, NotFound, ServerlessGpuError, ServerStorageFull
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Function, Resources, RunSpec
-from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.records.runs import files, runs
+from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs.run_stream import Look, Place, Position, Watch
 from serverless_gpu.server.storage import outputs
-from serverless_gpu.server.watching import Look, Place, Position, Watch
 from serverless_gpu.wire.runs import (
     EndedMessage,
     GapMessage,

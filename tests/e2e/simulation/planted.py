@@ -17,7 +17,6 @@ from serverless_gpu.errors import ServerStorageFull
 from serverless_gpu.model.billing.ledger import LedgerEntry, LedgerLine, post
 from serverless_gpu.model.lifecycle.attempt import ACTIVE, Reason
 from serverless_gpu.model.lifecycle.run_lifecycle import GivenUp
-from serverless_gpu.server import retention, views
 from serverless_gpu.server.billing import charging
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.lifecycle import liveness, reports
@@ -27,9 +26,10 @@ from serverless_gpu.server.records import audit, policies
 from serverless_gpu.server.records.runs import attempts, crews, events, facts, files, orders, purgeable_runs, runs
 from serverless_gpu.server.records.runs.active_runs import Active, ActiveCrew
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
+from serverless_gpu.server.runs import retention, views
+from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.server.scheduling import reconciler
 from serverless_gpu.server.storage import logs
-from serverless_gpu.server.submitting import SubmissionService
 from serverless_gpu.wire.runs import RunRequest, RunView
 from tests.e2e.simulation import crew, node
 from tests.e2e.simulation.timeline import S

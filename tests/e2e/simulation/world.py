@@ -21,13 +21,14 @@ from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import Device, parse_fake
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.server import chaining, retention
+from serverless_gpu.server import chaining
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.invariants import History, Stretch
 from serverless_gpu.server.lifecycle import rendezvous_state
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import NO_ISOLATION
+from serverless_gpu.server.runs import retention
 from serverless_gpu.server.self_check import check
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.server.violations import Violation

@@ -26,7 +26,7 @@ from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records import accounts, charges
 from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.runs import attempts, facts, uncharged_crews
-from serverless_gpu.server.retention import EVERY_S
+from serverless_gpu.server.runs.retention import EVERY_S
 from serverless_gpu.server.self_check import check
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden

@@ -124,7 +124,7 @@ def test_F68_a_placement_and_a_ban_at_the_same_moment_see_each_other(
 
 def test_F68_no_new_submits_and_streams_end(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "CHECKED_S", 0.1)
-    monkeypatch.setattr("serverless_gpu.server.watching.IDLE_S", 0.1)
+    monkeypatch.setattr("serverless_gpu.server.runs.run_stream.IDLE_S", 0.1)
     with served(home) as server:
         root = server.connection()
         made = root.ask("POST", "/users", PrincipalRequest(name="ada"), answer=TokenMade)

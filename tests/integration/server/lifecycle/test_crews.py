@@ -18,7 +18,7 @@ from serverless_gpu.model.billing.pricing import Tariff
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, Silent, StopAsked
-from serverless_gpu.server import books, lendings, views
+from serverless_gpu.server import books, lendings
 from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
@@ -30,6 +30,7 @@ from serverless_gpu.server.lifecycle.transitions import Note
 from serverless_gpu.server.nodes import capacity
 from serverless_gpu.server.records import charges
 from serverless_gpu.server.records.runs import active_runs, attempts, runs, uncharged_crews
+from serverless_gpu.server.runs import views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece
 from tests.support.golden import golden

@@ -12,12 +12,12 @@ from serverless_gpu.model.gangs.gang_lifecycle import Cause, Crew, Halt, Over, e
 from serverless_gpu.model.lifecycle.attempt import Failure, Hang, Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import Run, surely_ends
 from serverless_gpu.node.base.protocol import Stopped
-from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.lifecycle.gang_endings import Word, together
 from serverless_gpu.server.records.runs.crews import StoredCrew
-from serverless_gpu.server.watching import Look, Position, Watch
+from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs.run_stream import Look, Position, Watch
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File
 from serverless_gpu.wire.runs import EndedMessage

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import run_key
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.runs import views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, LogPiece, Report, ReportAnswer
 from tests.support.server.made import made_services

@@ -16,7 +16,6 @@ from serverless_gpu.errors import InvalidValue, NotFound, ServerlessGpuError, To
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, Silent, StopAsked
 from serverless_gpu.model.spec import BlobReference, Command
-from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.hub import SCHEDULER, run_key
 from serverless_gpu.server.db import tables
@@ -24,6 +23,7 @@ from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import crews, facts, files
 from serverless_gpu.server.records.runs.files import StoredFile
+from serverless_gpu.server.runs import views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Ending, File
 from serverless_gpu.wire.base import INLINE_BYTES_MAX

@@ -14,7 +14,6 @@ from serverless_gpu.errors import InvalidValue, NotAllowed, NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.nodes import evacuation, node_admin
@@ -22,6 +21,7 @@ from serverless_gpu.server.nodes.node_admin import Asked
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import active_runs, events, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.runs import views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import Heartbeat, NodeView, Start
 from serverless_gpu.wire.nodes import CalendarRequest, LeftOut, NodeDrainRequest, NodeRules, QuarantineRequest

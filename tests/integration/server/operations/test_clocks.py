@@ -20,7 +20,7 @@ from serverless_gpu.server.lifecycle import endings
 from serverless_gpu.server.records import principals
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.server.records.runs import attempts
-from serverless_gpu.server.retention import FIRST_S
+from serverless_gpu.server.runs.retention import FIRST_S
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.attempts import Report
 from tests.support.server import simulation

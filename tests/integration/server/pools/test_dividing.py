@@ -13,14 +13,14 @@ from serverless_gpu.errors import InvalidValue, NotFound
 from serverless_gpu.model.access.usage_policy import UsagePolicy
 from serverless_gpu.model.scheduling.values import Reservation, TeamUse, Wait, WaitReason
 from serverless_gpu.model.spec import Priority, Resources
-from serverless_gpu.server import queue_views
-from serverless_gpu.server.api.queue import QueueQuery
 from serverless_gpu.server.composition import Services, make_scheduler
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.shares import StoredShare
+from serverless_gpu.server.runs import queue_views
+from serverless_gpu.server.runs.queue_routes import QueueQuery
 from serverless_gpu.server.scheduling.wait_reasons import Told
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import PoolRequest

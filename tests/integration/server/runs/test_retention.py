@@ -9,7 +9,6 @@ import pytest
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server import retention
 from serverless_gpu.server.composition import Services, make_retention
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
@@ -17,7 +16,8 @@ from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import facts, files, purgeable_runs
 from serverless_gpu.server.records.runs.files import StoredFile
-from serverless_gpu.server.retention import EVERY_S, FIRST_S, Retention
+from serverless_gpu.server.runs import retention
+from serverless_gpu.server.runs.retention import EVERY_S, FIRST_S, Retention
 from serverless_gpu.testing import FakeClock
 from tests.support.server.charged import charge_all
 from tests.support.server.made import made_services

@@ -16,8 +16,8 @@ from serverless_gpu.errors import (
     TooLarge,
 )
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import watching
 from serverless_gpu.server.http import routing
+from serverless_gpu.server.runs import run_stream
 from serverless_gpu.wire.attempts import Ending, File, LogPiece, Report, ReportAnswer
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.principals import PrincipalRequest, TeamRequest, TeamView, TokenMade, TokenView
@@ -150,7 +150,7 @@ def test_who_may_see_runs_and_stop_them_is_what_the_role_says(server: Served) ->
 
 def test_a_token_that_is_revoked_ends_its_streams(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "CHECKED_S", 0.1)
-    monkeypatch.setattr(watching, "IDLE_S", 0.1)
+    monkeypatch.setattr(run_stream, "IDLE_S", 0.1)
     admin = server.connection()
     made = admin.ask("POST", "/users", PrincipalRequest(name="ann"), answer=TokenMade)
     ann = server.connection(made.secret)
@@ -164,7 +164,7 @@ def test_a_token_that_is_revoked_ends_its_streams(server: Served, monkeypatch: p
 
 def test_who_leaves_a_team_reads_its_runs_no_longer(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "CHECKED_S", 0.1)
-    monkeypatch.setattr(watching, "IDLE_S", 0.1)
+    monkeypatch.setattr(run_stream, "IDLE_S", 0.1)
     admin = server.connection()
     admin.ask("POST", "/teams", TeamRequest(name="search"), answer=TeamView)
     ann, bob = person(server, "ann", teams=("search",)), person(server, "bob", teams=("search",))

@@ -25,7 +25,6 @@ from serverless_gpu.errors import (
 from serverless_gpu.model.access.usage_policy import MAX_RUN_S
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.spec import BlobReference, Command, Function, Kernel, Resources, RunSpec
-from serverless_gpu.server import submitting
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import SCHEDULER
@@ -33,6 +32,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records import audit, pools
 from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.runs import submission
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.base import INLINE_BYTES_MAX
 from serverless_gpu.wire.runs import RunRequest
@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str
 def test_what_cannot_be_is_refused_by_name_and_nothing_is_written(name: str) -> None:
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
-        submitting.check(make(), ALICE)
+        submission.check(make(), ALICE)
 
 
 def test_submitting_checks_before_it_writes(services: Services, database: Database) -> None:

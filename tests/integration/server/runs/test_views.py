@@ -9,13 +9,13 @@ from serverless_gpu.errors import NotFound
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp, Silent, StopAsked, UserCodeStarted
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server import views
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import attempts, crews
 from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs.run_stream import Look
 from serverless_gpu.server.scheduling.wait_reasons import Told
-from serverless_gpu.server.watching import Look
 from tests.support.golden import golden
 from tests.support.server.stored import T0, S, add_node, add_people, add_run, place, stored, tell
 

@@ -14,11 +14,11 @@ from serverless_gpu.model.hardware import parse_fake
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, StopAsked
 from serverless_gpu.model.spec import Resources
-from serverless_gpu.server import views
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.records.runs import events
 from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.runs import views
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AttemptSeen, Order, Start, Stop
 from tests.support.golden import golden

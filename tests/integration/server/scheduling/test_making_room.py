@@ -11,12 +11,12 @@ from serverless_gpu.engines.simulated.simulated_agents import SimulatedWork
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.scheduling.values import QueuePolicy, WaitReason
 from serverless_gpu.model.spec import Priority
-from serverless_gpu.server import views
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.invariants import History
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import attempts, events, runs
+from serverless_gpu.server.runs import views
 from serverless_gpu.server.self_check import check
 from serverless_gpu.wire.agents import PoolRequest
 from tests.support.golden import golden

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.server import submitting
 from serverless_gpu.server.app import all_routes
+from serverless_gpu.server.runs import submission
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
 from tests.support.golden import golden
@@ -54,7 +54,7 @@ def force_errors(client: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> set[
         raise RuntimeError(f"a bug, beside {client.headers['Authorization']} and postgresql://sgpu:{PASSWORD}@db/sgpu")
 
     with monkeypatch.context() as patched:
-        patched.setattr(submitting, "submit", fail)
+        patched.setattr(submission, "submit", fail)
         answer = submitted(client)
     statuses.add(answer.status_code)
     if answer.status_code == 500:

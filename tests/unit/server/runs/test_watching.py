@@ -13,8 +13,8 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.core.hub import Hub, run_key
+from serverless_gpu.server.runs.run_stream import Look, Place, Position, Watch, parse_offsets, parse_ranks
 from serverless_gpu.server.storage.logs import Logs
-from serverless_gpu.server.watching import Look, Place, Position, Watch, parse_offsets, parse_ranks
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.runs import (
     EndedMessage,

@@ -16,7 +16,6 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.model.access.roles import AccessReach
 from serverless_gpu.model.lifecycle.attempt import State
 from serverless_gpu.model.scheduling.values import CLASSES, Reservation, TeamUse, WaitReason
-from serverless_gpu.server import views
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
@@ -24,6 +23,7 @@ from serverless_gpu.server.records import shares
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import StoredRun
 from serverless_gpu.server.records.shares import Kind, StoredShare
+from serverless_gpu.server.runs import views
 from serverless_gpu.server.scheduling.wait_reasons import Sentences, Told
 from serverless_gpu.wire.queue import QueueEntry, QueueView, ShareList, ShareView
 from serverless_gpu.wire.waits import wait_view

@@ -14,7 +14,6 @@ from serverless_gpu.model.access import roles
 from serverless_gpu.model.cost import Cost
 from serverless_gpu.model.gangs.crew import NODES_MAX
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, State
-from serverless_gpu.server import views
 from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.byte_ranges import part_of
@@ -23,13 +22,14 @@ from serverless_gpu.server.lifecycle import endings, metering
 from serverless_gpu.server.lifecycle.liveness import Leases
 from serverless_gpu.server.records.runs import attempts, files, runs
 from serverless_gpu.server.records.runs.runs import StoredRun
-from serverless_gpu.server.run_queries import RunQueries
-from serverless_gpu.server.stop_requests import StopService
+from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs.run_queries import RunQueries
+from serverless_gpu.server.runs.run_stream import Position, parse_offsets, parse_ranks
+from serverless_gpu.server.runs.stop_requests import StopService
+from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.server.storage import outputs
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.logs import Logs
-from serverless_gpu.server.submitting import SubmissionService
-from serverless_gpu.server.watching import Position, parse_offsets, parse_ranks
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, PAGE_DEFAULT, PAGE_MAX
 from serverless_gpu.wire.costs import CostView
 from serverless_gpu.wire.runs import (

@@ -13,12 +13,12 @@ from serverless_gpu.ambient import Clock
 from serverless_gpu.errors import InvalidValue, NotAllowed
 from serverless_gpu.model.access import roles
 from serverless_gpu.model.lifecycle.attempt import StopReason
-from serverless_gpu.server import views
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle import stop_state
 from serverless_gpu.server.lifecycle.transitions import Announcer, Told
 from serverless_gpu.server.records.runs import runs
+from serverless_gpu.server.runs import views
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.wire.runs import RunView
 

@@ -16,7 +16,6 @@ from serverless_gpu.ambient import Clock, new_run_id
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.scheduling.values import StartEstimate
 from serverless_gpu.model.spec import Command, Function, Kernel, check_command
-from serverless_gpu.server import submitting
 from serverless_gpu.server.billing import run_costs
 from serverless_gpu.server.billing.run_costs import Wish
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
@@ -32,6 +31,7 @@ from serverless_gpu.server.policies.policy_admission import Allowed, PolicyAdmis
 from serverless_gpu.server.records import duration_history, pools
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
+from serverless_gpu.server.runs import submission
 from serverless_gpu.server.scheduling import start_limits
 from serverless_gpu.server.scheduling.run_demand import Past, wanted
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
@@ -74,8 +74,8 @@ class EstimateService:
             SecretMissing: a secret that it names is not there.
             TooLarge: it is over a limit.
         """
-        submitting.check_spec(request.spec, who)
-        submitting.check_target(request.target)
+        submission.check_spec(request.spec, who)
+        submission.check_target(request.target)
         match request.spec.payload:
             case Kernel():
                 raise InvalidValue(

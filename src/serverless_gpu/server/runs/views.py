@@ -26,8 +26,8 @@ from serverless_gpu.server.records.runs.crews import Outcome, StoredCrew
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.files import StoredFile
 from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.runs.run_stream import Look
 from serverless_gpu.server.scheduling.wait_reasons import NOTHING, Told
-from serverless_gpu.server.watching import Look
 from serverless_gpu.wire.base import Json
 from serverless_gpu.wire.runs import (
     AttemptView,
@@ -61,7 +61,7 @@ def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) 
 
 
 def _shown(spec: RunSpec) -> RunSpec:
-    """Return a spec without the digests of its call: a run that names them gets their bytes (`submitting.py`)."""
+    """Return a spec without the digests of its call: a run that names them gets their bytes (`submission.py`)."""
     if not isinstance(spec.payload, Function) or spec.payload.call is None:
         return spec
     return msgspec.structs.replace(spec, payload=Function())

@@ -35,7 +35,6 @@ from serverless_gpu.model.spec import (
     RunSpec,
     check_command,
 )
-from serverless_gpu.server import views
 from serverless_gpu.server.budgets.budget_admission import BudgetAdmission
 from serverless_gpu.server.core import log_context
 from serverless_gpu.server.core.caller import Caller
@@ -52,12 +51,13 @@ from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import events, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.runs import NewRun, StoredRun
+from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs.queue_limits import WaitingRoom
 from serverless_gpu.server.scheduling.feasibility import Feasibility
 from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.storage.blobs import Blobs, check_reference
 from serverless_gpu.server.storage.environment_store import Environments
-from serverless_gpu.server.waiting_room import WaitingRoom
 from serverless_gpu.wire.base import INLINE_BYTES_MAX, LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.runs import RunRequest, RunView, Target
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serverless_gpu.server.estimating import EstimateService
 from serverless_gpu.server.http.routing import Call, Routes, writing
+from serverless_gpu.server.runs.estimates import EstimateService
 from serverless_gpu.wire.estimates import EstimateRequest, EstimateView
 
 routes = Routes("estimates")

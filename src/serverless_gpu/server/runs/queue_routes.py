@@ -8,7 +8,7 @@ import msgspec
 
 from serverless_gpu.server.http.routing import Call, Query, Routes, reading, writing
 from serverless_gpu.server.pools.pool_service import PoolService
-from serverless_gpu.server.queue_views import QueueViews
+from serverless_gpu.server.runs.queue_views import QueueViews
 from serverless_gpu.wire.queue import (
     LIMIT_MAX,
     QueueView,

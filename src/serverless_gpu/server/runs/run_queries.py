@@ -8,15 +8,15 @@ import msgspec
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.server import views
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.lifecycle.reports import ReportService
 from serverless_gpu.server.records.runs.runs import StoredRun
+from serverless_gpu.server.runs import views
+from serverless_gpu.server.runs.run_stream import Look, Position, Watch
 from serverless_gpu.server.scheduling.wait_reasons import NOTHING, Sentences
 from serverless_gpu.server.storage.logs import Logs
-from serverless_gpu.server.watching import Look, Position, Watch
 from serverless_gpu.wire.runs import AcceptedMessage, RunView, StreamMessage
 
 
