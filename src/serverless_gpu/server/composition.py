@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 
 from serverless_gpu.ambient import Clock
 from serverless_gpu.engines.base import Engine
+from serverless_gpu.server.audit.chain_writer import Chainer
 from serverless_gpu.server.billing.charging import Charging
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.billing.usage_reports import UsageReports
@@ -25,7 +26,6 @@ from serverless_gpu.server.budgets.budget_service import BudgetService
 from serverless_gpu.server.budgets.notice_webhook import Notifier
 from serverless_gpu.server.budgets.spend_alarms import Alarms
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.chaining import Chainer
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.health import Health
 from serverless_gpu.server.core.hub import Hub

@@ -30,9 +30,9 @@ import sqlalchemy as sa
 from serverless_gpu.errors import ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.server import books as book_rows
+from serverless_gpu.server.audit.chain_check import ChainCheck
 from serverless_gpu.server.books import PAGE_RUNS, Books
 from serverless_gpu.server.budgets.spending import Spending
-from serverless_gpu.server.chain_check import ChainCheck
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Transactions

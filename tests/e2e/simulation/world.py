@@ -21,7 +21,7 @@ from serverless_gpu.engines.base import EngineNode
 from serverless_gpu.engines.simulated.simulated_engine import Reservations, SimulatedEngine
 from serverless_gpu.model.hardware import Device, parse_fake
 from serverless_gpu.model.lifecycle.attempt import TERMINAL
-from serverless_gpu.server import chaining
+from serverless_gpu.server.audit import chain_writer
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.invariants import History, Stretch
@@ -311,7 +311,7 @@ class World:
             mock.patch.object(faults, "reach", self._reach),
             mock.patch.object(retention, "FIRST_S", 20.0),
             mock.patch.object(retention, "EVERY_S", 20.0),
-            mock.patch.object(chaining, "EVERY_S", 5.0),
+            mock.patch.object(chain_writer, "EVERY_S", 5.0),
             mock.patch.object(Environments, "need", lambda _self, _snapshot: None),
             mock.patch.object(rendezvous_state, "COME_S", 40.0),
             mock.patch.object(rendezvous_state, "MEET_S", 20.0),
