@@ -36,6 +36,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.environments.garbage_collection import Collector
 from serverless_gpu.server.identity.bootstrap import FileTokens
 from serverless_gpu.server.identity.principal_service import PrincipalService
+from serverless_gpu.server.invariants.self_check import SelfCheck
 from serverless_gpu.server.lifecycle.attempt_tokens import AttemptTokens
 from serverless_gpu.server.lifecycle.gang_hangs import GangHangs
 from serverless_gpu.server.lifecycle.gang_progress import GangProgress
@@ -77,7 +78,6 @@ from serverless_gpu.server.scheduling.scheduler import Scheduler
 from serverless_gpu.server.scheduling.unsatisfiable import Impossible
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.secrets.secret_service import SecretService
-from serverless_gpu.server.self_check import SelfCheck
 from serverless_gpu.server.storage.blobs import Blobs
 from serverless_gpu.server.storage.environment_store import Environments
 from serverless_gpu.server.storage.logs import Logs

@@ -21,9 +21,9 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import RunCancelled
-from serverless_gpu.server import self_check
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.invariants import History
+from serverless_gpu.server.invariants import self_check
+from serverless_gpu.server.invariants.run_invariants import History
 from serverless_gpu.wire.prices import PriceRequest, PriceSet
 from tests.support.golden import golden
 from tests.support.homes import use_home

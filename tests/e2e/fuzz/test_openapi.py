@@ -22,7 +22,7 @@ import pytest
 from serverless_gpu.ambient import SystemClock, new_run_id
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.self_check import check
+from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.version import __version__
 from serverless_gpu.wire.agents import AgentHello, AgentWelcome
 from serverless_gpu.wire.base import PROTOCOL

@@ -24,14 +24,14 @@ from serverless_gpu.model.lifecycle.attempt import TERMINAL
 from serverless_gpu.server.audit import chain_writer
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
-from serverless_gpu.server.invariants import History, Stretch
+from serverless_gpu.server.invariants.run_invariants import History, Stretch
+from serverless_gpu.server.invariants.self_check import check
+from serverless_gpu.server.invariants.violations import Violation
 from serverless_gpu.server.lifecycle import rendezvous_state
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import NO_ISOLATION
 from serverless_gpu.server.runs import retention
-from serverless_gpu.server.self_check import check
 from serverless_gpu.server.storage.environment_store import Environments
-from serverless_gpu.server.violations import Violation
 from serverless_gpu.wire.agents import Start
 from tests.e2e.simulation import caps, supervisor
 from tests.e2e.simulation.client import SECRET, Client, Wrong

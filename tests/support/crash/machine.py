@@ -17,9 +17,9 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.client.remote.server import close_all
-from serverless_gpu.server import self_check
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.invariants import History
+from serverless_gpu.server.invariants import self_check
+from serverless_gpu.server.invariants.run_invariants import History
 from serverless_gpu.wire.connection import Connection
 from serverless_gpu.wire.prices import PriceRequest, PriceSet
 from tests.e2e.remote.conftest import end_node

@@ -10,11 +10,10 @@ import sqlalchemy as sa
 
 from serverless_gpu.model.gangs.rendezvous import Chosen
 from serverless_gpu.model.lifecycle.attempt import Reason, State
-from serverless_gpu.server import books
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.invariants import violations
+from serverless_gpu.server.invariants import invariant_inputs, violations
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, Told
 from serverless_gpu.server.records.runs import attempts, events, orders, runs
@@ -81,5 +80,5 @@ def waiting(database: Database, node_id: str) -> list[orders.StoredOrder]:
 
 def wrong(database: Database) -> list[str]:
     """Return what is wrong with the crews of what is written; nobody is said to have asked for these runs."""
-    found = violations(database.read(books.load))
+    found = violations(database.read(invariant_inputs.load))
     return [one.sentence for one in found if one.invariant != "I8"]

@@ -145,7 +145,7 @@ def check(as_json: bool) -> None:
     rollback = load("serverless_gpu.server.rollback")
     with contextlib.closing(database_room.Database(settings.database, clock=SystemClock())) as database:
         lost = rollback.evidence(settings, database.read)
-        checked = load("serverless_gpu.server.self_check").check(database.read)
+        checked = load("serverless_gpu.server.invariants.self_check").check(database.read)
     if as_json:
         print_json(msgspec.structs.replace(checked, lost=lost))
     else:

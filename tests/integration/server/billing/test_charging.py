@@ -22,12 +22,12 @@ from serverless_gpu.server.billing import charging
 from serverless_gpu.server.composition import Services, make_charging, make_retention
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records import accounts, charges
 from serverless_gpu.server.records.accounts import Account
 from serverless_gpu.server.records.runs import attempts, facts, uncharged_crews
 from serverless_gpu.server.runs.retention import EVERY_S
-from serverless_gpu.server.self_check import check
 from serverless_gpu.testing import FakeClock
 from tests.support.golden import golden
 from tests.support.server.charged import charge_all

@@ -14,12 +14,12 @@ from serverless_gpu.model.billing.budget import Period
 from serverless_gpu.model.hardware import Device, DeviceKind
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
 from serverless_gpu.model.spec import Command
-from serverless_gpu.server import books, invariants
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.composition import make_keeper
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.invariants import invariant_inputs, run_invariants
 from serverless_gpu.server.records import audit, duration_history, notices, principals
 from serverless_gpu.server.scheduling.run_demand import wanted
 from serverless_gpu.testing import FakeClock
@@ -302,7 +302,7 @@ def test_a_remark_goes_to_runs_that_go_on_and_is_no_move(spent: Spent) -> None:
     spent.go_on(85, run_id)
     states = [state for state, _ in spent.told(run_id)]
     assert states == [State.QUEUED, State.STARTING, State.RUNNING, State.RUNNING]
-    assert invariants.violations(spent.database.read(lambda c: books.of_runs(c, [run_id]))) == []
+    assert run_invariants.violations(spent.database.read(lambda c: invariant_inputs.of_runs(c, [run_id]))) == []
 
 
 def test_budgets_are_checked(spent: Spent) -> None:

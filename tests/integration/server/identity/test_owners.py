@@ -10,10 +10,10 @@ import pytest
 
 from serverless_gpu.errors import NotAuthenticated
 from serverless_gpu.model.lifecycle.attempt import Reason, State, StopReason
-from serverless_gpu.server import self_check
 from serverless_gpu.server.composition import Services, make_reconciler, make_scheduler
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http import routing
+from serverless_gpu.server.invariants import self_check
 from serverless_gpu.server.records import audit
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.principals import PrincipalChange, PrincipalRequest, PrincipalView, TokenMade

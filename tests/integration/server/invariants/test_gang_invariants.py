@@ -14,17 +14,17 @@ from serverless_gpu.model.gangs.gang_lifecycle import Cause
 from serverless_gpu.model.lifecycle.attempt import Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, UserCodeStarted
-from serverless_gpu.server import books
 from serverless_gpu.server.billing import charging
-from serverless_gpu.server.books import Books
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.invariants import History, Stretch, violations
-from serverless_gpu.server.lendings import Lendings
+from serverless_gpu.server.invariants import invariant_inputs, violations
+from serverless_gpu.server.invariants.allocations import Lendings
+from serverless_gpu.server.invariants.invariant_inputs import Books
+from serverless_gpu.server.invariants.run_invariants import History, Stretch
+from serverless_gpu.server.invariants.violations import Violation
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.records.runs import facts, files
 from serverless_gpu.server.records.runs.files import StoredFile
-from serverless_gpu.server.violations import Violation
 from tests.support.golden import golden
 from tests.support.server.ganged import happened, place_met
 from tests.support.server.invariants import submitted
@@ -229,7 +229,7 @@ def broken(database: Database, run_id: str, write: Break) -> list[Violation]:
 
     def work(connection: sa.Connection) -> None:
         write(connection, run_id)
-        found[:] = violations(books.of_runs(connection, [run_id]))
+        found[:] = violations(invariant_inputs.of_runs(connection, [run_id]))
         raise _Enough
 
     with contextlib.suppress(_Enough):
@@ -250,10 +250,10 @@ def test_what_is_wrong_with_a_gang_is_found(people: Database) -> None:
 
 def test_a_device_that_two_crews_of_a_gang_have_is_found_pages_apart(people: Database) -> None:
     run_id = finished(people)
-    page = people.read(partial(books.of_runs, run_ids=[run_id]))
+    page = people.read(partial(invariant_inputs.of_runs, run_ids=[run_id]))
     assert Lendings().look(page) == []
     people.write(partial(lent_to_both, run_id=run_id))
-    page = people.read(partial(books.of_runs, run_ids=[run_id]))
+    page = people.read(partial(invariant_inputs.of_runs, run_ids=[run_id]))
     sentences = [one.sentence for one in Lendings().look(page)]
     assert sentences == [golden("server.gang_invariants.attempts-crew-same", run_id=run_id)]
 
@@ -292,7 +292,7 @@ def test_user_code_of_a_gang_that_was_called_off_is_found_though_nobody_reported
     place_gang(people, run_id, 1, 1)
     called_off = partial(in_attempt(1, called_off=True), run_id=run_id)
     people.write(called_off)
-    page = people.read(partial(books.of_runs, run_ids=[run_id]))
+    page = people.read(partial(invariant_inputs.of_runs, run_ids=[run_id]))
     assert violations(page) == []
     ran = msgspec.structs.replace(stretch(1, 1, 0, None), run_id=run_id)
     assert [one.sentence for one in violations(page, History(stretches=(ran,)))] == [

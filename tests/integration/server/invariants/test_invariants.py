@@ -26,19 +26,19 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
     Unsatisfiable,
     UserCodeStarted,
 )
-from serverless_gpu.server import books
 from serverless_gpu.server.billing import charging
-from serverless_gpu.server.books import Books
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.invariants import MOVES, History, Moment, Stretch, violations
+from serverless_gpu.server.invariants import invariant_inputs, violations
+from serverless_gpu.server.invariants.invariant_inputs import Books
+from serverless_gpu.server.invariants.run_invariants import MOVES, History, Moment, Stretch
+from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import stop_state, transitions
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs import attempts, events, facts, files, runs
 from serverless_gpu.server.records.runs.events import StoredEvent
 from serverless_gpu.server.records.runs.files import StoredFile
-from serverless_gpu.server.self_check import check
 from tests.support.golden import golden
 from tests.support.server.invariants import WHO, WHOLE, finished, ledger, submitted
 from tests.support.server.stored import T0, S, add_node, add_people, place, tell
@@ -189,12 +189,12 @@ def test_what_is_wrong_is_found(people: Database) -> None:
         run_id, other = finished(people), finished(people)
         end = {run_id: (State.SUCCEEDED, Reason.COMPLETED)}
         history = History(acknowledged=frozenset({run_id}), ends=end, secrets=("hunter2",))
-        of_one = partial(books.of_runs, run_ids=[run_id])
+        of_one = partial(invariant_inputs.of_runs, run_ids=[run_id])
         assert violations(people.read(of_one), history) == []
         people.write(partial(write, run_id=run_id))
         if invariant not in {one.invariant for one in violations(people.read(of_one), history)}:
             not_found.append(what)
-        both = violations(people.read(partial(books.of_runs, run_ids=[other, run_id])))
+        both = violations(people.read(partial(invariant_inputs.of_runs, run_ids=[other, run_id])))
         assert "I4" in {one.invariant for one in both} or what == golden("server.invariants.acknowledged-run-gone")
     assert not_found == []
 
@@ -255,7 +255,7 @@ def test_a_part_that_is_not_in_the_store_is_found(people: Database) -> None:
     part = "0" * 64
     in_store = StoredFile(name="results/1.pkl", size=9, parts=(part,))
     people.write(lambda connection: files.put(connection, run_id, 2, [in_store]))
-    page = people.read(lambda connection: books.load(connection))
+    page = people.read(lambda connection: invariant_inputs.load(connection))
     assert violations(page) == []
     assert [str(one) for one in violations(page, None, Moment(missing_parts=frozenset({part})))] == [
         golden("server.invariants.i6-run-parts", run_id=run_id)
@@ -263,8 +263,8 @@ def test_a_part_that_is_not_in_the_store_is_found(people: Database) -> None:
 
 
 def test_what_is_too_much_is_left_out_and_said(people: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books, "FACTS_MAX", 5)
-    monkeypatch.setattr(books, "EVENTS_MAX", 2)
+    monkeypatch.setattr(invariant_inputs, "FACTS_MAX", 5)
+    monkeypatch.setattr(invariant_inputs, "EVENTS_MAX", 2)
     run_id = finished(people)
     checked = check(people.read)
     assert checked.skipped == (

@@ -13,15 +13,15 @@ from click.testing import CliRunner
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.errors import ServerUnavailable
-from serverless_gpu.server import books, self_check
 from serverless_gpu.server.audit.chain_check import ChainCheck
 from serverless_gpu.server.composition import Services, make_scheduler, make_self_check
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.invariants import invariant_inputs, self_check
+from serverless_gpu.server.invariants.self_check import check as checked
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import runs
-from serverless_gpu.server.self_check import check as checked
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.base import PROTOCOL
@@ -81,12 +81,12 @@ def test_all_runs_are_looked_at_page_by_page(
     for _ in range(5):
         submitted(people)
     make_scheduler(services).tick(clock.boottime_ns())
-    load = books.load
+    load = invariant_inputs.load
 
-    def pages_of_two(connection: sa.Connection, *, after: str) -> books.Books:
+    def pages_of_two(connection: sa.Connection, *, after: str) -> invariant_inputs.Books:
         return load(connection, after=after, limit=2)
 
-    monkeypatch.setattr(books, "load", pages_of_two)
+    monkeypatch.setattr(invariant_inputs, "load", pages_of_two)
     check = make_self_check(services)
     pauses = [((check.tick(clock.boottime_ns()) or 0) - clock.boottime_ns()) // 10**9 for _ in range(4)]
     assert (pauses, check.seen) == ([5, 5, 60, 5], 7)

@@ -13,11 +13,11 @@ from serverless_gpu.model.scheduling.values import QueuePolicy, WaitReason
 from serverless_gpu.model.spec import Priority
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.invariants import History
+from serverless_gpu.server.invariants.run_invariants import History
+from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import attempts, events, runs
 from serverless_gpu.server.runs import views
-from serverless_gpu.server.self_check import check
 from serverless_gpu.wire.agents import PoolRequest
 from tests.support.golden import golden
 from tests.support.server.simulation import World

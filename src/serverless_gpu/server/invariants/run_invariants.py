@@ -39,15 +39,15 @@ from serverless_gpu.model.lifecycle.attempt import MEANINGS, TERMINAL, Reason, S
 from serverless_gpu.model.lifecycle.facts import FactKind
 from serverless_gpu.model.lifecycle.run_lifecycle import FAULT_RETRIES_MAX, INFRA_RETRIES_MAX
 from serverless_gpu.model.spec import Function
-from serverless_gpu.server.books import Booked, BookedOrder, Books
-from serverless_gpu.server.gang_invariants import gangs
-from serverless_gpu.server.ledger_invariants import ledger
-from serverless_gpu.server.lendings import Lent, crew_name, doubly, lent_once
+from serverless_gpu.server.invariants.allocations import Lent, crew_name, doubly, lent_once
+from serverless_gpu.server.invariants.gang_invariants import gangs
+from serverless_gpu.server.invariants.invariant_inputs import Booked, BookedOrder, Books
+from serverless_gpu.server.invariants.ledger_invariants import ledger
+from serverless_gpu.server.invariants.violations import Violation, of_run
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew
 from serverless_gpu.server.records.runs.events import StoredEvent, is_remark
-from serverless_gpu.server.violations import Violation, of_run
 
 UNPLACED_S = 60.0
 """How long a run may wait although it could be placed: a scheduler that is slow is not one that forgot it."""

@@ -1,10 +1,10 @@
-"""What is wrong, as a value: the word that all invariants speak (`invariants.py`)."""
+"""What is wrong, as a value: the word that all invariants speak (`run_invariants.py`)."""
 
 from __future__ import annotations
 
 import msgspec
 
-from serverless_gpu.server.books import Booked
+from serverless_gpu.server.invariants.invariant_inputs import Booked
 
 
 class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):

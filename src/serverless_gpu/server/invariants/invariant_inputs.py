@@ -1,4 +1,4 @@
-"""What the database says of some runs, as values: the room `invariants.py` is asked with. It only reads.
+"""What the database says of some runs, as values: the room `run_invariants.py` is asked with. It only reads.
 
     load(connection, after=…)     a page of runs in the order of their identifiers, and all that belongs to them
     of_runs(connection, ids)      the same of runs that somebody names

@@ -1,4 +1,4 @@
-"""A server looks at its own books: the invariants that tests hold it to (`invariants.py`), asked while it works.
+"""A server looks at its own books: the invariants that tests hold it to (`run_invariants.py`), asked while it works.
 
     every 5 s    a page of runs, in one read ─▶ violations ─▶ log (ERROR, once for each), `/metrics`
                  the next entries of the audit's chain (`chain_check.py`)
@@ -29,21 +29,22 @@ import sqlalchemy as sa
 
 from serverless_gpu.errors import ServerProblem, StorageError
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
-from serverless_gpu.server import books as book_rows
 from serverless_gpu.server.audit.chain_check import ChainCheck
-from serverless_gpu.server.books import PAGE_RUNS, Books
 from serverless_gpu.server.budgets.spending import Spending
 from serverless_gpu.server.core.hub import Hub
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.db.in_chunks import portions
-from serverless_gpu.server.invariants import History, Moment, broken_chain, violations
-from serverless_gpu.server.lendings import Lendings
+from serverless_gpu.server.invariants import invariant_inputs as book_rows
+from serverless_gpu.server.invariants import violations
+from serverless_gpu.server.invariants.allocations import Lendings
+from serverless_gpu.server.invariants.invariant_inputs import PAGE_RUNS, Books
+from serverless_gpu.server.invariants.run_invariants import History, Moment, broken_chain
+from serverless_gpu.server.invariants.violations import Violation
 from serverless_gpu.server.records.runs import runs
 from serverless_gpu.server.scheduling.missed_run_check import SecondLook
 from serverless_gpu.server.scheduling.wait_reasons import Sentences
 from serverless_gpu.server.storage.blobs import Blobs
-from serverless_gpu.server.violations import Violation
 
 EVERY_S = 5.0
 ROUND_S = 60.0

@@ -19,12 +19,12 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, reversed_line, standing, sum_of
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
-from serverless_gpu.server.books import Booked, OfCrew, SeenReceipt
+from serverless_gpu.server.invariants.invariant_inputs import Booked, OfCrew, SeenReceipt
+from serverless_gpu.server.invariants.violations import Violation, of_run
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records.charges import Posted
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew
-from serverless_gpu.server.violations import Violation, of_run
 
 
 def ledger(booked: Booked) -> Iterator[Violation]:

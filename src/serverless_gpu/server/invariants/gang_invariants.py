@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
-from serverless_gpu.server.books import Booked
+from serverless_gpu.server.invariants.invariant_inputs import Booked
+from serverless_gpu.server.invariants.violations import Violation, of_run
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew
-from serverless_gpu.server.violations import Violation, of_run
 
 
 def gangs(booked: Booked) -> Iterator[Violation]:
