@@ -12,7 +12,6 @@ import starlette.routing
 from starlette.applications import Starlette
 
 from serverless_gpu.ambient import Clock
-from serverless_gpu.server.api import state
 from serverless_gpu.server.audit import audit_routes
 from serverless_gpu.server.billing import price_routes, usage_routes
 from serverless_gpu.server.budgets import budget_routes
@@ -26,6 +25,7 @@ from serverless_gpu.server.http.routing import Route
 from serverless_gpu.server.identity import principal_routes
 from serverless_gpu.server.lifecycle import attempt_routes
 from serverless_gpu.server.nodes import agent_routes, drain_routes
+from serverless_gpu.server.operations import state_routes
 from serverless_gpu.server.policies import policy_routes
 from serverless_gpu.server.pools import node_routes
 from serverless_gpu.server.runs import estimate_routes, queue_routes, run_routes
@@ -49,7 +49,7 @@ MODULES = (
     queue_routes,
     run_routes,
     secret_routes,
-    state,
+    state_routes,
     usage_routes,
 )
 """Modules of `api/` with `routes`; whoever adds one adds it here."""

@@ -32,7 +32,6 @@ from serverless_gpu.model.access.node_identity import Identity
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink.presence import instance_of
 from serverless_gpu.node.uplink.profile import UplinkProfile
-from serverless_gpu.server import restoring, rollback, rotation
 from serverless_gpu.server.composition import (
     Resources,
     Services,
@@ -80,8 +79,9 @@ from serverless_gpu.server.db.leader_lock import LOOK_S, Claim
 from serverless_gpu.server.http.authentication import Admission
 from serverless_gpu.server.identity import uid_sharing
 from serverless_gpu.server.identity.bootstrap import FirstTokens, first_tokens, join_token
-from serverless_gpu.server.mlflow_beside import mlflow_checks
-from serverless_gpu.server.ray_beside import RayBeside
+from serverless_gpu.server.operations import restore, rollback_detection, rotation
+from serverless_gpu.server.operations.mlflow_sidecar import mlflow_checks
+from serverless_gpu.server.operations.ray_sidecar import RayBeside
 from serverless_gpu.server.records import audit, stored_secrets
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import runs
@@ -152,14 +152,14 @@ def assembled(
         database = stack.enter_context(contextlib.closing(Database(settings.database, clock=clock, measures=measures)))
         operator = operator or Operator()
         take_when_started(database, clock=clock, announce=operator.announce)
-        rolled_back = rollback.refuse(settings, database.read, now_ns=clock.wall_ns(), other=other)
+        rolled_back = rollback_detection.refuse(settings, database.read, now_ns=clock.wall_ns(), other=other)
         if rolled_back:
             _log.warning("the operator accepts that the database was rolled back: %s", rolled_back)
         database.migrate()
         warnings = _unknown_files(settings, database)
         mark = stack.enter_context(contextlib.closing(_marked(settings, database, clock)))
         remove_unnamed(settings.directory)
-        restoring.settle(database, settings.directory, measures=measures, now_ns=clock.wall_ns())
+        restore.settle(database, settings.directory, measures=measures, now_ns=clock.wall_ns())
         node = _node_of(settings) if settings.node else None
         tokens = first_tokens(database, settings.directory, login=login(), now_ns=clock.wall_ns(), node=node)
         uid_sharing.settle(database, operator.decide, now_ns=clock.wall_ns())
@@ -221,7 +221,7 @@ def assembled(
 def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
     """Give this server its generation, and have the high-water mark follow what it writes."""
     position = database.number(now_ns=clock.wall_ns())
-    path, place = rollback.mark_path(settings), rollback.place_of(settings)
+    path, place = rollback_detection.mark_path(settings), rollback_detection.place_of(settings)
     mark = MarkFile(path, position, now_ns=clock.wall_ns(), place=place)
     database.on_commit(mark.commit)
     return mark

@@ -55,6 +55,7 @@ from serverless_gpu.server.nodes.join import JoinService
 from serverless_gpu.server.nodes.node_admin import NodeRuleService
 from serverless_gpu.server.nodes.node_admission import NodeAdmission
 from serverless_gpu.server.nodes.node_queries import NodeService
+from serverless_gpu.server.operations.state_metrics import Sampling
 from serverless_gpu.server.policies.policy_admission import PolicyAdmission
 from serverless_gpu.server.policies.policy_service import PolicyService
 from serverless_gpu.server.pools.pool_service import PoolService
@@ -65,7 +66,6 @@ from serverless_gpu.server.runs.retention import Retention
 from serverless_gpu.server.runs.run_queries import RunQueries
 from serverless_gpu.server.runs.stop_requests import StopService
 from serverless_gpu.server.runs.submission import SubmissionService
-from serverless_gpu.server.sampling import Sampling
 from serverless_gpu.server.scheduling.engine_reservations import Reserving
 from serverless_gpu.server.scheduling.feasibility import Feasibility
 from serverless_gpu.server.scheduling.feasibility_cache import FeasibilityMemory

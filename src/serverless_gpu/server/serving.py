@@ -32,7 +32,6 @@ import uvicorn
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.server import systemd
 from serverless_gpu.server.app import guarded
 from serverless_gpu.server.assembly import Operator, assembled
 from serverless_gpu.server.core import log_file
@@ -46,6 +45,7 @@ from serverless_gpu.server.http.listener import BACKLOG, BoundedProtocol, Listen
 from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.server.identity.uid_sharing import Exposure
+from serverless_gpu.server.operations import systemd
 
 KEEP_ALIVE_S = 75
 CUT_OFF_S = 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.errors import ServerProblem
-from serverless_gpu.server import rotation
+from serverless_gpu.server.operations import rotation
 from tests.support.crash.rotation import Killed, made
 
 

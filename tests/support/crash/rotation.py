@@ -16,7 +16,6 @@ import sqlalchemy as sa
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.errors import NotAuthenticated
-from serverless_gpu.server import rotation
 from serverless_gpu.server.core.encryption import Sealer
 from serverless_gpu.server.core.server_key import Keys, read_keys, sha256
 from serverless_gpu.server.core.settings import Settings, read_settings
@@ -24,6 +23,7 @@ from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.identity.bootstrap import NODE, first_tokens
 from serverless_gpu.server.lifecycle.transitions import place
+from serverless_gpu.server.operations import rotation
 from serverless_gpu.server.records import audit, principals, stored_secrets
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.server.records.runs import runs

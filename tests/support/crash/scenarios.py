@@ -22,8 +22,8 @@ from serverless_gpu.errors import RunCancelled, RunError
 from serverless_gpu.model.access.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import control
-from serverless_gpu.server.backing_up import verify
 from serverless_gpu.server.db import tables
+from serverless_gpu.server.operations.backup import verify
 from serverless_gpu.server.records import audit
 from serverless_gpu.wire.blobs import DigestList
 from serverless_gpu.wire.runs import RunView

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import State
-from serverless_gpu.server.backing_up import Made, back_up
 from serverless_gpu.server.core.settings import read_settings
+from serverless_gpu.server.operations.backup import Made, back_up
 from serverless_gpu.wire.agents import Start
 from serverless_gpu.wire.attempts import LogPiece, Report
 from tests.support.server.played import Played

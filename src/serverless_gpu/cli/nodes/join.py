@@ -135,7 +135,7 @@ def _unit(home: Home) -> str:
         str(Path(word).absolute()) if before == "--token-file" else word
         for before, word in zip(["", *words], words, strict=False)
     ]
-    systemd = load("serverless_gpu.server.systemd")
+    systemd = load("serverless_gpu.server.operations.systemd")
     text: str = systemd.join_unit(
         (sys.executable, "-m", "serverless_gpu.cli", *words), user=getpass.getuser(), home=home.root
     )

@@ -62,7 +62,7 @@ def unit() -> None:
     """Print a unit with which systemd runs this home's server: restarting it leaves runs alone."""
     refuse_incomplete()
     home = durable_home(_KEPT)
-    systemd = load("serverless_gpu.server.systemd")
+    systemd = load("serverless_gpu.server.operations.systemd")
     settings = load("serverless_gpu.server.core.settings").read_settings(home.root, environ=os.environ)
     there = systemd.Installation(
         command=(sys.executable, "-m", "serverless_gpu.cli", "up"),
@@ -117,8 +117,8 @@ def backup(directory: Path) -> None:
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
-    load("serverless_gpu.server.rotation").refuse_unfinished(settings.directory)
-    made = load("serverless_gpu.server.backing_up").back_up(settings, directory.absolute(), clock=SystemClock())
+    load("serverless_gpu.server.operations.rotation").refuse_unfinished(settings.directory)
+    made = load("serverless_gpu.server.operations.backup").back_up(settings, directory.absolute(), clock=SystemClock())
     files = made.manifest.files
     size = format_bytes(sum(entry.size for entry in files.values()))
     say(f"{made.path}: {len(files)} files, {size}; {made.linked} of them as in the backup before")
@@ -142,7 +142,7 @@ def check(as_json: bool) -> None:
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
         raise ServerProblem(f"there is no server in this home: {path} is not there", hint="`sgpu up` starts one")
-    rollback = load("serverless_gpu.server.rollback")
+    rollback = load("serverless_gpu.server.operations.rollback_detection")
     with contextlib.closing(database_room.Database(settings.database, clock=SystemClock())) as database:
         lost = rollback.evidence(settings, database.read)
         checked = load("serverless_gpu.server.invariants.self_check").check(database.read)
@@ -165,7 +165,7 @@ def check(as_json: bool) -> None:
 def verify(backup: Path) -> None:
     """Read all of a backup again, and say whether it is what it was."""
     refuse_incomplete()
-    manifest = load("serverless_gpu.server.backing_up").verify(backup)
+    manifest = load("serverless_gpu.server.operations.backup").verify(backup)
     say(f"{backup} is whole: {len(manifest.files)} files")
 
 
@@ -183,7 +183,9 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
     """
     refuse_incomplete()
     home = durable_home(_KEPT)
-    manifest = load("serverless_gpu.server.restoring").restore(home, backup, nothing_ran_since=nothing_ran_since)
+    manifest = load("serverless_gpu.server.operations.restore").restore(
+        home, backup, nothing_ran_since=nothing_ran_since
+    )
     say(f"{home.root / 'server'}: {len(manifest.files)} files, each as it was")
     if manifest.database != "sqlite":
         say("without the database, which is to be there before `sgpu up`: pg_restore --dbname=DATABASE …")
@@ -206,7 +208,7 @@ def rotate(certain: bool) -> None:
     if not certain:
         click.confirm("Revoke every token of this server, and replace its key?", abort=True, err=True)
     login = load("serverless_gpu.server.assembly").login()
-    rotated = load("serverless_gpu.server.rotation").rotate(settings, clock=SystemClock(), login=login)
+    rotated = load("serverless_gpu.server.operations.rotation").rotate(settings, clock=SystemClock(), login=login)
     sealed = f"{_number(len(rotated.secrets), 'secret')} and variables of unended runs are sealed with it"
     say(f"the server's key is new; {sealed}")
     say(f"new tokens of this machine are in {settings.directory}; `sgpu up` gives them to this home and its node")

@@ -99,7 +99,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     for problem in (*settings_room.unknown(os.environ), *disk_warnings(home)):
         say(f"warning: {problem}", err=True)
 
-    ray_beside = load("serverless_gpu.server.ray_beside")
+    ray_beside = load("serverless_gpu.server.operations.ray_sidecar")
     ray_beside.refuse(settings)
 
     def write_files(url: str, running: Running) -> list[str]:
@@ -116,7 +116,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
             say(f"warning: {warning}", err=True)
 
     try:
-        with load("serverless_gpu.server.mlflow_beside").mlflow_beside(settings) as complete:
+        with load("serverless_gpu.server.operations.mlflow_sidecar").mlflow_beside(settings) as complete:
             load("serverless_gpu.server.serving").serve(
                 complete,
                 ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else ""),
@@ -126,7 +126,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
             )
     except load("serverless_gpu.server.db.leader_lock").TakenOver as error:
         say_lines(f"sgpu: {error}", err=True)
-        sys.exit(load("serverless_gpu.server.systemd").TAKEN_OVER)
+        sys.exit(load("serverless_gpu.server.operations.systemd").TAKEN_OVER)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -71,7 +71,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
         runs: how many were looked at.
         violations: what is wrong, sorted.
         skipped: what is too much to be looked at.
-        lost: how the database was rolled back, and of which runs there are files and no rows (`rollback.py`).
+        lost: how the database was rolled back, and of which runs there are files and no rows (`rollback_detection.py`).
     """
 
     runs: int = 0

@@ -23,7 +23,7 @@ from serverless_gpu.server.db import leader_lock as claim_room
 from serverless_gpu.server.db import migrations
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.db.tables import teams
-from serverless_gpu.server.systemd import TAKEN_OVER
+from serverless_gpu.server.operations.systemd import TAKEN_OVER
 from serverless_gpu.testing import FakeClock
 from serverless_gpu.wire.state import Health, Version
 from tests.support.golden import golden

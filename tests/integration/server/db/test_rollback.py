@@ -19,10 +19,10 @@ from serverless_gpu.cli import program
 from serverless_gpu.errors import NotFound, ServerProblem
 from serverless_gpu.model.high_water_mark import DatabasePosition, HighWaterMark, rollback
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.server import backing_up, restoring
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.db import high_water_mark_file
 from serverless_gpu.server.db.high_water_mark_file import MarkFile, UnreadableMark, read_mark
+from serverless_gpu.server.operations import backup, restore
 from serverless_gpu.wire.runs import RunView
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
@@ -103,13 +103,13 @@ def test_22B3_a_server_that_was_killed_starts_again(home: Path) -> None:
 def test_22B3_a_restored_server_starts_and_goes_on_with_a_mark_of_its_own(home: Path, tmp_path: Path) -> None:
     with served(home) as server:
         submit(server.connection())
-        made = backing_up.back_up(read_settings(home), tmp_path / "backups", clock=SystemClock())
+        made = backup.back_up(read_settings(home), tmp_path / "backups", clock=SystemClock())
         for _ in range(10):
             submit(server.connection())
     before = read_mark(home / "server" / "server.db.mark")
     shutil.move(home / "server", home / "server.old")
     assert not any(name.endswith(".mark") for name in made.manifest.files)
-    restoring.restore(Home(home), made.path, nothing_ran_since=False)
+    restore.restore(Home(home), made.path, nothing_ran_since=False)
     with served(home):
         pass
     after = read_mark(home / "server" / "server.db.mark")

@@ -16,13 +16,14 @@ from serverless_gpu.errors import InvalidValue, NotFound, ServerProblem, Storage
 from serverless_gpu.model.lifecycle.attempt import TERMINAL, Reason, State
 from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, Forgotten, GivenUp, UserCodeStarted
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.server import backing_up, restoring
-from serverless_gpu.server.backing_up import DATABASE, MANIFEST, read_manifest, verify
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.db.database import Database
+from serverless_gpu.server.operations import backup
+from serverless_gpu.server.operations import restore as restoring
+from serverless_gpu.server.operations.backup import DATABASE, MANIFEST, read_manifest, verify
+from serverless_gpu.server.operations.restore import FILE, Mark, restore
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.runs import orders
-from serverless_gpu.server.restoring import FILE, Mark, restore
 from serverless_gpu.wire.agents import PoolRequest, PoolView
 from serverless_gpu.wire.attempts import Ending, File, Report
 from serverless_gpu.wire.runs import EndedMessage, LogMessage, RunView, StateMessage, StreamMessage
@@ -204,7 +205,7 @@ def test_a_backup_is_not_made_of_itself_and_a_full_disk_is_said(
         def full(_source: Path, target: Path) -> None:
             raise OSError(28, "No space left on device", str(target))
 
-        monkeypatch.setattr(backing_up, "copy", full)
+        monkeypatch.setattr(backup, "copy", full)
         with pytest.raises(StorageError, match=re.escape(golden("rows.full_disk_mid_run.space-left-device"))):
             backup_of(server.home, tmp_path / "backups")
     assert [path.name for path in (tmp_path / "backups").iterdir()] == [".lock"]

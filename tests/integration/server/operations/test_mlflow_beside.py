@@ -20,7 +20,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.mlflow_server.control import Serving, ensure_server, look, stop_servers
 from serverless_gpu.node.mlflow_server.files import ServerFiles, place_of
 from serverless_gpu.server.core.settings import Settings, read_settings
-from serverless_gpu.server.mlflow_beside import mlflow_beside, mlflow_checks
+from serverless_gpu.server.operations.mlflow_sidecar import mlflow_beside, mlflow_checks
 from tests.support.golden import golden
 from tests.support.local.observe import wait_for
 from tests.support.local.pretended_mlflow import PretendedMlflow, asked, environ_of, keeper_of, server_of

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from serverless_gpu.cli.program import sgpu
 from serverless_gpu.server import serving
 from serverless_gpu.server.db.leader_lock import TakenOver
-from serverless_gpu.server.systemd import Installation, join_unit, notify, taken_from, unit
+from serverless_gpu.server.operations.systemd import Installation, join_unit, notify, taken_from, unit
 from tests.support.golden import golden
 from tests.support.paths import REPOSITORY
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from serverless_gpu.server.core.server_metrics import Measures
-from serverless_gpu.server.sampling import Sample, families
+from serverless_gpu.server.operations.state_metrics import Sample, families
 from tests.support.paths import REPOSITORY
 
 FILES = [REPOSITORY / "deploy" / name for name in ("grafana.json", "alerts.yml", "prometheus.yml")]

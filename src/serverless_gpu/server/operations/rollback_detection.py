@@ -21,11 +21,11 @@ import sqlalchemy as sa
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.model.high_water_mark import HighWaterMark, rollback
 from serverless_gpu.node.base.private_files import write_private
-from serverless_gpu.server import restoring
-from serverless_gpu.server.backing_up import file_of
 from serverless_gpu.server.core.server_key import sha256
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db import generations, high_water_mark_file
+from serverless_gpu.server.operations import restore
+from serverless_gpu.server.operations.backup import file_of
 from serverless_gpu.server.storage import orphan_files
 
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
@@ -57,7 +57,7 @@ def sentence(settings: Settings, read: Read) -> str:
         ServerUnavailable: the database does not answer.
     """
     path = mark_path(settings)
-    if path is None or (settings.directory / restoring.FILE).exists():  # a restore goes back on purpose
+    if path is None or (settings.directory / restore.FILE).exists():  # a restore goes back on purpose
         return ""
     mark: HighWaterMark | None
     try:
@@ -97,8 +97,8 @@ def refuse(settings: Settings, read: Read, *, now_ns: int, other: str = "") -> s
         )
         raise ServerProblem(f"the database was rolled back: {why}", hint=hint)
     _require_whole(file_of(settings))
-    restored = restoring.Mark(made_ns=now_ns, nothing_ran_since=False, rolled_back=True)
-    write_private(settings.directory / restoring.FILE, msgspec.json.encode(restored))
+    restored = restore.Mark(made_ns=now_ns, nothing_ran_since=False, rolled_back=True)
+    write_private(settings.directory / restore.FILE, msgspec.json.encode(restored))
     return why
 
 

@@ -34,13 +34,13 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.json_codec import from_json
 from serverless_gpu.model.lifecycle.run_lifecycle import Restored
 from serverless_gpu.node.base.home import Home
-from serverless_gpu.server.backing_up import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
 from serverless_gpu.server.core.server_metrics import Measures
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.listener import alone_in_home
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, Told
+from serverless_gpu.server.operations.backup import DATABASE, Manifest, check, copy, file_of, name_of, read_manifest
 from serverless_gpu.server.records import audit
 from serverless_gpu.server.records.audit import SERVER, Action
 from serverless_gpu.server.records.runs import orders, runs
