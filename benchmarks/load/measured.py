@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from serverless_gpu import cli
-from serverless_gpu.server import assembly
+from serverless_gpu.server import startup
 from serverless_gpu.server.core.loops import Loop, Tick
 from serverless_gpu.server.nodes import agent_service
 
@@ -23,7 +23,7 @@ DEVICES_MAX = 16_384
 def main() -> None:
     """Be the server."""
     with open(sys.argv[1], "a", encoding="ascii", buffering=1) as ticks:
-        assembly.Loop = _timed(ticks)  # type: ignore[attr-defined,assignment] # a watch around it
+        startup.Loop = _timed(ticks)  # type: ignore[attr-defined,assignment] # a watch around it
         agent_service.DEVICES_MAX = DEVICES_MAX
         sys.argv = ["sgpu", *sys.argv[2:]]
         cli.main()

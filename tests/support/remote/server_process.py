@@ -24,7 +24,7 @@ from serverless_gpu.ambient import machine
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 from serverless_gpu.lazy_import import load
 from serverless_gpu.server.core.settings import Settings, read_settings
-from serverless_gpu.server.serving import Running, serve
+from serverless_gpu.server.process import Running, serve
 
 _ENDED_S = 60.0
 

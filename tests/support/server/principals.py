@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from serverless_gpu.server.app import guarded
+from serverless_gpu.server.application import guarded
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.db.database import Database
 from serverless_gpu.server.http.authentication import Admission

@@ -17,7 +17,7 @@ import msgspec
 from serverless_gpu.ambient import Clock
 from serverless_gpu.server.core.settings import read_settings
 from serverless_gpu.server.identity.uid_sharing import Exposure
-from serverless_gpu.server.serving import Running, serve
+from serverless_gpu.server.process import Running, serve
 from serverless_gpu.wire.connection import Connection
 
 STARTED_S = 60

@@ -14,7 +14,7 @@ _PROGRAM = """
 import sys
 import time
 from pathlib import Path
-from serverless_gpu.server.serving import serve
+from serverless_gpu.server.process import serve
 from serverless_gpu.server.core.settings import read_settings
 settings = read_settings(Path(sys.argv[1]), {"node": False})
 serve(settings, ready=lambda url, running: print(url, time.process_time(), flush=True))

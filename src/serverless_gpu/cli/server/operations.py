@@ -207,7 +207,7 @@ def rotate(certain: bool) -> None:
     settings = load("serverless_gpu.server.core.settings").read_settings(durable_home(_KEPT).root, environ=os.environ)
     if not certain:
         click.confirm("Revoke every token of this server, and replace its key?", abort=True, err=True)
-    login = load("serverless_gpu.server.assembly").login()
+    login = load("serverless_gpu.server.startup").login()
     rotated = load("serverless_gpu.server.operations.rotation").rotate(settings, clock=SystemClock(), login=login)
     sealed = f"{_number(len(rotated.secrets), 'secret')} and variables of unended runs are sealed with it"
     say(f"the server's key is new; {sealed}")

@@ -27,7 +27,7 @@ from serverless_gpu.version import __version__
 if TYPE_CHECKING:
     from serverless_gpu.server.core.settings import Settings
     from serverless_gpu.server.identity.uid_sharing import Exposure
-    from serverless_gpu.server.serving import Running
+    from serverless_gpu.server.process import Running
 
 _NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
 
@@ -117,7 +117,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
 
     try:
         with load("serverless_gpu.server.operations.mlflow_sidecar").mlflow_beside(settings) as complete:
-            load("serverless_gpu.server.serving").serve(
+            load("serverless_gpu.server.process").serve(
                 complete,
                 ready=lambda url, running: ready(url, running, complete.mlflow_url if complete.mlflow else ""),
                 announce=lambda line: say(f"sgpu: {line}", err=True),

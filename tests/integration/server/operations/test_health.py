@@ -14,7 +14,7 @@ import pytest
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.environment.stores.memory import MemoryStore
 from serverless_gpu.errors import StorageError, StoreUnavailable
-from serverless_gpu.server import assembly
+from serverless_gpu.server import startup
 from serverless_gpu.server.core.health import Checked, Health
 from serverless_gpu.server.core.probes import Probe
 from serverless_gpu.server.scheduling.scheduler import Scheduler
@@ -70,7 +70,7 @@ def test_a_store_that_hangs_does_not_hang_health_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    monkeypatch.setattr(assembly, "STORE_BOUND_S", 0.2)
+    monkeypatch.setattr(startup, "STORE_BOUND_S", 0.2)
     monkeypatch.setattr(Blobs, "try_store", lambda _blobs: go.wait(60) and "")
     with served(tmp_path) as server, httpx2.Client(base_url=server.url + API, timeout=20) as client:
         for _ in range(60):  # more than the server has threads for requests

@@ -47,7 +47,7 @@ def test_a_server_answers_whoever_has_its_token(server: Served) -> None:
 _STARTS = """
 import gc, sys
 from pathlib import Path
-from serverless_gpu.server.serving import serve
+from serverless_gpu.server.process import serve
 from serverless_gpu.server.core.settings import read_settings
 
 def ready(url, running):

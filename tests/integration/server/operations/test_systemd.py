@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from serverless_gpu.cli.program import sgpu
-from serverless_gpu.server import serving
+from serverless_gpu.server import process
 from serverless_gpu.server.db.leader_lock import TakenOver
 from serverless_gpu.server.operations.systemd import Installation, join_unit, notify, taken_from, unit
 from tests.support.golden import golden
@@ -100,7 +100,7 @@ def test_a_server_that_was_replaced_is_not_started_again(home: Path, monkeypatch
     def replaced(*_words: object, **_options: object) -> None:
         raise TakenOver("another server has taken the database over")
 
-    monkeypatch.setattr(serving, "serve", replaced)
+    monkeypatch.setattr(process, "serve", replaced)
     said = CliRunner().invoke(sgpu, ["up", "--no-node", "--port", "0"])
     assert said.exit_code == 3 and golden("server.claim.taken-database-over") in said.output
     assert "RestartPreventExitStatus=3" in unit(EXAMPLE).splitlines()

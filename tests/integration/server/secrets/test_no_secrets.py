@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serverless_gpu.ambient import new_run_id
-from serverless_gpu.server.app import all_routes
+from serverless_gpu.server.application import all_routes
 from serverless_gpu.server.runs import submission
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest

@@ -18,7 +18,7 @@ from blake3 import blake3
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.model.spec import BlobReference, Function
-from serverless_gpu.server.app import all_routes
+from serverless_gpu.server.application import all_routes
 from serverless_gpu.server.core.server_key import read_keys, sha256
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
@@ -42,7 +42,7 @@ def watch(event, arguments):
         os._exit(%d)
 
 sys.addaudithook(watch)
-from serverless_gpu.server.serving import serve
+from serverless_gpu.server.process import serve
 from serverless_gpu.server.core.settings import read_settings
 serve(read_settings(Path(sys.argv[1]), {"port": 0, "node": False}), ready=lambda url, _: print(url, flush=True))
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.server.app import guarded
+from serverless_gpu.server.application import guarded
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.core.caller import NOBODY
 from serverless_gpu.server.http.routing import ANYBODY, Call, Route, Routes

@@ -32,8 +32,7 @@ import uvicorn
 
 from serverless_gpu import faults
 from serverless_gpu.ambient import Clock, SystemClock
-from serverless_gpu.server.app import guarded
-from serverless_gpu.server.assembly import Operator, assembled
+from serverless_gpu.server.application import guarded
 from serverless_gpu.server.core import log_file
 from serverless_gpu.server.core.jump_tolerant_clock import SteadyClock
 from serverless_gpu.server.core.settings import Settings
@@ -46,6 +45,7 @@ from serverless_gpu.server.http.proxy_middleware import Door
 from serverless_gpu.server.http.tls import Certificate
 from serverless_gpu.server.identity.uid_sharing import Exposure
 from serverless_gpu.server.operations import systemd
+from serverless_gpu.server.startup import Operator, assembled
 
 KEEP_ALIVE_S = 75
 CUT_OFF_S = 2
