@@ -13,7 +13,8 @@ from serverless_gpu.model.lifecycle.attempt import Reason, State
 from serverless_gpu.server.composition import Services
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.invariants import invariant_inputs, violations
+from serverless_gpu.server.invariants import invariant_inputs
+from serverless_gpu.server.invariants.run_invariants import violations
 from serverless_gpu.server.lifecycle import transitions
 from serverless_gpu.server.lifecycle.transitions import Note, Told
 from serverless_gpu.server.records.runs import attempts, events, orders, runs

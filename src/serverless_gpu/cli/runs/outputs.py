@@ -1,4 +1,4 @@
-"""What ranks wrote, wherever it lies: the files of a run of this machine. `server/storage/outputs.py` has those of a server.
+"""Output of ranks of a run on this machine; `server/storage/outputs.py` has those of a server.
 
     Output ──▶ one Source for each rank and stream ──pieces──▶ logs.py
 

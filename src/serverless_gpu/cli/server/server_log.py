@@ -1,7 +1,8 @@
 """`sgpu server logs`: the server's own log as people read it; on its machine, from its home.
 
-The server writes JSON lines and turns the file over at a size (`server/core/log_file.py`). Here they are read in the order in
-which they were written, over all files that are left, with what a line is about at its end. It works without a server.
+The server writes JSON lines and turns the file over at a size (`server/core/log_file.py`). Here they are read in the
+order in which they were written, over all files that are left, with what a line is about at its end. It works without a
+server.
 
 Failure cases: a line that is cut (the server died while it wrote) or is no JSON is shown as it is; a file that is
 turned over while it is followed is read to its end first; names and messages cannot steer the terminal.

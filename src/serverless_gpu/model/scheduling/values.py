@@ -1,6 +1,7 @@
 """What a scheduler is told and what it answers. All times are nanoseconds of one clock that only goes forward.
 
-The server's clock for this is its wall clock as `server/core/jump_tolerant_clock.py` believes it; a replayed trace's begins at 0.
+The server's clock for this is its wall clock as `server/core/jump_tolerant_clock.py` believes it; a replayed trace's
+begins at 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Where a server listens, and that a home has one server only.
 
     lock     server.lock and server/lock, held as long as the process lives: a second server of the home is told of the
-             first. Servers of one PostgreSQL may share server/: the database decides which of them works (`leader_lock.py`)
+             first. Servers of one PostgreSQL may share server/: the database decides which of them works
+             (`leader_lock.py`)
     port     as asked for; else the one of last time (server/port), else 7878, else any free one, which is remembered
     beside   a second socket on loopback, without TLS, where the first is not one of loopback in the clear: this
              machine's own node and clients use that, so nothing of theirs depends on a name or a certificate

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.server.invariants.invariant_inputs import Booked
-from serverless_gpu.server.invariants.violations import Violation, of_run
+from serverless_gpu.server.invariants.violation import Violation, of_run
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew
 

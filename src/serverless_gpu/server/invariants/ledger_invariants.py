@@ -20,7 +20,7 @@ from serverless_gpu.model.billing.ledger import EntryKind, LedgerLine, charge, r
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason
 from serverless_gpu.model.lifecycle.facts import Fact, FactKind
 from serverless_gpu.server.invariants.invariant_inputs import Booked, OfCrew, SeenReceipt
-from serverless_gpu.server.invariants.violations import Violation, of_run
+from serverless_gpu.server.invariants.violation import Violation, of_run
 from serverless_gpu.server.lifecycle import metering
 from serverless_gpu.server.records.charges import Posted
 from serverless_gpu.server.records.runs.attempts import StoredAttempt

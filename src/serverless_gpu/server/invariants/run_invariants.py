@@ -43,7 +43,7 @@ from serverless_gpu.server.invariants.allocations import Lent, crew_name, doubly
 from serverless_gpu.server.invariants.gang_invariants import gangs
 from serverless_gpu.server.invariants.invariant_inputs import Booked, BookedOrder, Books
 from serverless_gpu.server.invariants.ledger_invariants import ledger
-from serverless_gpu.server.invariants.violations import Violation, of_run
+from serverless_gpu.server.invariants.violation import Violation, of_run
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.runs.attempts import StoredAttempt
 from serverless_gpu.server.records.runs.crews import StoredCrew

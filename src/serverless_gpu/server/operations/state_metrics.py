@@ -3,8 +3,9 @@
     GET /metrics ─▶ Sampling.refresh   one look at a time, kept for 2 s, waited for 3 s at most (`probes.py`)
                  └▶ registry ─▶ Sampling.collect ─▶ the last sample; `sgpu_sample_age_seconds` says how old it is
 
-The queries go by indexes to what is alive: ended runs are counted when they end (`server_metrics.py`), not here. A database
-that is away costs a scrape its bound and no more: counters and the process's own figures are answered all the same.
+The queries go by indexes to what is alive: ended runs are counted when they end (`server_metrics.py`), not here. A
+database that is away costs a scrape its bound and no more: counters and the process's own figures are answered all the
+same.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
 
 A run goes whole, and only when nothing more will come of it: it is final, and all of its attempts are settled and
 charged. What the ledger has of it only provisionally is made final first (`charging.py`); the ledger keeps it. The
-parts of its results are nobody's then, and are collected (`garbage_collection.py`). A tick does so much and goes on in the
-next one, so that the database has time for others. What ended within the last hour keeps its output however large it
+parts of its results are nobody's then, and are collected (`garbage_collection.py`). A tick does so much and goes on in
+the next one, so that the database has time for others. What ended within the last hour keeps its output however large
+it
 is: somebody reads it. What runs counts for nothing, so that one that floods does not cost the others theirs.
 
 Failure cases: killed after the transaction and before the output is removed (the next round finds output without a

@@ -177,7 +177,7 @@ def test_servers_that_start_at_once_make_the_tables_once(bare: Callable[[], Data
 _PROGRAM = """
 import sys
 from serverless_gpu.ambient import SystemClock
-from serverless_gpu.server import migrations
+from serverless_gpu.server.db import migrations
 from serverless_gpu.server.db.database import Database
 database = Database(sys.argv[1], clock=SystemClock())
 database.read(lambda connection: connection.closed)

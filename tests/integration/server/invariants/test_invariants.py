@@ -29,9 +29,9 @@ from serverless_gpu.model.lifecycle.run_lifecycle import (
 from serverless_gpu.server.billing import charging
 from serverless_gpu.server.db import tables
 from serverless_gpu.server.db.database import Database
-from serverless_gpu.server.invariants import invariant_inputs, violations
+from serverless_gpu.server.invariants import invariant_inputs
 from serverless_gpu.server.invariants.invariant_inputs import Books
-from serverless_gpu.server.invariants.run_invariants import MOVES, History, Moment, Stretch
+from serverless_gpu.server.invariants.run_invariants import MOVES, History, Moment, Stretch, violations
 from serverless_gpu.server.invariants.self_check import check
 from serverless_gpu.server.lifecycle import stop_state, transitions
 from serverless_gpu.server.records import audit

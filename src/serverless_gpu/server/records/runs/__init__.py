@@ -1,1 +1,4 @@
-""""""
+"""SQL and row values of runs: runs, attempts, crews, orders, events, facts, files.
+
+Start with `runs.py`, which inserts, finds and pages runs.
+"""
