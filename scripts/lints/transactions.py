@@ -13,13 +13,13 @@ from scripts.lints.source import Finding, Source
 
 AREAS = ("src",)
 PLACE = "src/serverless_gpu/server/"
-ROOMS = (f"{PLACE}database.py", f"{PLACE}group_commit.py")
+OWNERS = (f"{PLACE}db/database.py", f"{PLACE}db/group_commit.py")
 CALLS = frozenset({"begin", "begin_nested", "commit", "rollback"})
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yield every call of the server that begins or ends a transaction outside of the database's rooms."""
-    if not source.path.startswith(PLACE) or source.path in ROOMS:
+    """Yield every call of the server that begins or ends a transaction outside of the database's modules."""
+    if not source.path.startswith(PLACE) or source.path in OWNERS:
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:

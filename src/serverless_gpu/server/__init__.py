@@ -1,7 +1,7 @@
 """The server: a queue in front of nodes, with people, money and an audit. It runs no user code and never unpickles.
 
-Imports point down this list (`import-linter`): process, startup, application and composition (which wires everything), runs
-and invariants, scheduling, budgets, billing, policies, pools, operations, nodes, identity, lifecycle, environments,
-storage, secrets, audit, http, records, db, core. An effect that points up is a callable that `composition` passes in.
-Each package has its routes (`*_routes.py`), its service and its views. Start with `composition.py`.
+Imports point down this list (`import-linter`): process, startup, application and composition (it wires everything),
+runs and invariants, scheduling, budgets, billing, policies, pools, operations, nodes, identity, lifecycle,
+environments, storage, secrets, audit, http, records, db, core. An effect that points up is a callable. Each package has
+its routes (`*_routes.py`), its service and its views. Start with `composition.py`.
 """

@@ -72,7 +72,7 @@ class Redacted(logging.Formatter):
         line: dict[str, object] = {
             "ts": self.formatTime(record),
             "level": record.levelname,
-            "logger": record.name.removeprefix(_OURS).removeprefix("server."),
+            "logger": _short(record.name),
             "msg": self._clean(record.getMessage(), MESSAGE_CHARACTERS_MAX),
         }
         for name, value in getattr(record, "sgpu", log_context.current()).items():
@@ -183,3 +183,9 @@ def detach(handler: logging.Handler) -> None:
     for name in LOGGERS:
         logging.getLogger(name).removeHandler(handler)
     handler.close()
+
+
+def _short(name: str) -> str:
+    """Return a logger's name as the log has it: modules of the server without their package."""
+    name = name.removeprefix(_OURS)
+    return name.rpartition(".")[2] if name.startswith("server.") else name

@@ -47,7 +47,7 @@ def test_a_line_says_what_it_is_about_also_from_another_thread(path: Path) -> No
     assert set(first) == {"ts", "level", "logger", "msg", "run", "attempt"}
     assert (first["level"], first["logger"], first["msg"]) == (
         "WARNING",
-        "reporting",
+        "reports",
         golden("server.logbook.fact-came-again"),
     )
     assert (first["run"], first["attempt"], second["node"]) == (RUN, 2, "node-1")
