@@ -11,7 +11,7 @@ import pytest
 
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.server.application import all_routes
-from serverless_gpu.server.runs import submission
+from serverless_gpu.server.runs.submission import SubmissionService
 from serverless_gpu.wire.base import API
 from serverless_gpu.wire.principals import PrincipalRequest, TokenMade, TokenRequest
 from tests.support.golden import golden
@@ -50,11 +50,11 @@ def force_errors(client: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> set[
     for token in (f"sgpu_{new_run_id()}_{'b' * 43}", f"sgpa_{new_run_id()}_1_{'a' * 43}", "Bearer"):
         statuses.add(client.get("/runs", headers={"Authorization": f"Bearer {token}"}).status_code)
 
-    def fail(services: Any, who: Any, said: Any) -> Any:
+    def fail(service: Any, who: Any, said: Any) -> Any:
         raise RuntimeError(f"a bug, beside {client.headers['Authorization']} and postgresql://sgpu:{PASSWORD}@db/sgpu")
 
     with monkeypatch.context() as patched:
-        patched.setattr(submission, "submit", fail)
+        patched.setattr(SubmissionService, "submit", fail)
         answer = submitted(client)
     statuses.add(answer.status_code)
     if answer.status_code == 500:
